@@ -16,11 +16,14 @@ Sections, in order of importance, because the time limit cuts from the end:
                     reference in float32
   transformers      its decode with a static cache, compiled to CUDA graphs on a GPU; one process per shape
   compiler_options  decode compiled with XLA options that may matter on a GPU
+  families          logits, greedy tokens and a training step of a small model of every family against float64 on the CPU:
+                    the rows of `docs/support.md`, in some minutes; alone into a file of their own
+                    (--sections families --device-json gpu_report_families_NAME.json)
 
 With other sections, training has at most TRAINING_SHARE of the time, divided among its shapes: each measures as many of its
 candidates as that allows, those with the least memory first. With only `--sections training` it has all of it. Attention has
-ATTENTION_SHARE in the same way, the shortest first. Otherwise sections are cut in the order compiler_options, transformers,
-attention, programs, prefill, decode.
+ATTENTION_SHARE in the same way, the shortest first. Otherwise sections are cut in the order families, compiler_options,
+transformers, attention, programs, prefill, decode.
 
 A section is a file of `gpu_parts`, with a function that takes the `Run` and yields rows, plain dicts, one by one; new ones
 are added to SECTIONS. Without an accelerator the same code runs small shapes, so that it is always tested; they fit into the
@@ -49,6 +52,7 @@ import jax
 from gpu_parts.attention import attention
 from gpu_parts.correctness import correctness
 from gpu_parts.decode import decode
+from gpu_parts.families import families
 from gpu_parts.options import compiler_options
 from gpu_parts.peer import WORKER, transformers
 from gpu_parts.peer_one import transformers_worker
@@ -94,6 +98,7 @@ SECTIONS: dict[str, Section] = {
     "attention": attention,
     "transformers": transformers,
     "compiler_options": compiler_options,
+    "families": families,
 }
 
 

@@ -31,6 +31,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from safetensors.numpy import save_file
+from support_claims import SupportClaims
 
 import llama_jax
 from llama_jax.cli.argv import arranged, parsed
@@ -55,6 +56,7 @@ LARGEST_PROGRAMS = 2**30
 
 def pytest_configure(config: pytest.Config) -> None:
     """Programs compiled once are kept: for the processes of this run, and for the next run."""
+    config.pluginmanager.register(SupportClaims(config))
     for ignored in (signal.SIGHUP, signal.SIGINT):  # as under nohup, and after & in a script: children would inherit it
         if signal.getsignal(ignored) is signal.SIG_IGN:
             signal.signal(ignored, signal.default_int_handler if ignored is signal.SIGINT else signal.SIG_DFL)

@@ -19,6 +19,7 @@ from gpu_parts.run import Run
 
 import llama_jax
 from llama_jax.analysis.hardware import find_hardware
+from llama_jax.config import FAMILY_FEATURES
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "gpu_report.py"
 
@@ -43,13 +44,15 @@ def run_main(report, folder: Path, **arguments) -> tuple[int, dict]:
 
 @pytest.mark.slow
 def test_every_section_measures(report, tmp_path, capsys):
-    code, found = run_main(report, tmp_path)
+    code, found = run_main(report, tmp_path, time_limit=3000)
     assert code == 0, capsys.readouterr().out
     sections = found["sections"]
     assert list(sections) == list(report.SECTIONS)
     assert all(row["value"] > 0 for row in sections["yardsticks"])
     assert len(sections["correctness"]) == 3
     assert all(row["ok"] for row in sections["correctness"])
+    assert len(sections["families"]) == 3 * len(FAMILY_FEATURES)
+    assert all(row["ok"] for row in sections["families"]), sections["families"]
     for name in ("decode", "prefill"):
         assert len(sections[name]) == 2 * 2  # shapes, cases
         assert all(row["tokens_per_s"] > 0 and row["compile_s"] > 0 for row in sections[name])

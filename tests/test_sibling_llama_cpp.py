@@ -6,7 +6,8 @@ import gguf
 import jax
 import numpy as np
 import pytest
-from test_siblings import SIBLINGS, gguf_form, random_params
+from family_models import SIBLINGS, random_params
+from test_siblings import gguf_form
 
 import llama_jax
 from llama_jax import RopeScaling

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_siblings import PLAIN, SIBLINGS, random_params
+from family_models import FAMILY_MODELS, PLAIN, SIBLINGS, random_params
 
 import llama_jax
 from llama_jax.config import LayerConfig, RopeScaling
@@ -24,31 +24,27 @@ pytestmark = [
 ]
 
 jit_forward, jit_logits = jax.jit(forward, static_argnums=0), jax.jit(llama_jax.logits, static_argnums=0)
-MODELS = (
-    {"llama": PLAIN}
-    | SIBLINGS
-    | {
-        "mistral, wide": replace(SIBLINGS["mistral"], window=40, n_kv_heads=1, head_dim=16),
-        "mistral, deep": replace(SIBLINGS["mistral"], window=1, n_layers=3),
-        "qwen2, tied": replace(SIBLINGS["qwen2"], tie_embeddings=True, n_heads=8, norm_eps=1e-3),
-        "qwen3, untied": replace(SIBLINGS["qwen3"], tie_embeddings=False, n_kv_heads=4, rope_theta=500.0),
-        "mixtral, window": replace(SIBLINGS["mixtral"], window=5, experts=6, experts_per_token=3),
-        "gemma3_text, scaled": replace(SIBLINGS["gemma3_text"], attention_multiplier=24.0**-0.5, n_layers=6),
-        "phi3, window": replace(SIBLINGS["phi3"], window=7, tie_embeddings=True),
-        "smollm3, window": replace(SIBLINGS["smollm3"], layers=(*[LayerConfig()] * 3, LayerConfig(6, "none"))),
-        "mixtral, one": replace(SIBLINGS["mixtral"], experts=3, experts_per_token=1),
-        "llama4_text, one expert": replace(
-            SIBLINGS["llama4_text"],
-            n_layers=2,
-            layers=(LayerConfig(chunk=7), LayerConfig()),
-            rope_scaling=RopeScaling("llama3", 4.0, high_freq_factor=1.0, original_max_seq_len=32),
-            qk_norm=None,
-            query_scaling=None,
-            experts_per_token=1,
-        ),
-        "qwen3_moe, shares of all": replace(SIBLINGS["qwen3_moe"], normalize_expert_weights=False),
-    }
-)
+MODELS = FAMILY_MODELS | {
+    "mistral, wide": replace(SIBLINGS["mistral"], window=40, n_kv_heads=1, head_dim=16),
+    "mistral, deep": replace(SIBLINGS["mistral"], window=1, n_layers=3),
+    "qwen2, tied": replace(SIBLINGS["qwen2"], tie_embeddings=True, n_heads=8, norm_eps=1e-3),
+    "qwen3, untied": replace(SIBLINGS["qwen3"], tie_embeddings=False, n_kv_heads=4, rope_theta=500.0),
+    "mixtral, window": replace(SIBLINGS["mixtral"], window=5, experts=6, experts_per_token=3),
+    "gemma3_text, scaled": replace(SIBLINGS["gemma3_text"], attention_multiplier=24.0**-0.5, n_layers=6),
+    "phi3, window": replace(SIBLINGS["phi3"], window=7, tie_embeddings=True),
+    "smollm3, window": replace(SIBLINGS["smollm3"], layers=(*[LayerConfig()] * 3, LayerConfig(6, "none"))),
+    "mixtral, one": replace(SIBLINGS["mixtral"], experts=3, experts_per_token=1),
+    "llama4_text, one expert": replace(
+        SIBLINGS["llama4_text"],
+        n_layers=2,
+        layers=(LayerConfig(chunk=7), LayerConfig()),
+        rope_scaling=RopeScaling("llama3", 4.0, high_freq_factor=1.0, original_max_seq_len=32),
+        qk_norm=None,
+        query_scaling=None,
+        experts_per_token=1,
+    ),
+    "qwen3_moe, shares of all": replace(SIBLINGS["qwen3_moe"], normalize_expert_weights=False),
+}
 LLAMA4_PICTURES = (
     "llama4_text",
     "Llama4",
@@ -86,6 +82,7 @@ def logits_of(theirs, tokens, **more):
         return theirs(torch.from_numpy(np.asarray(tokens)).long(), **more).logits.numpy()
 
 
+@pytest.mark.supports("logits", family="{model}")
 def test_whole_rows_and_the_cache(model):
     config, params, theirs, _ = model
     want = logits_of(theirs, TOKENS)
@@ -98,6 +95,7 @@ def test_whole_rows_and_the_cache(model):
     np.testing.assert_allclose(np.concatenate(found, axis=1), want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.supports("ragged", family="{model}")
 def test_ragged_rows(model):
     """Each row as it is alone, by transformers, where here both are read together and padded."""
     config, params, theirs, _ = model
@@ -112,6 +110,7 @@ def test_ragged_rows(model):
         np.testing.assert_allclose(after[row], want[length:], atol=1e-4, rtol=0)
 
 
+@pytest.mark.supports("packed", family="{model}")
 def test_packed_rows(model):
     config, params, theirs, _ = model
     places = np.concatenate([np.arange(20), np.arange(13)])[None].astype(np.int32)
@@ -121,6 +120,7 @@ def test_packed_rows(model):
     np.testing.assert_allclose(unembed(config, params, hidden), np.concatenate(want, axis=1), atol=1e-4, rtol=0)
 
 
+@pytest.mark.supports("gradients", family="{model}")
 def test_gradients(model, tmp_path):
     """Of the mean loss of all parameters, which transformers writes as if they were a model."""
     import torch
@@ -149,6 +149,7 @@ def test_gradients(model, tmp_path):
         np.testing.assert_allclose(b, a, atol=1e-4 * max(1, np.abs(a).max()), err_msg=name_of(path))
 
 
+@pytest.mark.supports("safetensors", family="{model}")
 def test_what_transformers_writes_is_read(model, tmp_path):
     config, params, theirs, _ = model
     theirs.save_pretrained(tmp_path / "theirs")

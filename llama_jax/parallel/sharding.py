@@ -295,7 +295,7 @@ def evaluation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, S
 
 
 def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """`train_step` over a mesh, with the configuration and the sharding bound; the remaining arguments start with the optimizer.
+    """`train_step` over a mesh, with configuration and sharding bound; the remaining arguments start with the optimizer.
 
     Call it under `jax.jit`, with a state sharded by `train_state_specs` and rows sharded by P(("data", "fsdp")).
 

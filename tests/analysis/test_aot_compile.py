@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from family_models import FAMILY_MODELS
 
 from llama_jax.analysis import aot_compile
 from llama_jax.analysis.aot_compile import CompilerError, devices_of, gpu_target, missing_compiler, tpu_topology
@@ -101,14 +102,14 @@ print(json.dumps(out))
 """
 
 
-def look(hardware, program=LOOK, *arguments):
+def look(hardware, program=LOOK, *arguments, timeout=600):
     missing = missing_compiler(hardware)
     if missing:
         pytest.skip(missing)
     paths = str(Path(__file__).parents[2] / "experiments"), os.environ.get("PYTHONPATH", "")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-c", IMPORTS + program, hardware, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -141,6 +142,30 @@ def test_programs_by_the_compilers(hardware):
     assert token["kernels_per_layer"] > 4
     if platform == "tpu":
         assert "exceeds available HBM" in found["refused"] or "memory" in found["refused"]
+
+
+FAMILIES = """
+from family_models import FAMILY_MODELS, with_wide_heads
+out, mesh = {}, mesh_for(sys.argv[1], MeshSizes())
+for kind, config in FAMILY_MODELS.items():
+    config = with_wide_heads(config)
+    prefill, decode = decode_programs(config, mesh, 2, 512, dtype="bfloat16")
+    (step,) = train_programs(config, mesh, 2, 512, dtype="bfloat16", packed=True)
+    programs = {"prefill": prefill, "decode": decode, "step": step}
+    out[kind] = {name: examine(program).as_dict()["attention"] for name, program in programs.items()}
+print(json.dumps(out))
+"""
+
+
+@pytest.mark.accelerators
+@pytest.mark.supports("prefill", "decode", "step", family=FAMILY_MODELS)
+@pytest.mark.parametrize("hardware", ["tpu-v5e", "h100"])
+def test_programs_of_every_family(hardware):
+    """A small model of each, with heads as large as kernels want: one process compiles all."""
+    found = look(hardware, FAMILIES, timeout=3000)  # minutes of two cores on a TPU, for 45 programs
+    assert set(found) == set(FAMILY_MODELS)
+    for kind, programs in found.items():
+        assert all(programs[name] for name in ("prefill", "decode", "step")), kind
 
 
 DECODE = """

@@ -11,9 +11,9 @@ from array import array
 
 import pytest
 from conftest import write_hf_folder
+from family_models import PLAIN, SIBLINGS
 from make_format_goldens import FORMATS, SMALL
 from test_corruption import TENSORS, bounded, gguf_header, outcome, tensor_pickle, text, write_pickle
-from test_siblings import PLAIN, SIBLINGS
 
 import llama_jax
 from llama_jax.config.presets import preset

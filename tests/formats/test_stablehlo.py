@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from adapters import random_adapters
 from commands import environment, error_of, outcome, run_here
+from family_models import SIBLINGS
 from make_goldens import KINDS, ROPES
-from test_siblings import SIBLINGS
 
 import llama_jax
 from llama_jax import Parts, ops
@@ -85,6 +85,7 @@ def random_model(config, seed=0):
     return config, jax.tree.map(lambda x: 4 * x, llama_jax.init(config, jax.random.key(seed)))
 
 
+@pytest.mark.supports("StableHLO", family="llama")
 def test_prompts_of_several_chunks_greedy_and_sampled(export, models):
     config, params = models["gqa"]
     first = llama_jax.generate(config, params, PROMPTS, max_new_tokens=12)[0].tokens
@@ -92,6 +93,7 @@ def test_prompts_of_several_chunks_greedy_and_sampled(export, models):
 
 
 @pytest.mark.slow
+@pytest.mark.supports("StableHLO")
 @pytest.mark.parametrize("kind", ["mixtral", "gemma3_text", "llama4_text", "olmo3"])
 def test_siblings(export, kind):
     export(*random_model(SIBLINGS[kind]))

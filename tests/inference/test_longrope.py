@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from test_siblings import SIBLINGS, random_params
+from family_models import SIBLINGS, random_params
 
 import llama_jax
 from llama_jax import RopeScaling, Sampling
