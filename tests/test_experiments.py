@@ -436,6 +436,7 @@ def test_no_validation_story_is_trained_on(slices, tmp_path):
 @pytest.mark.rotating
 def test_speedrun(slices, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(speedrun, "use", lambda track: None)  # this process keeps its cores
+    monkeypatch.setenv("LLAMA_JAX_CACHE", str(tmp_path))
     output = tmp_path / "found.json"
     practice = speedrun.Run("baseline", SMALL_ENTRY, minutes=60, data=slices, output=output)
     practice.run()
