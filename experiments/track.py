@@ -124,10 +124,9 @@ class Commit:
         self.hash, self.date = shown.stdout.split()
         source = folder / "source"
         source.mkdir(parents=True)
-        archive = subprocess.Popen(["git", "archive", name, "llama_jax"], cwd=ROOT, stdout=subprocess.PIPE)
-        subprocess.run(["tar", "-x", "-C", str(source)], stdin=archive.stdout, check=True)
-        if archive.wait():
-            raise SystemExit(f"{name} has no llama_jax")
+        archive = folder / "source.tar"
+        subprocess.run(["git", "archive", f"--output={archive}", name, "llama_jax"], cwd=ROOT, check=True)
+        subprocess.run(["tar", "-x", "-f", str(archive), "-C", str(source)], check=True)
         paths = os.pathsep.join([str(source), str(Path(__file__).parent)])
         given = {**asdict(arguments), "model": arguments.model and str(arguments.model.resolve()), "output": None}
         self._process = subprocess.Popen(
