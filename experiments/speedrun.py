@@ -309,6 +309,8 @@ def use(track: Track) -> None:
       SystemExit: it is not here.
     """
     if track == "cores":
+        if not hasattr(os, "sched_setaffinity"):
+            raise SystemExit("this system cannot keep a process to two cores; Linux can")
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     import jax
