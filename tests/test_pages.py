@@ -186,6 +186,11 @@ def run_shell(block: Block) -> None:
             continue
         if words[0] == "python":  # tests/test_experiments.py runs them
             assert (ROOT / words[1]).exists() or Path(words[1]).exists(), where  # or they are blocks of the page
+        elif words[:2] == ["docker", "build"]:
+            assert (ROOT / words[words.index("-f") + 1]).exists(), where
+        elif words[:2] == ["docker", "run"]:
+            if inside := words[words.index("llama-jax") + 1 :]:
+                only_parsed(inside, where)
         elif words[0] == "llama-jax" and words[1] in NOT_ENDING:
             only_parsed(words[1:], where)
         elif words[0] == "llama-jax":
