@@ -65,10 +65,11 @@ def test_each_source_has_its_share_its_epochs_and_its_loss(whole):
 def test_what_is_read_too_often_is_said(files):
     given = TaskInputs(find_data(sources(files, stories=1, books=1)), (), byte_tokenizer(), MeshSizes(), Log(quiet=True))
     corpora = read_data(RECIPE, given)
-    said = data_summary(replace(RECIPE, steps=60), corpora)
+    said = data_summary(replace(RECIPE, steps=30), corpora)
     assert [line for line in said if "repeated text" in line] == [said[-1]]
     assert said[-1].startswith("  books is read ")
     assert not any("repeated text" in line for line in data_summary(RECIPE, corpora))
+    assert data_summary(replace(RECIPE, steps=90), corpora)[-1].startswith("warning: the data books is read ")
 
 
 def test_a_curve_for_each(whole):
