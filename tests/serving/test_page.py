@@ -339,6 +339,8 @@ def test_a_phone(browser, width):
         click(browser, ".view")
         assert browser.get(fits)
         browser.get("document.querySelector('.token:nth-of-type(20)').focus()")
+        browser.get("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done))), 0")  # it scrolls there
+        browser.until("document.getElementById('tip').checkVisibility()")
         assert browser.get("(r => r.left >= 0 && r.right <= innerWidth)($('tip').getBoundingClientRect())")
         click(browser, "#more")
         assert browser.get(fits + " && $('settings').scrollWidth <= $('settings').clientWidth")
