@@ -62,7 +62,7 @@ def end_command(*_: Any, how: str = "stopped") -> NoReturn:
 def end_if_command(number: int) -> None:
     """`end_command` if that is the handler of a signal."""
     if signal.getsignal(number) is end_command:
-        end_command()
+        end_command(number, None)
 
 
 def install() -> None:

@@ -105,7 +105,7 @@ def save(
     kinds: dict[str, str] = {}
     if like is not None:
         model = open_checkpoint(like)
-        if format != "gguf" or model.names is not GGUF_NAMES:
+        if format != "gguf" or not isinstance(model, Opened) or model.names is not GGUF_NAMES:
             raise CheckpointError(f"like={os.fspath(like)!r} is a GGUF for format='gguf'; leave it out")
         kinds = kinds_in(model.path)
     _check_vocabulary(tokenizer, config)

@@ -80,7 +80,7 @@ class StopRequest:
             self._leave()
         self.name = self.name or signal.Signals(number).name
         if not self._said and not self._quiet:
-            seconds = "" if (self.seconds or 0) < 1 else f", which takes about {duration(self.seconds)}"
+            seconds = f", which takes about {duration(self.seconds)}" if self.seconds and self.seconds >= 1 else ""
             say(f"{self.name}: this step ends and is saved{seconds}; Ctrl-C leaves at once{self._goes_on}")
         self._said = True
 
