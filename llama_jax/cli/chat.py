@@ -15,7 +15,7 @@ import tyro
 import llama_jax
 from llama_jax.cli.generate import draft_statistics, draft_summary
 from llama_jax.cli.options import ModelOptions
-from llama_jax.cli.terminal import note
+from llama_jax.cli.terminal import note, printable
 from llama_jax.errors import GenerationError, UserError
 from llama_jax.settings import at_least
 from llama_jax.tokenizers import Format, Message, Tokenizer, encode_chat, reply_ends, resolve_format
@@ -32,7 +32,7 @@ To send a line that starts with a slash, put a space before it. Ctrl-C stops a r
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(ModelOptions):
-    """Chat with a model. Each line of stdin is a message; replies go to stdout, notes to stderr.
+    """Chat with a model. Each line of stdin is a message; replies go to stdout, notes and the lines of a pipe to stderr.
 
     The whole conversation is the prompt of each reply. When it exceeds the context, the oldest messages are dropped and a
     note says so. Ctrl-C stops a reply; pressed twice, it ends the program. /help lists the commands.
@@ -204,10 +204,12 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def _lines() -> Iterator[str]:
-    """Lines from a terminal, with a prompt, or from a pipe, until either ends."""
+    """Lines from a terminal, with a prompt, or from a pipe, until either ends; those of a pipe are shown on stderr."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
-            yield line.rstrip("\r\n")
+            line = line.rstrip("\r\n")
+            print(f"> {printable(line)}", file=sys.stderr)
+            yield line
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # lets input() edit and remember lines
