@@ -80,9 +80,9 @@ class Convert:
     """Format to write. auto follows the name of the destination: gguf for .gguf, llama2c for .bin, otherwise safetensors.
     llama2c is the legacy .bin in float32."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", BLOCKS] = "auto"
-    """Type of what is written; auto keeps that of the source: from GGUF to GGUF or orbax its blocks too, which become
-    float32 in any other format. Those that begin with q are for gguf alone: q4_k and q5_k are llama.cpp's Q4_K_M and
-    Q5_K_M, and with -pure all matrices are of one kind, the embedding too."""
+    """Type of the written tensors. auto keeps the type of the source; from GGUF to GGUF or orbax also its blocks, which
+    become float32 in other formats. Types that begin with q are only for gguf: q4_k and q5_k are llama.cpp's Q4_K_M and
+    Q5_K_M; with -pure all matrices, including the embedding, have the same type."""
     quantize: QUANTIZE = "auto"
     """For orbax only: quantize the matrices. Without it, quantized matrices of the source stay as they are."""
     calibrate: ModelPath | None = None
@@ -119,24 +119,24 @@ class Convert:
 
 @dataclass(frozen=True)
 class Merge(CompileOptions):
-    """Write a model with a LoRA adapter added to its weights; it then needs no adapter. The model must fit into memory.
+    """Merge a LoRA adapter into the weights of a model, which must fit into memory.
 
-    From a GGUF to a GGUF its matrices stay in the blocks that they have: llama-jax merge BASE.gguf ADAPTER OUT.gguf."""
+    From GGUF to GGUF, matrices keep their quantization types: llama-jax merge BASE.gguf ADAPTER OUT.gguf."""
 
     base: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="BASE")]]
-    """The model that the adapter was trained on, of any format that is read."""
+    """The model that the adapter was trained on, in any supported format."""
     adapter: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="ADAPTER")]]
-    """A folder of PEFT's, or of a run that trains one."""
+    """A PEFT folder, or the folder of a run that trained one."""
     destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="OUT")]]
     """A folder for safetensors (the Hugging Face layout) and orbax; a file for gguf and llama2c."""
     format: FORMATS = "auto"
-    """What to write; by default what the name of OUT says: gguf, llama2c where it ends in .bin, else safetensors."""
+    """Format to write. auto follows the name of OUT: gguf for .gguf, llama2c for .bin, otherwise safetensors."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", BLOCKS] = "auto"
-    """Type of what is written; auto is that of BASE: from GGUF to GGUF each matrix is quantized again as it was, and in any
-    other format a quantized BASE becomes float32. The sum is computed in float32 and rounded once. Those that begin with q
-    are for gguf alone, see convert."""
+    """Type of the written tensors. auto is the type of BASE: from GGUF to GGUF each matrix is quantized as before, and in
+    other formats a quantized BASE becomes float32. The sum is computed in float32 and rounded once. Types that begin with q
+    are only for gguf, see convert."""
     overwrite: bool = False
-    """Replace what is at OUT: a file, or a folder that holds nothing but a model."""
+    """Replace OUT: a file, or a folder that contains only a model."""
 
     def run(self) -> None:
         from llama_jax.cli.jax_setup import loading_bar
