@@ -51,7 +51,7 @@ class Done:
 def blocks(page: str) -> list[Block]:
     """The blocks of code of a page that are to be run."""
     found, section = [], ""
-    pattern = r"^## (.+)$|^(<!-- not run: .+ -->\n)?```(\w+)\n(.*?)^```$"
+    pattern = r"^## ([^\n]+)$|^(<!-- not run: [^\n]+ -->\n)?```(\w+)\n(.*?)^```$"
     for match in re.finditer(pattern, page, re.MULTILINE | re.DOTALL):
         if match[1]:
             section = match[1]
