@@ -313,7 +313,7 @@ class TestWhatCannotBe:
         config, params = model
         force(DRAFTED)
         broken = params.replace(final_norm=params.final_norm * np.float32(np.inf))
-        with pytest.raises(GenerationError, match="logits in row 0 are not numbers"):
+        with pytest.raises(GenerationError, match="logits in row 0 are NaN"):
             llama_jax.generate(config, broken, [[1, 2]], max_new_tokens=3, draft=PromptLookup(DRAFTED))
 
 
