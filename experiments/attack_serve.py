@@ -1,21 +1,21 @@
-"""What attackers cost the other clients of a server: wrong answers, gaps in streams, memory, and the time to its end.
+"""The effect of attackers on a server's other clients: wrong answers, gaps in streams, memory, and shutdown time.
 
-A server of a model in float32 runs in a process of its own. Normal clients stream greedy requests whose answers
-`llama_jax.generate` gives beforehand; attackers, in another process, come and go by turns, so that windows with and without
-them alternate. In the end the server gets SIGTERM while all of them go on. All processes share this machine's cores; the
-attackers' one has the lowest priority, as their work is done by other machines elsewhere.
-Gaps of streams are measured by the clients, who have to share the cores, and inside the server: when its engine delivers
-tokens and when its event loop takes them.
-`failed` lists what must not happen; the exit status is 1 where there is any.
+A server of a float32 model runs in a separate process. Normal clients stream greedy requests whose answers were computed
+before by `llama_jax.generate`; attackers, in another process, come and go, so that windows with and without them alternate.
+At the end the server receives SIGTERM while all of them continue. All processes share this machine's cores; the attackers'
+process has the lowest priority, since attackers would run on other machines.
+Gaps in streams are measured by the clients, which share the cores, and inside the server: when its engine delivers tokens
+and when its event loop receives them.
+`failed` lists everything that must not happen; the exit status is 1 if there is any.
 
     pip install -e ".[serve]"
     python experiments/attack_serve.py
 
-  patterns   regular expressions and schemas that compile for long or have very many states; half of the clients leave.
-  bodies     bodies of 16 MB: unfinished, of millions of values or keys, of 500,000 messages; long texts for /tokenize.
-  leaving    clients that leave while their request waits, is read or is decoded.
-  slow       heads that never end, bodies byte by byte, answers that nobody reads.
-  broken     malformed chunks, requests followed by noise, 1,100 upgrades in a row, noise alone.
+  patterns   regular expressions and schemas that compile slowly or have very many states; half of the clients disconnect.
+  bodies     bodies of 16 MB: unfinished, with millions of values or keys, or 500,000 messages; long texts for /tokenize.
+  leaving    clients that disconnect while their request waits, is prefilled or is decoded.
+  slow       headers that never end, bodies sent byte by byte, responses that nobody reads.
+  broken     malformed chunks, requests followed by garbage, 1,100 upgrades in a row, only garbage.
 """
 
 from __future__ import annotations
@@ -63,27 +63,27 @@ class Arguments:
     """Attack a server."""
 
     model: Path | None = None
-    """What is served; the bundled model by default."""
+    """Model to serve; the bundled model by default."""
     minutes: float = 15.0
     window: float = 15.0
-    """Seconds with attackers, and as many without."""
+    """Seconds with attackers, followed by as many without."""
     clients: int = 64
-    """Normal ones."""
+    """Number of normal clients."""
     attackers: int = 8
-    """Of each kind."""
+    """Attackers of each kind."""
     kinds: tuple[str, ...] = ("patterns", "bodies", "leaving", "slow", "broken")
     rows: int = 16
-    """Of the server."""
+    """Rows of the server."""
     drain: float = 5.0
     output: Path = Path("experiments/results/attack_serve_cpu.json")
 
 
 @dataclass
 class Window:
-    """What normal clients met with or without attackers; times in ms.
+    """Results of normal clients with or without attackers; times in ms.
 
     Attributes:
-      spans: when it was, by `time.perf_counter`.
+      spans: times of the windows, by `time.perf_counter`.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -106,7 +106,7 @@ class Window:
 
 
 class Normal:
-    """The normal clients: each answer must be right, or a refusal."""
+    """The normal clients: each answer must be correct, or a rejection."""
 
     def __init__(self, port: int, asked: list[Kind], windows: dict[str, Window]) -> None:
         self.clients = Clients(port, asked)
@@ -161,7 +161,7 @@ class Normal:
 
 
 def dechunked(content: bytes) -> bytes:
-    """A body without HTTP's sizes of its chunks."""
+    """A body without HTTP's chunk sizes."""
     parts = []
     while content:
         size, _, content = content.partition(b"\r\n")
@@ -215,7 +215,7 @@ def bodies() -> list[bytes]:
 
 
 class Attackers:
-    """All kinds of attackers on a server, while `going` is set; counts of what they did and were told."""
+    """All kinds of attackers on a server, while `going` is set; counts of their requests and responses."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -224,7 +224,7 @@ class Attackers:
         self.endless = b'{"prompt":"Once","max_tokens":%d,"stream":true,"ignore_eos":true}' % ENDLESS
 
     async def send(self, kind: str, content: bytes, seconds: float = 30.0) -> None:
-        """Send bytes, and count the status of what is answered within this time."""
+        """Send bytes, and count the status of the response within this time."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
         try:
             writer.write(content)
@@ -323,7 +323,7 @@ class Stamps:
         Engine.submit, EngineBridge.submit, UpdateStream.put = stamped_engine_submit, stamped_submit, stamped_put  # type: ignore[method-assign]
 
     def stamping(self, where: str) -> Callable[[], None]:
-        """What is called whenever a stream gets tokens."""
+        """The callback for whenever a stream receives tokens."""
         last = 0.0
 
         def stamp() -> None:
@@ -337,7 +337,7 @@ class Stamps:
 
 
 def is_normal(request: GenerationRequest) -> bool:
-    """Whether a request can be that of a normal client: those of attackers are constrained, or endless."""
+    """Whether a request may be a normal client's: those of attackers are constrained, or endless."""
     return request.constraint is None and request.max_new_tokens < ENDLESS
 
 
@@ -386,7 +386,7 @@ async def measure(arguments: Arguments, normal: Normal, going: Event, process: s
 
 
 def judge(found: dict[str, Any], report: Report, log: str) -> None:
-    """Add what must not happen to the report."""
+    """Add anything that must not happen to the report."""
     without, attacked = (found[name]["gap longest, ms"] for name in ("without", "with"))
     if attacked > without + GAP_MS:
         report.fail(f"a gap of {attacked:.0f} ms with attackers, {without:.0f} ms without")

@@ -1,9 +1,9 @@
-"""The cost of a table of LoRA adapters for a turn of a server: with a table, without an adapter, and without a table.
+"""The cost of a table of LoRA adapters for a server's step: with a table, without an adapter, and without a table.
 
     python experiments/bench_adapters.py      writes JSON and prints a table, 3 minutes on two cores
 
-Programs of `llama_jax.serving` with tables of several sizes take turns: each runs a few tokens of all rows. Rank 16 on
-all seven matrices, float32, rows of 128 tokens. Which adapter one uses, or none, changes no time: the program is the same.
+Programs of `llama_jax.serving` with tables of several sizes take turns: each runs a few tokens of all rows. Rank 16 on all
+seven matrices, float32, rows of 128 tokens. The time does not depend on which adapter, if any, a row uses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONTEXT, RANK = 128, 16
 
 
 class Turns:
-    """Rows that all decode, none of which ends."""
+    """Rows that all decode and never end."""
 
     def __init__(self, config: llama_jax.LlamaConfig, params: llama_jax.Llama, rows: int) -> None:
         engine = Engine(config, params, EngineOptions(rows=rows, context=CONTEXT, cache_tokens=rows * CONTEXT))
@@ -41,7 +41,7 @@ class Turns:
         self._batch = StepBatch(-ones, starts, self._rows, table.reshape(rows, -1), 0 * ones, ones, ones, ones == 1)
 
     def run(self, tokens: int) -> float:
-        """Seconds for a token of every row, from the first position on."""
+        """Seconds per token of every row, from the first position on."""
         started = time.perf_counter()
         for at in range(tokens):
             batch = self._batch._replace(lengths=np.full_like(self._rows, at))
@@ -75,9 +75,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="stories-15m,stories-110m")
     parser.add_argument("--rows", default="1,16")
-    parser.add_argument("--adapters", default="0,1,4,16", help="sizes of tables, the first of which the others are beside")
+    parser.add_argument("--adapters", default="0,1,4,16", help="sizes of tables; the first is the baseline")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tokens", type=int, default=32, help="in a round")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens per round")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "bench_adapters_cpu.json")
     arguments = parser.parse_args()
     tables = [int(n) for n in arguments.adapters.split(",")]

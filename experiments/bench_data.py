@@ -1,19 +1,18 @@
-"""Speed of making a corpus from text, compared with the tokenizer libraries' own batch encoding, in one interleaved run.
+"""Speed of making a corpus from text, compared with the tokenizer libraries' batch encoding, in one interleaved run.
 
     pip install -e ".[data]"
     python experiments/bench_data.py [--megabytes 1000] [--data TEXT ...] [--repeats 3]
 
 A text of that size is made from a smaller one, whose documents are repeated with some words replaced. For each kind of
-vocabulary it is then tokenized in turns: by the library's own `encode_batch`, from memory and without writing anything,
-with 1, 2 ... threads; and by `data build`, from the file to the finished corpus, in as many processes. The clock of the
-library runs while it encodes; that of the build from its call on, the start of its processes included; the processor's time
-is that of all its processes from their very beginning. A turn takes as much of the text as the library encodes in some
-seconds with one thread.
+vocabulary it is tokenized in turns: by the library's `encode_batch`, from memory and without writing anything, with 1, 2 ...
+threads; and by `data build`, from the file to the finished corpus, in as many processes. The library is timed while it
+encodes, the build from its call on, including the start of its processes; CPU time is that of all its processes from their
+start. A turn uses as much of the text as the library encodes in some seconds with one thread.
 
-Finally all of the text is built once, by as many processes as there are cores, and then a quarter of it. The peak of memory
-is that of the first process and of the largest other one: it is constant if it is the same for both. Writes
-``experiments/results/bench_data_cpu.json`` and prints a table of medians; ratios are medians of those of each turn. With
---megabytes 200 it takes about 7 minutes on two cpu_count.
+Finally all of the text is built once, by as many processes as there are cores, and then a quarter of it. Peak memory is that
+of the first process and of the largest other one: it is constant if both builds have the same peak. Writes
+``experiments/results/bench_data_cpu.json`` and prints a table of medians; ratios are medians of each turn's ratio. With
+--megabytes 200 it takes about 7 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -52,23 +51,23 @@ class Arguments:
     """What to measure."""
 
     megabytes: float = 1000
-    """Of text."""
+    """Size of the text."""
     data: tuple[Path, ...] = ()
-    """Texts to make it of; by default the documentation of this repository."""
+    """Source texts; by default the documentation of this repository."""
     kinds: tuple[str, ...] = ("sentencepiece", "tokenizers")
     """The bundled vocabulary, and one of 16,384 tokens that the tokenizers library learns from the text."""
     processes: tuple[int, ...] = field(default_factory=lambda: tuple(sorted({1, cpu_count()})))
-    """How many to measure with."""
+    """Numbers of processes to measure."""
     repeats: int = 3
     """Turns of each case."""
     turn_seconds: float = 15
-    """What the library takes for the text of a turn, with one thread."""
+    """Seconds that the library needs for the text of a turn, with one thread."""
     out: Path = RESULTS / "bench_data_cpu.json"
     """The report."""
 
 
 def documents(texts: list[str], size: int) -> Iterator[str]:
-    """Documents of about `size` bytes in all: those of the texts again and again, each time with other words."""
+    """Documents of about `size` bytes in total: those of the texts, repeated with other words."""
     whole = [part.strip() for text in texts for part in text.split("<|endoftext|>") if part.strip()]
     short = [part[start : start + 2000] for part in whole for start in range(0, len(part), 2000)]
     words = sorted({word for part in short for word in part.split(" ")})
@@ -87,7 +86,7 @@ def documents(texts: list[str], size: int) -> Iterator[str]:
 
 
 def learn(path: Path, out: Path) -> None:
-    """A byte-level BPE in the manner of Llama 3, of the first 20 MB of a text."""
+    """A byte-level BPE like Llama 3's, from the first 20 MB of a text."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -121,7 +120,7 @@ def encoder(kind: str, tokenizer: Path, threads: int = 1) -> Callable[[list[str]
 
 
 def encode_all(kind: str, tokenizer: str, path: str, threads: int, found: Any) -> None:
-    """Encode every document; the seconds it took, and those of the processor in all threads."""
+    """Encode every document; returns elapsed seconds, and CPU seconds of all threads."""
     texts = Path(path).read_text("utf-8").split(SEPARATOR)
     encode = encoder(kind, Path(tokenizer), threads)
     encode(texts[:100])
@@ -132,7 +131,7 @@ def encode_all(kind: str, tokenizer: str, path: str, threads: int, found: Any) -
 
 
 def by_library(kind: str, tokenizer: Path, path: Path, threads: int) -> dict[str, float]:
-    """Megabytes a second of the library, in a process of its own: its threads are started once, when it first encodes."""
+    """Megabytes per second of the library, in a separate process: its threads are started once, at the first encoding."""
     os.environ.update(TOKENIZERS_PARALLELISM=str(threads > 1).lower(), RAYON_NUM_THREADS=str(threads))
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
@@ -144,7 +143,7 @@ def by_library(kind: str, tokenizer: Path, path: Path, threads: int) -> dict[str
 
 
 def speeds(path: Path, seconds: float, busy: float) -> dict[str, float]:
-    """By the clock, and by the processor's time in all processes: what others do on the machine is not in that."""
+    """Speeds by elapsed time, and by the CPU time of all processes, which excludes the machine's other work."""
     size = path.stat().st_size / 1e6
     return {CLOCK: size / seconds, PROCESSOR: size / busy}
 
@@ -168,7 +167,7 @@ if __name__ == "__main__":
 
 
 def by_build(tokenizer: Path, path: Path, processes: int, folder: Path) -> dict[str, float]:
-    """Megabytes a second of `data build`, and peak memory in megabytes."""
+    """Megabytes per second of `data build`, and peak memory in megabytes."""
     (folder / "building.py").write_text(BUILDING)
     out = folder / "out"
     command = [sys.executable, folder / "building.py", path, out, tokenizer, processes]
@@ -183,13 +182,13 @@ def by_build(tokenizer: Path, path: Path, processes: int, folder: Path) -> dict[
 
 
 def write(path: Path, texts: list[str], megabytes: float) -> None:
-    """A text of that size."""
+    """Write a text of this size."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(text + SEPARATOR for text in documents(texts, int(megabytes * 1e6)))
 
 
 def compared(measured: dict[tuple[str, int], list[dict[str, float]]]) -> Iterator[dict[str, Any]]:
-    """A row for each case: medians, and of its ratios to the library with as many threads and to the fewest processes."""
+    """A row for each case: medians, also of its ratios to the library with as many threads and to the fewest processes."""
     fewest = min(processes for _, processes in measured)
     for (what, processes), found in measured.items():
         row: dict[str, Any] = {"what": what, "processes": processes}

@@ -1,7 +1,7 @@
-"""Time and memory of derivatives beside those of a gradient, of the bundled model in float32 on this machine.
+"""Time and memory of derivatives compared to those of a gradient, for the bundled model in float32 on this machine.
 
-Times are the shortest of several calls of compiled programs; memory is what the compiler plans for temporaries. By length,
-only the latter is looked at: the programs are compiled and not run.
+Times are the shortest of several calls of compiled programs; memory is what the compiler plans for temporaries. For the
+long lengths only memory is measured: the programs are compiled and not run.
 
     python experiments/bench_derivatives.py
 """
@@ -45,7 +45,7 @@ def _add(delta: jax.Array, x: jax.Array, at: Any) -> tuple[jax.Array, None]:
 
 
 def programs(config: Any) -> dict[str, Callable[..., Any]]:
-    """By name, functions of parameters, a direction and tokens [B, T + 1]."""
+    """Functions of parameters, a direction and tokens [B, T + 1], by name."""
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         return llama_jax.next_token_loss(config, params, llama_jax.Batch(tokens))

@@ -1,8 +1,8 @@
 """Decode and prefill speed on this machine's CPU, compared with llama.cpp and transformers, in float32 or quantized.
 
-Each peer is a process of its own, loaded once with random weights of the same shape and then asked in turn for one
-repetition of each measurement, so that a change of the machine's speed affects all of them. Medians, their spread, and the
-ratio of medians within the run are reported; absolute figures depend on the machine and on its other tenants.
+Each peer is a separate process, loaded once with random weights of the same shape and then asked in turn for one repetition
+of each measurement, so that changes of the machine's speed affect all of them. Medians, their spread, and the ratio of
+medians within the run are reported; absolute figures depend on the machine and on its other tenants.
 
     pip install -e ".[parity]"
     python experiments/bench_generate.py --shapes stories-15m stories-110m tinyllama-1.1b
@@ -10,13 +10,13 @@ ratio of medians within the run are reported; absolute figures depend on the mac
         llama_jax:q4_0 llama.cpp:q8_0 llama.cpp:q4_0
     python experiments/bench_generate.py --shapes stories-110m --peers llama_jax:q4_k llama.cpp:q4_k  # both read one file
     python experiments/bench_generate.py --model SmolLM2-135M-Instruct.Q4_1.gguf --peers llama_jax:keep llama.cpp \
-        llama_jax llama_jax:bfloat16 llama_jax:int8 llama_jax:q4_0     # a real model, in its file's kind and in others
+        llama_jax llama_jax:bfloat16 llama_jax:int8 llama_jax:q4_0     # a real model, in its file's format and in others
 
 What is timed:
   decode   tokens/s of `new_tokens` greedy steps after a prompt of `prompt_tokens`, batch 1 and batch 8 (sum of rows).
            llama_jax: the whole public `generate`, with sampling and logprobs. transformers: its model called in a loop
            with its cache and argmax, which is faster than its `generate`. llama.cpp: `eval` of one token, no sampling.
-  prefill  tokens/s of reading a 256-token prompt, to the logits of its last token.
+  prefill  tokens/s of prefilling a 256-token prompt, to the logits of its last token.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Arguments:
     """Compare generation speed with llama.cpp and transformers."""
 
     shapes: tuple[str, ...] = ("stories-15m", "stories-110m", "tinyllama-1.1b")
-    """Presets to measure, random weights."""
+    """Presets to measure, with random weights."""
     model: Path | None = None
-    """A GGUF in place of the shapes. llama.cpp reads it as it is, llama_jax as what stands after the colon: llama_jax:keep
-    as it is, too."""
+    """A GGUF to measure instead of the shapes. llama.cpp reads it as it is, llama_jax in the format after the colon, which
+    is "keep" for the file's own."""
     peers: tuple[str, ...] = ("llama_jax", "llama.cpp", "transformers")
-    """Who takes part, the first being the one that others are compared with; in float32, or of llama_jax and llama.cpp in
-    what stands after a colon, as in llama_jax:int8 and llama.cpp:q8_0. llama.cpp has no batch of 8 here."""
+    """Peers, the first of which is the baseline; in float32, or for llama_jax and llama.cpp in the format after a colon, as
+    in llama_jax:int8 and llama.cpp:q8_0. llama.cpp has no batch of 8 here."""
     measurements: tuple[str, ...] = ("decode 1", "decode 8", "prefill 256")
     repetitions: int = 9
     """Interleaved repetitions; the first is a warm-up and not counted."""
@@ -194,7 +194,7 @@ def llama_cpp(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]
 
 
 def write_random_gguf(path: Path, config, kind: str) -> None:
-    """A GGUF file of the shape, so that llama.cpp has something to load; the vocabulary is made up."""
+    """A GGUF file of the shape, for llama.cpp to load; the vocabulary is made up."""
     import gguf
 
     if kind in FILE_KINDS:
@@ -249,7 +249,7 @@ def write_random_gguf(path: Path, config, kind: str) -> None:
 
 
 def quantize_file(source: Path, target: Path, file_type: int, *, pure: bool) -> None:
-    """By llama.cpp's own quantizer, by its number of the mix; `pure` is every matrix to the same kind."""
+    """Quantize with llama.cpp, by its number of the mix; `pure` uses the same format for every matrix."""
     import llama_cpp
     from llama_cpp import _logger
 

@@ -3,11 +3,11 @@
     pip install -e ".[parity]"
     python experiments/bench_load.py [--gigabytes 4] [--repeats 5]
 
-A folder of bfloat16 safetensors is written, and read in processes of their own, in turns, from a warm page cache. The clock
+A folder of bfloat16 safetensors is written, and read by separate processes, in turns, from a warm page cache. The clock
 stops when every page of every array has been read once: a library that maps the file into memory would otherwise not have
 read it. Before each measurement another process allocates as much memory as will be needed and frees it: on a virtual
-machine whose host takes free memory away, getting it back costs time, at a quarter of a gigabyte per second on ours, and
-would hit one of them by chance. Writes ``experiments/results/bench_load_cpu.json`` and prints a table of medians.
+machine whose host reclaims free memory, getting it back costs time, a quarter of a gigabyte per second on ours, and would
+affect one of them by chance. Writes ``experiments/results/bench_load_cpu.json`` and prints a table of medians.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Arguments:
     """What to measure."""
 
     gigabytes: float = 4.0
-    """Of the folder."""
+    """Size of the folder."""
     repeats: int = 5
-    """Of each case, in turns."""
+    """Repetitions of each case, in turns."""
 
 
 def write_folder(folder: Path, gigabytes: float) -> None:
-    """A Llama of 2,560 features and as many layers as fill the size, 1 GB a file."""
+    """Write a Llama of 2,560 features and as many layers as fill the size, in files of 1 GB."""
     import llama_jax
     from llama_jax.formats import huggingface
     from llama_jax.formats.lazy_tensors import FLOATS, ArrayTensor

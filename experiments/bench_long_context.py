@@ -1,16 +1,16 @@
-"""The cost of long rows: attention by backend and length, a training step, reading a long prompt, decoding after one.
+"""The cost of long rows: attention by backend and length, a training step, prefilling a long prompt, decoding after one.
 
     python experiments/bench_long_context.py [--sections attention step prompt decode] [--lengths 512 2048 ...]
 
 attention: every backend that runs here, forward and forward with gradients, 8 heads of 64 features in float32: seconds, and
-  the bytes of temporaries that the compiled program plans. The definition ("reference") holds [8, T, T] scores several times
-  and is left out where they alone are above 4 GB.
+  the bytes of temporaries that the compiled program plans. The definition ("reference") stores [8, T, T] scores several
+  times and is omitted if one copy exceeds 4 GB.
 step: one training step of the 15M shape with one row and full rematerialization.
-prompt: reading a prompt in pieces of 512 into a cache with room for all of it, as `generate` does.
-decode: tokens/s after so many tokens with a cache of float32, bfloat16 and int8, and the bytes of the cache.
+prompt: prefilling a prompt in chunks of 512 into a cache with room for all of it, as `generate` does.
+decode: tokens/s after a number of tokens with a cache of float32, bfloat16 and int8, and the bytes of the cache.
 
-All candidates of a comparison take turns in one process; the figures are medians, and ratios of them are what counts on a
-machine that others use. Parameters are random: nothing here depends on them. Writes
+All candidates of a comparison take turns in one process; the figures are medians, whose ratios are meaningful even on a
+shared machine. Parameters are random: the results do not depend on them. Writes
 ``experiments/results/bench_long_context_cpu.json`` and prints tables.
 """
 
@@ -66,9 +66,9 @@ class Arguments:
 
     sections: tuple[str, ...] = ("attention", "step", "prompt", "decode")
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 32_768)
-    """Of attention."""
+    """Lengths for attention."""
     step: int = 16_384
-    """Tokens of the row of the training step."""
+    """Row length of the training step."""
     prompt: int = 100_000
     """Tokens of the prompt."""
     filled: tuple[int, ...] = (4_000, 16_000, 64_000)
@@ -82,7 +82,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def in_turns(candidates: Mapping[Name, Callable[[], Any]], turns: int) -> dict[Name, list[float]]:
-    """Seconds of each of `turns` runs, one of every candidate after the other, after one that is not counted."""
+    """Seconds of `turns` interleaved runs of each candidate, after one that is not counted."""
     seconds: dict[Name, list[float]] = {name: [] for name in candidates}
     for turn in range(turns + 1):
         for name, run in candidates.items():
@@ -136,7 +136,7 @@ def _mixed(backend: Any, queries: jax.Array, keys: jax.Array, values: jax.Array)
 
 
 def long_config(shape: str, length: int) -> Any:
-    """A published shape for rows of any length."""
+    """A published shape, for rows of any length."""
     return replace(preset(shape), max_seq_len=length)
 
 
@@ -223,7 +223,7 @@ TOKENS = TURNS * states.STEPS_PER_CHUNK
 
 
 def _run(program: Any, params: Any, held: dict[str, states.DecodeState], name: str) -> jax.Array:
-    """TOKENS more tokens, again and again from the same place."""
+    """TOKENS more tokens, always from the same state."""
     state, _, produced = program(params, held[name], jnp.int32(TURNS))
     length = state.cache.length - TOKENS
     held[name] = state.replace(cache=state.cache.replace(length=length), count=state.count * 0, done=state.done & False)
@@ -231,7 +231,7 @@ def _run(program: Any, params: Any, held: dict[str, states.DecodeState], name: s
 
 
 def _filled(state: states.DecodeState, length: int) -> states.DecodeState:
-    """The state after so many tokens, of which the keys and values are random."""
+    """The state after `length` tokens, with random keys and values."""
 
     def noise(x: jax.Array) -> jax.Array:
         if x.dtype == jnp.int8:

@@ -1,15 +1,15 @@
-"""The cost of the training loop over the bare compiled step, and of a checkpoint that is written meanwhile.
+"""The overhead of the training loop over the bare compiled step, and of writing a checkpoint in the background.
 
     python experiments/bench_loop.py [--shapes tiny stories15m] [--blocks 40] [--saves 6]
 
-Whenever `train()` has logged a block of steps, the same compiled step runs as many times on batches that lie ready on the
+Whenever `train()` has logged a block of steps, the same compiled step runs as many times on batches that are already on the
 device, outside the loop's time: so blocks of the loop and of the bare step take turns in one process. Every step is checked
-and counted and every block logged; evaluation is no part of it. A first run has many short blocks and saves nothing. In a
-second one every other block begins with a save and has to bear the copying and the writing: what it takes longer than the
-bare blocks around it is what a save costs.
+and counted and every block logged; evaluation is excluded. A first run has many short blocks and saves nothing. In a second
+one every other block begins with a save, and includes the copying and the writing: its excess over the bare blocks around
+it is the cost of a save.
 
-On a machine that others use, medians of ratios say little: beside them stands the ratio of the fastest tenth of the blocks,
-which were disturbed least, and the processor seconds of all threads beside those of the clock.
+On a shared machine medians of ratios say little: next to them is the ratio of the fastest tenth of the blocks, which were
+disturbed least, and the CPU seconds of all threads next to elapsed seconds.
 Writes ``experiments/results/bench_loop_cpu.json`` and prints a table of medians.
 """
 
@@ -49,13 +49,13 @@ class Arguments:
     shapes: tuple[str, ...] = ("small", "tiny", "stories15m")
     """small (2 of tiny's layers, 4 rows of 32), tiny (that recipe), stories15m (8 rows of 256)."""
     blocks: int = 40
-    """Short ones of the loop."""
+    """Short blocks of the loop."""
     saves: int = 6
     output: Path = RESULTS / "bench_loop_cpu.json"
 
 
 def shapes() -> dict[str, tuple[Recipe, int, int]]:
-    """By name a recipe, and the steps of a short block and of one that a save fits into."""
+    """Recipes by name, with the steps of a short block and of one long enough for a save."""
     common = dict(accumulate=1, vocabulary="byte", reading=DocumentFormat(longest=1000), evaluate_tokens=1, prompts=())
     return {
         "small": (
@@ -80,7 +80,7 @@ def read_clocks() -> np.ndarray:
 
 
 class Turns(Log):
-    """A log that, each time it gets a line of progress, lets the bare step run a block; what it measures is in `blocks`."""
+    """A log that runs a block of the bare step at each line of progress; its measurements are in `blocks`."""
 
     def __init__(self, program: TrainingProgram, batches: list[Batch], steps: int) -> None:
         super().__init__(io.StringIO())
@@ -125,7 +125,7 @@ def take_turns(recipe: Recipe, steps: int, blocks: int, save_every: int, folder:
 
 
 def measure(recipe: Recipe, short: int, long: int, arguments: Arguments, folder: Path) -> dict:
-    """What the loop and a save of a recipe cost, by each of CLOCKS."""
+    """The cost of the loop and of a save for a recipe, by each of CLOCKS."""
     quick, size = take_turns(recipe, short, arguments.blocks, 0, folder)
     saving, _ = take_turns(recipe, long, 2 * arguments.saves, 2 * long, folder)
     facts = {"rows": recipe.batch, "length": recipe.length, "steps_of_a_block": [short, long], "save_bytes": size}
@@ -133,7 +133,7 @@ def measure(recipe: Recipe, short: int, long: int, arguments: Arguments, folder:
 
 
 def compare(quick: np.ndarray, saving: np.ndarray, short: int, long: int) -> dict:
-    """Bare blocks are the even ones. Of the others in `saving` the second, fourth and so on begin with a save."""
+    """Compare blocks. Even ones are bare; among the others in `saving`, every second one begins with a save."""
     bare, loop = quick[0::2], quick[1::2]
     beside = (bare[:-1] + bare[1:]) / 2
     fastest = [np.sort(found)[: max(1, len(found) // 10)].mean() for found in (bare, loop)]

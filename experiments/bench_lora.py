@@ -1,9 +1,9 @@
-"""Training speed and memory of LoRA on this machine's CPU, beside full training and beside PEFT with PyTorch's fused AdamW.
+"""Training speed and memory of LoRA on this machine's CPU, compared to full training and PEFT with PyTorch's fused AdamW.
 
-Adapters of all seven matrices learn beside a frozen model of random weights. A step is loss, gradients, clipping by global
-norm and AdamW on random tokens. In float32 all of it is; in bfloat16 the frozen model is kept in it and computed with (ours
-by `Compute`, theirs by autocast), while adapters, their gradients and moments are float32. How it is measured, and what the
-columns are, is said in `bench_train.py`.
+Adapters of all seven matrices are trained on a frozen model of random weights. A step is loss, gradients, clipping by global
+norm and AdamW on random tokens. In float32 all of it is float32; in bfloat16 the frozen model is stored and computed in it
+(ours by `Compute`, theirs by autocast), while adapters, their gradients and moments are float32. For the method and the
+columns see `bench_train.py`.
 
     pip install -e ".[parity]"
     python experiments/bench_lora.py
@@ -25,11 +25,11 @@ class Arguments:
     """Compare the training speed and the memory of LoRA with full training and with PEFT."""
 
     shape: str = "stories-15m"
-    """The preset to measure, random weights."""
+    """The preset to measure, with random weights."""
     peers: tuple[str, ...] = ("lora", "full", "peft eager", "peft compiled")
-    """Who takes part."""
+    """Peers to compare."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    """Of the computation."""
+    """Dtypes of the computation."""
     rank: int = 16
     batch: int = 8
     length: int = 256

@@ -1,8 +1,8 @@
-"""The matmuls of a training step alone, by XLA and by PyTorch: why a compiled torch may lead if all else is equal.
+"""Only the matmuls of a training step, by XLA and by PyTorch: why a compiled torch may lead if all else is equal.
 
     python experiments/bench_matmul.py        needs the parity extra; writes JSON and prints a table, 2 minutes on two cores
 
-The shapes are those of the 15M model with 8 x 256 tokens. Each library is in a process of its own, and they take turns.
+The shapes are those of the 15M model with 8 x 256 tokens. The libraries are in separate processes, and take turns.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
 """Serving speed on this machine's CPU, compared with llama.cpp's own server: closed loops of clients, random arrivals.
 
-Both servers run throughout, on the same file, of random float32 weights by default, and are loaded in turn, so that a change
-of the machine's speed affects both. The clients are one process that shares the cores with the server, as with either.
-Reported are medians over the repetitions, their spread, and ratios within the run; absolute figures depend on the machine.
+Both servers run throughout, on the same file, by default of random float32 weights, and are loaded in turn, so that changes
+of the machine's speed affect both. The clients are one process that shares the cores with either server. Reported are
+medians over the repetitions, their spread, and ratios within the run; absolute figures depend on the machine.
 
     pip install -e ".[serve]"
     python experiments/bench_serve.py --llama-server PATH --vocabulary PATH/tokenizer.model
 
-`llama-server` is built from llama.cpp (the source distribution of llama-cpp-python has its sources). Without it the server
-here is measured alone, beside the engine in a process without HTTP.
+`llama-server` is built from llama.cpp (the source distribution of llama-cpp-python has its sources). Without it only this
+library's server is measured, and the engine in a process without HTTP.
 
 What is timed:
-  closed N   tokens/s that N clients get, each of which sends its next request when the last one has ended.
-             "engine" is the engine in a process without HTTP, loaded in turn with the servers: what HTTP costs.
-  poisson    requests at random moments, at a share of what the slower of the two makes of `closed 16`: time to the first
+  closed N   tokens/s of N clients, each of which sends its next request when the last one has ended.
+             "engine" is the engine in a process without HTTP, loaded in turn with the servers, to show HTTP's cost.
+  poisson    requests at random times, at a share of the slower server's rate in `closed 16`: time to the first
              token (p50, p95) and gaps between events (p50, p99), in ms. An event may have several tokens.
-  prefix     seconds to the first token of prompts of 512 tokens by the engine alone: new ones, and ones whose first 448
-             tokens were read before. Only for shapes with so long a context.
-  arrival    ms between two tokens of 15 rows that decode, by the engine alone: median before a prompt of 512 tokens comes,
-             median and longest while it is read, and the time of one of its pieces alone. Likewise.
+  prefix     seconds to the first token of prompts of 512 tokens, by the engine only: new ones, and ones whose first 448
+             tokens were prefilled before. Only for shapes with a context that long.
+  arrival    ms between two tokens of 15 decoding rows, by the engine only: median before a prompt of 512 tokens arrives,
+             median and maximum during its prefill, and the time of one prefill chunk by itself. Only for such shapes, too.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Arguments:
     """Compare serving speed with llama-server."""
 
     shape: str = "stories-15m"
-    """Preset to serve, random weights."""
+    """Preset to serve, with random weights."""
     model: Path | None = None
-    """A GGUF to serve in its place."""
+    """A GGUF to serve instead."""
     dtype: str | None = None
     """Type of the random weights in the file, such as q4_0; float32 by default."""
     vocabulary: Path = Path("../shared/data/tokenizers/llama2/tokenizer.model")
@@ -68,22 +68,22 @@ class Arguments:
     """The program to compare with."""
     clients: tuple[int, ...] = (1, 16, 64)
     rows: int = 64
-    """Requests at once, of both."""
+    """Maximum concurrent requests, for both servers."""
     prompt_tokens: int = 64
     new_tokens: int = 128
     requests: int = 4
-    """Of each client in a repetition, at least; and of all together at least 8."""
+    """Minimum requests of each client in a repetition; all clients together send at least 8."""
     repetitions: int = 3
     share: float = 0.7
-    """Of capacity, at which requests arrive at random."""
+    """Share of capacity at which requests arrive at random."""
     arrivals: int = 60
-    """Requests that arrive at random, in each repetition; 0 leaves that out."""
+    """Requests that arrive at random, in each repetition; 0 omits that part."""
     output: Path = Path("experiments/results/bench_serve_cpu.json")
 
 
 @dataclass
 class Answer:
-    """When the events of a request came, by `time.perf_counter`."""
+    """Times of a request's events, by `time.perf_counter`."""
 
     sent: float
     events: list[float] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Answer:
 
 
 class Reader(asyncio.Protocol):
-    """Takes a streamed answer as it comes, at little cost to the cores that it shares with the server."""
+    """Receives a streamed answer, at little cost to the cores that it shares with the server."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -161,7 +161,7 @@ class Client:
         return clients * each * self.arguments.new_tokens / (time.perf_counter() - begun)
 
     async def poisson(self, rate: float, count: int) -> list[Answer]:
-        """Answers to requests that come at random, `rate` a second."""
+        """Answers to requests at random times, `rate` per second."""
 
         async def later(seconds: float) -> Answer:
             await asyncio.sleep(seconds)
@@ -175,7 +175,7 @@ class Client:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, by uvloop where it is installed, by which clients cost less."""
+    """`asyncio.run`, with uvloop if installed, which makes clients cheaper."""
     try:
         import uvloop
     except ImportError:
@@ -185,7 +185,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Started(NamedTuple):
-    """A server that answers: its process, and the seconds that it took to."""
+    """A running server: its process, and the seconds until it answered."""
 
     process: int
     seconds: float
@@ -245,7 +245,7 @@ def write_model(arguments: Arguments, folder: Path) -> tuple[Path, int]:
 
 
 def engine_alone(path: Path, arguments: Arguments, asked: Connection) -> None:
-    """Send the tokens/s of closed loops without HTTP, of each number of clients that is received, until 0 is."""
+    """Send the tokens/s of closed loops without HTTP for each number of clients received, until 0."""
     import llama_jax
     from llama_jax.serving.engine import Engine
     from llama_jax.serving.requests import GenerationRequest, Update
@@ -284,7 +284,7 @@ def engine_alone(path: Path, arguments: Arguments, asked: Connection) -> None:
 
 @contextmanager
 def engine_running(path: Path, arguments: Arguments) -> Iterator[Callable[[int], float]]:
-    """A process with the engine alone; the function gives the tokens/s of so many clients."""
+    """A process with only the engine; yields a function from a number of clients to tokens/s."""
     spawning = multiprocessing.get_context("spawn")
     here, there = spawning.Pipe()
     process = spawning.Process(target=engine_alone, args=(path, arguments, there), daemon=True)
@@ -331,7 +331,7 @@ def prefixes(path: Path, arguments: Arguments) -> dict[str, float]:
 
 
 def arrival(path: Path, arguments: Arguments) -> dict[str, float]:
-    """ms between tokens of rows that decode, before and while 512 tokens of another are read; medians of 5 arrivals."""
+    """ms between tokens of decoding rows, before and during the prefill of 512 tokens; medians of 5 arrivals."""
     import llama_jax
     from llama_jax.serving.engine import Engine
     from llama_jax.serving.requests import GenerationRequest, Update

@@ -1,19 +1,19 @@
 """Training speed and memory on this machine's CPU, compared with transformers with PyTorch's fused AdamW.
 
 A step is loss, gradients, clipping by global norm and AdamW on random tokens, from the same shape in the same precision:
-float32, or bfloat16 (ours by `Compute`, theirs by autocast) with float32 weights. Each peer is a process of its own, made
-ready once and then asked in turn for a few steps, so that a change of the machine's speed meets all of them. Absolute
-figures depend on the machine and on its other tenants; the ratio of speeds is taken within each turn, and its median and
-range are reported. Processor time per step hardly depends on the other tenants, but counts waiting in a loop as work.
+float32, or bfloat16 (ours by `Compute`, theirs by autocast) with float32 weights. Each peer is a separate process, prepared
+once and then asked in turn for a few steps, so that changes of the machine's speed affect all of them. Absolute figures
+depend on the machine and on its other tenants; the ratio of speeds is taken within each turn, and its median and range are
+reported. CPU time per step hardly depends on the other tenants, but counts busy waiting as work.
 
     pip install -e ".[parity]"
     python experiments/bench_train.py
 
 What is measured:
-  tokens/s      of the bare step, compiled before the first turn, waited for at the end of each turn. llama_jax: `train_step`
+  tokens/s      of the bare step, compiled before the first turn; each turn waits for its last step. llama_jax: `train_step`
                 jitted with its state donated, as the training loop calls it.
-  seconds       of processor time per step, all threads.
-  peak memory   of the process, compilation included (VmHWM of /proc/self/status, so on Linux only).
+  seconds       of CPU time per step, all threads.
+  peak memory   of the process, including compilation (VmHWM of /proc/self/status, so only on Linux).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Arguments:
     """Compare training speed and memory with transformers and PyTorch."""
 
     shape: str = "stories-15m"
-    """The preset to measure, random weights."""
+    """The preset to measure, with random weights."""
     peers: tuple[str, ...] = ("llama_jax", "torch eager", "torch compiled")
-    """Who takes part."""
+    """Peers to compare."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    """Of the computation; weights, gradients and moments are float32."""
+    """Dtypes of the computation; weights, gradients and moments are float32."""
     batch: int = 8
     length: int = 256
     steps: int = 2
@@ -89,7 +89,7 @@ def ours(arguments: Any, dtype: str) -> Steps:
 
 
 def our_steps(step: Callable[..., Any], state: Any, arguments: Any, vocab_size: int) -> Steps:
-    """Of a compiled function of state and batch, as `train_step` is one."""
+    """Steps of a compiled function of state and batch, like `train_step`."""
     import jax
 
     import llama_jax
@@ -111,7 +111,7 @@ def transformers(arguments: Any, dtype: str, *, compiled: bool) -> Steps:
 
 
 def transformers_model(shape: str) -> Any:
-    """Of random weights."""
+    """A transformers model with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import llama_jax
@@ -121,7 +121,7 @@ def transformers_model(shape: str) -> Any:
 
 
 def torch_steps(model: Any, arguments: Any, dtype: str, *, compiled: bool) -> Steps:
-    """Of a model of transformers; what of it is frozen is left alone."""
+    """Steps of a transformers model, without updates of frozen parameters."""
     import torch
 
     torch.set_num_threads(THREADS)
@@ -176,7 +176,7 @@ def peak_memory_mb() -> float | None:
 
 
 def measure(peers: dict[str, Peer], dtype: str, arguments: Any) -> dict[str, dict]:
-    """Of each that takes part: "tokens_per_second" and "processor_seconds_per_step" by turn, "peak_memory_mb"."""
+    """For each peer: "tokens_per_second" and "processor_seconds_per_step" by turn, "peak_memory_mb"."""
     spawn = multiprocessing.get_context("spawn")
     workers = {}
     for peer in arguments.peers:

@@ -1,13 +1,13 @@
-"""The bundled model: a vocabulary and a small Llama, trained on 2.4 MB of TinyStories, which come with the package.
+"""The bundled model: a vocabulary and a small Llama, trained on 2.4 MB of TinyStories, which are included in the package.
 
-    python experiments/bundled.py train      writes llama_jax/assets/: the final recipe
-    python experiments/bundled.py sweep      the settings that were compared to find it
+    python experiments/bundled.py train      trains the final recipe; writes llama_jax/assets/
+    python experiments/bundled.py sweep      compares the settings from which it was chosen
     python experiments/bundled.py scale      other models and compressors on the same text
     python experiments/bundled.py stories    the validation stories as JSONL, for `llama-jax eval`
 
 With so little text the aim is the lowest validation bits per byte, over all bytes of the validation file: stories are read
-one by one, every token is predicted once, and the token that ends a story counts. The recipe was chosen on the same
-validation stories that are reported, and the step that is kept is the best of those evaluated.
+separately, every token is predicted once, and the token that ends a story counts. The recipe was chosen on the same
+validation stories that are reported, and the best evaluated step is kept.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def train_vocabulary(stories: list[str], size: int, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Files:
-    """What a run reads: stories as JSONL and a vocabulary."""
+    """Inputs of a run: stories as JSONL and a vocabulary."""
 
     training: Path
     validation: Path
@@ -187,14 +187,14 @@ def write_files(data: Path, folder: Path, vocab_size: int) -> Files:
 
 
 def write_stories(path: Path, stories: list[str]) -> Path:
-    """JSONL; the path."""
+    """Write JSONL and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"text": story}) + "\n" for story in stories), "utf-8")
     return path
 
 
 def run(recipe: Recipe, files: Files, workdir: Path) -> Any:
-    """Train, or go on with it; the `Result`."""
+    """Train or resume, and return the `Result`."""
     from llama_jax.runs.log import Log
     from llama_jax.runs.loop import train
 
@@ -247,7 +247,7 @@ def write_assets(model: Path, data: Path, folder: Path, assets: Path) -> None:
 
 
 def continued(model: Path, prompt: str) -> str:
-    """A prompt and how a model goes on, with the settings of `llama-jax generate` and seed 0."""
+    """A prompt and its continuation, with the settings of `llama-jax generate` and seed 0."""
     import llama_jax
 
     config, params, tokenizer = llama_jax.load(model)
@@ -321,9 +321,9 @@ class Train:
     data: Path = DATA
     """Folder of the TinyStories files."""
     workdir: Path = ROOT / "build" / "bundled"
-    """Of the run, which goes on from here when it was stopped."""
+    """Folder of the run, which resumes from here after an interruption."""
     assets: Path = ROOT / "llama_jax" / "assets"
-    """What is written: weights in bfloat16, config.json, tokenizer.model and the model card."""
+    """Output folder for weights in bfloat16, config.json, tokenizer.model and the model card."""
 
     def run(self) -> None:
         final = recipe()
@@ -334,12 +334,12 @@ class Train:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Run what `SWEEP` names and is not yet in the results, and print the table."""
+    """Run the entries of `SWEEP` that are missing in the results, and print the table."""
 
     data: Path = DATA
     """Folder of the TinyStories files."""
     workdir: Path = ROOT / "build" / "bundled"
-    """Of stories and vocabularies; the runs themselves are not kept."""
+    """Folder of stories and vocabularies; the runs are not kept."""
     results: Path = RESULTS / "bundled_sweep.json"
     """The table, one entry per name."""
 
@@ -373,12 +373,12 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Scale:
-    """Bits per byte of the validation stories by other means, for scale: write and print them."""
+    """Write and print the bits per byte of the validation stories with other methods, for comparison."""
 
     data: Path = DATA
     """Folder of the TinyStories files."""
     workdir: Path = ROOT / "build" / "bundled"
-    """Of stories and vocabulary."""
+    """Folder of stories and vocabulary."""
     results: Path = RESULTS / "bundled_scale.json"
     """The figures."""
 
@@ -410,7 +410,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Stories:
-    """Write the validation stories, which nothing marks in their file, one a line: `llama-jax eval` reads them so."""
+    """Write the validation stories, which have no separators in their file, one per line, for `llama-jax eval`."""
 
     path: tyro.conf.Positional[Path] = ROOT / "build" / "bundled" / VALIDATION
     """A .jsonl."""
@@ -423,7 +423,7 @@ class Stories:
 
 
 def packed(text: bytes) -> int:
-    """Bytes of xz at its best."""
+    """Size with xz's best compression."""
     return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
 
 

@@ -1,14 +1,14 @@
-"""Does `llama-jax estimate` predict the memory that a process takes?
+"""Does `llama-jax estimate` predict the memory that a process uses?
 
-Each case runs in a process of its own: the program is compiled, its arguments are allocated, and it runs for real, once to
-load what loads only once, then again while the kernel notes the most memory that the process held (VmHWM of Linux, less
-what it held without any array). That is compared with the estimate, which is made from shapes.
+Each case runs in a separate process: the program is compiled, its arguments are allocated, and it runs, once to load what is
+loaded only once, then again while the kernel records the peak memory of the process (VmHWM of Linux, minus what it used
+without any array). That is compared with the estimate, which is made from shapes.
 
     python experiments/check_estimate.py
 
-glibc keeps freed memory for itself; MALLOC_MMAP_THRESHOLD_ makes every buffer a mapping of its own, so that the process
-holds what is alive. Two ratios to what was held are given: that of the estimate, and that of XLA's plan alone, without the
-scratch that YNNPACK's kernels allocate beside it (`analysis.memory.kernel_scratch`).
+glibc retains freed memory; MALLOC_MMAP_THRESHOLD_ makes every buffer a separate mapping, so that the process holds only live
+memory. Two ratios to the measured memory are given: that of the estimate, and that of XLA's plan without the scratch memory
+of YNNPACK's kernels (`analysis.memory.kernel_scratch`).
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ CASES = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """Compare estimates with the memory that processes really take."""
+    """Compare estimates with the memory that processes use."""
 
     output: Path = Path("experiments/results/check_estimate_cpu.json")
 
 
 def check(case: Case) -> dict[str, Any]:
-    """Estimate and measure one case, in a process of its own."""
+    """Estimate and measure one case, in a separate process."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # glibc reads it when a process starts
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -98,7 +98,7 @@ def _measure(case: Case) -> dict[str, Any]:
     memory = program.memory()
 
     def make(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        """Anything that lets the program run through: one token read, one turn to decode, no row done."""
+        """Values that let the program run: one token read, one step to decode, no row done."""
         value = 0.01 if jnp.issubdtype(shape.dtype, jnp.floating) else shape.dtype != bool
         return jnp.full(shape.shape, value, shape.dtype)
 
@@ -124,7 +124,7 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def _settled() -> int:
-    """Resident bytes once freed buffers, which XLA lets go in threads of its own, are back with the system."""
+    """Resident bytes once freed buffers, which XLA releases in its own threads, are returned to the system."""
     gc.collect()
     before, now = -1, 0
     while before != now:

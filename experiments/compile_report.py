@@ -1,16 +1,16 @@
-"""Every program of the library through the accelerators' own compilers, on a machine that has none of them.
+"""Every program of the library compiled by the accelerators' own compilers, on a machine without accelerators.
 
     python experiments/compile_report.py --compiler tpu        # with the extra compile-tpu
-    python experiments/compile_report.py --compiler gpu        # with the extra compile-gpu, in an environment of its own
+    python experiments/compile_report.py --compiler gpu        # with the extra compile-gpu, in a separate environment
     python experiments/compile_report.py --compiler gpu --only 8b-decode,1b-train
 
-For each program: the memory of a device as its compiler plans it and whether that fits; the backend of attention, and the
-kernels that the program calls; the communication of devices, and its share by collectives with separate start and end
-(asynchronous) and during matmuls (overlapped); copies of at least a mebibyte; for decoding the bytes read for a token over
-the least, and the kernels of each layer. None of it is time. Training is packed, in bfloat16 over float32 parameters, with
-AdamW and full rematerialization unless said otherwise. With "largest" the batch is doubled while it fits.
+For each program: a device's memory as its compiler plans it, and whether that fits; the attention backend, and the kernels
+that the program calls; the communication between devices, and its share by collectives with separate start and end
+(asynchronous) and during matmuls (overlapped); copies of at least a mebibyte; for decoding the bytes read per token relative
+to the minimum, and the kernels of each layer. None of it is time. Training is packed, in bfloat16 over float32 parameters,
+with AdamW and full rematerialization unless stated otherwise. For "largest" the batch is doubled while it fits.
 Writes ``experiments/results/compile_report_tpu.json`` or ``compile_report_gpu.json`` after each program, and the
-table beside it in ``.md``.
+table next to it in ``.md``.
 """
 
 from __future__ import annotations
@@ -141,22 +141,22 @@ CASES = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """Compile every program of the library with an accelerator's own compiler, and write what it says."""
+    """Compile every program of the library with an accelerator's own compiler, and write a report."""
 
     compiler: Literal["tpu", "gpu"]
     only: str = ""
-    """Names of programs, separated by commas; others keep what the file has of them."""
+    """Names of programs, separated by commas; the file's entries of others are kept."""
     hardware: str = ""
-    """Names such as h100, separated by commas: those only."""
+    """Only this hardware, such as h100; names separated by commas."""
     skip: str = ""
-    """Names of programs to leave out."""
+    """Names of programs to omit."""
     flags: Literal["on", "off"] = "on"
-    """With the flags of the commands (`llama_jax/xla_flags.py`), or XLA's defaults in rows of their own, to compare."""
+    """Use the flags of the commands (`llama_jax/xla_flags.py`), or XLA's defaults in separate rows for comparison."""
     output: Path | None = None
 
 
 def look(case: Case, hardware: str, flags: str = "on") -> Iterator[dict[str, Any]]:
-    """A program's row; where the largest batch that fits is asked, again after each larger one that does."""
+    """A program's row; for the largest batch that fits, repeated while larger batches fit."""
     about = {"program": case.name, "hardware": hardware, "model": case.model, "mesh": case.hardware[hardware]}
     about |= {"kind": case.kind, "length": case.length, "options": case.options, "flags": flags}
     row = about | once(case, hardware, flags)
@@ -318,7 +318,7 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
 
 def in_pages(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
-    """What decodes as many rows, with the engine's state instead of a generation's; its function is not the engine's."""
+    """A program that decodes as many rows, with the engine's state instead of a generation's, not the engine's function."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -339,7 +339,7 @@ def in_pages(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
 
 def decoding(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
-    """What decodes as many rows: its arguments are parameters, a state and a number of turns."""
+    """A program that decodes as many rows: its arguments are parameters, a state and a number of steps."""
     from llama_jax.analysis.memory import decode_programs
 
     programs = decode_programs(config, mesh, case.batch, case.length, dtype="bfloat16")
@@ -347,7 +347,7 @@ def decoding(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
 
 def everywhere(mesh: Mesh, dtype: str, *shape: int) -> Any:
-    """An array that each device of the mesh has whole."""
+    """An array replicated on each device of the mesh."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -398,7 +398,7 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
 
 
 def with_table(config: LlamaConfig, decode: Program, mesh: Mesh, adapters: int, rank: int) -> tuple[Program, Any]:
-    """What decodes, with the bytes of a table of adapters among its parameters, and the parameters with the table."""
+    """A decoding program that counts a table of adapters as parameters, and the parameters with the table."""
     import jax
 
     from llama_jax.analysis.memory import bytes_per_device
@@ -505,7 +505,7 @@ def main(arguments: Arguments) -> None:
 
 
 def write(output: Path, name: str, rows: list[dict[str, Any]]) -> None:
-    """The rows as JSON, one a line, and the table beside it."""
+    """Write the rows as JSON, one per line, and the table next to it."""
     import jax
 
     from llama_jax.analysis.aot_compile import compiler_version

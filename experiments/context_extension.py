@@ -1,34 +1,34 @@
-"""Context extension: how a small Llama trained at length L reads 2 L, 4 L and 8 L under each scaling of its frequencies.
+"""Context extension: how a small Llama trained at length L handles 2 L, 4 L and 8 L under each RoPE scaling.
 
-    python experiments/context_extension.py                about 25 minutes on two cores; goes on where it was stopped
+    python experiments/context_extension.py                about 25 minutes on two cores; resumes where it was stopped
     python experiments/context_extension.py --size gpu     a larger model and context, minutes on a GPU
-    python experiments/context_extension.py --size test    figures without meaning, to see that it works
+    python experiments/context_extension.py --size test    meaningless figures, to check that it works
 
-One model is trained at length L on a book, byte by byte. Then each way of stretching its rotary frequencies is tried at
-each of the longer lengths: as it is ("zero-shot"), and after a short continued training at that length, which starts from
-the same model, reads the same batches and differs in nothing but the scaling. The ways are
+One model is trained at length L on a book, byte by byte. Then each RoPE scaling is tried at each of the longer lengths:
+without training ("zero-shot"), and after a short continued training at that length, which starts from the same model, reads
+the same batches and differs only in the scaling. The scalings are
 
-    none       the model as it is
+    none       the unchanged model
     linear     position interpolation (Chen et al. 2023), factor = length / L
     ntk        NTK-aware, a larger theta (Peng et al. 2023, section 3.1), likewise
-    dynamic    the same by the length of each sequence, with transformers' formula and factor 2 at all lengths: it needs no
+    dynamic    ntk by the length of each sequence, with transformers' formula and factor 2 at all lengths: it needs no
                setting for the length, and changes nothing up to L
     by_parts   NTK-by-parts (section 3.2), factor = length / L
-    yarn       YaRN (section 3.4): the same with sharper attention
+    yarn       YaRN (section 3.4): by_parts with sharper attention
 
-Measured are the loss of held-back pages of the book by position, the price of a scaling for what is no longer than L, and
-whether a pass key of four digits is found (Mohtashami and Jaggi 2023, section 4.2). What the literature claims is held
-against the numbers, and the verdicts are written as the numbers fall.
+Measured are the loss of held-out pages of the book by position, the cost of a scaling for texts no longer than L, and
+whether a pass key of four digits is found (Mohtashami and Jaggi 2023, section 4.2). Claims of the literature are compared
+with the numbers, and the verdicts follow from the numbers.
 
-A model of this size does not learn to look up a number from a book alone. So it reads passkey-like text as well: first rows
-of random letters that repeat themselves, from which it learns to continue what it has seen before (Olsson et al. 2022,
-induction heads); then pages of the book among which some have a number such as #4821# that comes once more, and some such
-rows. So does the continued training, at its own length. Retrieval beyond L is thus not asked of a model that could not do it
-within L, but neither is it what a model learns from books.
+A model of this size does not learn to look up a number from a book alone. So it also reads passkey-like text: first rows of
+random letters that repeat themselves, from which it learns to continue repeated text (Olsson et al. 2022, induction heads);
+then pages of the book, some with a number such as #4821# that occurs again later, and some such rows. So does the continued
+training, at its own length. Retrieval beyond L is thus not tested on a model that could not do it within L, but it is also
+not what a model learns from books.
 
-theta makes seven tenths of the pairs of features turn at least once within L, as in Llama 2; with the usual 10,000 most of
-them never would within so short a context, and there would be little to stretch. YaRN's and by_parts' 32 turns are the
-authors', found for contexts of thousands of tokens: within a short one only the first pairs turn so often.
+theta makes seven tenths of the pairs of features rotate at least once within L, as in Llama 2; with the usual 10,000 most of
+them never would within so short a context, and there would be little to stretch. The 32 rotations of YaRN and by_parts are
+the authors', found for contexts of thousands of tokens: within a short one only the first pairs rotate that often.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ STAGES = {"zero-shot": "zero-shot", "continued": "after continued training"}
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained, and how much is measured.
+    """Sizes of training and measurements.
 
     Attributes:
       dim, layers: of the model.
       length: L.
-      factors: how many times longer the others are.
+      factors: the longer lengths, as multiples of L.
       tokens: of a batch.
       repetition_steps, steps: of the training at L: rows that repeat themselves alone, and all kinds.
       continued_steps: at each longer length.
@@ -151,20 +151,20 @@ class Arguments:
     """What to run."""
 
     size: Literal["cpu", "gpu", "test"] = "cpu"
-    """How large all is: for two cores, for a GPU, or only to see that it works."""
+    """Size of everything: for two cores, for a GPU, or only to check that it works."""
     text: Path = TEXT
-    """A book; the last tenth is held back."""
+    """A book; the last tenth is held out."""
     seed: int = 0
-    """Of the parameters and of all that is drawn."""
+    """Seed of the parameters and of everything random."""
     workdir: Path = ROOT / "build" / "context_extension"
-    """Of the trained model and what is measured already; each is made once."""
+    """Folder of the trained model and of measurements so far; each is made once."""
     output: Path | None = None
-    """Numbers, as JSON; beside it a table, as Markdown, and a picture, as PNG. By default in experiments/results."""
+    """Numbers, as JSON; next to it a table, as Markdown, and a picture, as PNG. By default in experiments/results."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured of one way, at one length, at one stage.
+    """Measurements of one scaling, at one length and stage.
 
     Attributes:
       way, factor, stage: which.
@@ -268,7 +268,7 @@ def train(
     source: Iterator[Batch],
     say: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Llama:
-    """The parameters after so many steps; an error where the loss was not finite."""
+    """The parameters after these steps; an error if the loss is not finite."""
     import jax
 
     from llama_jax import Compute, LossOptions, StepOptions, init_state, make_optimizer, train_step
@@ -335,7 +335,7 @@ def measure(
 
 
 def read_book(path: Path, size: Size, tokenizer: Tokenizer) -> tuple[Corpus, Corpus]:
-    """What is trained on, and the last tenth, each in one piece."""
+    """The training text, and the last tenth, each in one piece."""
     from llama_jax.data import Corpus
 
     if not path.is_file():
@@ -358,7 +358,7 @@ def read_book(path: Path, size: Size, tokenizer: Tokenizer) -> tuple[Corpus, Cor
 
 
 class Notes:
-    """What is measured already, in a file."""
+    """Measurements so far, in a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -373,7 +373,7 @@ class Notes:
 
 
 def prepare(arguments: Arguments) -> Path:
-    """The folder of this run; an end where it holds another."""
+    """The folder of this run; exits if it holds another run."""
     folder = arguments.workdir / arguments.size
     folder.mkdir(parents=True, exist_ok=True)
     mine = {"size": asdict(SIZES[arguments.size]), "seed": arguments.seed, "text": str(arguments.text.resolve())}
@@ -385,7 +385,7 @@ def prepare(arguments: Arguments) -> Path:
 
 
 def run_all(arguments: Arguments, folder: Path) -> list[Found]:
-    """The model, and all that is measured of it, of which what the folder has is taken from there; a line for each."""
+    """The model and all measurements, reusing those in the folder; prints a line for each."""
     import jax
 
     import llama_jax
@@ -450,7 +450,7 @@ Verdict = tuple[str, str, str]  # the claim, what the numbers say of it, and the
 
 
 def verdicts(size: Size, found: list[Found]) -> list[Verdict]:
-    """What the literature claims, as these numbers have it."""
+    """The claims of the literature, judged by these numbers."""
     table = {(one.way, one.factor, one.stage): one for one in found}
     base = table["none", 1, "zero-shot"]
 

@@ -1,10 +1,10 @@
-"""What conversions keep of what lies beside the weights: 20 models in every format, each written in every other.
+"""How conversions preserve files and settings next to the weights: 20 models in every format, converted to every other.
 
   python experiments/conversions.py --output docs/conversions.md
 
-The models are small and random, with the families' kinds of vocabulary and of settings. A cell says how many of the settings
-that the source holds are read again from what `convert` wrote; the rest must be named in the line that it logs, else it is
-listed as lost silently.
+The models are small and random, with the families' kinds of vocabularies and settings. A cell is the share of the source's
+settings that are found again in the output of `convert`; the rest must be named in the line that it logs, or is listed as
+lost silently.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ def _supported(config: LlamaConfig) -> LlamaConfig:
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """The lines that are logged meanwhile."""
+    """The lines logged within the context."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -308,13 +308,13 @@ def logged() -> Iterator[list[str]]:
 
 
 def held(path: Path) -> dict[str, Any]:
-    """What lies beside the weights of a model that was written."""
+    """The settings stored next to the weights of a written model."""
     opened = open_checkpoint(path)
     return all_settings(opened.tokenizer(), opened.about())
 
 
 def publish(folder: Path, model: Model) -> dict[str, Path]:
-    """The model in every format that has room for it, by the format's name."""
+    """The model in every format that can store it, by the format's name."""
     params = llama_jax.init(model.config, jax.random.key(0))
     found = {"safetensors": folder / "safetensors"}
     llama_jax.save(found["safetensors"], model.config, params)
@@ -348,7 +348,7 @@ def publish(folder: Path, model: Model) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a conversion kept: of so many settings so many, what it named, and what it lost without a word."""
+    """Result of a conversion: settings in total, kept, named in the log, and lost silently."""
 
     settings: int
     kept: int
@@ -357,7 +357,7 @@ class Outcome:
 
 
 def outcomes(folder: Path, model: Model) -> dict[tuple[str, str], Outcome]:
-    """What each pair of formats keeps of a model."""
+    """The outcome of each pair of formats for a model."""
     found = {}
     with logged():
         sources = publish(folder, model)

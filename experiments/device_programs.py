@@ -1,7 +1,7 @@
-"""The programs of the compile report on the device that is there: what compilers foretell, and what is measured beside it.
+"""The programs of the compile report on the available device: the compiler's predictions, and measurements next to them.
 
-Used by gpu_report. A program of one device is compiled for the device, filled with random weights and run; beside it stands
-what `compile_report` has written of it, by the same compiler without a device.
+Used by gpu_report. Single-device programs are compiled for the device, filled with random weights and run; next to the
+results is what `compile_report` wrote about the program, by the same compiler without a device.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def cases_of(hardware: str | None) -> tuple[Case, ...]:
 
 
 def foretold(case: Case, hardware: str | None, folder: Path) -> dict[str, Any]:
-    """What the report has of the program, made without the device; nothing where it has none."""
+    """The report's entry for the program, made without the device; empty if there is none."""
     compiler = "tpu" if hardware is not None and hardware.startswith("tpu") else "gpu"
     path = folder / f"compile_report_{compiler}.json"
     rows = json.loads(path.read_text())["programs"] if path.exists() else []

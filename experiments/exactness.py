@@ -1,20 +1,20 @@
-"""Does a row's company change its tokens or its log-probabilities, with and without `exact`, and what does `exact` cost?
+"""Do other rows change a row's tokens or log-probabilities, with and without `exact`, and what does `exact` cost?
 
-Prompts of a text, of lengths from 1 token on, are continued greedily and sampled: each alone, and then in company. For every
-way of being in company the table counts the rows of which a token, or a bit of a log-probability, is another one.
-The price is a ratio of times of the same work, measured by turns.
+Prompts from a text, of lengths from 1 token on, are continued greedily and sampled: first alone, then together with others.
+For every way of sharing a program the table counts the rows in which a token, or a bit of a log-probability, differs.
+The cost is a ratio of times for the same work, measured in turns.
 
     pip install -e ".[serve]"
     python experiments/exactness.py --text shakespeare.txt
     python experiments/exactness.py --text shakespeare.txt --model SmolLM2-135M-Instruct --prompts 100 --longest 500
 
   batches   in batches of 2 to 64 rows, shuffled.
-  chunks    in such batches, prompts read in chunks of 40 tokens.
+  chunks    in such batches, with prompts prefilled in chunks of 40 tokens.
   drafts    in such batches, with tokens drafted by prompt lookup and verified together.
   served    by an engine with 16 rows, in which requests come and go.
-  full      by an engine whose cache is as small as it can be: requests give up their pages and are read again.
+  full      by an engine whose cache is as small as possible: requests release their pages and are prefilled again.
   cached    by the first engine again, after all prompts: beginnings of prompts are in its cache.
-  trainer   tokens of sampled answers whose log-probability in a training step has other bits than in the sampler.
+  trainer   tokens of sampled answers whose log-probability in a training step differs in bits from the sampler's.
 
 With --training: do devices change the bits of losses, parameters and the optimizer's state, with and without `exact=true`?
 The same small recipe is trained on each mesh of simulated devices, by pmap and in two processes. It is also stopped on each
@@ -71,7 +71,7 @@ Row = tuple[list[int], list[int]]  # tokens, and the bits of their log-probabili
 
 @dataclass(frozen=True)
 class Arguments:
-    """Measure what company changes, with and without exact."""
+    """Measure the effect of other rows, with and without exact."""
 
     text: Path
     """Prompts are taken from it."""
@@ -80,12 +80,12 @@ class Arguments:
     kinds: tuple[str, ...] = ("float32", "bfloat16", "int8", "q4_0")
     prompts: int = 1000
     longest: int = 2000
-    """Tokens of a prompt."""
+    """Maximum tokens of a prompt."""
     new_tokens: int = 16
     price: bool = True
-    """Measure the times, too."""
+    """Also measure times."""
     training: bool = False
-    """Measure training in place of generation, into exactness_training_cpu.json beside `output`."""
+    """Measure training instead of generation, into exactness_training_cpu.json next to `output`."""
     steps: int = 50
     stop: int = 20
     """The step at which training moves to other devices."""
@@ -95,7 +95,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Work:
-    """A model, what it continues and how."""
+    """A model, the prompts it continues, and the settings."""
 
     model: tuple[Any, Any]
     prompts: list[list[int]]
@@ -165,7 +165,7 @@ def other_chunks(size: int) -> Iterator[None]:
 
 
 def compare(work: Work) -> dict[str, Any]:
-    """For each way of being in company: rows with other tokens, and rows with other bits."""
+    """For each way of sharing a program: rows whose tokens differ, and rows whose bits differ."""
     alone = work.alone()
     engine = work.engine()
     full = work.engine(cache_tokens=max(map(len, work.prompts)) + work.new_tokens)
@@ -191,7 +191,7 @@ def compare(work: Work) -> dict[str, Any]:
 
 
 def price(work: Work, repetitions: int) -> dict[str, float]:
-    """Times of exact work by those of the same work as usual, medians of pairs."""
+    """Time ratios of exact to normal work, medians of pairs."""
     prompt = (work.prompts[-1] * 512)[:480]
     ratios = {}
     for name, rows, length, new in (("decode 1", 1, 16, 64), ("decode 8", 8, 16, 64), ("prefill", 1, 480, 1)):
@@ -235,7 +235,7 @@ def trainer(work: Work) -> dict[str, int]:
 
 
 def some_prompts(arguments: Arguments, tokenizer: Any, context: int) -> list[list[int]]:
-    """Pieces of the text, with lengths that are spread evenly over their logarithm."""
+    """Excerpts of the text, with log-uniform lengths."""
     ids = tokenizer.encode(text_of(arguments.text)[: 40 * arguments.longest * 8])
     rng, longest = random.Random(2), min(arguments.longest, context - arguments.new_tokens)
     lengths = np.exp(np.linspace(0, np.log(longest), arguments.prompts)).astype(int)
@@ -353,7 +353,7 @@ def compare_training(steps: int, stop: int, text: Path, folder: Path) -> dict[st
 
 
 def training_price(repetitions: int) -> dict[str, float]:
-    """The time of an exact step by that of a usual one on one device, medians of pairs."""
+    """Time ratio of an exact to a normal step on one device, medians of pairs."""
     ratios = {}
     for name, rows, length in STEPS_TIMED:
         config, optimizer = llama_jax.preset(name), make_optimizer(OptimizerSettings(), 1000)

@@ -1,27 +1,27 @@
-"""Fine-tuning that is seen to work, with the model in the box and nothing else: chats, preferences, rewards.
+"""Fine-tuning that demonstrably works, with only the bundled model: chats, preferences, rewards.
 
-    python experiments/finetune.py                      three seeds, one after the other
+    python experiments/finetune.py                      three seeds, one after another
     python experiments/finetune.py --seeds 0            one of them
     python experiments/finetune.py --size small         a minute: the same path, too short to learn anything
 
-The task is to write the beginning of a story in which two or three given words occur. The bundled model writes the stories
-itself, and words of each are made its request, so that nothing is downloaded:
+The task is to write the beginning of a story in which two or three given words occur. The bundled model generates the
+stories, and words of each become its request, so that nothing is downloaded:
 
     Words: garden, thirsty
     Story: Once upon a time, there was a little bird in the garden. ...
 
-sft    All parameters learn to write the story after the request. Measured: how many of the requested words are in answers to
-       requests that were not trained on, before and after.
-dpo    The fine-tuned model answers requests, and learns to prefer an answer that has the words to one, to another request,
-       that has none of them. Measured: how often it prefers so in pairs of held-out requests.
-grpo   The fine-tuned model answers, and `told` judges: the share of the words, and 0 where the last sentence is not whole.
+sft    All parameters learn to write the story after the request. Measured: the share of requested words in answers to
+       held-out requests, before and after.
+dpo    The fine-tuned model answers requests, and learns to prefer an answer that has the words to an answer to another
+       request that has none of them. Measured: how often it does so in pairs of held-out requests.
+grpo   The fine-tuned model answers, and `told` judges: the share of the words, and 0 if the last sentence is incomplete.
        Measured: the mean reward of held-out requests before and after, and in training at the beginning and at the end; and
-       the same, with the same settings, where the rewards are dealt out at random among the answers (`shuffled`), from
-       which nothing can be learnt.
+       the same, with the same settings, when the rewards are shuffled among the answers (`shuffled`), from which nothing
+       can be learned.
 
-Every stage is a run of `llama_jax.train`, as the command line would do it; the folder of one is the weights of the next. A
-stage that is done is not done again, and one that SIGTERM ended goes on where it was when the same command is started again,
-as long as this file is the same.
+Every stage is a run of `llama_jax.train`, as on the command line; the folder of one is the weights of the next. A finished
+stage is not repeated, and one that SIGTERM ended resumes when the same command is started again, as long as this file is
+unchanged.
 Writes ``experiments/results/finetune_cpu.json``, a table in ``.md`` and a picture in ``.png``.
 """
 
@@ -98,12 +98,12 @@ class Arguments:
     """What to run."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
-    """One after the other, each with stories, requests and runs of its own."""
+    """Run one after another, each with its own stories, requests and runs."""
     size: Literal["full", "small"] = "full"
     workdir: Path = ROOT / "build" / "finetune"
-    """Of the data and the runs; what is there is not made again."""
+    """Folder of the data and the runs; existing ones are not made again."""
     output: Path = ROOT / "experiments" / "results" / "finetune_cpu.json"
-    """The figures; the table and the picture lie beside it."""
+    """The figures; the table and the picture are next to it."""
 
 
 def words_in(text: str) -> set[str]:
@@ -112,12 +112,12 @@ def words_in(text: str) -> set[str]:
 
 
 def request(words: Sequence[str]) -> str:
-    """As the model reads it."""
+    """The prompt of a request."""
     return f"Words: {', '.join(words)}\nStory:"
 
 
 def included(completions: Sequence[str], words: Sequence[Sequence[str]]) -> list[float]:
-    """Of each answer the share of the requested words that are in it."""
+    """The share of the requested words in each answer."""
     return [len(words_in(text).intersection(asked)) / len(asked) for text, asked in zip(completions, words, strict=True)]
 
 
@@ -154,20 +154,20 @@ def requests(written: Sequence[str], draws: int, seed: int) -> list[dict[str, An
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> Path:
-    """JSONL; the path."""
+    """Write JSONL and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     return path
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """What `write_lines` wrote."""
+    """Read the lines of `write_lines`."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """To a request."""
+    """An answer to a request."""
 
     text: str
     ended: bool
@@ -176,7 +176,7 @@ class Answer:
 def answers(
     model: Path, lines: Sequence[dict[str, Any]], group: int, seed: int, adapter: Path | None = None
 ) -> list[list[Answer]]:
-    """Of a model in a folder `group` to each request, sampled from its whole distribution."""
+    """`group` answers to each request by a model in a folder, sampled from its whole distribution."""
     config, params, tokenizer = llama_jax.load(model, "float32", adapter=adapter)
     prompts = [tokenizer.encode(line["prompt"]) for line in lines for _ in range(group)]
     found: list[Answer] = []
@@ -244,7 +244,7 @@ def shuffled(completions: Sequence[str], words: Sequence[Sequence[str]], **colum
 
 
 def whole(text: str) -> bool:
-    """Whether it ends as a sentence does."""
+    """Whether a text ends like a sentence."""
     return text.rstrip().endswith((".", "!", "?", '"'))
 
 
@@ -312,7 +312,7 @@ def curves(folder: Path, kind: str, *names: str) -> dict[str, list[float]]:
 
 
 def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a stage found, with the seconds that it took; of a stage that is done already what it wrote then."""
+    """The result of a stage, with its seconds; for a finished stage, the stored result."""
     if not path.exists():
         began = time.perf_counter()
         found = make()
@@ -321,7 +321,7 @@ def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_seed(size: Size, seed: int, folder: Path) -> dict[str, Any]:
-    """Data and all stages, in a folder where what is done is not done again."""
+    """Data and all stages, in a folder; finished stages are not repeated."""
     log, model, base = Log(), folder / "sft", bundled()
     files = {name: folder / f"{name}.jsonl" for name in ("taught", "held", "pairs", "held_pairs", "asked", "asked_held")}
 
@@ -415,7 +415,7 @@ def in_training(found: dict[str, Any]) -> tuple[float, float]:
 
 
 def verdicts(run: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
-    """What was to be shown of a seed: what, what was found, the bar, and whether it is met."""
+    """The claims about a seed: name, result, threshold, and whether it is met."""
     more = run["sft"]["words"] / run["base"]["words"]
     right = run["dpo"]["curve"]["accuracy"][-1]
     found = [

@@ -1,4 +1,4 @@
-"""The pictures of docs/gallery.md, taken out of the notebooks as they are committed.
+"""The pictures of docs/gallery.md, extracted from the committed notebooks.
 
 python experiments/gallery.py
 """

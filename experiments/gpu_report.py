@@ -1,35 +1,35 @@
 """Correctness and speed on this machine's accelerator, as one JSON file and one table, in under 8 minutes.
 
-    python experiments/gpu_report.py                                  (PYTHONPATH=. where the package is not installed)
+    python experiments/gpu_report.py                                  (PYTHONPATH=. if the package is not installed)
     python experiments/gpu_report.py --sections yardsticks decode
 
-Sections, in the order of their worth, because the time limit cuts from the end:
-  training          the library's train step in bfloat16 with AdamW, by ways to rematerialize and batches; one process per
-                    shape, and first, for it needs nearly all of the device's memory
+Sections, in order of importance, because the time limit cuts from the end:
+  training          the library's train step in bfloat16 with AdamW, by remat policy and batch; one process per shape, and
+                    first, since it needs nearly all of the device's memory
   yardsticks        what the device itself can do: copy and read bandwidth, bfloat16 matrix rate
   correctness       a small model against the CPU in float32 and bfloat16; generation against repeated `logits`
   decode            greedy tokens/s of the library's compiled decode loop, random bfloat16 weights made on the device
   prefill           tokens/s of the library's compiled prefill
-  programs          those of compile_report that are of one device: the plan of the compiler, with and without the device,
-                    and beside it what is measured
-  attention         every backend that the device has, forward and backward, from short to long; the shortest against the
+  programs          the single-device programs of compile_report: the compiler's plan, with and without the device, and
+                    measurements next to it
+  attention         every backend of the device, forward and backward, from short to long; the shortest against the
                     reference in float32
-  transformers      its decode with a static cache, compiled to CUDA graphs where there is a GPU; one process per shape
+  transformers      its decode with a static cache, compiled to CUDA graphs on a GPU; one process per shape
   compiler_options  decode compiled with XLA options that may matter on a GPU
   families          logits, greedy tokens and a training step of a small model of every family against float64 on the CPU:
                     the rows of `docs/support.md`, in some minutes; alone into a file of their own
                     (--sections families --device-json gpu_report_families_NAME.json)
 
-Beside other sections training has at most TRAINING_SHARE of the time, divided among its shapes: each measures as many of its
-candidates as that allows, the least memory first. With `--sections training` alone it has all, to choose by. Attention has
-ATTENTION_SHARE in the same way, the shortest first. What runs out of time elsewhere is cut in the order families,
-compiler_options, transformers, attention, programs, prefill, decode.
+With other sections, training has at most TRAINING_SHARE of the time, divided among its shapes: each measures as many of its
+candidates as that allows, those with the least memory first. With only `--sections training` it has all of it. Attention has
+ATTENTION_SHARE in the same way, the shortest first. Otherwise sections are cut in the order families, compiler_options,
+transformers, attention, programs, prefill, decode.
 
-A section is a file of `gpu_parts`, with a function that takes the `Run` and gives rows, plain dicts, one by one; later work
-adds its own to SECTIONS. Without an accelerator the same code runs small shapes, so that it is always tested; they lie in
-the CPU's caches and their shares mean nothing.
-The JSON is written anew after every row: a run that is killed leaves what it had. The exit code is 1 if anything failed,
-and 0 if measurements were only skipped.
+A section is a file of `gpu_parts`, with a function that takes the `Run` and yields rows, plain dicts, one by one; new ones
+are added to SECTIONS. Without an accelerator the same code runs small shapes, so that it is always tested; they fit into the
+CPU's caches, so their shares are meaningless.
+The JSON is rewritten after every row: a killed run leaves what it had. The exit code is 1 if anything failed, and 0 if
+measurements were only skipped.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ class Arguments:
     """Check and measure llama_jax on the default device."""
 
     sections: tuple[str, ...] = ()
-    """Sections to run, all when none is named. The file then holds only these."""
+    """Sections to run; all by default. The file then contains only these."""
     time_limit: float = 460.0
-    """Seconds; a measurement that might not end within them is not started."""
+    """Seconds; a measurement that might not end in time is not started."""
     output_folder: Path = Path("experiments/results")
     device_json: str = ""
     """File name in the output folder; by default gpu_report_<device kind>.json."""
@@ -158,7 +158,7 @@ def main(arguments: Arguments) -> int:
 
 
 def goals(run: Run) -> Row:
-    """What was wanted of decoding and training, and what was found, as far as it was measured."""
+    """Goals for decoding and training, and the measured results, if any."""
     found: Row = {}
     share = run.found("decode", "share_of_copy", shape=GOAL_SHAPE, batch=1)
     if share is not None:

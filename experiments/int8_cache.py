@@ -1,13 +1,13 @@
-"""The cost of an int8 cache where a few channels of the keys stand out, as in Qwen2.5: divergence from a cache of floats.
+"""The cost of an int8 cache if a few key channels are outliers, as in Qwen2.5: divergence from a float cache.
 
     python experiments/int8_cache.py --model SmolLM2-135M-Instruct.Q4_1.gguf     six minutes on two cores
 
-Qwen2.5-Coder-0.5B has keys of up to 216 in layers whose mean is 6, most of them by the bias. SmolLM2 has no such keys and is
-given them (`with_outliers`): in each head two or four channels of the last eight pairs, which RoPE turns least, get a bias
-of 108 to 216 ("bias"), or the weights of their keys are made larger and those of their queries smaller, so that the model
-computes the same ("weights"); all keys of a head are brought to a mean size of 6 likewise. WikiText's test split is read in
-pieces of 128 tokens. "rounded" keeps keys as they come, with a factor for each head and position; "smoothed" is what the
-library does. Writes ``experiments/results/int8_cache.json`` and the table in ``.md``.
+Qwen2.5-Coder-0.5B has keys of up to 216 in layers whose mean is 6, most of it from the bias. SmolLM2 has no such keys and is
+given them (`with_outliers`): in each head two or four channels of the last eight pairs, which RoPE rotates least, receive a
+bias of 108 to 216 ("bias"), or the weights of their keys are made larger and those of their queries smaller, so that the
+model computes the same ("weights"); all keys of a head are also scaled to a mean size of 6. WikiText's test split is read in
+chunks of 128 tokens. "rounded" stores keys unchanged, with a scale for each head and position; "smoothed" is the library's
+method. Writes ``experiments/results/int8_cache.json`` and the table in ``.md``.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Arguments:
     model: Path
     """A model of the Llama family without biases."""
     tokens: int = 1024
-    """That are read, in one row."""
+    """Tokens to read, in one row."""
     output: Path = ROOT / "experiments" / "results" / "int8_cache.json"
-    """The report; the table lies beside it."""
+    """The report; the table is next to it."""
 
 
 def with_outliers(

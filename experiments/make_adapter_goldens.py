@@ -1,12 +1,12 @@
-"""Write what PEFT computes with adapters on a small random model, for the tests to compare with where it is not installed.
+"""Write PEFT's results with adapters on a small random model, for tests to compare with if it is not installed.
 
     pip install -e ".[parity]"
     python experiments/make_adapter_goldens.py
 
 Weights and adapters are drawn from NumPy's generator and are not stored, only results in float64: logits, every gradient of
-a loss, and the losses and the adapters of twenty steps of AdamW. Three things of transformers are not computed in float64
-whatever the model is, and are so here: normalization is replaced by its definition, and all tokens stand at position 0,
-where the rotary embedding turns nothing.
+a loss, and the losses and the adapters of twenty steps of AdamW. Transformers never computes normalization and rotary
+embeddings in float64, so here normalization is replaced by its definition, and all tokens are at position 0, where rotary
+embeddings are the identity.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _normalize(module: Any) -> Any:
 
 
 def peft_logits(model: Any, ids: np.ndarray, *, wide: bool = True) -> Any:
-    """Of whole rows; with `wide` every token stands at position 0."""
+    """Logits of whole rows; with `wide` every token is at position 0."""
     import torch
 
     rows = torch.from_numpy(ids).long()
@@ -125,7 +125,7 @@ def peft_loss(model: Any, ids: np.ndarray, *, wide: bool = True) -> Any:
 
 
 def parameters_of(model: Any) -> dict[str, Any]:
-    """Those that are trained, by the names in PEFT's files."""
+    """The trained parameters, by the names in PEFT's files."""
     named = ((name.replace(".default.", "."), p) for name, p in model.named_parameters() if p.requires_grad)
     return {name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): p for name, p in named}
 

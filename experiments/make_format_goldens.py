@@ -4,8 +4,8 @@
     python experiments/make_format_goldens.py
 
 torch writes Meta's ``.pth`` in 1, 2, 4 and 8 ranks, ``pytorch_model.bin``, single and sharded, and llama2.c's ``ckpt.pt``;
-llama.cpp's quantizer writes a Q4_K_M. Those go to ``tests/goldens/formats``; what NumPy and the gguf package write (llama2.c
-versions 0 to 2, GGUF) the tests write themselves with the functions below.
+llama.cpp's quantizer writes a Q4_K_M. Those go to ``tests/goldens/formats``; formats of NumPy and the gguf package (llama2.c
+versions 0 to 2, GGUF) are written by the tests with the functions below.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Write what transformers computes on small random models, for the tests to compare with where torch is not installed.
+"""Write transformers' results on small random models, for tests to compare with if torch is not installed.
 
     pip install -e ".[parity]"
     python experiments/make_goldens.py
 
-The weights are drawn from NumPy's generator and are not stored; only the results are, so the files stay small.
+The weights are drawn from NumPy's generator and are not stored, only the results, so the files stay small.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def sampling_case(rng: np.random.Generator, rows: int, vocab: int = 200) -> tupl
 
 
 def transformers_scores(logits: np.ndarray, ids: np.ndarray, settings: np.ndarray) -> np.ndarray:
-    """What transformers' processors make of the logits, in its own order; -inf where a token is dropped."""
+    """The logits after transformers' processors, in its order; -inf for dropped tokens."""
     import torch
     from transformers.generation import logits_process as p
 

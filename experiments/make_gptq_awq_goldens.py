@@ -1,12 +1,12 @@
-"""Matrices packed by AutoGPTQ and AutoAWQ themselves, and what these packages decode them to, for the tests to read.
+"""Matrices packed by AutoGPTQ and AutoAWQ themselves, and their decoded values from these packages, for the tests.
 
     pip install torch transformers
     pip download --no-deps auto-gptq==0.7.1 && unzip auto_gptq-*.whl -d gptq
     pip download --no-deps --no-binary :all: autoawq==0.2.9 && tar xf autoawq-*.tar.gz
     python experiments/make_gptq_awq_goldens.py --gptq gptq --awq autoawq-0.2.9
 
-Their layers are plain torch; of the packages around them, which want a GPU, nothing is run. Decoded is by a matmul of each
-layer, on a CPU, with the identity, in float16 as they have it: writes ``tests/goldens/gptq_awq.npz``.
+Their layers are plain torch; the rest of the packages, which needs a GPU, is not run. Each layer is decoded by a matmul with
+the identity, on a CPU, in its own float16: writes ``tests/goldens/gptq_awq.npz``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROWS, COLUMNS = 64, 128
 
 @dataclass(frozen=True)
 class Arguments:
-    """Where the unpacked packages are."""
+    """Folders of the unpacked packages."""
 
     gptq: Path
     awq: Path

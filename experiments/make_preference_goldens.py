@@ -1,4 +1,4 @@
-"""Write what TRL's preference and policy losses are, with their gradients, for the tests to compare with.
+"""Write TRL's preference and policy losses, with their gradients, for the tests to compare with.
 
 pip install -e ".[parity]" trl peft
 python experiments/make_preference_goldens.py
@@ -133,7 +133,7 @@ def _of_policy(options: PolicyOptions) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _trainer(**settings):
-    """As much of a trainer as its loss looks at, in evaluation."""
+    """The parts of a trainer that its loss uses, in evaluation mode."""
     from collections import defaultdict
     from types import SimpleNamespace
 

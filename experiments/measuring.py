@@ -1,4 +1,4 @@
-"""What reports of measurements have in common: machine, versions, settings, and a file that appears whole."""
+"""Shared parts of measurement reports: machine, versions, settings, and an atomically written file."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def cpu_name() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Of a report on speed: processor, cores and system."""
+    """CPU, cores and system, for a report on speed."""
     return {"cpu": cpu_name(), "cores": os.cpu_count(), "platform": platform.platform()}
 
 
 def devices() -> str:
-    """Of a report on training: JAX's devices, and the machine that they are in."""
+    """JAX's devices and their machine, for a report on training."""
     import jax
 
     found = jax.devices()
@@ -38,7 +38,7 @@ def devices() -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of each package, and of Python."""
+    """Versions of the packages, and of Python."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -61,13 +61,13 @@ def settings(arguments: Any) -> dict[str, Any]:
 
 
 def write_report(path: Path, report: Any) -> None:
-    """As JSON; the file is whole whenever the process ends, so that what was measured is there to go on with."""
+    """Write JSON atomically, so that measurements survive whenever the process ends."""
     with write_atomically(path) as target:
         target.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
 def write_rows(path: Path, about: dict[str, Any], name: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Likewise a report of many rows, which are under a name, each in a line of its own."""
+    """Write a report of many rows atomically: the rows are under a name, one per line."""
     lines = ",\n  ".join(map(json.dumps, rows))
     with write_atomically(path) as target:
         target.write_text(f'{json.dumps(about)[:-1]}, "{name}": [\n  {lines}\n]}}\n', "utf-8")

@@ -2,11 +2,11 @@
 
     python experiments/mesh_report.py [--models llama-3.1-8b] [--devices 8 64] [--hardware h200 tpu-v5p]
 
-Every training step is compiled for simulated devices as `llama-jax estimate --hardware` does: one row of 8,192 tokens for
-each device, bfloat16 over float32 parameters, AdamW, layers computed again in the backward pass. For each mesh it gives the
-memory of a device, the bytes it sends and the least that the strategy needs, and for each hardware whether that fits and the
-least seconds of a step: of perfect overlap and of none, and the share of the peak (MFU) that these make. They are bounds by
-datasheets and not predictions. Writes ``experiments/results/mesh_report.json`` and the same as a table in ``.md``.
+Every training step is compiled for simulated devices as by `llama-jax estimate --hardware`: one row of 8,192 tokens per
+device, bfloat16 over float32 parameters, AdamW, layers recomputed in the backward pass. For each mesh it gives a device's
+memory, the bytes it sends and the minimum that the strategy needs, and for each hardware whether that fits and the minimum
+seconds of a step, with perfect overlap and with none, and the resulting share of the peak (MFU). These are bounds from
+datasheets, not predictions. Writes ``experiments/results/mesh_report.json`` and the same as a table in ``.md``.
 """
 
 from __future__ import annotations

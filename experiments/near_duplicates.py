@@ -1,14 +1,14 @@
-"""Leave out documents that are nearly the same as an earlier one, by MinHash (Broder 1997) and bands of it (Leskovec et al.,
+"""Remove documents that are nearly the same as an earlier one, by MinHash (Broder 1997) and bands of it (Leskovec et al.,
 Mining of Massive Datasets, chapter 3). A recipe on top of the library, to be run before ``llama-jax data build``.
 
     pip install -e ".[data]" "rensa>=0.5"
     python experiments/near_duplicates.py TEXTS --out kept.jsonl --similarity 0.8
     llama-jax data build kept.jsonl --out corpus --tokenizer tokenizer.json
 
-The similarity of two texts is the Jaccard similarity of their shingles: of all runs of 24 bytes in either, the share of
+The similarity of two texts is the Jaccard similarity of their shingles: among all runs of 24 bytes in either, the share of
 those in both. Case and the amount of white space do not count. A signature of 128 minima estimates it, with a standard error
-of at most 0.044. Every document that is left out is listed in ``kept.tsv``, with the one that it is near and the estimate.
-Documents with the same text are left out as well. Another version of rensa may sign otherwise.
+of at most 0.044. Every removed document is listed in ``kept.tsv``, with the similar document and the estimate. Documents
+with the same text are also removed. Other versions of rensa may compute other signatures.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ FACTOR = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Arguments:
-    """Leave out documents that are near an earlier one."""
+    """Remove documents that are similar to an earlier one."""
 
     files: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...")]]
     """Text, JSONL, Parquet or Arrow, or folders of them."""
     out: Path
-    """A .jsonl of the documents that are kept; the list of the others is beside it."""
+    """A .jsonl of the documents that are kept; the list of the others is next to it."""
     similarity: float = 0.8
-    """The least estimated similarity at which a document is left out."""
+    """Minimum estimated similarity at which a document is removed."""
     processes: int = cpu_count()
-    """How many sign at a time."""
+    """Processes that compute signatures."""
     reading: DocumentFormat = DocumentFormat()
     """Where documents end."""
 
 
 class Near(NamedTuple):
-    """A document and the earlier one that it is near, by their numbers, and their estimated similarity."""
+    """Indices of a document and of a similar earlier one, and their estimated similarity."""
 
     document: int
     other: int

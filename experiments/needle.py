@@ -3,7 +3,7 @@
     python experiments/needle.py PATH --data book.txt --lengths 512,2048 --depths 0,0.5,1 --plot needle.png
 
 A pass key is hidden in a text at every depth of every length, and the model is asked for it (Mohtashami and Jaggi 2023,
-section 4.2). Small models hardly ever give the key exactly to the last digit. So its probability is compared with those of
+section 4.2). Small models rarely give the key exactly to the last digit. So its probability is compared with those of
 other numbers with as many digits, which are not hidden: a model that has found the needle, if only in part, prefers the
 key. The trials hide the same numbers in turn. If the trials are a multiple of the keys, each is hidden equally often, and
 the model's preferences among the numbers themselves cancel out.
@@ -85,7 +85,7 @@ class NeedleCell:
 
 @dataclass(frozen=True)
 class NeedleTest:
-    """What `needle` found: `cells` by length, then by depth, both rising.
+    """Results of `needle`: `cells` by length, then by depth, both ascending.
 
     Attributes:
       lengths, depths: of the cells.
@@ -120,7 +120,7 @@ def needle(
     batch: int | None = None,
     progress: Progress | None = None,
 ) -> NeedleTest:
-    """The test of the head of this file.
+    """Run the test described in the module docstring.
 
     Args:
       haystack: int[n] tokens of a text without special ones, at least as many as the longest prompt has.

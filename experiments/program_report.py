@@ -1,6 +1,6 @@
-"""What an accelerator's compiler made of a program, read from its text: kernels, copies, and the bytes that are read.
+"""What an accelerator's compiler made of a program, from its text: kernels, copies, and bytes read.
 
-Used by compile_report and device_programs, and by the tests that hold compiled programs to what they were.
+Used by compile_report and device_programs, and by tests that compiled programs do not change.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class DeviceProgram(ProgramText):
         self.is_tpu = ":T(" in text  # only TPUs tile
 
     def run(self, computation: str, *, cheapest: bool = False) -> Iterator[tuple[str, Instruction, int, bool]]:
-        """What a device starts: the computation, the instruction, how often, and whether in a loop.
+        """The kernels that a device starts: the computation, the instruction, how often, and whether in a loop.
 
         Args:
           cheapest: of branches only that with the fewest instructions, as where sampling need not filter; else all.
@@ -254,7 +254,7 @@ def _written_by(text: DeviceProgram, computation: str, type: str) -> int:
 
 
 def _written_over(size: int, named: Mapping[str, Instruction], one: Instruction) -> int:
-    """Of `size` bytes, those of the update."""
+    """Bytes of the update, out of `size`."""
     update = named.get(one.operands[_IN_PLACE[one.opcode]])
     return min(size, sum(array_bytes(*array) for *array, _ in ARRAY.findall(update.type))) if update else size
 
@@ -351,7 +351,7 @@ def _elements(type: str) -> int:
 
 
 def overlap(text: DeviceProgram) -> list[tuple[bool, bool]]:
-    """Of each of `find_collectives`: whether its start and its end are separate instructions, and whether between these the
+    """For each of `find_collectives`: whether its start and its end are separate instructions, and whether between these the
     device multiplies matrices, or runs a kernel or a loop."""
     computations = text.computations
     beside = [name for name in computations if name.startswith("async_collective_fusion")]
@@ -414,12 +414,12 @@ class Findings:
 
     @property
     def asynchronous(self) -> float | None:
-        """Of the bytes that are sent, the share of collectives that are started and waited for apart; None without any."""
+        """Share of sent bytes in collectives with separate start and end; None without any."""
         return self._share(0)
 
     @property
     def overlapped(self) -> float | None:
-        """Of the bytes that are sent, the share beside which matrices are multiplied; None without any."""
+        """Share of sent bytes overlapped with matrix products; None without any."""
         return self._share(1)
 
     def _share(self, which: int) -> float | None:

@@ -1,26 +1,26 @@
-"""The cost of quantization: kinds of weights by size, speed and divergence from float32, on this machine's CPU.
+"""The cost of quantization: weight formats by size, speed and divergence from float32, on this machine's CPU.
 
     python experiments/quantization.py                      about ten minutes on two cores
-    python experiments/quantization.py --stages quality     divergence alone: a busy machine does not matter
-    python experiments/quantization.py --stages speed       speed alone; of the other stage, and of other shapes and
-                                                            kinds, the report keeps what it has
+    python experiments/quantization.py --stages quality     only divergence, which a busy machine does not affect
+    python experiments/quantization.py --stages speed       only speed; the report keeps its results of the other stage, and
+                                                            of other shapes and formats
     python experiments/quantization.py --stages quality --model SmolLM2-135M-Instruct.Q4_1.gguf --tokens 4096
-                                                            a real model, beside llama.cpp's quantizers; the report keeps
+                                                            a real model, next to llama.cpp's quantizers; the report keeps
                                                             the other models
 
 quality  On trained models: KL divergence of the next token from the same model in float32 with its standard error, ratio of
-         perplexities, how often the most probable token is the same; and how far each layer's output and each matrix are
-         off. The bundled model, and where the shared data lie beside this clone (or where LLAMA_JAX_TEST_DATA says) the
-         260K stories model; they read the validation stories there, else stories that each model writes itself. A real
-         model (--model) reads WikiText's test split from there. Where llama-cpp-python is installed, its floats are also
+         perplexities, how often the most probable token is the same; and the errors of each layer's output and of each
+         matrix. The bundled model and, if the shared data is next to this clone (or in LLAMA_JAX_TEST_DATA), the 260K
+         stories model; they read its validation stories, or otherwise stories that each model generates itself. A real
+         model (--model) reads WikiText's test split from there. If llama-cpp-python is installed, its floats are also
          quantized by llama.cpp, each type by llama.cpp's default mix, and the blocks are read by this library.
-speed    On random weights of larger shapes: decoding one row after a prompt, and reading a prompt of 256 tokens. All kinds
-         are in memory and take turns, so that a change of the machine's speed meets all of them; medians.
+speed    On random weights of larger shapes: decoding one row after a prompt, and prefilling 256 tokens. All formats are in
+         memory and take turns, so that changes of the machine's speed affect all of them; medians.
 
-Kinds are those that the library makes (`ops.weights.formats.ENCODABLE`), float32 and bfloat16; in the speed stage also
-those that only files have, from blocks of random bytes, and `--gguf` adds files to the quality stage, kept as they are, of
-the first model. The computation is in float32 but for bfloat16. Writes ``experiments/results/quantization_cpu.json``, the
-tables in ``.md`` and a picture in ``.png``.
+Formats are those that the library can quantize to (`ops.weights.formats.ENCODABLE`), float32 and bfloat16; the speed stage
+has also those that exist only in files, from blocks of random bytes, and `--gguf` adds files of the first model to the
+quality stage, kept as they are. The computation is in float32 except for bfloat16. Writes
+``experiments/results/quantization_cpu.json``, the tables in ``.md`` and a picture in ``.png``.
 """
 
 from __future__ import annotations
@@ -64,29 +64,29 @@ class Arguments:
     """What to measure."""
 
     stages: tuple[str, ...] = ("quality", "speed")
-    """quality and speed; of what is left out the report keeps what it has."""
+    """quality and speed; the report keeps its results of an omitted stage."""
     model: Path | None = None
-    """A real model, of any format that is read; the quality of it alone is then measured."""
+    """A real model, of any supported format; only its quality is then measured."""
     llama_cpp: tuple[str, ...] = ("Q8_0", "Q6_K", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0", "IQ4_NL", "Q3_K_M", "Q2_K")
-    """llama.cpp's mixes of it, by llama.cpp's names."""
+    """llama.cpp's mixes to compare, by llama.cpp's names."""
     kinds: tuple[str, ...] = ()
-    """Of these only; by default all."""
+    """Only these formats; all by default."""
     gguf: tuple[Path, ...] = ()
-    """Files of the model (the bundled one without --model) in blocks, kept as they are."""
+    """Quantized files of the model (the bundled one without --model), kept as they are."""
     tokens: int = 16_384
-    """That each model reads for its divergence, at most."""
+    """Maximum tokens that each model reads for its divergence."""
     shapes: tuple[str, ...] = ("stories-110m",)
     """Presets whose speed is measured, with random weights."""
     repetitions: int = 7
-    """Interleaved, of each measurement of speed; one more is a warm-up and not counted."""
+    """Interleaved repetitions of each measurement of speed; one more is a warm-up and not counted."""
     new_tokens: int = 32
-    """That are decoded in each."""
+    """Tokens decoded in each."""
     output: Path = ROOT / "experiments" / "results" / "quantization_cpu.json"
-    """The report; tables and picture lie beside it."""
+    """The report; tables and picture are next to it."""
 
 
 def kinds_of(arguments: Arguments) -> tuple[str, ...]:
-    """Floats, what the library quantizes into, and what only files have."""
+    """Floats, formats that the library quantizes to, and formats that only files have."""
     from llama_jax.ops.weights.formats import ENCODABLE, QUANT_FORMATS, PureFormatName
 
     every = (*FLOATS, *ENCODABLE, *(kind for kind, form in QUANT_FORMATS.items() if form.is_gguf and kind not in ENCODABLE))
@@ -134,7 +134,7 @@ def in_random_blocks(params: Llama, kind: str) -> Llama:
 
 
 def held(params: Llama) -> dict[str, float]:
-    """Bytes, and bits for each number, norms included."""
+    """Bytes, and bits per parameter, including norms."""
     from llama_jax.model.trees import bytes_in_memory, count
 
     size = bytes_in_memory(params)
@@ -145,7 +145,7 @@ def held(params: Llama) -> dict[str, float]:
 
 
 def trained_models() -> dict[str, Path]:
-    """By name: the bundled model, and what is there of the shared ones."""
+    """The bundled model and the available shared ones, by name."""
     from llama_jax.formats.loading import bundled
 
     stories = DATA / "stories260K"
@@ -153,7 +153,7 @@ def trained_models() -> dict[str, Path]:
 
 
 def text_for(config: LlamaConfig, params: Llama, tokenizer: Tokenizer, tokens: int, path: Path) -> tuple[str, Corpus]:
-    """What is read, in words, and as documents of at most so many tokens in all: of a file, or of its own stories."""
+    """A description of the text, and its documents of at most `tokens` tokens: from a file, or the model's own stories."""
     import llama_jax
     from llama_jax.data import Corpus, open_corpus
 
@@ -211,7 +211,7 @@ def by_llama_cpp(path: Path, names: tuple[str, ...], folder: Path) -> dict[str, 
 
 
 def in_file(path: Path) -> dict[str, float]:
-    """Bytes of the tensors of a GGUF, and bits for each number."""
+    """Bytes of a GGUF's tensors, and bits per parameter."""
     from gguf import GGUFReader
 
     tensors = GGUFReader(path).tensors

@@ -1,13 +1,13 @@
 """Context extension of a real model: loss by position at twice its context, before and after a short training.
 
-    python experiments/real_context_extension.py --model SmolLM2-135M-Instruct.Q4_1.gguf     goes on where it was stopped
+    python experiments/real_context_extension.py --model SmolLM2-135M-Instruct.Q4_1.gguf     resumes where it was stopped
 
-A window of 2 L tokens of a book that nothing was trained on is read under each scaling of the rotary frequencies: as it is
-("zero-shot"), and after a short training of all parameters on other pages of the same book. Rows of 2 L tokens are too
-expensive for a CPU, so that training sees long distances without them, by PoSE (Zhu et al. 2023): a short row is cut in two,
-and the positions of its second part are moved on by a random number of tokens, up to 2 L. `none` has the same training, so
-that what is learnt of the book is told apart from what is learnt of positions. The scalings are those of
-`context_extension.py`; `dynamic` depends on the length of a sequence, which short rows do not have, and is not trained.
+A window of 2 L tokens of a book that was not trained on is read under each RoPE scaling: without training ("zero-shot"), and
+after a short training of all parameters on other pages of the same book. Rows of 2 L tokens are too expensive for a CPU, so
+training sees long distances by PoSE (Zhu et al. 2023): a short row is split in two, and the positions of its second part are
+shifted by a random number of tokens, up to 2 L. `none` has the same training, so that learning the book is distinguished
+from learning positions. The scalings are those of `context_extension.py`; `dynamic` depends on the length of a sequence,
+and short rows lack it, so it is not trained.
 
 "within L" reads the same tokens in two windows of L, for which the model needs no extension.
 """
@@ -47,25 +47,25 @@ class Arguments:
     """What to run."""
 
     model: Path
-    """A model of any format that is read."""
+    """A model of any supported format."""
     text: Path = TEXT
-    """A book; the last tenth is held back."""
+    """A book; the last tenth is held out."""
     steps: int = 16
-    """Of the training."""
+    """Training steps."""
     rows: int = 1
-    """Of a step."""
+    """Rows per step."""
     length: int = 512
-    """Tokens of such a row."""
+    """Tokens per row."""
     learning_rate: float = 1e-4
-    """Its peak, after a quarter of the steps."""
+    """Peak learning rate, after a quarter of the steps."""
     most: float = math.inf
-    """Seconds after which nothing more is begun; the same command goes on later."""
+    """Seconds after which nothing more is started; the same command resumes later."""
     seed: int = 0
-    """Of the rows."""
+    """Seed of the rows."""
     workdir: Path = ROOT / "build" / "real_context_extension"
-    """Of what is measured already."""
+    """Folder of measurements so far."""
     output: Path = ROOT / "experiments" / "results" / "real_context_extension_cpu.json"
-    """Numbers, as JSON; beside it a table, as Markdown, and a picture, as PNG."""
+    """Numbers, as JSON; next to it a table, as Markdown, and a picture, as PNG."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def measure(config: Any, params: Any, held: Corpus, reach: int, rows: int) -> li
 
 
 def run_all(arguments: Arguments) -> tuple[int, list[Found]]:
-    """L, and all that could be measured in time, of which what the folder has is taken from there."""
+    """L, and all measurements made in time, reusing those in the folder."""
     import jax
 
     import llama_jax

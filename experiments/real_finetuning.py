@@ -4,21 +4,20 @@
     python experiments/real_finetuning.py --model ... --data ... --size small     minutes: the same path, too short to learn
 
 The model is any instruct model with a chat template; DATA is a folder with GSM8K's train.jsonl and test.jsonl. Only problems
-whose chats fit the rows below are used, that is the shorter half of GSM8K.
+whose chats fit the rows below are used, the shorter half of GSM8K.
 
 sft    LoRA on chats: the problem is the user's message, GSM8K's solution, without its calculator annotations, the
        assistant's. Measured: loss on chats of the test split.
-grpo   The merged model answers problems of the training split that were not in the chats; `judged` gives 1 for the right
+grpo   The merged model answers problems of the training split that were not in the chats; `judged` returns 1 for the right
        number after "####", 0.2 for any number there at the end, else 0. Measured: the mean reward, the share of answers in
        the format and the share of right ones on held-out problems of the test split, before and after; and the reward of
        each step.
 
-A model of 135M parameters solves few of these problems whatever is done: most of the reward that can be reached is that for
-the format, and the chats are kept so few that there is something left to reach.
+A model of 135M parameters solves few of these problems in any case: most of the attainable reward is for the format, and
+there are few chats so that something is left to learn.
 
-Every stage is a run of `llama_jax.train`, as the command line would do it, and is not done again when it is done; one that
-SIGTERM ended continues. Writes ``experiments/results/real_finetuning_cpu.json``, a table in ``.md`` and a picture in
-``.png``.
+Every stage is a run of `llama_jax.train`, as on the command line, and a finished one is not repeated; one that SIGTERM ended
+resumes. Writes ``experiments/results/real_finetuning_cpu.json``, a table in ``.md`` and a picture in ``.png``.
 """
 
 from __future__ import annotations
@@ -77,15 +76,15 @@ class Arguments:
     """What to run."""
 
     model: Path
-    """An instruct model of any format that is read."""
+    """An instruct model of any supported format."""
     data: Path = Path(os.environ.get("LLAMA_JAX_TEST_DATA", ROOT.parent / "shared" / "data")) / "gsm8k"
     """A folder with train.jsonl and test.jsonl of GSM8K."""
     size: Literal["full", "small"] = "full"
     seed: int = 0
     workdir: Path = ROOT / "build" / "real_finetuning"
-    """The folder of the data and the runs; what is there is not made again."""
+    """Folder of the data and the runs; existing ones are not made again."""
     output: Path = ROOT / "experiments" / "results" / "real_finetuning_cpu.json"
-    """The figures; the table and the picture lie beside it."""
+    """The figures; the table and the picture are next to it."""
 
 
 def final_number(text: str) -> float | None:
@@ -169,7 +168,7 @@ def measured(model: Path, lines: Sequence[dict[str, Any]], seed: int, adapter: P
 
 
 def run(size: Size, arguments: Arguments, folder: Path) -> dict[str, Any]:
-    """All stages, in a folder where what is done is not done again."""
+    """All stages, in a folder; finished stages are not repeated."""
     log, seed, chats, floats, merged = Log(), arguments.seed, folder / "chats.jsonl", folder / "base", folder / "merged"
 
     def train(name: str, recipe: Recipe, data: Path, held: Path, weights: Path) -> None:

@@ -1,13 +1,13 @@
-"""Replicas under Ray Serve: what clients notice when one is killed, when all are replaced, or when clients leave.
+"""Replicas under Ray Serve: effects on clients when one is killed, when all are replaced, or when clients disconnect.
 
     pip install -e ".[serve]" "ray[serve]" httpx
     python experiments/replicas_ray.py [--out FILE.json]
 
 Starts docs/serving/ray_app.py with two replicas of the bundled model on this machine, and closed-loop clients that stream
-completions. After a while one replica gets SIGKILL; later, with both back, the application is deployed again, which replaces
-them; finally all clients leave in the middle of their answers. Counted are answers that were not whole and why, the
-seconds until both replicas took requests again, and answers that differ from another of the same prompt and seed, whichever
-replica gave them.
+completions. After a while one replica receives SIGKILL; later, with both back, the application is deployed again, which
+replaces them; finally all clients disconnect in the middle of their answers. Counted are incomplete answers and the reasons,
+the seconds until both replicas accepted requests again, and answers that differ for the same prompt and seed, from either
+replica.
 """
 
 from __future__ import annotations
@@ -119,19 +119,19 @@ class Load:
         return ("whole" if whole else "the stream ended early"), text
 
     async def leave(self) -> None:
-        """All clients hang up at once."""
+        """All clients disconnect at once."""
         self.go = False
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def end(self) -> None:
-        """All clients finish what they are at."""
+        """All clients finish their current requests."""
         self.go = False
         await asyncio.gather(*self._tasks)
 
     def summary(self, since: float, until: float) -> dict[str, Any]:
-        """Of the answers that ended in a time."""
+        """Summary of the answers that ended within a period."""
         chosen = [answer for answer in self.answers if since <= answer.ended < until]
         return {
             "seconds": round(until - since, 1),
@@ -141,7 +141,7 @@ class Load:
         }
 
     def differing(self) -> int:
-        """Whole answers that are not what the first of the same prompt and seed was."""
+        """Complete answers that differ from the first one for the same prompt and seed."""
         first: dict[tuple[int, int], str] = {}
         return sum(
             answer.text != first.setdefault(answer.key, answer.text) for answer in self.answers if answer.outcome == "whole"
@@ -159,7 +159,7 @@ async def until(condition: Any, load: Load, what: str, most: float = 300.0) -> f
 
 
 async def rows_in_use(url: str) -> list[float]:
-    """Of every replica that answers in some tries; by what each says of its own rows."""
+    """Rows in use on every replica that answers in some tries, as each reports them."""
     found = []
     async with httpx.AsyncClient(base_url=url, timeout=30) as http:
         for _ in range(8):
@@ -209,10 +209,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=20, help="between two events")
-    parser.add_argument("--port", type=int, default=8123, help="of Ray's proxy")
+    parser.add_argument("--seconds", type=float, default=20, help="seconds between two events")
+    parser.add_argument("--port", type=int, default=8123, help="port of Ray's proxy")
     parser.add_argument("--temp", help="Ray's folder for sockets and logs")
-    parser.add_argument("--trace", type=Path, help="write every answer there")
+    parser.add_argument("--trace", type=Path, help="file for every answer")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     os.environ["DTYPE"] = "float32"  # in 16 bits a near tie may fall otherwise in a batch of another size

@@ -1,22 +1,23 @@
-"""A small study of scaling: how the loss of a Llama falls with compute, parameters and text, measured on a CPU.
+"""A small study of scaling: how a Llama's loss falls with compute, parameters and text, measured on a CPU.
 
-    python experiments/scaling.py                  about ten minutes on two cores; goes on where it was stopped
-    python experiments/scaling.py --small          the smallest runs alone, to see that it works
+    python experiments/scaling.py                  about ten minutes on two cores; resumes where it was stopped
+    python experiments/scaling.py --small          only the smallest runs, to check that it works
 
-Models of five sizes read four amounts of text, byte by byte, as far as a run costs at most `largest_run` FLOPs. Each of them
-is a run of its own, whose learning rate falls to zero at its end (Hoffmann et al. 2022, section 3.1: the losses on the way
-of a longer run are too high), and no text is read twice. Two laws are fitted by least squares of relative errors:
+Models of five sizes read four amounts of text, byte by byte, if a run costs at most `largest_run` FLOPs. Each is a separate
+run, whose learning rate falls to zero at its end (Hoffmann et al. 2022, section 3.1: intermediate losses of a longer run are
+too high), and no text is read twice. Two laws are fitted by least squares of relative errors:
 
     L = E + A / C**a               over the best run for its compute: the frontier (Kaplan et al. 2020, section 6)
     L = E + A / N**a + B / D**b    over all runs (Hoffmann et al. 2022, section 3.3)
 
-C are the FLOPs of training by `llama_jax.training.flops`, attention's causal half among them; N its matrix parameters; D the
-tokens, here bytes. The intervals are the 5th and 95th percentile over resampled runs. What they leave out: each run has one
-seed, the learning rate follows a rule and is not searched for each size, and all runs meet the same validation text.
+C is the training FLOPs by `llama_jax.training.flops`, including attention's causal half; N its matrix parameters; D the
+tokens, here bytes. The intervals are the 5th and 95th percentiles over resampled runs. They ignore that each run has one
+seed, that the learning rate follows a rule instead of a search for each size, and that all runs use the same validation
+text.
 
 A decade and a half of compute shows that with this little text and compute the smallest models are best, since larger ones
-have not read enough. It does not determine E or the exponents: their intervals are wide, and a law fitted to the cheap runs
-alone misses the others (`foretold` in the results). For that the runs would have to span several decades, and so need more
+have not read enough. It does not determine E or the exponents: their intervals are wide, and a law fitted only to the cheap
+runs misses the others (`foretold` in the results). For that the runs would have to span several decades, and thus need more
 text: repeated text counts less each time (Muennighoff et al. 2023).
 """
 
@@ -54,7 +55,7 @@ FINER = 4  # times, each around the best so far
 
 
 class Size(NamedTuple):
-    """Of a model: features and layers."""
+    """Features and layers of a model."""
 
     dim: int
     layers: int
@@ -104,23 +105,23 @@ class Arguments:
     """What to run."""
 
     data: tuple[Path, ...] = (TEXT / "tinystories-train.txt", TEXT / "tinystories-v2-train.txt")
-    """Text to train on; it is read once at most."""
+    """Text to train on, read at most once."""
     validation_data: tuple[Path, ...] = (TEXT / "tinystories-valid.txt",)
     """Text to validate on."""
     largest_run: float = 1.2e12
-    """FLOPs; what would cost more is left out."""
+    """Maximum FLOPs of a run; larger ones are omitted."""
     small: bool = False
-    """Only two sizes and two short amounts of text: figures without meaning."""
+    """Only two sizes and two short amounts of text: meaningless figures."""
     draws: int = 500
-    """Of the bootstrap."""
+    """Bootstrap samples."""
     workdir: Path = ROOT / "build" / "scaling"
-    """Of the runs that are finished; each is run once."""
+    """Folder of finished runs; each is run once."""
     output: Path = ROOT / "experiments" / "results" / "scaling_cpu.json"
-    """Runs and laws; beside it the picture, as PNG."""
+    """Runs and laws; next to it the picture, as PNG."""
 
 
 def recipe(size: Size, tokens: int) -> Recipe:
-    """A model of that size that reads so many bytes."""
+    """A recipe for a model of this size and number of bytes."""
     steps = max(tokens // (BATCH * LENGTH), 2)
     return Recipe(
         model=LlamaConfig(
@@ -150,12 +151,12 @@ def recipe(size: Size, tokens: int) -> Recipe:
 
 
 def flops_of(recipe: Recipe) -> float:
-    """C, of the whole run."""
+    """C of the whole run."""
     return recipe.steps * step_flops(recipe.model, recipe.batch, recipe.length)
 
 
 def measure(size: Size, tokens: int, arguments: Arguments) -> Point:
-    """Train one run, of which nothing but the result is kept."""
+    """Train one run, and keep only its result."""
     from llama_jax.runs.log import Log
     from llama_jax.runs.loop import train
 
@@ -240,13 +241,13 @@ def _solve(exponents: np.ndarray, powers: np.ndarray, losses: np.ndarray) -> tup
 
 
 def compute_law(points: list[Point]) -> Law:
-    """L(C), of the frontier."""
+    """L(C), fitted to the frontier."""
     best = frontier(points)
     return fit(np.array([[p.flops] for p in best]), np.array([p.loss for p in best]))
 
 
 def size_law(points: list[Point]) -> Law:
-    """L(N, D), of all."""
+    """L(N, D), fitted to all runs."""
     return fit(np.array([[p.parameters, p.tokens] for p in points]), np.array([p.loss for p in points]))
 
 
@@ -330,7 +331,7 @@ def draw(points: list[Point], law: Law, draws: list[Law], of_sizes: Law) -> Figu
 
 
 def run_all(arguments: Arguments) -> list[Point]:
-    """The runs, of which those in the work directory are taken from there; a line for each."""
+    """All runs, reusing those in the work directory; prints a line for each."""
     sizes, budgets = (SIZES[:2], (8_192, 16_384)) if arguments.small else (SIZES, BUDGETS)
     if missing := [str(path) for path in arguments.data if not path.is_file()]:
         raise SystemExit(f"--data: {', '.join(missing)} is not there; it is no part of the repository, give your own")

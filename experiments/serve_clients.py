@@ -1,7 +1,7 @@
-"""Unmodified clients of other projects on a running `llama-jax serve`: their results, and that nothing answers 5xx.
+"""Unmodified third-party clients with a running `llama-jax serve`: their results, and that nothing returns 5xx.
 
-The bundled model is served in float32, in a process of its own. What a client needs is installed beside, where it has
-requirements of its own; one whose place is not given is left out, which the report says.
+The bundled model is served in float32, in a separate process. Clients with requirements of their own are installed
+separately; those without a given location are omitted, which the report states.
 
     pip install -e ".[dev]"
     (mkdir node && cd node && npm install openai)
@@ -9,13 +9,13 @@ requirements of its own; one whose place is not given is left out, which the rep
     python -m venv harness && harness/bin/pip install -e ".[lm-eval]" transformers sentencepiece tenacity aiohttp
     python experiments/serve_clients.py --node node --guidellm guide/bin/guidellm --lm-eval harness/bin/python
 
-  openai         for Python: streamed is unstreamed, usage counts ids, of a stop text nothing is sent, a schema is followed,
+  openai         for Python: streamed equals unstreamed, usage counts ids, stop texts are not sent, schemas are followed,
                  errors have their types.
-  openai (node)  the same of the package of that name for Node.
+  openai (node)  the same with the package of that name for Node.
   guidellm       200 requests, 16 at a time; all of them must succeed.
-  schemathesis   requests made from /openapi.json, allowed and not. Fields that are each allowed and exclude one another are
-                 refused, which it calls a failure (positive_data_acceptance): that check alone is left out.
-  lm-eval        `local-completions`: log-likelihoods beside those of `llama_jax.logits` of the same ids.
+  schemathesis   requests made from /openapi.json, valid and invalid. Fields that are each valid but mutually exclusive are
+                 rejected, which it calls a failure (positive_data_acceptance): only that check is omitted.
+  lm-eval        `local-completions`: log-likelihoods next to those from `llama_jax.logits` for the same ids.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ console.log(JSON.stringify(found));
 
 @dataclass(frozen=True)
 class Arguments:
-    """Try foreign clients on a server."""
+    """Try third-party clients on a server."""
 
     node: Path | None = None
-    """A folder in which `npm install openai` was run."""
+    """Folder in which `npm install openai` was run."""
     guidellm: Path | None = None
-    """The program."""
+    """Path of the program."""
     lm_eval: Path | None = None
-    """The Python of an environment with lm-eval and what its local-completions needs."""
+    """Python of an environment with lm-eval and the requirements of its local-completions."""
     output: Path = Path("experiments/results/serve_clients.json")
 
 
@@ -124,7 +124,7 @@ class Asked:
         self.config, self.params, self.tokenizer = llama_jax.load(dtype="float32")
 
     def statuses(self) -> dict[str, int]:
-        """How many answers of each status there have been."""
+        """Number of responses with each status."""
         found: dict[str, int] = {}
         for status, count in re.findall(r'http_responses_total\{.*?status="(\d+)"\} (\S+)', asyncio.run(self._metrics())):
             found[status] = found.get(status, 0) + int(float(count))
@@ -139,7 +139,7 @@ class Asked:
 
 
 class Checks:
-    """What was found, and what should not have been."""
+    """Results, and failures."""
 
     def __init__(self) -> None:
         self.checked, self.failed = 0, list[str]()
@@ -280,7 +280,7 @@ def by_lm_eval(asked: Asked, arguments: Arguments) -> dict[str, Any]:
 
 
 def _likelihoods(config: Any, params: Any, pairs: list[list[list[int]]]) -> list[tuple[float, bool]]:
-    """Of each continuation after its context: its log-likelihood, and whether each of its tokens is the most probable."""
+    """For each continuation of a context: its log-likelihood, and whether each of its tokens is the most probable."""
     longest, found = max(len(before) + len(after) for before, after in pairs), []  # all are filled up to that: one program
     for before, after in pairs:
         count = len(before) + len(after)
@@ -292,7 +292,7 @@ def _likelihoods(config: Any, params: Any, pairs: list[list[list[int]]]) -> list
 
 
 def _output(command: list[str], **more: Any) -> str:
-    """What a command writes; SystemExit with its end where it fails."""
+    """The output of a command; SystemExit with the end of it if the command fails."""
     done = subprocess.run(command, capture_output=True, text=True, **more)
     if done.returncode:
         raise SystemExit(f"{command[0]} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")

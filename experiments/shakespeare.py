@@ -1,12 +1,12 @@
 """Shakespeare's plays, byte by byte: minutes on two cores, compared with nanoGPT's figures on the same text.
 
-    python experiments/shakespeare.py                     both recipes; goes on where it was stopped
-    python experiments/shakespeare.py steps=300           the same, shorter: changes as `llama-jax train` takes them
+    python experiments/shakespeare.py                     both recipes; resumes where it was stopped
+    python experiments/shakespeare.py steps=300           the same, shorter: changes as in `llama-jax train`
     llama-jax train experiments/shakespeare.py:nanogpt_cpu --workdir DIR --data tinyshakespeare.txt
 
-The first nine tenths of the text are for training and the last tenth for validation, as nanoGPT divides it. The text is
-ASCII, so a byte is a character, and the loss in nats per byte is what nanoGPT calls the loss. Here it is over the whole last
-tenth, in windows of the length that the model was trained with, side by side, after the last step: nothing is chosen by it.
+The first nine tenths of the text are for training and the last tenth for validation, as in nanoGPT. The text is ASCII, so a
+byte is a character, and the loss in nats per byte is nanoGPT's loss. Here it is over the whole last tenth, in adjacent
+windows of the training length, after the last step: nothing is selected by it.
 nanoGPT's two figures are those of its README (github.com/karpathy/nanoGPT): 1.88 for 0.8 million parameters after three
 minutes on a laptop, and 1.4697 for 10.65 million with dropout after three minutes on an A100, the best of its evaluations.
 """
@@ -60,13 +60,13 @@ class Arguments:
     """What to run."""
 
     changes: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Of both recipes: steps=300 optimizer.learning_rate=1e-3."""
+    """Changes to both recipes: steps=300 optimizer.learning_rate=1e-3."""
     data: Path = ROOT.parent / "shared" / "data" / "text" / "tinyshakespeare.txt"
-    """The plays; any other text will do, but has other figures."""
+    """The plays; other texts work as well, with other figures."""
     workdir: Path = ROOT / "build" / "shakespeare"
-    """Of the two runs, by the names of their recipes."""
+    """Folder of the two runs, by the names of their recipes."""
     output: Path = ROOT / "experiments" / "results" / "shakespeare_cpu.json"
-    """The figures; beside it the curves, as PNG."""
+    """The figures; next to it the curves, as PNG."""
 
 
 def divide(data: Path, folder: Path) -> tuple[Path, Path]:

@@ -1,17 +1,17 @@
-"""A stress test of the server: mixed requests, clients that leave, overload, and malformed requests.
+"""A stress test of the server: mixed requests, disconnecting clients, overload, and malformed requests.
 
-A server of a model in float32 runs in a process of its own; the clients, in this one, share its cores. Each part reports
-what it met, and `failed` lists all that must not happen; the exit status is 1 where there is any.
+A server of a float32 model runs in a separate process; the clients, in this one, share its cores. Each part reports its
+results, and `failed` lists everything that must not happen; the exit status is 1 if there is any.
 
     pip install -e ".[serve]"
     python experiments/soak_serve.py
 
-  mixed      requests of all kinds at once: each answer is compared with what `llama_jax.generate` gives the prompt alone.
-             The server must compile nothing meanwhile.
-  cancelled  clients that leave while their request waits, is read or is decoded: afterwards all rows are free.
-  overload   a multiple of the requests/s that the server can do, arriving at random: how soon the others are told (429),
-             and what share of its best the server still does.
-  soak       minutes of all this together with malformed requests: no answer is lost or wrong, and memory does not grow.
+  mixed      requests of all kinds at once: each answer is compared with that of `llama_jax.generate` for the prompt alone.
+             The server must not compile anything in the meantime.
+  cancelled  clients that disconnect while their request waits, is prefilled or is decoded: afterwards all rows are free.
+  overload   a multiple of the server's capacity in requests/s, arriving at random: how soon the others are rejected (429),
+             and what share of its capacity the server still reaches.
+  soak       minutes of all this with malformed requests: no answer is lost or wrong, and memory does not grow.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ KINDS = 96  # different requests, whose answers are computed once
 
 @dataclass(frozen=True)
 class Arguments:
-    """Try what a server stands."""
+    """Stress a server."""
 
     model: Path | None = None
-    """What is served; the bundled model by default."""
+    """Model to serve; the bundled model by default."""
     requests: int = 2000
-    """Of the mixed part."""
+    """Requests of the mixed part."""
     cancelled: int = 1000
-    """Requests whose client leaves."""
+    """Requests whose clients disconnect."""
     overload: float = 4.0
-    """Times the capacity."""
+    """Multiple of the capacity."""
     overload_seconds: float = 20.0
     soak_minutes: float = 10.0
     clients: int = 64
-    """At once, in the mixed part and the soak."""
+    """Concurrent clients, in the mixed part and the soak."""
     rows: int = 16
-    """Of the server."""
+    """Rows of the server."""
     output: Path = Path("experiments/results/soak_serve_cpu.json")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A request, and the text that must come."""
+    """A request, and its expected text."""
 
     body: dict[str, Any]
     text: str
@@ -111,7 +111,7 @@ def kinds(model: Path | None) -> list[Kind]:
 
 
 class Clients:
-    """All that is asked of a server, and what came of it."""
+    """Requests to a server, and their results."""
 
     def __init__(self, port: int, kinds: list[Kind]) -> None:
         self.port, self.kinds = port, kinds
@@ -135,12 +135,12 @@ class Clients:
         return answer.partition("\r\n\r\n")[2]
 
     async def metrics(self) -> dict[str, float]:
-        """Those without labels, by their names without the prefix."""
+        """The metrics without labels, by name without the prefix."""
         lines = (line.rpartition(" ") for line in (await self.get("/metrics")).splitlines() if not line.startswith("#"))
         return {name.removeprefix("llama_jax:").partition("{")[0]: float(value) for name, _, value in lines if name}
 
     async def ask(self, kind: Kind, report: Report, slowly: bool = False) -> float:
-        """A request whose answer must be right, or 429: the seconds to the end of its answer."""
+        """Send a request whose answer must be correct, or 429; returns the seconds to the end of the answer."""
         begun = time.perf_counter()
         reader, writer = await self.send(kind.body)
         parts = []
@@ -163,7 +163,7 @@ class Clients:
         return seconds if status == 200 else -seconds
 
     async def leave(self, chosen: random.Random, report: Report, after: float) -> None:
-        """A request whose client goes."""
+        """Send a request whose client disconnects."""
         prompt = chosen.choice(self.kinds).body["prompt"]
         body = {"prompt": prompt, "max_tokens": MOST - len(prompt), "ignore_eos": True, "stream": chosen.random() < 0.5}
         _, writer = await self.send(body)
@@ -172,7 +172,7 @@ class Clients:
         report.counts["left"] += 1
 
     async def malformed(self, chosen: random.Random, report: Report) -> None:
-        """What is no request: it must be refused, whatever it is."""
+        """Send a malformed request, which must be rejected."""
         noise = bytes(chosen.randrange(256) for _ in range(200))
         nonsense = chosen.choice([-1, 1e99, "x", None, [], {"a": 1}])
         body, more = chosen.choice(
@@ -250,7 +250,7 @@ async def mixed(clients: Clients, arguments: Arguments) -> dict[str, Any]:
 
 
 async def cancelled(clients: Clients, arguments: Arguments) -> dict[str, Any]:
-    """Half of them in bursts, of which most wait, half a few at a time, which are decoded at once."""
+    """Half of the requests in bursts, most of which wait, half a few at a time, which are decoded at once."""
     report, waits = Report(), []
     chosen = random.Random(1)
     while report.counts["left"] < arguments.cancelled:

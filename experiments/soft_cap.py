@@ -1,10 +1,10 @@
-"""Your own attention, trained, sampled and evaluated through the public functions: softly capped scores.
+"""Custom attention, trained, sampled and evaluated through the public functions: softly capped scores.
 
-    python experiments/soft_cap.py              (PYTHONPATH=. where the package is not installed)
+    python experiments/soft_cap.py              (PYTHONPATH=. if the package is not installed)
 
-50 * tanh(scores / 50) keeps every score between -50 and 50 and leaves small ones nearly as they are, as in Gemma 2 (Gemma
-Team 2024, section 2). No file of the library knows of it: `Parts(attend=...)` of a configuration takes any function with the
-arguments of `llama_jax.ops.attend`, and `train_step`, `next_token_loss` and `generate` call it.
+50 * tanh(scores / 50) keeps every score between -50 and 50 and leaves small ones nearly unchanged, as in Gemma 2 (Gemma
+Team 2024, section 2). No file of the library refers to it: `Parts(attend=...)` of a configuration accepts any function with
+the arguments of `llama_jax.ops.attend`, and `train_step`, `next_token_loss` and `generate` call it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gain by drafts: generation with and without them, interleaved in one process, and a check for the same tokens.
+"""The speed-up from drafts: generation with and without them, interleaved in one process, with equal tokens verified.
 
     python experiments/speculation.py
     python experiments/speculation.py --cases stories copied --repetitions 5
@@ -7,14 +7,14 @@
 Cases:
   stories  the bundled model continues stories, greedy and sampled, drafting by prompt lookup: does it cost anything?
   copied   text that repeats itself, by prompt lookup: random weights of the 15M and 110M shapes, which end in a loop.
-  draft    a 15M draft for a 110M model, random weights both. As no trained pair is at hand, what the draft computed is
+  draft    a 15M draft for a 110M model, both with random weights. As no trained pair is available, the draft's tokens are
            replaced by the model's own next tokens, and by wrong ones so often that the given share is accepted.
-  chats    a real instruct model (--model) answers, greedy, by prompt lookup: questions, and requests whose answers copy what
-           is in them.
+  chats    a real instruct model (--model) answers, greedy, by prompt lookup: questions, and requests whose answers copy
+           parts of them.
 
-Speed-up is the ratio of the medians of the time after the first token, failed drafts included. The price of a pass is its
-time, with so many drafts each time, over that of a step without drafts.
-Tokens that differ are compared by how near the tie was: the gap of the two log-probabilities under the model.
+Speed-up is the ratio of the medians of the time after the first token, failed drafts included. The cost of a pass is its
+time, with a full number of drafts, relative to a step without drafts.
+Tokens that differ are judged by how close the tie was: the gap of the two log-probabilities under the model.
 """
 
 from __future__ import annotations
@@ -76,18 +76,18 @@ COPIES = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """Measure what drafts are worth."""
+    """Measure the benefit of drafts."""
 
     cases: tuple[Case, ...] = ("stories", "copied", "draft")
     model: Path | None = None
-    """Of the case chats: a model with a chat template, of any format that is read."""
+    """Model for the case chats: with a chat template, of any supported format."""
     quantize: Literal["none", "keep", "int8", "q8_0", "q4_0"] = "none"
-    """How its matrices are kept: in float32, as in the file, or as another kind."""
+    """Format of its matrices: float32, that of the file, or another one."""
     new_tokens: int = 192
     repetitions: int = 5
     """Interleaved repetitions, after each program has run once."""
     acceptances: tuple[float, ...] = (0.6, 0.7, 0.8, 0.9)
-    """Of the drafts of the case draft."""
+    """Acceptance rates for the case draft."""
     output: Path = Path("experiments/results/speculation_cpu.json")
 
 
@@ -173,7 +173,7 @@ def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Argu
 
 @dataclass(frozen=True)
 class Always(Pace):
-    """So many drafts, whatever comes of it."""
+    """A fixed number of drafts, whatever the acceptance."""
 
     number: int = 0
 
@@ -203,7 +203,7 @@ def seconds_of_pass(
 
 
 def gaps_of(one: Timed, other: Timed) -> list[dict[str, Any]]:
-    """Of each row that is not the same: after how many tokens it parts, and how far the two log-probabilities are apart."""
+    """For each differing row: the tokens before the difference, and the gap of the two log-probabilities."""
     found = []
     for row, tokens in enumerate(one.tokens):
         at = next((i for i, (a, b) in enumerate(zip(tokens, other.tokens[row], strict=False)) if a != b), None)

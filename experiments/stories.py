@@ -4,11 +4,10 @@
     python experiments/stories.py smoke --data STORIES            a minute on a CPU: the same path with a toy
     llama-jax train experiments/stories.py:stories42m --workdir DIR --data STORIES --tokenizer tokenizer.model
 
-STORIES is the text of TinyStories (Eldan & Li 2023), with `<|endoftext|>` between stories, as it is published, and
-tokenizer.model Llama 2's vocabulary of 32,000. A step reads 131,072 tokens, as in llama2.c, whose schedule it is too, of
-100,000 steps. llama2.c's README gives the validation losses of its models in nats per token. They compare with what is
-printed here where vocabulary and validation stories are the same, and roughly then: llama2.c lets a token see the stories
-before its own.
+STORIES is the text of TinyStories (Eldan & Li 2023), with `<|endoftext|>` between stories, as published, and tokenizer.model
+is Llama 2's vocabulary of 32,000. A step reads 131,072 tokens, and the schedule has 100,000 steps, as in llama2.c.
+llama2.c's README gives the validation losses of its models in nats per token. They are comparable with those printed here if
+vocabulary and validation stories are the same, and only roughly: llama2.c lets a token see the stories before its own.
 """
 
 from __future__ import annotations
@@ -80,17 +79,17 @@ class Arguments:
     """What to train."""
 
     size: tyro.conf.Positional[Literal["15m", "42m", "110m", "smoke"]]
-    """Of the model."""
+    """Size of the model."""
     changes: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Of the recipe: steps=20000 remat=full accumulate=8."""
+    """Changes to the recipe: steps=20000 remat=full accumulate=8."""
     data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
     """Stories, as `llama-jax train` reads them; may be given several times."""
     validation_data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
-    """Likewise, to validate on; by default a share of the stories of --data."""
+    """Stories to validate on, likewise; by default a share of the stories of --data."""
     tokenizer: Path | None = None
     """Llama 2's vocabulary; smoke makes its own."""
     workdir: Path | None = None
-    """Of the run, which goes on from here; by default build/stories/SIZE."""
+    """Folder of the run, which resumes there; by default build/stories/SIZE."""
     output: Path | None = None
     """The figures; by default experiments/results/stories_SIZE.json."""
 

@@ -5,12 +5,12 @@
     python experiments/support_matrix.py --runs run.jsonl --check
 
 A test claims cells by a mark, `@pytest.mark.supports("GGUF")` (`tests/support_claims.py`). A cell enters the JSON
-when a test that claims it passes in one of the given runs, and leaves it when no test claims it any longer. Cells that
-are claimed and that no run has confirmed, or that fail, are "pending".
-`--check` writes nothing and fails if a cell of the JSON did not pass in the runs. Cells compiled for GPUs are exempt,
-for that compiler needs an environment of its own. Without a run the page is written anew. The page also shows what
-`compile_report.py` compiled, and what `gpu_report.py` ran on devices (section families), as far as their reports are
-in experiments/results.
+when a test that claims it passes in one of the given runs, and leaves it when no test claims it any longer. What is
+claimed and failed, or ran in no run yet, is "pending". `--check` writes nothing and fails if a cell of the JSON did not
+pass in the runs. Cells compiled for GPUs are exempt, since that compiler needs an environment of its own, and so are
+tests of another turn (LLAMA_JAX_TURN). Without a run the page is written anew. The page also shows what
+`compile_report.py` compiled, and what `gpu_report.py` ran on devices (section families), as far as their reports are in
+experiments/results.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def check(cell: Cell) -> None:
             raise ValueError(f"{cell.test} claims to support {value!r}, which support_matrix.py has not: {', '.join(known)}")
 
 
-def read_run(paths: Iterable[Path]) -> tuple[set[str], set[Cell], set[Cell], set[Cell]]:
-    """Of the runs: the files of tests that were collected, their claims, the cells that passed, and those that failed."""
+def read_run(paths: Iterable[Path]) -> tuple[set[str], set[Cell], set[Cell], set[Cell], set[Cell]]:
+    """The collected test files of the runs, and the cells that were claimed, passed, failed and left to another turn."""
     files: set[str] = set()
     found: dict[str, set[Cell]] = defaultdict(set)
     for path in paths:
@@ -129,12 +129,12 @@ def read_run(paths: Iterable[Path]) -> tuple[set[str], set[Cell], set[Cell], set
                 files.update(rest)
             else:
                 found[outcome].add(Cell(*rest))
-    return files, found["claimed"], found["passed"] - found["failed"], found["failed"]
+    return files, found["claimed"], found["passed"] - found["failed"], found["failed"], found["rotated"]
 
 
 def updated(known: set[Cell], paths: Iterable[Path]) -> set[Cell]:
     """The cells once the runs are added."""
-    files, claimed, passed, failed = read_run(paths)
+    files, claimed, passed, failed, _ = read_run(paths)
     claimed |= {cell for cell in known if cell.says != "pending" and cell.test.split("::")[0] not in files}
     pending = {cell for cell in known if cell.says == "pending" and cell.test.split("::")[0] not in files}
     confirmed = (known - failed | passed) & (claimed | passed)
@@ -292,7 +292,8 @@ python experiments/gpu_report.py --sections families --device-json gpu_report_fa
 ## How this page is made
 
 Tests claim cells by marks. A run of `.ci/run` must confirm all cells, except those compiled for a GPU, which are
-confirmed by hand. A default test compares the marks with this page.
+confirmed by hand, and those of slow tests that it runs on another day: all within five days. A default test compares
+the marks with this page.
 [Extending](extending.md#a-row-of-the-support-matrix) describes how a family gets its row.
 """
 
@@ -312,10 +313,11 @@ class Arguments:
 def main(arguments: Arguments) -> int:
     """Check or write; the exit code."""
     runs, known = read_report(arguments.report) if arguments.report.exists() else ({}, set())
-    *_, passed, _ = read_run(arguments.runs)
+    _, _, passed, failed, rotated = read_run(arguments.runs)
     if arguments.check:
-        passed |= {cell.pending for cell in passed}
-        missing = sorted(cell for cell in known - passed if cell.platform not in BY_HAND)
+        confirmed = passed | (rotated - failed)
+        confirmed |= {cell.pending for cell in confirmed}
+        missing = sorted(cell for cell in known - confirmed if cell.platform not in BY_HAND)
         for cell in missing:
             print(
                 f"{cell.test} did not pass for {cell.family}, {cell.feature} ({PLATFORMS[cell.platform]})", file=sys.stderr

@@ -1,18 +1,18 @@
-"""One training step over many devices in the three ways that JAX has had: `pmap`, `shard_map` and `jit`.
+"""One training step over many devices in JAX's three ways: `pmap`, `shard_map` and `jit`.
 
 The step is `llama_jax.training.step.train_step` each time, data parallel: every device has the whole state and its share of
-the rows. What differs is who inserts the communication.
+the rows. The ways differ in who inserts the communication.
 
-  pmap        2018. A function per device; `axis_name` tells the step to sum over the devices by itself (`lax.psum`).
-              Nothing checks that it has: a forgotten sum would leave every device with parameters of its own.
-  shard_map   The same function per device, with a partition spec for every argument and result. May stand inside of `jit`,
-              mixes with every other layout, and its devices form a mesh of several axes.
-  jit         The function of the whole batch, as if there were one device. The layout of state and batch says all; XLA
-              divides the work and finds that gradients need a sum. Model parallelism is another layout, not another program.
+  pmap        2018. A function per device; `axis_name` makes the step sum over the devices itself (`lax.psum`).
+              Nothing checks that it does: a forgotten sum would leave every device with different parameters.
+  shard_map   The same function per device, with a partition spec for every argument and result. May be used inside `jit`,
+              combines with every other sharding, and its devices form a mesh of several axes.
+  jit         The function of the whole batch, as if there were one device. The shardings of state and batch determine all;
+              XLA divides the work and finds that gradients need a sum. Model parallelism is another sharding, not program.
 
-The three are run on the same batches from the same parameters. Printed: whether losses and parameters agree to the bit, the
-largest difference if not, what the compiled programs send, how long compiling and a step take. Times of simulated devices
-say nothing about real ones.
+All three run on the same batches from the same parameters. Printed: whether losses and parameters are bit-identical, the
+largest difference if not, the data that the compiled programs send, and the time of compilation and a step. Times of
+simulated devices say nothing about real ones.
 
     python experiments/three_ways.py [--devices 8] [--steps 10] [--model stories-260k]
 """
@@ -49,11 +49,11 @@ class Arguments:
     """Compare pmap, shard_map and jit."""
 
     devices: int = 8
-    """Simulated where the machine has fewer."""
+    """Simulated if the machine has fewer."""
     model: str = "stories-260k"
     """A preset; its parameters are random."""
     rows: int = 2
-    """Of the batch, on each device."""
+    """Rows of the batch per device."""
     length: int = 64
     steps: int = 10
     output: Path = Path("experiments/results/three_ways_cpu.json")
@@ -61,7 +61,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one way: losses and seconds of every step, parameters after the last, what is sent."""
+    """Results of one way: losses and seconds of every step, final parameters, and data sent."""
 
     losses: list[float]
     params: Any
@@ -71,7 +71,7 @@ class Found:
 
 
 def by_pmap(step: Callable[..., Any], _: Callable[..., Any], mesh: Mesh) -> Step:
-    """`in_axes=None` for the state: one value on all devices. `llama_jax.parallel.pmap` has the details."""
+    """`in_axes=None` for the state: one value on all devices. For details see `llama_jax.parallel.pmap`."""
     return pmap_step(step, list(mesh.devices.flat))
 
 

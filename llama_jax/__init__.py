@@ -7,40 +7,43 @@ The public API, imported lazily:
   forward(config, params, tokens)     -> hidden states and cache;  unembed(...) -> logits;
                                       observe(...) also returns what hooks keep
   logits(config, params, tokens)      forward and unembed of whole sequences, without a cache
-  generate(config, params, prompts)   continuations of a ragged batch;  stream(...) yields them as they come
+  generate(config, params, prompts)   continuations of a ragged batch;  stream(...) yields tokens as they are generated
   train_step(config, optimizer, state, batch)  -> the next TrainState and metrics, from init_state and make_optimizer
   next_token_loss(config, params, batch)       the loss that it minimizes, of a Batch of rows
   adapted(params, adapters, lora)     a model with LoRA adapters, from init_adapters or load_adapter; with_base(...) trains
-                                      them alone, save_adapter writes them as PEFT does, merge(...) adds them to the weights
-  adapter_table(config, params, [(adapters, lora), ...])  the model with several; choose_adapters(params, rows) says which
-                                      of them each row of a batch uses, for `generate` and every
+                                      only them, save_adapter writes them as PEFT does, merge(...) adds them to the weights
+  adapter_table(config, params, [(adapters, lora), ...])  the model with several adapters; choose_adapters(params, rows)
+                                      selects the one that each row of a batch uses, for `generate` and every
                                       other function
+  step_over(config, mesh)             train_step over a mesh, from make_mesh, of a state that lies as train_state_specs says
+  pmap_step(step, devices)            train_step by `jax.pmap`, of a state from replicate;  pmap_generate likewise
+  LlamaModule(config, params)         the model as a `flax.nnx.Module`
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
   divergence(config, params, reference, corpus)  how far a quantized model's predictions are from the dense model's
-  evaluate_lengths(...)               how far a model uses its context: loss by length and position
-  register_for_export()               programs of these as bytes, by `jax.export`
+  evaluate_lengths(...)               how much a model uses its context: loss by length and position
+  register_for_export()               lets `jax.export` serialize programs of these functions
 
 and their arguments:
 
-  LlamaConfig, RopeScaling, preset    what a Llama is;  LayerConfig, QueryScaling: what related
+  LlamaConfig, RopeScaling, preset    the sizes and constants of a model;  LayerConfig, QueryScaling: what related
                                       families add
-  Parts                               your own functions in place of parts of every layer; with_parts(config, "mine.py")
+  Parts                               custom functions that replace parts of every layer; with_parts(config, "mine.py")
                                       finds those that a loaded model names
   Compute, Positions, Sharding        how a pass computes (dtype, rematerialization, kernels), the positions of its tokens,
                                       and how it is sharded over devices
   LossOptions, StepOptions            options of the loss (including a Compute) and of a training step (including a
                                       LossOptions);  OptimizerSettings: the optimizer and its learning-rate schedule
-  Sampling                            how to choose tokens
+  Sampling                            how to sample tokens
   PromptLookup, DraftModel            speculative decoding: several drafted tokens are verified in one pass; the same tokens,
                                       lower latency
-  Lora                                what adapters are: rank, alpha, which matrices
+  Lora                                configuration of adapters: rank, alpha, which matrices
   KVCache, init_cache, cache_bytes    the cache, an immutable tree;  CacheOptions: int8, a window with sinks
   load_tokenizer, TextStream          text to ids and back, text from a stream of tokens;  encode_chat for messages
-  MeshSizes                           how a model is divided over devices: load(path, mesh=MeshSizes(tensor=8))
+  MeshSizes                           how a model is sharded over devices: load(path, mesh=MeshSizes(tensor=8))
 
-To serve requests as they arrive there is `llama_jax.serving.engine.Engine`. A loop of your own is made of the parts of
-`generate`: `llama_jax.inference.prepare_inputs.prepare_inputs`, then `prefill`, `begin_decode`, `decode_step` and `decode`
-of `llama_jax.inference.decode`: pure functions from one `DecodeState` to the next.
+`llama_jax.serving.engine.Engine` serves requests as they arrive. For your own loop, use the parts of `generate`:
+`llama_jax.inference.prepare_inputs.prepare_inputs`, then `prefill`, `begin_decode`, `decode_step` and `decode` of
+`llama_jax.inference.decode`: pure functions from one `DecodeState` to the next.
 """
 
 from __future__ import annotations
@@ -103,6 +106,13 @@ _LAZY_ATTRIBUTES = {
     "layers_of": "model.trees",
     "stack": "model.trees",
     "MeshSizes": "parallel.mesh",
+    "make_mesh": "parallel.mesh",
+    "pmap_generate": "parallel.pmap",
+    "pmap_step": "parallel.pmap",
+    "replicate": "parallel.pmap",
+    "step_over": "parallel.sharding",
+    "train_state_specs": "parallel.sharding",
+    "LlamaModule": "nnx_module",
     "Divergence": "evaluation.perplexity",
     "divergence": "evaluation.perplexity",
     "Evaluation": "evaluation.perplexity",
@@ -163,6 +173,7 @@ __all__ = [
     "LengthLoss",
     "Llama",
     "LlamaConfig",
+    "LlamaModule",
     "Lora",
     "LossOptions",
     "MeshError",
@@ -204,19 +215,25 @@ __all__ = [
     "load_adapter",
     "load_tokenizer",
     "logits",
+    "make_mesh",
     "make_optimizer",
     "merge",
     "next_token_loss",
     "observe",
     "parameter_count",
+    "pmap_generate",
+    "pmap_step",
     "preset",
     "register_for_export",
+    "replicate",
     "rotary_frequencies",
     "save",
     "save_adapter",
     "stack",
+    "step_over",
     "stream",
     "train",
+    "train_state_specs",
     "train_step",
     "unembed",
     "with_base",
@@ -246,7 +263,10 @@ if TYPE_CHECKING:
     from llama_jax.model.params import Llama
     from llama_jax.model.rope import rotary_frequencies
     from llama_jax.model.trees import init, layers_of, parameter_count, stack
-    from llama_jax.parallel.mesh import MeshSizes
+    from llama_jax.nnx_module import LlamaModule
+    from llama_jax.parallel.mesh import MeshSizes, make_mesh
+    from llama_jax.parallel.pmap import pmap_generate, pmap_step, replicate
+    from llama_jax.parallel.sharding import step_over, train_state_specs
     from llama_jax.runs.loop import train
     from llama_jax.runs.recipe import Recipe
     from llama_jax.runs.user_functions import with_parts

@@ -1,7 +1,7 @@
-"""A Python program in a process of its own, for work that may never end: it is killed when its time is up.
+"""A Python program in a child process, for work that may never end: the process is killed at its time limit.
 
 The program is a file that imports nothing of this library, so that it starts quickly. Its `begin(source, *arguments)` may
-read what comes first, and returns the function that answers requests.
+read initial input from `source`, and returns the function that answers requests.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
-START_SECONDS = 60  # seconds that a process may take to start, from a slow disk
+START_SECONDS = 60  # time limit for the start of a process, from a slow disk
 
 
 def isolated(script: Path, packages: Sequence[str], *arguments: str, niceness: int = 0) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment that run a program with no packages but these, which this process must have.
+    """The command and the environment that run a program with only these packages, which must be installed here.
 
     Args:
-      niceness: at least that of the process, by which it waits for a processor rather than others do.
+      niceness: minimum niceness of the process; a higher one gives other processes priority.
     """
     # Without `site`, which can take longer than all the rest; packages are found where this process has them.
     places = [str(Path(spec.origin).parents[1]) for name in packages if (spec := find_spec(name)) and spec.origin]
@@ -32,15 +32,15 @@ def isolated(script: Path, packages: Sequence[str], *arguments: str, niceness: i
 
 
 class ChildProcess:
-    """A process that answers requests one by one; started when it is first needed, and again after it was killed. It ends
-    with this object, or with this process.
+    """A process that answers requests one by one; started on first use, and restarted after it was killed. It ends with this
+    object, or with this process.
 
     It writes one byte when it is ready. Requests and answers are preceded by their lengths, as 8 bytes. Thread-safe.
 
     Args:
       command, environment: as `isolated` returns them.
-      seconds: limit for a request, if no timer of its own ends the process before.
-      first: what each new process reads before it is ready.
+      seconds: time limit for a request, unless a timer inside the process ends it earlier.
+      first: initial input of each new process, which it reads before it is ready.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], seconds: float, first: bytes = b"") -> None:
@@ -52,11 +52,11 @@ class ChildProcess:
         self._lock = threading.Lock()
 
     def ask(self, request: bytes, *, again: bool = False) -> bytes | None:
-        """The answer; None if the process did not answer, and was killed. A process that has ended, or whose pipe breaks
-        before it has the whole request, is first replaced, once.
+        """The answer; None if the process did not answer and was killed. If the process has ended, or its pipe breaks before
+        the whole request is sent, the request is retried once in a new process.
 
         Args:
-          again: replace, once, also a process that has answered requests before and does not answer this one.
+          again: also retry, once, if a process that has answered requests before does not answer this one.
         """
         with self._lock:
             if self.process is not None and self.process.poll() is not None:
@@ -72,7 +72,7 @@ class ChildProcess:
             return None
 
     def _try(self, request: bytes) -> tuple[bytes | None, bool]:
-        """The answer if there is one, and whether the request was sent."""
+        """The answer or None, and whether the request was sent."""
         size, answer, is_sent = -1, b"", False
         try:
             process = self.process or self._start()
@@ -116,7 +116,7 @@ class ChildProcess:
         return process
 
     def close(self) -> None:
-        """Kill the process; a further request starts another."""
+        """Kill the process; the next request starts a new one."""
         process, self.process = self.process, None
         if process is not None:
             self._end()
@@ -128,7 +128,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _main(niceness: int, script: str, *arguments: str) -> None:
-    """Run a program in this process: say that it is ready, and answer requests until the input ends."""
+    """Run a program in this process: signal that it is ready, and answer requests until the input ends."""
     source, out = sys.stdin.buffer, sys.stdout.buffer
     if niceness and hasattr(os, "nice"):
         os.nice(max(niceness - os.nice(0), 0))  # the thread that starts it may have a low priority already

@@ -1,4 +1,4 @@
-"""The one kind of error that the user can fix; the command line prints it as one line and exits with 2."""
+"""Errors that the user can fix; the command line prints them as one line and exits with 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """An input that llama_jax cannot use: the message names the thing, its value, the need and the remedy."""
+    """An input that llama_jax cannot use: the message names it, its value, what is needed and the remedy."""
 
 
 class ConfigError(UserError):
@@ -22,11 +22,11 @@ class CheckpointError(UserError):
 
 
 class StuckSaveError(CheckpointError):
-    """A checkpoint that is still being written when its time is up: the process must not wait for its threads."""
+    """A checkpoint that is still being written at the time limit: the process must not wait for its threads."""
 
 
 class DataError(UserError):
-    """A file that no documents can be read from, or a split or a setting that leaves none."""
+    """A file without readable documents, or a split or a setting that leaves no documents."""
 
 
 class TokenizerError(UserError):
@@ -47,7 +47,7 @@ class TrainingError(UserError):
 
 @contextmanager
 def reading(path: object, kind: type[UserError]) -> Iterator[None]:
-    """Turn an OSError of a file (no permission, a name too long, a failing disk) into an error of this kind."""
+    """Turn an OSError about a file (no permission, a name too long, a failing disk) into an error of this kind."""
     try:
         yield
     except OSError as error:
@@ -56,12 +56,12 @@ def reading(path: object, kind: type[UserError]) -> Iterator[None]:
 
 
 def reason_of(error: BaseException | str, length: int = 100) -> str:
-    """The text of a library's error for a message: one line of at most `length` characters."""
+    """The text of a library's error for use in a message: one line of at most `length` characters."""
     return " ".join(str(error).split())[:length]
 
 
 def shown(value: Any, length: int = 60) -> str:
-    """The first `length` characters of `repr(value)`, for a message, in time and memory that `length` bounds.
+    """The first `length` characters of `repr(value)`, for a message, in time and memory bounded by `length`.
 
     `repr` itself is not safe for the content of a file: nested lists that share their elements take exponential time, deep
     ones overflow its stack, and a number of 4,301 digits makes it raise.

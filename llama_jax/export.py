@@ -1,11 +1,11 @@
-"""Programs as bytes: the library's trees can be arguments and results of what `jax.export` serializes.
+"""Serialized programs: the library's pytrees can be arguments and results of functions that `jax.export` serializes.
 
-A program is exported with parameters and cache as arguments, so that one of a few megabytes serves every checkpoint of a
-configuration, and runs where the library is not installed as source but its trees are:
+A program is exported with parameters and cache as arguments, so that a program of a few megabytes serves every checkpoint
+of a configuration. It runs wherever these pytrees are registered:
 
     register_for_export()
     exported = jax.export.export(jax.jit(partial(llama_jax.forward, config)))(params, tokens, cache)
-    data = exported.serialize()  # needs the package flatbuffers, as the extra "export" says
+    data = exported.serialize()  # needs the package flatbuffers: the extra "export"
     hidden, cache = jax.export.deserialize(data).call(params, tokens, cache)
 """
 
@@ -39,7 +39,7 @@ TUPLES: tuple[type[Any], ...] = (Positions, PrefillState, TokenChunk, Batch)
 
 @cache
 def register_for_export() -> None:
-    """Tell `jax.export` how the library's trees are written; once is enough, and more does nothing."""
+    """Register the library's pytrees with `jax.export`; further calls have no effect."""
     for tree in TREES:
         export.register_pytree_node_serialization(
             tree,

@@ -1,4 +1,4 @@
-"""The header of a GGUF file, versions 1 to 3: its settings, a vocabulary among them.
+"""The header of a GGUF file, versions 1 to 3: its metadata, including the vocabulary.
 
 Source: ggml-org/ggml, docs/gguf.md.
 """
@@ -16,39 +16,39 @@ from typing import Any
 from llama_jax.errors import UserError, reason_of, shown
 from llama_jax.storage import Location, StoredPath
 
-# Types of settings by number: struct's letter, or one of the two below.
+# Types of metadata values by number: struct's letter, or one of the two below.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-# A text or an entry of a table costs up to a hundred bytes here for each of its own. Llama 3's vocabulary has 410,000 texts.
+# A string or a table entry takes up to 100 times its size in memory. Llama 3's vocabulary has 410,000 strings.
 MAX_TEXTS = 1 << 20
 MAX_ENTRIES = 1 << 16
 MAX_FLOAT32 = float.fromhex("0x1.fffffep+127")
-TEXT_WINDOW = 1 << 20  # bytes of texts that are looked at together
-HEADER_READ_AHEAD = 1 << 20  # bytes of a header in a store, which has several million
+TEXT_WINDOW = 1 << 20  # bytes of strings that are parsed together
+HEADER_READ_AHEAD = 1 << 20  # bytes per request for a header in a store; a header has several million
 
 
 def is_gguf(path: Location) -> bool:
-    """Whether the file begins as GGUF does."""
+    """Whether the file begins with the magic of GGUF."""
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
 
 
 def short_decimal(value: Any) -> Any:
-    """A number stored as float32 in the shortest decimal that is that float32: 1e-5, not 9.99999974e-06.
+    """The shortest decimal of a number stored as float32: 1e-5, not 9.99999974e-06.
 
-    A float64 beyond the range of float32, and what is no float, is returned unchanged.
+    A float64 beyond the range of float32, and any value that is not a float, is returned unchanged.
     """
-    import numpy as np  # tokenizers alone need none
+    import numpy as np  # not needed to read only a tokenizer
 
     return float(str(np.float32(value))) if isinstance(value, float) and abs(value) < MAX_FLOAT32 else value
 
 
 @contextmanager
 def open_header(path: Location, kind: type[UserError]) -> Iterator[Header]:
-    """The header of a file, to be read from its start.
+    """A reader of the header of a file, at its start.
 
     Raises:
-      UserError: of this kind, for a damaged file, or what the caller finds damaged in it.
+      UserError: of this kind, for a damaged file, also if the caller finds the damage.
     """
     with path.open("rb", buffering=HEADER_READ_AHEAD if isinstance(path, StoredPath) else -1) as file:
         try:
@@ -60,7 +60,7 @@ def open_header(path: Location, kind: type[UserError]) -> Iterator[Header]:
 
 
 class Header:
-    """Reads a header from its start. Every length in it is checked against the rest of the file before it is used."""
+    """Reads a header from its start. Every length in it is checked against the remaining bytes of the file before use."""
 
     def __init__(self, path: Location, kind: type[UserError], file: Any) -> None:
         self.file = file
@@ -78,10 +78,10 @@ class Header:
             raise ValueError(f"{self.field_count} settings and {self.tensor_count} tensors are announced")
 
     def fields(self, *, texts: bool = True) -> dict[str, Any]:
-        """All settings by key, with the format's version as ``GGUF.version``; what follows them are the tensors' entries.
+        """All metadata by key, with the format's version as ``GGUF.version``; the tensors' entries follow in the file.
 
         Args:
-          texts: whether to read lists of texts, which are a vocabulary; otherwise they are passed over.
+          texts: whether to read lists of strings, which make up the vocabulary; otherwise they are skipped.
         """
         found: dict[str, Any] = {"GGUF.version": self.version}
         for _ in range(self.field_count):
@@ -106,15 +106,15 @@ class Header:
         return self.scalars(letter)[0]
 
     def scalars(self, letters: str) -> tuple[Any, ...]:
-        """Numbers that follow one another, by struct's letters."""
+        """Consecutive numbers, with types by struct's letters."""
         return struct.unpack("<" + letters, self.take(struct.calcsize("<" + letters)))
 
     def string(self) -> str:
-        # A vocabulary may hold pieces that are no UTF-8 by themselves.
+        # A vocabulary may have tokens that are not valid UTF-8 by themselves.
         return self.take(self.scalar(self.length)).decode("utf-8", "surrogateescape")
 
     def value(self, kind: int, texts: bool) -> Any:
-        """A setting, or None for a list of texts that is passed over."""
+        """A metadata value, or None for a list of strings that is skipped."""
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
@@ -127,25 +127,25 @@ class Header:
             found_texts: list[str] = []
             while count:
                 some = self.run_of_texts(count, found_texts if texts else None)
-                if not some:  # a long one, an empty one, or the last ones of a file
+                if not some:  # a long or empty string, or the last ones of a file
                     last = self.string()
                     found_texts += [last] if texts else []
                 count -= max(some, 1)
             return found_texts if texts else None
         letter = SCALARS[kind]
-        # Packed, since a list takes twenty bytes for each of a file's.
+        # An array, since a list takes 20 times the bytes of the file.
         found = array("B" if letter == "?" else letter, self.take(count * struct.calcsize(letter)))
         if sys.byteorder == "big":
             found.byteswap()
         return found
 
     def run_of_texts(self, most: int, found: list[str] | None) -> int:
-        """Append texts of 1 to 255 bytes that follow one another, and return how many they were: 0 is none.
+        """Append consecutive strings of 1 to 255 bytes, and return their number.
 
-        Their lengths are known by the seven zeros that only a length has, and each is checked to end where the next begins.
-        Read one after the other the 98,000 texts of a vocabulary would take 80 ms instead of 10.
+        Their lengths are found by the seven zeros that only a length has, and each is checked to end where the next begins.
+        This takes 10 ms for the 98,000 strings of a vocabulary; one by one they would take 80 ms.
         """
-        import numpy as np  # tokenizers alone need none
+        import numpy as np  # not needed to read only a tokenizer
 
         zeros = 3 if self.length == "I" else 7
         window = np.frombuffer(self.file.read(min(TEXT_WINDOW, self.size - self.at)), np.uint8)
@@ -165,7 +165,7 @@ class Header:
             return count
         texts = window[:size].copy()
         texts[starts[:count]] = 0
-        if size - np.count_nonzero(texts) == count * (zeros + 1):  # no text has a zero: one each is left, between them
+        if size - np.count_nonzero(texts) == count * (zeros + 1):  # no string has a zero: one is left before each
             is_start = np.zeros(size, bool)
             is_start[starts[:count]] = True
             found += texts[(texts != 0) | is_start].tobytes().decode("utf-8", "surrogateescape").split("\0")[1:]

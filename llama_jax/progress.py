@@ -1,4 +1,4 @@
-"""The progress bar of all long work: on stderr, cleared at its end, hidden where stderr is not a terminal."""
+"""The progress bar of all long operations: on stderr, cleared at the end, hidden if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def progress_bar(what: str, unit: str, *, quiet: bool = False, delay: float = 0.0) -> Any:
-    """A function that wraps an iterable in a bar: `tqdm.tqdm` with the options of all bars.
+    """A function that wraps an iterable in a progress bar: `tqdm.tqdm` with common options.
 
     Args:
-      what: the name of the work.
+      what: the name of the operation.
       unit: the name of the items.
       quiet: show nothing.
       delay: seconds until the bar is shown.
@@ -24,7 +24,7 @@ def progress_bar(what: str, unit: str, *, quiet: bool = False, delay: float = 0.
 
 @contextmanager
 def progress_counter(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """The same bar for work that counts by itself: a function that takes the number of finished items and of all items."""
+    """The same bar for operations that count their items: a function of the number of finished items and the total."""
     with progress_bar(what, unit, delay=1.0)() as bar:
 
         def update(done: int, total: int) -> None:

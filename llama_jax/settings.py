@@ -3,7 +3,7 @@
     steps: Annotated[int, at_least(1)] = 100
     \"\"\"Steps of the run.\"\"\"
 
-`check_bounds` checks every field of a dataclass; None stands for a default and is always allowed. `help_of` has the texts.
+`check_bounds` checks every field of a dataclass; None is always allowed, as a default. `help_of` returns the help texts.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def at_least(minimum: int) -> Bounds:
 
 
 def check_bounds(settings: Any, raises: type[UserError] = UserError, within: str = "") -> None:
-    """Raise an error for the first field of a dataclass, or of a dataclass in it, whose value its type does not allow.
+    """Raise an error for the first field of a dataclass or nested dataclass with a value that its type does not allow.
 
     Args:
-      within: precedes the names of fields in messages, as "rewards.".
+      within: prefix of the names of fields in messages, such as "rewards.".
     """
     owner: type = type(settings)
     for name, (bounds, kind) in _declared(owner).items():
@@ -75,7 +75,7 @@ def help_of(kind: type) -> dict[str, str]:
 
 @cache
 def _declared(kind: type) -> dict[str, tuple[Bounds | None, Any]]:
-    """The bounds in the type of each field, and the type itself without them and without None."""
+    """For each field the bounds in its type, and the type itself without the bounds and None."""
     hints = get_type_hints(kind, include_extras=True)
     found = {}
     for field in fields(kind):
@@ -86,5 +86,5 @@ def _declared(kind: type) -> dict[str, tuple[Bounds | None, Any]]:
 
 
 def _parts(hint: Any) -> list[Any]:
-    """What a type is annotated with, in a union too."""
+    """The arguments of a type and, recursively, of its arguments: annotations and members of unions."""
     return [part for one in get_args(hint) for part in (one, *_parts(one))]

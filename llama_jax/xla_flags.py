@@ -1,7 +1,7 @@
-"""Flags of XLA beyond its own defaults, for each platform.
+"""XLA flags that differ from XLA's defaults, for each platform.
 
-Each is here because a compiler's own output shows the improvement (`experiments/compile_report.py --flags` compiles with and
-without), or because it acts at run time alone. docs/flags.md has the numbers, and what was tried and left at its default.
+Each is here because the compiler's output shows the improvement (`experiments/compile_report.py --flags` compiles with and
+without), or because it acts only at run time. docs/flags.md has the numbers, and the flags that were tried and rejected.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from llama_jax.errors import UserError, shown
 
 SWITCH = "LLAMA_JAX_FLAGS"
-# M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX and M_TOP_PAD of glibc: no block is mapped apart, nothing is returned to
-# the system, and all threads share one arena, which grows by 64 MB: other arenas map larger blocks apart.
+# M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX and M_TOP_PAD of glibc: no block gets its own mapping, nothing is returned to
+# the system, and all threads share one arena, which grows by 64 MB: other arenas map larger blocks separately.
 MALLOC_OPTIONS = (-4, 0), (-1, -1), (-8, 1), (-2, 64 << 20)
 
 
@@ -30,9 +30,9 @@ class Flag:
     """One setting of XLA.
 
     Attributes:
-      variable: the environment variable that holds it; the setting itself where it has the same name.
-      name, value: as XLA knows them.
-      training: used only where a model is trained.
+      variable: the environment variable that holds the flag; equal to `name` if the variable itself is the setting.
+      name, value: XLA's name of the flag, and its value.
+      training: used only for training.
     """
 
     variable: str
@@ -44,29 +44,29 @@ class Flag:
 FLAGS: Mapping[str, tuple[Flag, ...]] = {
     "cpu": (),
     "gpu": (
-        # All three: of the bytes of Llama 3.1 8B over fsdp=8 on H100 94 % are exchanged beside matrix products, else 76 %.
-        # The weights of the next layer are gathered while this one computes; two layers in a turn of the loop, so that they
-        # need not be copied; and a collective may start before the one before it ends.
+        # With these three, 94 % of the bytes exchanged for Llama 3.1 8B over fsdp=8 on H100 overlap with matmuls, else 76 %.
+        # The weights of the next layer are gathered while this one computes; the loop is unrolled to two layers, so that
+        # they need not be copied; and a collective may start before the previous one ends.
         Flag("XLA_FLAGS", "xla_gpu_enable_pipelined_all_gather", "true"),
         Flag("XLA_FLAGS", "xla_gpu_enable_while_loop_double_buffering", "true"),
         Flag("XLA_FLAGS", "xla_gpu_experimental_parallel_collective_overlap_limit", "8"),
-        # JAX otherwise takes three quarters of the memory. It is the share that `Hardware.holds` plans with.
+        # JAX's default is three quarters of the memory. `Hardware.holds` plans with the same share.
         Flag("XLA_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "0.95", training=False),
     ),
     "tpu": (
-        # All four: of the bytes of Llama 3.1 8B over fsdp=8 on v5p 90 % are exchanged beside matrix products, else 74 %.
-        # A matrix product and an exchange beside it become one kernel, gathers of weights too, beside several products.
+        # With these four, 90 % of the bytes exchanged for Llama 3.1 8B over fsdp=8 on v5p overlap with matmuls, else 74 %.
+        # A matmul and the collective that overlaps it are fused, including all-gathers of weights over several matmuls.
         Flag("LIBTPU_INIT_ARGS", "xla_tpu_enable_async_collective_fusion", "true"),
         Flag("LIBTPU_INIT_ARGS", "xla_tpu_enable_async_collective_fusion_fuse_all_gather", "true"),
         Flag("LIBTPU_INIT_ARGS", "xla_tpu_enable_async_collective_fusion_multiple_steps", "true"),
         Flag("LIBTPU_INIT_ARGS", "xla_enable_async_all_gather", "true"),
     ),
 }
-# A TPU reads a layer's cache into the memory on its chip, ahead of time. Where it also writes the new token there, the whole
-# cache goes back: 1.07 GB for 4 tokens of 8 rows of an 8B model at 2,048 slots, over eight v5e. With this flag the token is
-# written to the main memory alone, and the bytes read are the same to 0.01 %.
+# A TPU prefetches a layer's cache into on-chip memory (VMEM). If it also writes the new token there, the whole cache is
+# written back: 1.07 GB for 4 tokens of 8 rows of an 8B model at 2,048 slots, over eight v5e. With this flag the token is
+# written only to HBM, and the bytes read are the same within 0.01 %.
 _KEEP_CACHE = Flag("LIBTPU_INIT_ARGS", "xla_msa_max_outstanding_evictions", "0", training=False)
-# Other names of a setting, by which the user may have set it.
+# Other names of a variable that the user may have set.
 _ALIASES = {"XLA_CLIENT_MEM_FRACTION": ("XLA_PYTHON_CLIENT_MEM_FRACTION",)}
 _LIBRARIES = {
     "XLA_FLAGS": (("jaxlib", "libjax_common.so"), ("jax_plugins.xla_cuda1?", "xla_cuda_plugin.so")),
@@ -76,12 +76,12 @@ _LIBRARIES = {
 
 @dataclass(frozen=True)
 class FlagChanges:
-    """The result of `set_flags`, by names of flags.
+    """The result of `set_flags`: names of flags.
 
     Attributes:
-      written: into the environment.
-      kept: set by the user before, and left as they were.
-      unknown: left out, since the installed version of XLA would end the process.
+      written: flags that were written into the environment.
+      kept: flags that the user had set, left unchanged.
+      unknown: flags that were omitted, since they would abort the process with the installed version of XLA.
     """
 
     written: tuple[str, ...] = ()
@@ -90,9 +90,9 @@ class FlagChanges:
 
 
 def compiler_options(platform: str, *, training: bool) -> dict[str, bool | str]:
-    """The flags of a platform that the installed compiler has, for `jax.stages.Lowered.compile`; none where they are off.
+    """The flags of a platform that the installed compiler has, for `jax.stages.Lowered.compile`; empty if flags are off.
 
-    They serve where nothing runs, or where the environment cannot be changed.
+    For compilation without devices, or if the environment cannot be changed.
     """
     if os.environ.get(SWITCH) == "off":
         return {}
@@ -113,18 +113,18 @@ def set_flags(
     training: bool = False,
     environment: MutableMapping[str, str] | None = None,
 ) -> FlagChanges:
-    """Write the flags of the platforms into the environment, where XLA reads them when JAX starts its devices.
+    """Write the flags of the platforms into the environment, where XLA reads them when JAX initializes its backends.
 
     Flags that the user has set are kept: those in ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS``, and variables that exist.
-    ``LLAMA_JAX_FLAGS=off`` changes nothing.
+    With ``LLAMA_JAX_FLAGS=off`` nothing is changed.
 
     Args:
       platforms: by default all that JAX could start here, see `startable`.
-      training: include those for training.
-      environment: by default this process's.
+      training: include flags for training.
+      environment: by default the environment of this process.
 
     Raises:
-      UserError: JAX has started its devices already, so that nothing would be read; an invalid value of LLAMA_JAX_FLAGS.
+      UserError: JAX has already initialized its backends, so that flags have no effect; an invalid LLAMA_JAX_FLAGS.
     """
     environment = os.environ if environment is None else environment
     switch = environment.get(SWITCH, "on")
@@ -139,7 +139,7 @@ def set_flags(
     written = [flag for flag in found if flag not in kept and flag not in unknown]
     if written and _has_started():
         raise UserError(
-            f"JAX has started its devices, and reads {written[0].variable} no more; set flags before, or {SWITCH}=off"
+            f"JAX has started its devices and no longer reads {written[0].variable}; set flags earlier, or {SWITCH}=off"
         )
     for flag in written:
         if flag.name == flag.variable:
@@ -151,15 +151,15 @@ def set_flags(
 
 
 def keep_freed_memory(platforms: Iterable[str] | None = None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Have glibc keep freed memory, for training on a CPU: XLA allocates the buffers of every step anew, and clearing their
-    pages takes 0.3 of 1.5 s of processor time in a step of 15M. Call it before threads start.
+    """Have glibc keep freed memory, for training on a CPU: XLA reallocates the buffers in every step, and clearing their
+    pages takes 0.3 of 1.5 s of CPU time in a step of a 15M model. Call it before threads start.
 
     Args:
-      platforms, environment: as for `set_flags`. With MALLOC_... variables of the user, and with LLAMA_JAX_FLAGS=off,
-        nothing is changed.
+      platforms, environment: as for `set_flags`. Nothing is changed if the user has set MALLOC_... variables, or
+        LLAMA_JAX_FLAGS=off.
 
     Returns:
-      Whether it was done: only by glibc, and only where JAX could start no other devices.
+      Whether it was done: only with glibc, and only if JAX can start no other platform than the CPU.
     """
     platforms = startable(environment) if platforms is None else platforms
     users = environment.get(SWITCH) == "off" or any(name.startswith("MALLOC_") for name in environment)
@@ -170,7 +170,7 @@ def keep_freed_memory(platforms: Iterable[str] | None = None, environment: Mappi
 
 
 def startable(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The platforms with flags whose devices JAX would look for: those of ``JAX_PLATFORMS``, else those with a plugin."""
+    """The platforms in `FLAGS` that JAX would try to start: those of ``JAX_PLATFORMS``, else those with a plugin."""
     named = environment.get("JAX_PLATFORMS", "")
     if named:
         found = dict.fromkeys({"cuda": "gpu"}.get(name, name) for name in named.lower().split(","))
@@ -193,7 +193,7 @@ def _is_set(flag: Flag, environment: Mapping[str, str]) -> bool:
 
 
 def _is_known(flag: Flag) -> bool:
-    """Whether all libraries that read the variable have the flag: XLA ends a process that names another one."""
+    """Whether all libraries that read the variable know the flag: XLA aborts on an unknown flag."""
     if flag.name == flag.variable:
         return True
     for module, file in _LIBRARIES[flag.variable]:
@@ -205,7 +205,7 @@ def _is_known(flag: Flag) -> bool:
 
 @lru_cache(maxsize=64)
 def _holds(library: Path, name: str) -> bool:
-    """Whether a library, which holds the names of all its flags, holds this one."""
+    """Whether the binary of a library contains this name, as it contains those of all its flags."""
     if not library.is_file():
         return False
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -225,7 +225,7 @@ def _plugin(pattern: str) -> Path | None:
 
 
 def _has_started() -> bool:
-    """Whether JAX has made clients of its devices; without starting it."""
+    """Whether JAX has initialized its backends; does not import JAX."""
     if "jax" not in sys.modules:
         return False
     from jax._src import xla_bridge  # JAX has no public function for it

@@ -73,6 +73,13 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """What runs and how long, before minutes pass."""
+    if config.option.markexpr != config.getini("addopts")[1]:
+        return None
+    return "the default tests: about 5 minutes on 2 quiet cores; slow ones and those of other packages: see CONTRIBUTING.md"
+
+
 # Each of these takes most of a minute: at the end of a run one would leave the other processes without work.
 FIRST = (
     *("test_aot_compile.py", "test_notebooks.py", "test_nightly.py", "test_experiments.py", "test_gpu_report.py"),
@@ -147,7 +154,7 @@ def shared_data(name: str) -> Path:
     path = Path(os.environ.get("LLAMA_JAX_TEST_DATA", Path(__file__).parents[2] / "shared" / "data")) / name
     if not path.exists():
         assert "LLAMA_JAX_NO_SKIP" not in os.environ, f"{path} is missing, and here no test may skip"
-        pytest.skip(f"needs test data that is not beside this clone: {path}")
+        pytest.skip("needs real weights and texts, whose folder LLAMA_JAX_TEST_DATA names; see CONTRIBUTING.md")
     return path
 
 

@@ -69,6 +69,13 @@ class SupportClaims:
                 self.write("collected", sorted(files))
                 self.write("claimed", *sorted(found))
 
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        """Tests of another turn (tests/conftest.py) have no outcome in this run."""
+        if os.environ.get("LLAMA_JAX_TURN") and self.worker in (None, "gw0"):
+            for item in items:
+                if item.get_closest_marker("rotating"):
+                    self.write("rotated", *claims_of(item))
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self.worker is None and (report.when == "call" or not report.passed):
             for name, cells in report.user_properties:

@@ -1,6 +1,7 @@
 """The benchmarks run, small, and write their figures."""
 
 import json
+from dataclasses import replace
 
 import bench_data
 import bench_derivatives
@@ -8,6 +9,7 @@ import bench_generate
 import bench_lora
 import bench_train
 import pytest
+import track
 
 from llama_jax.tokenizers import load_tokenizer
 
@@ -112,3 +114,34 @@ def test_the_vocabulary_that_it_learns_is_one_of_ours(tmp_path):
     ids = tokenizer.encode_batch(["Once upon a llama"])
     assert ids == bench_data.encoder("tokenizers", tmp_path / "tokenizer.json")(["Once upon a llama"])
     assert tokenizer.decode(ids[0]) == "Once upon a llama"
+
+
+def test_ratios_of_commits_are_taken_within_turns(tmp_path):
+    found = track.ratios([10.0, 20.0, 40.0], [20.0, 20.0, 60.0])
+    assert (found["ratio"], found["lowest"], found["highest"], found["turns"]) == (1.5, 1.0, 2.0, 3)
+    assert track.ratios([1.0, "ImportError: no"], [1.0, 1.0]) == {"error": "ImportError: no"}
+    about = {"date": "2026-11-26", "cpu": "a CPU", "base": "abc", "committed": "2026-11-25"}
+    rows = [about | {"commit": commit, "measurement": "start"} | found for commit in ("def", "fed")]
+    rows.append(about | {"commit": "def", "measurement": "train", "error": "ImportError: no"})
+    head, _, *lines = track.table(rows).splitlines()
+    assert head.endswith("| start | train |")
+    assert lines[0].endswith("| abc | def | 1.50 (1.00 to 2.00) | error |")
+    track.draw(rows, tmp_path / "history.png")
+    assert (tmp_path / "history.png").stat().st_size > 5_000
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_two_commits_are_measured_side_by_side(tmp_path, capsys):
+    output, small = tmp_path / "history.json", {"prompt_tokens": 8, "new_tokens": 4, "batch": 2, "length": 16, "steps": 1}
+    arguments = track.Arguments(("HEAD", "HEAD"), shape="stories-260k", repetitions=2, output=output, **small)
+    for only in (("train",), ("decode", "prefill")):
+        track.main(replace(arguments, only=only))
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["measurement"] for row in rows] == ["train stories-260k", "decode stories-260k", "prefill stories-260k"]
+    assert all(row["ratio"] > 0 < row["per_second"] and row["base"] == row["commit"] for row in rows)
+    assert "| train stories-260k |" in capsys.readouterr().out
+    assert output.with_suffix(".md").exists()
+    assert output.with_suffix(".png").exists()
+    with pytest.raises(SystemExit, match="no commit"):
+        track.main(track.Arguments(("HEAD", "nothing"), output=output))

@@ -93,8 +93,15 @@ def subject(tmp_path_factory):
     return Subject(tmp_path_factory.mktemp("modes"))
 
 
-@pytest.mark.parametrize("name", PURE | WHOLE)
-@pytest.mark.parametrize("mode", MODES)
+# Every function in one of the modes, and every mode for some functions; the rest is slow.
+CASES = [
+    pytest.param(mode, name, marks=[] if i % len(MODES) == j else (pytest.mark.slow, pytest.mark.rotating))
+    for i, name in enumerate(PURE | WHOLE)
+    for j, mode in enumerate(MODES)
+]
+
+
+@pytest.mark.parametrize(("mode", "name"), CASES)
 def test_functions_run_under_checking_modes(mode, name, subject):
     with MODES[mode]():
         jax.block_until_ready((PURE | WHOLE)[name](subject))

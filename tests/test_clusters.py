@@ -63,6 +63,7 @@ def submit(arguments, environment):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_the_slurm_script_trains(cluster, tmp_path):
     write, environment, port = cluster
     write("srun", f"shift\n{TASKS}")
@@ -136,6 +137,7 @@ def pods(cluster, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_the_pods_train_and_are_started_again_when_stopped(pods, tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
     started = pods(200)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from argparse import Namespace
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ import scaling
 import shakespeare
 import soak_serve
 import soft_cap
+import speedrun
 import stories
 import three_ways
 
@@ -25,6 +27,8 @@ import llama_jax
 from llama_jax import ops
 from llama_jax.formats.loading import bundled
 from llama_jax.ops.attention import AttentionMask, KVView
+from llama_jax.runs.overrides import override
+from llama_jax.runs.signals import StopRequest
 
 WORDS = "the lion and the mouse, said Lily; a tree in the garden of the king: who goes there? nobody, my lord."
 
@@ -345,3 +349,137 @@ def test_finetune(tmp_path, capsys):
     before = arguments.output.read_text()
     finetune.main(arguments)  # of what is finished nothing runs again
     assert arguments.output.read_text() == before
+
+
+SMALL_ENTRY = (
+    *("model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.n_layers=1", "model.hidden_dim=64"),
+    *("model.vocab_size=320", "model.max_seq_len=64", "batch=2", "length=32", "steps=4", "optimizer.warmup_steps=1"),
+)
+
+
+@pytest.fixture(scope="module")
+def slices(tmp_path_factory):
+    """Three files as the slices of TinyStories are: no end of a story looks the same."""
+    folder, rng = tmp_path_factory.mktemp("slices"), np.random.default_rng(1)
+    words = WORDS.replace("\n", " ").split()
+    told = [f"Once upon a time {' '.join(rng.choice(words, 30))}.\n\n{' '.join(rng.choice(words, 20))}." for _ in range(90)]
+    (folder / "tinystories-train.txt").write_text("\n".join(told[:40]))
+    (folder / "tinystories-v2-train.txt").write_text("\n<|endoftext|>\n".join(told[40:80]).replace("\n\n", "\n"))
+    (folder / "tinystories-valid.txt").write_text("\n\n".join(told[80:]))
+    return folder
+
+
+class Told:
+    """A clock that is told how the time passes."""
+
+    left = 100.0
+
+
+def test_as_many_steps_are_taken_as_fit_into_the_time():
+    clock = Told()
+
+    def rehearse(recipe, log):
+        assert recipe.steps == speedrun.REHEARSED
+        clock.left -= 10  # compilation and the like
+        for step in range(1, recipe.steps + 1):
+            clock.left -= 0.5
+            if step == 1 or step % recipe.log_every == 0:
+                log.progress("")
+
+    found = speedrun.fit(speedrun.baseline(), rehearse, clock)
+    assert (0.9 * (100 - 18 - 10)) / 0.5 < found.steps < (100 - 18 - 10) / 0.5
+    assert found.optimizer.warmup_steps == min(speedrun.baseline().optimizer.warmup_steps, found.steps // 10)
+    fixed = speedrun.with_steps(speedrun.baseline(), 7)
+    assert speedrun.fit(fixed, rehearse, clock) is fixed
+    clock.left = 18
+    with pytest.raises(SystemExit, match="no step fits"):
+        speedrun.fit(speedrun.baseline(), rehearse, clock)
+
+
+@pytest.mark.parametrize("name", ["wall", "processor"])
+def test_the_clock_asks_a_run_for_its_end(name):
+    deadline = time.monotonic() + 60
+
+    def wait(stop=None):
+        while (stop is None or stop.name is None) and time.monotonic() < deadline:
+            pass
+
+    with StopRequest() as stop, speedrun.Clock(1e-4, name).stopping():
+        wait(stop)
+    assert stop.name == "SIGTERM"
+    with pytest.raises(SystemExit, match="outside of training"), speedrun.Clock(1e-4, name).stopping():
+        wait()
+
+
+def test_what_was_tried_changes_our_entry():
+    assert speedrun.h100().model.dim == 768
+    for changes in speedrun.TRIED.values():
+        assert override(speedrun.ours(), changes) != speedrun.ours()
+
+
+def test_no_validation_story_is_trained_on(slices, tmp_path):
+    text = speedrun.prepare(slices, tmp_path)
+    assert text.changed == (text.training[0].name, text.validation.name)  # not the text of the rules
+    assert len(list(speedrun.stories_of(text.training))) == 80
+    for training in ((), (text.validation,)):
+        other = tmp_path / "other"
+        other.mkdir(exist_ok=True)
+        for path in slices.iterdir():
+            (other / path.name).write_bytes(path.read_bytes())
+        (other / "tinystories-train.txt").write_bytes((slices / "tinystories-valid.txt").read_bytes())
+        with pytest.raises(SystemExit, match="are in the training text"):
+            speedrun.prepare(other, tmp_path / "again", training)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_speedrun(slices, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(speedrun, "use", lambda track: None)  # this process keeps its cores
+    monkeypatch.setenv("LLAMA_JAX_CACHE", str(tmp_path))
+    output = tmp_path / "found.json"
+    practice = speedrun.Run("baseline", SMALL_ENTRY, minutes=60, data=slices, output=output)
+    practice.run()
+    assert "practice: not recorded" in capsys.readouterr().out
+    assert not output.exists()
+    replace(practice, changes=(*SMALL_ENTRY, "vocabulary=given"), name="baseline", idea=True).run()
+    [row] = speedrun.read_rows(output)
+    assert row["steps"] == row["planned"] == 4
+    assert row["tokens"] == 4 * 2 * 32
+    assert 0 < row["bits_per_byte"] < 8
+    assert 0 < row["used"] < 60
+    assert "| baseline | " in speedrun.tables([row])["ideas"]
+
+
+def leaky(x, weight, eps):
+    """A norm that tells each position of those after it."""
+    return ops.rms_norm(x + x.mean(1, keepdims=True), weight, eps)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_a_model_that_sees_what_comes_is_no_entry(slices, tmp_path):
+    text = speedrun.prepare(slices, tmp_path)
+    recipe = replace(override(speedrun.baseline(), SMALL_ENTRY), parts=llama_jax.Parts(norm=leaky))
+    with pytest.raises(SystemExit, match="depend on the second half"):
+        speedrun.attempt(recipe, text, speedrun.Clock(60, "wall"), tmp_path)
+
+
+def test_the_page_of_the_speedrun_has_the_results():
+    page = speedrun.PAGE.read_text("utf-8")
+    assert speedrun.with_tables(page, speedrun.tables(speedrun.read_rows(speedrun.RESULTS))) == page
+    for name, found in speedrun.TEXTS.items():
+        assert f"| {name} | `{found}` |" in page
+
+
+def test_the_best_entry_stands_first_and_ideas_show_their_change():
+    common = {"by": "A", "date": "2026-11-26", "device": "a CPU", "parameters": 2e6, "steps": 9, "tokens": 1e6, "used": 29.9}
+    common |= {"minutes": 30.0, "clock": "wall"}
+    row = lambda kind, name, bits: {"kind": kind, "name": name, "bits_per_byte": bits, **common}
+    first, tried = next(iter(speedrun.IDEAS)), next(iter(speedrun.TRIED))
+    rows = [row("cores", "one", 1.1), row("cores", "two", 1.0), row("h100", "three", 0.5)]
+    rows += [row("idea", tried, 1.25), row("idea", first, 1.2), row("idea", "baseline", 1.5)]
+    found = speedrun.tables(rows)
+    assert [line.split(" | ")[2] for line in found["cores"].splitlines()[2:]] == ["two", "one"]
+    assert "three" in found["h100"]
+    assert f"| {first} | 1.2000 | -0.3000 | 9 |" in found["ideas"]
+    assert f"| {tried} | 1.2500 | +0.0500 | 9 |" in found["ideas"]

@@ -43,6 +43,7 @@ def run_main(report, folder: Path, **arguments) -> tuple[int, dict]:
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_every_section_measures(report, tmp_path, capsys):
     code, found = run_main(report, tmp_path, time_limit=3000)
     assert code == 0, capsys.readouterr().out
@@ -131,6 +132,7 @@ def test_failures_are_rows_and_the_rest_goes_on(report, monkeypatch, tmp_path, c
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_no_time_left_skips_everything(report, tmp_path):
     code, found = run_main(report, tmp_path, time_limit=0)
     assert code == 0

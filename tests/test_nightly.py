@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="waits for pipes
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_ten_thousand_cases(tmp_path):
     found = damaged_files.run(10_000, seed=2, workers=2, keep=str(tmp_path))
     assert found["failures"] == []
@@ -49,6 +50,7 @@ def script(name, *arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork and Linux's names of open files")
 def test_some_moments_of_writing():
     """Each thing that is written is killed once and once finds no room."""
@@ -84,6 +86,7 @@ print(json.dumps(killed_writes.run(range(0, 80, 10), 1)))
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork and Linux's names of open files")
 def test_a_careless_writer_is_seen():
     done = subprocess.run(
@@ -94,6 +97,7 @@ def test_a_careless_writer_is_seen():
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_some_ragged_batches():
     found = ragged_batches.run(range(15), seed=1)
     assert found["failures"] == []
@@ -112,6 +116,7 @@ def test_a_row_that_minds_its_neighbours_is_seen(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_some_profiles_over_saves():
     found = script("profiled_saves.py", "--cases", 3, "--seed", 1)
     assert found["failures"] == []

@@ -74,7 +74,7 @@ LESS = {
             "evaluate_tokens=": "64",
             "save_every=": "2",
         },
-        **{"sample_tokens=": "4", "log_every=": "1", "prompts=": "()", "optimizer.warmup_steps=": "0"},
+        **{"sample_tokens=": "4", "log_every=": "1", "prompts=": "()"},
     },
 }
 LESS_OF = {
@@ -117,7 +117,7 @@ def blocks_of(path: Path) -> list[Block]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-RUN = sorted({block.page for block in BLOCKS if not block.not_run})
+RUN = sorted({block.page for block in BLOCKS if not block.not_run} - {"docs/first_hour.md"})  # see test_first_hour.py
 
 
 def commands_of(code: str) -> list[tuple[dict[str, str], list[str], str]]:
@@ -185,7 +185,12 @@ def run_shell(block: Block) -> None:
         if words[0] in ("pip", "pytest"):  # what brought this test here
             continue
         if words[0] == "python":  # tests/test_experiments.py runs them
-            assert (ROOT / words[1]).exists(), where
+            assert (ROOT / words[1]).exists() or Path(words[1]).exists(), where  # or they are blocks of the page
+        elif words[:2] == ["docker", "build"]:
+            assert (ROOT / words[words.index("-f") + 1]).exists(), where
+        elif words[:2] == ["docker", "run"]:
+            if inside := words[words.index("llama-jax") + 1 :]:
+                only_parsed(inside, where)
         elif words[0] == "llama-jax" and words[1] in NOT_ENDING:
             only_parsed(words[1:], where)
         elif words[0] == "llama-jax":
@@ -262,7 +267,7 @@ def test_training_on_the_pages_has_settings_that_go_together():
 
 def test_every_block_is_run_or_says_why_not():
     assert len([block for block in BLOCKS if not block.not_run]) > 30
-    assert len([block for block in BLOCKS if block.not_run]) < 20
+    assert len([block for block in BLOCKS if block.not_run]) < 25
     fences = sum(
         len(re.findall(r"^ *```(?:python|bash|sh|shell|console|py)\b", page.read_text("utf-8"), re.MULTILINE))
         for page in PAGES
@@ -354,6 +359,35 @@ def test_the_training_step_of_the_page_has_float32_parameters_whatever_the_file_
     assert {leaf.dtype.name for leaf in jax.tree.leaves(names["state"].params)} == {"float32"}
     assert 0 < float(names["metrics"]["loss"]) < 10
     assert int(names["state"].step) == 1
+
+
+EXAMPLES = [block for block in BLOCKS if block.page == "docs/parallel_examples.md" and block.language == "python"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_programs_of_the_page_continue_each_others_runs(exact, tmp_path, monkeypatch):
+    """Over a mesh, then by pmap, then over the mesh, with the losses of a run that stays on the mesh."""
+    lay_out(tmp_path)
+
+    def losses(folder: str, *runs: tuple[int, int]) -> list[float]:
+        """Of runs of (program, steps) one after the other."""
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        Path("stories.txt").symlink_to(tmp_path / "stories.txt")
+        found = []
+        for program, steps in runs:
+            code = _instead(EXAMPLES[program]).replace("STEPS, FOLDER = 4,", f"STEPS, FOLDER = {steps},")
+            if exact:
+                code = code.replace("options = StepOptions()", "options = StepOptions(virtual_shards=8)")
+            names: dict = {}
+            exec(compile(code, EXAMPLES[program].page, "exec"), names)
+            found += names["losses"]
+        return found
+
+    stayed, moved = losses("stayed", (0, 6)), losses("moved", (0, 2), (1, 2), (0, 2))
+    assert len(moved) == 6
+    assert moved == (stayed if exact else pytest.approx(stayed, rel=1e-5))
 
 
 def test_every_name_of_the_tree_is_there():

@@ -23,6 +23,7 @@ FLOOR = {
     "model": 2,
     "inference": 3,
     "training": 3,
+    "nnx_module": 3,  # the functions of a model with its parameters inside, for trainers of others
     "tokenizers": 3,
     "data": 4,  # reads text through a tokenizer
     "parallel": 4,  # lays out what is trained and decoded

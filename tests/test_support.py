@@ -174,7 +174,7 @@ DEFAULT = {("olmo3", feature) for feature in FEATURES if feature not in ("exact"
 def marks(kind, feature):
     refused = feature == "exact" and FAMILY_MODELS[kind].experts
     mark = pytest.mark.refuses(feature) if refused else pytest.mark.supports(feature)
-    return [mark] if (kind, feature) in DEFAULT else [mark, pytest.mark.slow]
+    return [mark] if (kind, feature) in DEFAULT else [mark, pytest.mark.slow, pytest.mark.rotating]
 
 
 @pytest.mark.parametrize(

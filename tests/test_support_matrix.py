@@ -121,7 +121,7 @@ def test_marks_become_claims_and_outcomes_lines(tmp_path, monkeypatch):
         claims.pytest_runtest_logreport(
             SimpleNamespace(when=when, outcome=outcome, passed=outcome == "passed", user_properties=of_kind.user_properties)
         )
-    assert support_matrix.read_run([tmp_path / "run"]) == ({"tests/test_a.py"}, wanted, set(), {GGUF})
+    assert support_matrix.read_run([tmp_path / "run"]) == ({"tests/test_a.py"}, wanted, set(), {GGUF}, set())
     with pytest.raises(ValueError, match="claims to support 'flying'"):
         claims.pytest_collection_modifyitems(config, [item({"kind": "cwm"}, pytest.mark.supports("flying").mark)])
 
@@ -163,3 +163,15 @@ def test_the_checks_of_a_device_find_what_is_wrong(monkeypatch):
     monkeypatch.setattr(families, "generate", lambda kind, device: {"ok": False})
     rows = list(families.families(Run(jax.devices()[0], SMALL, time_limit=1e9)))
     assert [row["ok"] for row in rows] == [False] * 3
+
+
+def test_tests_of_another_turn_are_no_failures(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMA_JAX_SUPPORT_RUN", str(tmp_path / "run"))
+    monkeypatch.setenv("LLAMA_JAX_TURN", "3")
+    claims = SupportClaims(SimpleNamespace())
+    marks = pytest.mark.supports("GGUF").mark, pytest.mark.rotating.mark
+    claims.pytest_deselected([item({"kind": "cwm"}, *marks), item({"kind": "phi3"}, marks[0])])
+    support_matrix.write_report(tmp_path / "support.json", {"cpu": {"date": "2026-01-01", "jax": "0"}}, {GGUF})
+    assert support_matrix.main(arguments(tmp_path, tmp_path / "run", check=True)) == 0
+    support_matrix.write_report(tmp_path / "support.json", {}, {GGUF._replace(family="phi3")})
+    assert support_matrix.main(arguments(tmp_path, tmp_path / "run", check=True)) == 1

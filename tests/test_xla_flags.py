@@ -146,7 +146,7 @@ def test_a_flag_that_this_xla_does_not_have_is_left_out(libraries):
 
 def test_after_jax_has_started_nothing_would_be_read(libraries, monkeypatch):
     monkeypatch.setattr(flags, "_has_started", lambda: True)
-    with pytest.raises(UserError, match="JAX has started its devices, and reads XLA_FLAGS no more"):
+    with pytest.raises(UserError, match="JAX has started its devices and no longer reads XLA_FLAGS"):
         set_flags(("gpu",), training=True, environment={})
     assert set_flags(("cpu",), training=True, environment={}) == FlagChanges()  # there is nothing to set
 

@@ -1,1 +1,1 @@
-"""The costs of a program before it runs: memory, communication and least time, by the compiler of its hardware."""
+"""The costs of a program before it runs: memory, communication and a lower bound on time, from the hardware's compiler."""

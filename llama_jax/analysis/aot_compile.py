@@ -1,16 +1,15 @@
-"""The accelerators' own compilers, on a machine without an accelerator.
+"""Compilation for accelerators on a machine without them.
 
 `libtpu` and JAX's CUDA plugin compile for described devices that need not exist: `jax.experimental.topologies`. The result
-is the program that would run, with its fusions, kernels, copies and collectives in the order of their schedule, and the
-memory that this compiler plans. It has no times, and the tile sizes of a GPU's matrix products are defaults, since nothing
-can be measured.
+is the program that would run, with its fusions, kernels, copies and collectives in scheduled order, and the memory that
+this compiler plans. It has no times, and a GPU's matrix products have default tile sizes, since nothing can be measured.
 
 The wheels are large or specific to a machine, so they are not requirements of this package. For the TPU:
 
     pip install -e ".[compile-tpu]"
 
-For GPUs, in an environment of its own. The second line brings JAX's plugin without the CUDA libraries that only running
-needs (4.4 GB); cuDNN asks for cuBLAS, which its compiler does not read, and is therefore installed without what it asks for:
+For GPUs, in a separate environment. The first line installs JAX's plugin without the CUDA libraries that only running
+needs (4.4 GB); cuDNN requires cuBLAS, which its compiler does not use, and is therefore installed without dependencies:
 
     pip install -e ".[compile-gpu]"
     pip install --no-deps nvidia-cudnn-cu12
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class CompilerError(MeshError):
-    """A compiler that is not installed, or does not start."""
+    """A compiler is not installed, or does not start."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class _Tpu:
     """A generation of TPUs.
 
     Attributes:
-      name: as `topologies` knows it.
-      axes: of its network, a torus.
+      name: as in `topologies`.
+      axes: number of axes of its network, a torus.
       largest: chips of its largest slice along each axis, in powers of two.
     """
 
@@ -54,16 +53,16 @@ class _Tpu:
 
 @dataclass(frozen=True)
 class _Gpu:
-    """What XLA's GPU compiler asks of a device: the fields of its `GpuTargetConfigProto` in which cards differ.
+    """The properties of a device that XLA's GPU compiler needs: fields of `GpuTargetConfigProto` that differ between cards.
 
     Attributes:
-      name: as the driver gives it.
+      name: as reported by the driver.
       capability: the compute capability.
       cores: streaming multiprocessors.
       lanes: float32 units in each.
-      shared: bytes of shared memory in each; a block can have 1,024 fewer.
+      shared: bytes of shared memory in each; a block can use 1,024 fewer.
       bandwidth: of its memory, bytes/s.
-      cache: bytes of its second cache.
+      cache: bytes of its L2 cache.
       clock: GHz.
       memory: bytes that the driver reports.
     """
@@ -81,13 +80,13 @@ class _Gpu:
 
 TPUS = {"tpu-v5e": _Tpu("v5e", 2, 16), "tpu-v5p": _Tpu("v5p", 3, 16), "tpu-v6e": _Tpu("v6e", 2, 16)}
 
-# What the drivers report of these cards, as openxla/xla records it in xla/backends/gpu/target_config/specs.
+# Driver values of these cards, as recorded in openxla/xla, xla/backends/gpu/target_config/specs.
 GPUS = {
     "a100": _Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 167936, 2039040000000, 41943040, 1.41, 85100068864),
     "h100": _Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 233472, 3352320000000, 52428800, 1.98, 84942979072),
     "h200": _Gpu("NVIDIA H200", (9, 0), 132, 128, 233472, 4800000000000, 52428800, 1.98, 151397597184),
     "b200": _Gpu("NVIDIA B200", (10, 0), 148, 128, 233472, 7672320000000, 132644864, 1.965, 191514411008),
-    # Of these it has none: NVIDIA's whitepapers of the architectures GA102 (2021) and Ada (2023), datasheets of A10 and L4.
+    # Not recorded there: NVIDIA's whitepapers on the GA102 (2021) and Ada (2023) architectures, datasheets of A10 and L4.
     "rtx-3090": _Gpu("NVIDIA GeForce RTX 3090", (8, 6), 82, 128, 102400, 936000000000, 6291456, 1.695, 24 << 30),
     "rtx-4090": _Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 128, 102400, 1008000000000, 75497472, 2.52, 24 << 30),
     "a10": _Gpu("NVIDIA A10", (8, 6), 72, 128, 102400, 600000000000, 6291456, 1.695, 24 << 30),
@@ -96,42 +95,42 @@ GPUS = {
 NAMES = (*TPUS, *GPUS)
 GPUS_PER_HOST = 8
 _ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks the cloud where it runs
+    "TPU_SKIP_MDS_QUERY": "1",  # otherwise libtpu queries the cloud for its location
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no TPU is touched, so there is nothing that two processes could not share
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no TPU is used, so processes need no exclusive access
 }
 
 
 def missing_compiler(hardware: str) -> str | None:
-    """Why no compiler of that hardware can be used here, in one line; None if one can.
+    """The reason why no compiler for this hardware can be used here, in one line; None if one can.
 
     Args:
       hardware: a name such as "tpu-v5e" or "h100", see `hardware.named_hardware`.
     """
     if hardware in TPUS:
-        return None if util.find_spec("libtpu") else 'libtpu is not installed; pip install -e ".[compile-tpu]" brings it'
+        return None if util.find_spec("libtpu") else 'libtpu is not installed; pip install -e ".[compile-tpu]" installs it'
     if hardware in GPUS:
         if util.find_spec("jax_cuda12_plugin"):
             return None
-        return 'the CUDA plugin is not installed; pip install -e ".[compile-gpu]" brings it (docs/devices.md)'
-    return f"no compiler is described for {hardware}; there are {', '.join(NAMES)}"
+        return 'the CUDA plugin is not installed; pip install -e ".[compile-gpu]" installs it (docs/devices.md)'
+    return f"no compiler is described for {hardware}; use one of {', '.join(NAMES)}"
 
 
 def compiler_version(hardware: str) -> str:
-    """The name and version of the compiler for that hardware."""
+    """The name and version of the compiler for this hardware."""
     package = "libtpu" if hardware in TPUS else "jax-cuda12-plugin"
     return f"{package} {metadata.version(package)}"
 
 
 def mesh_for(hardware: str, sizes: MeshSizes) -> Mesh:
-    """A mesh of devices that need not exist: programs over it compile with the hardware's own compiler.
+    """A mesh of devices that need not exist: programs over it are compiled by the hardware's own compiler.
 
     Programs choose kernels for the platform that they are traced for, so they must be traced under the mesh, as
     `memory.Program` does: `with jax.sharding.use_abstract_mesh(mesh.abstract_mesh)`.
 
     Raises:
       CompilerError: its compiler is missing or does not start.
-      MeshError: a number of devices that the hardware is not connected in.
+      MeshError: the hardware cannot be connected in this number of devices.
     """
     from llama_jax.parallel.mesh import make_mesh
 
@@ -140,10 +139,10 @@ def mesh_for(hardware: str, sizes: MeshSizes) -> Mesh:
 
 @lru_cache(maxsize=64)
 def devices_of(hardware: str, count: int) -> tuple[jax.Device, ...]:
-    """This many devices of that hardware, in the smallest slice of a TPU pod or the smallest number of hosts.
+    """`count` devices of this hardware, in the smallest slice of a TPU pod or the smallest number of hosts.
 
     Raises:
-      CompilerError, MeshError: as `mesh_for`.
+      CompilerError, MeshError: as for `mesh_for`.
     """
     if hardware in TPUS:
         described: dict[str, Any] = {"platform": "tpu", **tpu_topology(hardware, count)}
@@ -151,7 +150,7 @@ def devices_of(hardware: str, count: int) -> tuple[jax.Device, ...]:
         hosts, beyond = divmod(count, GPUS_PER_HOST)
         if hosts and beyond:
             raise MeshError(
-                f"{count} GPUs are not whole hosts of {GPUS_PER_HOST}; take a multiple, or fewer than {GPUS_PER_HOST}"
+                f"{count} GPUs are not whole hosts of {GPUS_PER_HOST}; use a multiple, or fewer than {GPUS_PER_HOST}"
             )
         shape = f"{hosts}x{GPUS_PER_HOST}x1" if hosts else f"1x{count}x1"
         described = {"platform": "cuda", "target_config": gpu_target(hardware), "topology": shape}
@@ -164,13 +163,13 @@ def devices_of(hardware: str, count: int) -> tuple[jax.Device, ...]:
         os.environ.update(_ENVIRONMENT)  # read once, when libtpu is loaded
     try:
         found = topologies.get_topology_desc(**described).devices
-    except Exception as error:  # of whatever type the plugin raises
+    except Exception as error:  # the plugin may raise any type
         raise CompilerError(f"the compiler for {hardware} does not start: {str(error).splitlines()[0]:.300}") from error
     return tuple(found)
 
 
 def tpu_topology(hardware: str, count: int) -> dict[str, Any]:
-    """The slice of a pod with so many chips, as `topologies.get_topology_desc` takes it: powers of two, as square as can be.
+    """Arguments of `topologies.get_topology_desc` for a slice of a pod with `count` chips: powers of two, nearly square.
 
     Raises:
       MeshError: no such slice.
@@ -179,13 +178,13 @@ def tpu_topology(hardware: str, count: int) -> dict[str, Any]:
     sides = [1] * tpu.axes
     power = count.bit_length() - 1
     if count != 1 << power:
-        raise MeshError(f"slices of {hardware} are planned in powers of two, not with {count} chips")
+        raise MeshError(f"slices of {hardware} must have a power of two of chips, not {count}")
     for i in range(power):
         sides[i % tpu.axes] *= 2
     if max(sides) > tpu.largest:
         raise MeshError(f"a pod of {hardware} has no slice of {count} chips")
     if count > 4:
-        sides.sort()  # 2x4 and not 4x2; a host has 2x2x1
+        sides.sort()  # 2x4, not 4x2; a host has 2x2x1
     found: dict[str, Any] = {"topology_name": f"{tpu.name}:{'x'.join(map(str, sides))}"}
     return found if count >= 4 else found | {"chips_per_host_bounds": [*sides, 1][:3]}
 

@@ -1,14 +1,14 @@
-"""The communication between the devices of a mesh, read from the text of a compiled program: nothing runs.
+"""The communication between the devices of a mesh, from the text of a compiled program, without running it.
 
-XLA writes the collectives into the program that every device runs (Xu et al. 2021, GSPMD); so the text has their kinds,
-their axes of the mesh, their sizes and, as loops state their trip counts, their numbers. `compiled.as_text()` lists the
-instructions of each computation in the order of their schedule.
+XLA writes the collectives into the program that every device runs (Xu et al. 2021, GSPMD), so the text contains their kinds,
+mesh axes and sizes and, since loops state their trip counts, how often they run. `compiled.as_text()` lists the instructions
+of each computation in scheduled order.
 
-XLA for CPU differs from that for GPU and TPU in two ways that the figures show:
+XLA for CPU differs from XLA for GPU and TPU in two ways that affect the figures:
 
-- It never forms a reduce-scatter: it sums all of an array on all devices, and each then takes its part. `Collective.sliced`
+- It never forms a reduce-scatter: it sums a whole array on all devices, and each then takes its part. `Collective.sliced`
   counts such bytes.
-- It sums 16-bit numbers in float32, which doubles the bytes; `Collective.dtypes` shows that.
+- It sums 16-bit floats in float32, which doubles the bytes; `Collective.dtypes` shows that.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Collective:
     """One collective instruction of a program.
 
     Attributes:
-      kind: as XLA calls it.
-      axes: of the mesh, along which the devices of a group differ.
-      group: how many devices exchange with each other.
-      bytes: of the whole result on one device, all arrays together, for one execution.
-      sliced: of the bytes of an all-reduce, those of arrays that the device then uses only in part: a backend that forms
+      kind: as in XLA.
+      axes: mesh axes along which the devices of a group differ.
+      group: number of devices that communicate with each other.
+      bytes: size of the whole result on one device, all arrays together, for one execution.
+      sliced: bytes of an all-reduce in arrays of which the device then uses only a part: a backend that forms
         reduce-scatter sends half as much for them.
       shapes: of the arrays of the result, "f32[128,64]".
-      loops: trip counts of the loops around it, the outermost first; None if the program does not tell. A branch is counted
-        as if it were taken.
-      op_name: by JAX, of the operation that it belongs to: a path with the transformations applied.
+      loops: trip counts of the loops around it, outermost first; None if the program does not state it. Branches are counted
+        as if taken.
+      op_name: JAX's name of the operation that it belongs to: a path with the transformations applied.
     """
 
     kind: CollectiveKind
@@ -58,27 +58,27 @@ class Collective:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The types of elements, as XLA names them: "f32", "bf16"."""
+        """The element types, as XLA names them: "f32", "bf16"."""
         return tuple(dict.fromkeys(shape.partition("[")[0] for shape in self.shapes))
 
     @property
     def count(self) -> int:
-        """Executions while the program runs once; of one turn of every loop whose trips are not known."""
+        """Executions in one run of the program, with one iteration for every loop of unknown trip count."""
         return math.prod(trips for trips in self.loops if trips is not None)
 
     @property
     def is_counted(self) -> bool:
-        """Whether the trips of all loops around it are known, so that `count` is that of the whole program."""
+        """Whether the trip counts of all loops around it are known, so that `count` is exact."""
         return None not in self.loops
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends in one execution by a ring, the least there is: see `ring_bytes`."""
+        """Bytes that a device sends in one execution with a ring, the minimum: see `ring_bytes`."""
         return ring_bytes(self.kind, self.bytes, self.group)
 
     @property
     def sent_if_scattered(self) -> float:
-        """The same with a reduce-scatter for what is sliced."""
+        """`sent` with a reduce-scatter for sliced arrays."""
         return self.sent - ring_bytes(self.kind, self.sliced, self.group) / 2
 
     @property
@@ -99,11 +99,11 @@ class Traffic:
     """The collectives of one kind along the same axes, added up over a run of the program.
 
     Attributes:
-      instructions: how many there are in the program's text.
+      instructions: number of them in the program's text.
       count: executions.
-      bytes: of their results on one device.
+      bytes: size of their results on one device.
       sent, sent_if_scattered: bytes that one device sends, see `Collective`.
-      is_counted: whether the trips of all loops are known; otherwise the figures are those of one turn.
+      is_counted: whether the trip counts of all loops are known; otherwise the figures are for one iteration.
     """
 
     kind: CollectiveKind
@@ -117,9 +117,9 @@ class Traffic:
 
 
 def ring_bytes(kind: CollectiveKind, size: float, group: int) -> float:
-    """Bytes that each of `group` devices sends in rings, for a result of `size` bytes on each.
+    """Bytes that each of `group` devices sends with a ring algorithm, for a result of `size` bytes on each.
 
-    Parts go around and each device adds to them or copies them: no algorithm sends less (Patarasuk & Yuan 2009, theorem 1).
+    Parts go around, and each device adds to them or copies them: no algorithm sends less (Patarasuk & Yuan 2009, theorem 1).
     """
     others = group - 1
     match kind:
@@ -128,29 +128,29 @@ def ring_bytes(kind: CollectiveKind, size: float, group: int) -> float:
         case "all-gather" | "all-to-all":
             return others / group * size
         case "reduce-scatter":
-            return others * size  # the result is a part of what comes in
+            return others * size  # the result is a part of the input
         case _:
             return size if others else 0.0
 
 
 def find_collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective]:
-    """Every collective of a compiled program, those that a computation calls before its own.
+    """Every collective of a compiled program, with those of called computations before the caller's.
 
-    One in a computation that is called from several places is listed for each of them.
+    A collective in a computation with several callers is listed for each of them.
 
     Args:
       program: the text of a compiled program, `compiled.as_text()`.
-      mesh: over which it was compiled: devices count in its order.
+      mesh: the mesh it was compiled for; devices are numbered in its order.
     """
     text, shape = ProgramText(program), dict(mesh.shape)
     return [_read(text, where, one, shape, loops) for where, one, loops in collective_instructions(text)]
 
 
 def collective_instructions(text: ProgramText) -> Iterator[tuple[str, Instruction, Loops]]:
-    """The instructions of `find_collectives`: the computation, the instruction, and the trips of the loops around it."""
+    """The instructions of `find_collectives`: the computation, the instruction, and the trip counts of enclosing loops."""
     held = {name: [one for one in lines if _COLLECTIVE.match(one.opcode)] for name, lines in text.computations.items()}
-    # A TPU writes an asynchronous collective three times: where it starts, where it goes on inside of a fusion that computes
-    # something else, and where it is waited for. The first counts.
+    # A TPU writes an asynchronous collective three times: where it starts, where it continues in a fusion that computes
+    # something else, and where it ends. The first counts.
     for name in held:
         waits = any(one.target == "AsyncCollectiveDone" for one in text.computations[name])
         if waits or name.startswith("async_collective_fusion"):
@@ -173,15 +173,15 @@ def collective_instructions(text: ProgramText) -> Iterator[tuple[str, Instructio
 
 
 def _calls(text: ProgramText, computation: str) -> Iterator[tuple[str, Loops]]:
-    """What a computation calls: its name, and the trips of the loop if it is one's body."""
+    """The computations that a computation calls: name, and the trip count if it is the body of a loop."""
     for one in text.computations[computation]:
-        if ("=%" in one.line or "={%" in one.line) and not _COLLECTIVE.match(one.opcode):  # which may hold the plain one
+        if ("=%" in one.line or "={%" in one.line) and not _COLLECTIVE.match(one.opcode):  # its computation may repeat it
             loop = (text.trips(computation, one),) if one.opcode == "while" else ()
             yield from ((name, loop) for name in one.called if name in text.computations)
 
 
 def add_up(collectives: Iterable[Collective]) -> list[Traffic]:
-    """The traffic by kind and axes, the most bytes first."""
+    """The traffic by kind and axes, those with the most bytes first."""
     groups: dict[tuple[CollectiveKind, tuple[str, ...]], list[Collective]] = {}
     for found in collectives:
         groups.setdefault((found.kind, found.axes), []).append(found)
@@ -209,15 +209,15 @@ def _read(text: ProgramText, computation: str, one: Instruction, mesh: dict[str,
     assert found is not None
     result = one.type
     if found["start"] and found["kind"] != "all-reduce":
-        result = tuple_elements(result)[1]  # what goes in, what comes out, and sometimes more
+        result = tuple_elements(result)[1]  # input, output, and sometimes more
     kind = cast(CollectiveKind, found["kind"])
-    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):  # a TPU's name for it
+    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):  # the TPU's name for a reduce-scatter
         kind, result = "reduce-scatter", lines[-1].type
     arrays = [array[:4] for array in ARRAY.findall(result)]
     sizes = [array_bytes(*array) for array in arrays]
     groups = groups_of(one.rest, math.prod(mesh.values()))
     axes = axes_of(groups, mesh)
-    # All that a device's partners differ in, also where each is sent to one of them only.
+    # All axes in which a device's partners differ, even if it sends only to one of them.
     group = math.prod(mesh[axis] for axis in axes) if found["kind"] == "collective-permute" else groups.shape[1]
     op_name = re.search(r'op_name="([^"]*)"', one.line)
     return Collective(
@@ -233,7 +233,7 @@ def _read(text: ProgramText, computation: str, one: Instruction, mesh: dict[str,
 
 
 def _sliced(text: ProgramText, one: Instruction, lines: list[Instruction], sizes: list[int]) -> int:
-    """Bytes of those arrays of a collective's result that are only read in parts; `lines` are its computation's."""
+    """Bytes of the arrays of a collective's result that are only read in parts; `lines` are its computation's."""
     if len(sizes) == 1:
         return sizes[0] * _is_sliced(text, one.name, lines)
     parts = {
@@ -245,7 +245,7 @@ def _sliced(text: ProgramText, one: Instruction, lines: list[Instruction], sizes
 
 
 def _is_sliced(text: ProgramText, name: str, lines: list[Instruction]) -> bool:
-    """Whether nothing but slices at places that differ by device are taken of an array, also inside of fusions."""
+    """Whether an array is only read through slices whose position differs by device, including in fusions."""
     users = [one for one in lines if name in one.operands]
     return bool(users) and all(_slices(text, user, name, lines) for user in users)
 
@@ -266,7 +266,7 @@ def _slices(text: ProgramText, user: Instruction, name: str, lines: list[Instruc
 
 
 def groups_of(attributes: str, devices: int) -> np.ndarray:
-    """Which devices exchange with each other: int[groups, group]."""
+    """The groups of devices that communicate with each other: int[groups, group]."""
     pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
     if pairs:
         return np.array(re.findall(r"(\d+),(\d+)", pairs[1]), int).reshape(-1, 2)
@@ -286,9 +286,9 @@ def groups_of(attributes: str, devices: int) -> np.ndarray:
 
 
 def _named_groups(mesh: str, ids: str | None, axes: str) -> np.ndarray:
-    """Groups along axes of a mesh that XLA names for itself, or along parts of such axes, as 'axis_1':(2)4.
+    """Groups along axes of a mesh that XLA names itself, or along parts of such axes, as in 'axis_1':(2)4.
 
-    Of an axis, `(before)size` means that it is cut into `before`, `size` and what is left, and the group is the second.
+    `(before)size` splits an axis into `before`, `size` and the rest, and the group is along the second.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", mesh)}
     whole = math.prod(sizes.values())
@@ -311,7 +311,7 @@ def _named_groups(mesh: str, ids: str | None, axes: str) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-    """The numbers from 0 on, in the order that "[8,4]T(1,0)" means: shaped, transposed, and flat again."""
+    """The numbers of an iota such as "[8,4]T(1,0)": from 0 on, reshaped, transposed and flattened."""
     shape, _, permutation = text.partition("T")
     sizes = _numbers(shape)
     order = np.arange(math.prod(sizes)).reshape(sizes)
@@ -343,9 +343,9 @@ class Instruction:
     """A line of a computation.
 
     Attributes:
-      type: of the result, with the layouts.
-      rest: what follows the opcode's bracket: operands and attributes.
-      line: the whole of it.
+      type: type of the result, with layouts.
+      rest: the text after the opcode's bracket: operands and attributes.
+      line: the whole line.
     """
 
     name: str
@@ -360,7 +360,7 @@ class Instruction:
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """Computations that it runs."""
+        """Names of the computations that it runs."""
         return tuple(name for one, several in _CALLED.findall(self.rest) for name in re.findall(r"[\w.\-]+", one or several))
 
     def calls(self, attribute: str) -> str:
@@ -370,7 +370,7 @@ class Instruction:
 
     @property
     def is_root(self) -> bool:
-        """Whether it is the result of its computation."""
+        """Whether it is its computation's result."""
         return self.line.lstrip().startswith("ROOT ")
 
     @property
@@ -405,7 +405,7 @@ class ProgramText:
         return self._named[computation]
 
     def trips(self, computation: str, loop: Instruction) -> int | None:
-        """Turns of a loop, which some compilers note and others leave to its condition; None where it does not tell."""
+        """The trip count of a loop, which some compilers note and others leave to its condition; None if unknown."""
         noted = _TRIPS.search(loop.rest)
         if noted:
             return int(noted[1])
@@ -431,7 +431,7 @@ class ProgramText:
 
 
 def _whole_lines(text: str) -> Iterator[str]:
-    """The lines of a program's text, an instruction in each: what a kernel says of itself may go over several."""
+    """The lines of a program's text, one per instruction: a kernel's backend config may span several lines."""
     inside, instruction = False, ""
     for line in text.splitlines():
         if inside and line != "}" and not line.startswith("  "):
@@ -448,7 +448,7 @@ def _whole_lines(text: str) -> Iterator[str]:
 
 
 def _element(one: Instruction | None) -> int | None:
-    """Which element of a tuple an instruction takes."""
+    """The index of the tuple element that an instruction takes."""
     found = re.search(r"index=(\d+)", one.rest) if one and one.opcode == "get-tuple-element" else None
     return int(found[1]) if found else None
 
@@ -460,7 +460,7 @@ def _whole(one: Instruction | None) -> int | None:
 
 
 def tuple_elements(type: str) -> list[str]:
-    """The types in a tuple's: of "(f32[2], (f32[4], f32[4]))" the two; of another type that one."""
+    """The types in a tuple type: two for "(f32[2], (f32[4], f32[4]))"; for any other type, only that type."""
     if not type.strip().startswith("("):
         return [type]
     parts, depth = [""], 0
@@ -474,7 +474,7 @@ def tuple_elements(type: str) -> list[str]:
 
 
 def array_bytes(letters: str, bits: str, rest: str, shape: str) -> int:
-    """Bytes of an array, by the parts of its type as `ARRAY` finds them, without padding."""
+    """Bytes of an array without padding, from the parts of its type as `ARRAY` matches them."""
     if letters in ("token", "opaque"):
         return 0
     return -(-math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n) * int(bits or 8) // 8)

@@ -1,4 +1,4 @@
-"""Peak figures of accelerators, as their makers publish them: for MFU and rooflines."""
+"""Peak figures of accelerators as published by their vendors, for MFU and rooflines."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device as JAX counts devices, by its datasheet.
+    """The datasheet of one device, as JAX counts devices.
 
     Attributes:
-      name: of the product.
-      flops: bfloat16 matrix products with float32 sums, dense, FLOP/s. Datasheets of NVIDIA like to print twice that, "with
-        sparsity".
-      memory: bytes; a few percent of them are never free. Datasheets write GB for what is GiB.
-      memory_bandwidth: bytes/s between that memory and the chip, reading and writing together.
-      link_bandwidth: bytes/s that the device can send to others, over all its links at once (NVLink, a TPU's interconnect;
-        PCIe where there is nothing else). It can receive as much at the same time: datasheets print the sum of both. On a
-        TPU's torus an exchange along one axis of it has a third or half of the links.
-      domain: how many devices those links connect: the GPUs of a machine, the chips of a TPU pod.
-      network_bandwidth: bytes/s that the device can send beyond its domain, its share of the machine's adapters as the
-        maker builds it; None where none is published.
+      name: the product name.
+      flops: bfloat16 matrix products with float32 accumulation, dense, FLOP/s. NVIDIA's datasheets often give twice that,
+        "with sparsity".
+      memory: bytes; a few percent of them are never free. Datasheets write GB for GiB.
+      memory_bandwidth: bytes/s between memory and chip, reads and writes combined.
+      link_bandwidth: bytes/s that the device can send to others over all its links together (NVLink, a TPU's interconnect,
+        otherwise PCIe). It can receive as much at the same time: datasheets give the sum of both. On a TPU's torus,
+        communication along one axis has a third or half of the links.
+      domain: number of devices that these links connect: the GPUs of a machine, the chips of a TPU pod.
+      network_bandwidth: bytes/s that the device can send beyond its domain, its share of the machine's network adapters in
+        the vendor's configuration; None if none is published.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Hardware:
     network_bandwidth: float | None = None
 
     def holds(self, size: int) -> bool:
-        """Whether this many bytes fit into its memory, with a twentieth of it left for the driver and fragmentation."""
+        """Whether this many bytes fit into its memory, with 5% left for the driver and fragmentation."""
         return size <= 0.95 * self.memory
 
 
-# By a name for the command line: the figures, and `jax.Device.device_kind`, a GPU's name in its driver or a TPU's in JAX's
-# own tables.
+# By command-line name: the figures, and `jax.Device.device_kind`, which is a GPU's name in its driver or a TPU's in JAX's
+# tables.
 PUBLISHED = {
     # NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOPS, NVLink 600 GB/s both ways, two PCIe cards by a bridge;
     # A100 40 GB whitepaper: 1,555 GB/s. DGX A100 datasheet (2020): 8 GPUs, for each a ConnectX-6 of 200 Gb/s.
@@ -87,21 +87,21 @@ BY_DEVICE_KIND = {kind: hardware for hardware, kinds in PUBLISHED.values() for k
 
 
 def named_hardware(name: str) -> Hardware:
-    """The published figures by a short name such as "h200" or "tpu-v5p".
+    """The published figures for a short name such as "h200" or "tpu-v5p".
 
     Raises:
-      ConfigError: a name that is not in the table; the message has the nearest and all others.
+      ConfigError: the name is not in the table; the message lists the nearest and all others.
     """
     if name in BY_NAME:
         return BY_NAME[name]
     near = difflib.get_close_matches(name.lower().replace(" ", "-").replace("_", "-"), BY_NAME, 1, 0.5)
     hint = f"; did you mean {near[0]}?" if near else ";"
-    raise ConfigError(f"hardware {shown(name, 40)} is not in the table{hint} there are {', '.join(BY_NAME)}")
+    raise ConfigError(f"hardware {shown(name, 40)} is not in the table{hint} the names are {', '.join(BY_NAME)}")
 
 
 def find_hardware(device_kind: str) -> Hardware | None:
-    """The published figures of a device by `jax.Device.device_kind`; None for one that is not in the table, such as a CPU.
+    """The published figures for a `jax.Device.device_kind`; None for a device that is not in the table, such as a CPU.
 
-    Names must be equal, not just similar: a slice of a GPU ("... MIG 1g.10gb") or a slower variant has a longer name.
+    Names must match exactly: a slice of a GPU ("... MIG 1g.10gb") or a slower variant has a longer name.
     """
     return BY_DEVICE_KIND.get(device_kind)

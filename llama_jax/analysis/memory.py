@@ -1,6 +1,6 @@
-"""The memory of the library's programs on every device, from shapes and XLA's plan: nothing is allocated.
+"""The memory of the library's programs on each device, from shapes and XLA's plan: nothing is allocated.
 
-The devices may be any number of simulated ones (``jax_num_cpu_devices``).
+Any number of devices can be simulated (``jax_num_cpu_devices``).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Memory:
 
     Attributes:
       parameters, optimizer, cache: the device's shares, from their shapes.
-      gradients: likewise, in the parameters' dtype; XLA counts them among its temporaries.
-      temporaries: the rest of the plan: activations kept for the backward pass, gathered parameters, the batch.
+      gradients: the device's share, in the parameters' dtype; XLA counts them as temporaries.
+      temporaries: the rest of the plan: activations saved for the backward pass, gathered parameters, the batch.
       scratch: memory of CPU kernels beyond the plan, see `kernel_scratch`; 0 on other devices.
     """
 
@@ -71,12 +71,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All live bytes: arguments, outputs and temporaries, those updated in place counted once, and scratch."""
+        """All live bytes: arguments, outputs and temporaries, with in-place updates counted once, and scratch."""
         return sum(asdict(self).values())
 
 
 class DoesNotFitError(MeshError):
-    """The device's compiler refuses a program whose memory it cannot plan; the message is the compiler's."""
+    """The device's compiler rejects a program that exceeds the device's memory; the message is the compiler's."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class Program:
     """A jitted function with the shapes and shardings of its arguments, not compiled yet.
 
     Attributes:
-      known: its memory as far as it is known without compiling, without temporaries.
-      layers: of the model.
-      per_token: for a program that decodes, the bytes that a device must read for a token of each row: its weights, without
-        the embedding if that is only looked up, and its cache; 0 for others.
+      known: its memory as far as known without compiling, without temporaries.
+      layers: number of layers of the model.
+      per_token: for a decoding program, the bytes that a device must read for a token of each row: its weights, without the
+        embedding if that is only looked up, and its cache; 0 for others.
     """
 
     name: str
@@ -99,16 +99,16 @@ class Program:
 
     @property
     def mesh(self) -> Mesh:
-        """Of its arguments."""
+        """The mesh of its arguments."""
         return jax.tree.leaves(self.arguments)[0].sharding.mesh
 
     @property
     def platform(self) -> str:
-        """Of the mesh: "cpu", "gpu" or "tpu"; the devices need not be there, see `aot_compile`."""
+        """The platform of its mesh: "cpu", "gpu" or "tpu"; the devices need not exist, see `aot_compile`."""
         return self.mesh.devices.flat[0].platform
 
     def lower(self) -> jax.stages.Lowered:
-        """Trace it for the platform of its mesh."""
+        """Trace the program for the platform of its mesh."""
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return self.function.lower(*self.arguments)
 
@@ -116,13 +116,13 @@ class Program:
         """Compile the program for the devices of its arguments.
 
         Args:
-          flags: with those of the platform, as the commands run it, see `llama_jax.xla_flags`.
-          accelerator: on simulated CPU devices, compile as nearly as possible what a GPU or TPU would run, for analysis
-            only: without the library's variants for CPUs, and with 16-bit numbers that stay so, in communication too. It is
-            for machines without the accelerator's own compiler.
+          flags: use the platform's flags, as the commands do, see `llama_jax.xla_flags`.
+          accelerator: on simulated CPU devices, compile as nearly as possible what a GPU or TPU would run, for analysis on
+            machines without its compiler: without the library's variants for CPUs, and with 16-bit floats throughout,
+            including communication.
 
         Raises:
-          DoesNotFitError: a compiler that plans for the memory of its device, as a TPU's does, cannot.
+          DoesNotFitError: the program exceeds the device's memory, if its compiler plans for that, as a TPU's does.
         """
         if not accelerator or self.platform != "cpu":
             options = compiler_options(self.platform, training=self.known.gradients > 0) if flags else None
@@ -134,16 +134,16 @@ class Program:
                 raise DoesNotFitError(
                     f"{self.name}: {str(error).splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ')}"
                 ) from error
-        # Random bits of a GPU would be a call of its own library, which XLA for CPU does not have; a TPU's are plain code.
+        # A GPU's random bits would be a call of its own library, which XLA for CPU lacks; a TPU's are ordinary code.
         with planned_for("accelerator"):
             lowered = self.function.trace(*self.arguments).lower(lowering_platforms=("tpu",))
         return lowered.compile(compiler_options={"xla_disable_hlo_passes": "float-normalization-bf16"})
 
     def memory(self, compiled: jax.stages.Compiled | None = None, *, accelerator: bool = False) -> Memory:
-        """XLA's plan, of the program as it was compiled before or is now; without the scratch of CPUs for accelerators."""
+        """XLA's plan for the program, compiled now unless `compiled` is given; without CPU scratch for accelerators."""
         compiled = self.compile(accelerator=accelerator) if compiled is None else compiled
         plan: Any = compiled.memory_analysis()
-        # The plan leaves out arguments that the program does not read, which are alive all the same; a TPU fills others up.
+        # The plan omits arguments that the program does not read, but they are still alive; a TPU pads others.
         arguments = max(bytes_per_device(self.arguments), plan.argument_size_in_bytes)
         alive = arguments + plan.output_size_in_bytes - plan.alias_size_in_bytes
         total = alive + plan.temp_size_in_bytes
@@ -166,18 +166,18 @@ def train_programs(
     lora: Lora | None = None,
     weights: FormatName | PureFormatName | Llama | None = None,
 ) -> list[Program]:
-    """One step of training with AdamW: float32 parameters, the computation in `dtype`.
+    """One training step with AdamW: float32 parameters, computation in `dtype`.
 
     Args:
       batch, length: B rows over the whole mesh, of T tokens to predict each.
-      packed: rows have segments and positions, as `train` fills them with documents.
-      accumulate: parts of the batch that are read one after the other, see `train_step`.
-      attention: how it is computed, see `Compute`; over `context` it is ring attention.
+      packed: rows have segments and positions, as when `train` packs documents.
+      accumulate: number of microbatches, see `train_step`.
+      attention: the attention backend, see `Compute`; over `context` it is ring attention.
       lora: train adapters with these settings on a frozen model of `dtype`.
-      weights: the kind in which the matrices of that model are quantized; None for floats.
+      weights: quantization format of that model's matrices; None for floats.
 
     Raises:
-      ConfigError: matrices that cannot be quantized in that kind.
+      ConfigError: matrices that cannot be quantized in that format.
       MeshError: the model or the batch cannot be split over the mesh.
     """
     sizes = MeshSizes(**mesh.shape)
@@ -209,7 +209,7 @@ def train_programs(
 
 
 def _in_kinds(params: Llama, weights: FormatName | PureFormatName | Llama | None) -> Llama:
-    """Shapes of parameters as they are when their matrices are quantized."""
+    """Shapes of parameters after quantizing their matrices."""
     if weights is None:
         return params
     return planned_in_kinds(params, weights) if isinstance(weights, Llama) else quantize(params, weights)
@@ -226,28 +226,26 @@ def decode_programs(
     weights: FormatName | PureFormatName | Llama | None = None,
     attention: AttentionBackend = "auto",
 ) -> list[Program]:
-    """The programs of `generate` for a cache of `capacity` slots: reading prompts, enlarging the cache, decoding.
+    """The programs of `generate` for a cache of `capacity` slots: prefill, enlarging the cache, decoding.
 
-    Over `context` prompts are read as by `prefill_over`, in one pass instead of pieces.
+    Over `context`, prompts are prefilled by `prefill_over`, in one pass instead of chunks.
 
     Args:
       batch: B rows over the whole mesh.
-      dtype: of parameters, computation and cache.
-      quantized: the cache is of int8.
-      weights: the kind that the matrices are quantized as, see `ops.weights`, or those of a file, see
+      dtype: dtype of parameters, computation and cache.
+      quantized: whether the cache is int8.
+      weights: quantization format of the matrices, see `ops.weights`, or the formats of a file, see
         `trees.planned_in_kinds`; None is none.
-      attention: how it is computed, see `Compute`.
+      attention: the attention backend, see `Compute`.
 
     Raises:
-      ConfigError: matrices that cannot be quantized so.
-      MeshError: the model or the batch cannot be split over the mesh, or a cache of int8 over `context`.
+      ConfigError: matrices that cannot be quantized in that format.
+      MeshError: the model or the batch cannot be split over the mesh, or an int8 cache over `context`.
     """
     sizes = MeshSizes(**mesh.shape)
     if quantized and sizes.context > 1:
-        raise MeshError(
-            f"mesh {sizes}: prompts that are read over context fill a cache of the parameters' type, not of int8"
-        )
-    # As `load` puts a model on a mesh: heads copied and the vocabulary padded where the mesh needs it.
+        raise MeshError(f"mesh {sizes}: prefill over context fills a cache of the parameters' dtype, not int8")
+    # As `load` shards a model: heads copied and the vocabulary padded if the mesh needs it.
     held, config = padded_shapes_config(config, sizes), padded_config(config, sizes)
     rows, whole, by_vocabulary = shardings(mesh, (batch_spec(sizes, batch), P(), P(BATCH, "tensor")))
     placement = shardings(mesh, cache_specs(config, sizes, batch, quantized=quantized))
@@ -255,7 +253,7 @@ def decode_programs(
     params = _placed(param_shapes(held, dtype), shardings(mesh, specs))
     params = _in_kinds(params, weights)
     if mesh.devices.flat[0].platform == "gpu":
-        params = unstack_layers(params)  # as `load` gives them there
+        params = unstack_layers(params)  # as `load` returns them there
     sharding, compute = sharding_of(params), Compute(attention=attention)
 
     def cache_of() -> KVCache:
@@ -321,14 +319,14 @@ def _placed(shapes: Any, placement: Any) -> Any:
 
 
 def kernel_scratch(program: str) -> int:
-    """Bytes of the largest array inside a group that a kernel library runs, by the text of a compiled program; 0 off CPU.
+    """Bytes of the largest array within a group that a kernel library runs, from a compiled program's text; 0 off CPU.
 
-    XLA for CPU hands groups of operations with a matrix product or a sum to YNNPACK, which holds what lies between them (the
-    softmax's exponentials before the product with the values, or before their sum over the vocabulary in the loss) in memory
-    of its own, outside of the plan.
+    XLA for CPU passes groups of operations with a matrix product or a sum to YNNPACK, which keeps intermediate arrays (the
+    softmax's exponentials before the product with the values, or before their sum over the vocabulary in the loss) in its
+    own memory, outside the plan.
 
-    One such array at a time is what runs of the library take beyond the plan, apart from packed operands, which are small
-    beside it (`experiments/check_estimate.py` measures that).
+    One such array at a time is what the library's programs use beyond the plan, apart from packed operands, which are
+    relatively small (measured by `experiments/check_estimate.py`).
     """
     text = ProgramText(program)
     groups = {one.calls("calls") for lines in text.computations.values() for one in lines if "__ynn_fusion" in one.rest}
@@ -336,9 +334,9 @@ def kernel_scratch(program: str) -> int:
 
 
 def _largest_inside(group: list[Instruction]) -> int:
-    """The largest array; parameters and the result are in the plan, also under another shape."""
+    """The largest array; parameters and the result are in the plan, possibly under another shape."""
     outside = {root.operands[0] for root in group if root.is_root and root.opcode == "bitcast"}
-    # A sum of products (the norm of the gradients) is one kernel; a sum of exponentials makes them first.
+    # A sum of products (the norm of the gradients) is one kernel; a sum of exponentials materializes them first.
     multiplies = any(one.opcode == "dot" for one in group)
     inside = [
         one

@@ -1,10 +1,10 @@
-"""Bounds for the speed of a program on named hardware: by its arithmetic, its memory traffic and its communication.
+"""Bounds on the speed of a program on given hardware, from its arithmetic, memory traffic and communication.
 
-Each of the three has a least time by the published figures (Williams et al. 2009). Their maximum bounds a program that
+Each of the three has a minimum time from the published figures (Williams et al. 2009). Their maximum bounds a program that
 overlaps them perfectly; their sum is the time without any overlap.
 
-The communication of a compiled program is compared with the least that its strategy needs, `least_traffic`; both are
-counted in bytes that a device sends by a ring.
+The communication of a compiled program is compared with the minimum that its strategy needs, `least_traffic`; both are
+counted in bytes that a device sends with a ring algorithm.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llama_jax.parallel.mesh import AXES, MeshSizes
 from llama_jax.training.flops import matrix_parameters, step_flops
 
 FLOAT32 = 4  # bytes
-# Of a parameter AdamW reads value, gradient and two averages and writes all but the gradient, which was written before.
+# For each parameter, AdamW reads value, gradient and two averages, and writes all but the gradient, written before.
 OPTIMIZER_TRAFFIC = (4 + 3 + 1) * FLOAT32
 
 
@@ -36,10 +36,10 @@ class DeviceExchange:
     """Communication that a strategy cannot avoid.
 
     Attributes:
-      what: is exchanged, and when.
-      kind, axes: as of a `Collective`.
-      group: how many devices exchange with each other.
-      bytes: of the result on one device, for one execution.
+      what: what is communicated, and when.
+      kind, axes: as for `Collective`.
+      group: number of devices that communicate with each other.
+      bytes: size of the result on one device, for one execution.
       count: executions in a step.
     """
 
@@ -52,19 +52,19 @@ class DeviceExchange:
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends in one execution by a ring."""
+        """Bytes that a device sends in one execution with a ring."""
         return ring_bytes(self.kind, self.bytes, self.group)
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """The least seconds that one step of a program takes.
+    """Minimum seconds for one step of a program.
 
     Attributes:
-      compute: of all its arithmetic at the peak rate, on all devices alike.
-      memory: of reading and writing each device's memory.
-      exchange: of sending to other devices.
-      useful: of the arithmetic that the mathematics needs, at the peak rate: what MFU counts.
+      compute: for all arithmetic at the peak rate, divided evenly over the devices.
+      memory: for reading and writing each device's memory.
+      exchange: for sending to other devices.
+      useful: for the model's arithmetic without recomputation, at the peak rate: what MFU counts.
     """
 
     compute: float
@@ -74,42 +74,42 @@ class Roofline:
 
     @property
     def overlapped(self) -> float:
-        """Where the three hide each other perfectly: the least time there can be."""
+        """Minimum time if the three overlap perfectly."""
         return max(self.compute, self.memory, self.exchange)
 
     @property
     def apart(self) -> float:
-        """Where one comes after the other."""
+        """Minimum time without overlap."""
         return self.compute + self.memory + self.exchange
 
     @property
     def limit(self) -> str:
-        """Which of the three the least time is."""
+        """The one of the three that takes longest."""
         return max(("compute", "memory", "exchange"), key=lambda name: getattr(self, name))
 
     def utilization(self, seconds: float) -> float:
-        """MFU of a step that takes so long."""
+        """MFU of a step that takes `seconds`."""
         return self.useful / seconds
 
 
 def least_traffic(
     config: LlamaConfig, sizes: MeshSizes, batch: int, length: int, dtype: DTypeLike, remat: Remat = "full"
 ) -> list[DeviceExchange]:
-    """The least communication of a training step, by strategy.
+    """The minimum communication of a training step, by strategy.
 
     - `data`: every gradient is summed once (Rajbhandari et al. 2020, section 7.1).
-    - `fsdp`: the weights of a layer are gathered for the forward and for the backward pass, and gradients are summed so that
-      each device gets its part (section 7.2.2): half more than `data` sends.
-    - `context`: keys and values go around the ring in each layer, without the last step back, and in the backward pass once
-      more, their gradients with them and back (Liu et al. 2023, section 3). Of weights and gradients it shares what `fsdp`
-      does, and the two exchange them together.
-    - `tensor`: a layer's attention and feed-forward need each the sum of [B, T, D] over the devices, forward and backward
-      (Shoeybi et al. 2019, section 3); where the residual stream is split along T, each sum is a reduce-scatter and an
-      all-gather instead, which send as much (Korthikanti et al. 2022, section 4.2.2). So do the lookup and the loss, whose
-      vocabulary is split. What the backward pass computes again is gathered and summed again.
+    - `fsdp`: a layer's weights are gathered for the forward and for the backward pass, and gradients are reduce-scattered
+      (section 7.2.2): 1.5 times as much as `data` sends.
+    - `context`: keys and values go around the ring in each layer, without the last hop, and in the backward pass once more,
+      with their gradients and the last hop (Liu et al. 2023, section 3). It shards weights and gradients as `fsdp` does, and
+      the two communicate them together.
+    - `tensor`: a layer's attention and feed-forward each need the sum of [B, T, D] over the devices, forward and backward
+      (Shoeybi et al. 2019, section 3); if the residual stream is split along T, each sum is a reduce-scatter and an
+      all-gather instead, which send as much (Korthikanti et al. 2022, section 4.2.2). So do the embedding lookup and the
+      loss, whose vocabulary is split. Rematerialization gathers and sums again.
 
-    Weights and activations are sent in `dtype`, gradients in float32, for their sum would otherwise be rounded (Grattafiori
-    et al. 2024, section 3.3.2). Small arrays are left out, those not of the order of D * D or B * T * D: normalizations,
+    Weights and activations are sent in `dtype`, gradients in float32, since their sum would otherwise be rounded
+    (Grattafiori et al. 2024, section 3.3.2). Arrays that are small compared to D * D or B * T * D are omitted: norms,
     statistics of the loss, the norm of the gradients.
 
     Args:
@@ -117,14 +117,14 @@ def least_traffic(
     """
     c, wide = config, jnp.dtype(dtype).itemsize
     columns, tensor = sizes.columns, sizes.tensor
-    held = tuple(axis for axis in ("fsdp", "context") if getattr(sizes, axis) > 1)  # hold the parameters together
+    held = tuple(axis for axis in ("fsdp", "context") if getattr(sizes, axis) > 1)  # shard the parameters together
     vocabulary = c.vocab_size * c.dim / tensor
     layer = (matrix_parameters(c, all_experts=True) - c.vocab_size * c.dim) / c.n_layers / tensor
     tables = 1 if c.tie_embeddings else 2
-    shared = c.n_layers * layer + tables * vocabulary  # parameters on the devices of one `tensor` part together
+    shared = c.n_layers * layer + tables * vocabulary  # parameters of one `tensor` part
     tokens = batch / sizes.rows * length / sizes.context
     stream = tokens * c.dim * wide  # [B, T, D] of a device's rows
-    parts = tensor if length // sizes.context % tensor == 0 else 1  # of the residual stream along T
+    parts = tensor if length // sizes.context % tensor == 0 else 1  # splits of the residual stream along T
     found = []
 
     def add(what: str, kind: CollectiveKind, axes: str | tuple[str, ...], size: float, count: int) -> None:
@@ -136,7 +136,7 @@ def least_traffic(
     add("weights of each layer, forward", "all-gather", held, layer * wide, c.n_layers)
     add("weights of each layer, backward", "all-gather", held, layer * wide, c.n_layers)
     add("output projection", "all-gather", held, vocabulary * wide, 1)
-    # Of another embedding than that the table, and its gradient; or, if less, what was looked up of parts of D and back.
+    # An untied embedding's table and its gradient; or, if less, the looked-up parts of D, forward and backward.
     scattered = shared
     if not c.tie_embeddings and vocabulary * (wide + FLOAT32) < 2 * stream / parts:
         add("embedding", "all-gather", held, vocabulary * wide, 1)
@@ -146,13 +146,13 @@ def least_traffic(
     add("gradients", "reduce-scatter", held, scattered / columns * FLOAT32, 1)
     add("gradients", "all-reduce", "data", shared / columns * FLOAT32, 1)
 
-    # Keys and values of all layers, of a head at least; sent from each device to the next.
+    # Keys and values of all layers, of at least one head, sent from each device to the next.
     pairs, steps = tokens * max(c.n_kv_heads / tensor, 1) * c.head_dim, c.n_layers * (sizes.context - 1)
     for name, times in (("forward", 1), ("again", remat != "none"), ("backward", 1)):
         add(f"keys and values in each layer, {name}", "collective-permute", "context", pairs * wide, 2 * steps * times)
     add("their gradients in each layer", "collective-permute", "context", pairs * FLOAT32, 2 * (steps + c.n_layers))
 
-    # Computed again, a layer gathers its inputs; its second sum is the next layer's input, which was kept.
+    # With rematerialization a layer gathers its inputs again; its second sum is the next layer's input, which was saved.
     gathered, summed = {"none": (0, 0), "dots": (2, 0)}.get(remat, (2, 1))
     if parts > 1:
         for name, gathers, sums in (("forward", 2, 2), ("again", gathered, summed), ("backward", 2, 2)):
@@ -177,22 +177,22 @@ def training_roofline(
     hardware: Hardware,
     exchanges: Iterable[Collective | DeviceExchange],
 ) -> Roofline:
-    """The least time of a training step with AdamW.
+    """The minimum time of a training step with AdamW.
 
-    Arithmetic is that of `step_flops`, and a third more where whole layers are computed again, at the rate of bfloat16.
-    Memory traffic is the least there is: matrix products read their operands and write their result once, with attention as
-    one product whose scores never leave the chip (Dao et al. 2022), and the optimizer passes once over its share.
+    Arithmetic is that of `step_flops`, plus a third if whole layers are rematerialized, at the bfloat16 rate. Memory traffic
+    is the minimum: matrix products read their operands and write their result once, attention is one product whose scores
+    never leave the chip (Dao et al. 2022), and the optimizer passes over its share once.
 
     Args:
-      exchanges: of the compiled program, or the least.
+      exchanges: those of the compiled program, or the minimum.
     """
     c, wide = config, jnp.dtype(dtype).itemsize
     needed = step_flops(c, batch, length)
-    passes = 4 if remat in ("full", "offload") else 3  # forward; again; and backward, with two products for each
+    passes = 4 if remat in ("full", "offload") else 3  # forward; rematerialized; and backward, with two products for each
     held = matrix_parameters(c, all_experts=True) / sizes.tensor
     tokens = batch / sizes.rows * length / sizes.context
     queries, keys = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    # Written by the product of queries, keys and values and read by attention, written by it and read by the next product.
+    # Written by the qkv projection and read by attention, written by attention and read by the output projection.
     heads = 2 * (queries + 2 * keys) + 2 * queries
     activations = c.n_layers * tokens * wide * (4 * c.dim + (heads + 3 * c.hidden_dim) / sizes.tensor)
     share = (held + (0 if c.tie_embeddings else c.vocab_size * c.dim / sizes.tensor)) / sizes.columns
@@ -215,12 +215,12 @@ def decoding_roofline(
     resident: int,
     exchanges: Iterable[Collective],
 ) -> Roofline:
-    """The least time in which every row gets one token more.
+    """The minimum time in which every row gets one more token.
 
     Args:
-      slots: S that are filled, all of which attention reads.
-      resident: bytes of weights and cache that each device reads: also those that it gathers from others first.
-      exchanges: of the compiled program, when it is run for one chunk of tokens, as it is to stream them.
+      slots: filled slots S of the cache, all of which attention reads.
+      resident: bytes of weights and cache that each device reads, including those it gathers from others first.
+      exchanges: those of the compiled program, if it runs one chunk of tokens at a time, as for streaming.
     """
     c = config
     flops = batch * (2 * matrix_parameters(c) + 4 * c.n_layers * c.n_heads * c.head_dim * slots)
@@ -230,14 +230,14 @@ def decoding_roofline(
 
 
 def exchange_seconds(exchanges: Iterable[Collective | DeviceExchange], sizes: MeshSizes, hardware: Hardware) -> float:
-    """The least seconds that exchanges take one after the other, by the bandwidth of what they cross.
+    """Minimum seconds of sequential exchanges, by the bandwidth of the links they use.
 
-    Devices are taken to be numbered as the mesh counts them, a domain after the other. Within a domain a group's bytes go
-    over its links. A group that spans several domains combines within each first, so that every byte leaves a domain once,
-    spread over the adapters of the group's devices there; the slower of the two is counted.
+    Devices are assumed to be numbered in the mesh's order, one domain after another. Within a domain, a group's bytes go
+    over its links. A group that spans several domains first combines within each, so that every byte leaves a domain once,
+    spread over the adapters of the group's devices there; the slower of the two counts.
 
     Raises:
-      MeshError: devices exchange beyond their domain, and for this hardware no network is published.
+      MeshError: devices communicate beyond their domain, and no network is published for this hardware.
     """
     return math.fsum(x.count * _seconds(x, sizes, hardware) for x in exchanges)
 
@@ -260,16 +260,16 @@ def _seconds(exchange: Collective | DeviceExchange, sizes: MeshSizes, hardware: 
         if hardware.network_bandwidth is None:
             raise MeshError(
                 f"mesh {sizes}: {', '.join(exchange.axes)} leaves the {hardware.domain} devices that the links of "
-                f"{hardware.name} connect, and no network beyond them is published; take fewer devices or other hardware"
+                f"{hardware.name} connect, but no network beyond them is published; use fewer devices or other hardware"
             )
         seconds = max(seconds, beyond / hardware.network_bandwidth)
-    # A backend for this hardware forms a reduce-scatter, half of an all-reduce, of sums of which each device takes its part.
+    # This hardware's backend turns an all-reduce of which devices use only their parts into a reduce-scatter, half as much.
     sliced = exchange.sliced / exchange.bytes if isinstance(exchange, Collective) and exchange.bytes else 0
     return seconds * (1 - sliced / 2)
 
 
 def _members_together(sizes: MeshSizes, axes: tuple[str, ...], domain: int) -> int:
-    """How many devices of a group along those axes are in one domain, in the group that is spread the widest."""
+    """The number of devices of a group along these axes in one domain, for the most widely spread group."""
     shape = tuple(size for _, size in sizes.items())
     inside = [AXES.index(axis) for axis in axes]
     outside = [i for i in range(len(shape)) if i not in inside]

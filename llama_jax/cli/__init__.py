@@ -8,13 +8,13 @@ import gc
 import importlib
 import io
 import os
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import llama_jax
+from llama_jax import interrupts
 from llama_jax.cli.terminal import end_at_once
 from llama_jax.errors import StuckSaveError, UserError, reason_of, shown
 from llama_jax.storage.atomic_write import cannot_write, discard_output, remedy_for
@@ -23,28 +23,28 @@ from llama_jax.storage.atomic_write import cannot_write, discard_output, remedy_
 COMMANDS = {
     "Generate and serve": {
         "generate": ("generate.Generate", "Continue a prompt, or every prompt of a .jsonl."),
-        "chat": ("chat.Chat", "Talk with a chat model in the terminal."),
-        "serve": ("serve.Serve", "Serve a model over HTTP with OpenAI's API and a page."),
-        "batch": ("batch.BatchPrompts", "Continue the prompts of a large file; it can be resumed."),
+        "chat": ("chat.Chat", "Chat with a model in the terminal."),
+        "serve": ("serve.Serve", "Serve a model over HTTP: OpenAI's API and a chat page."),
+        "batch": ("batch.BatchPrompts", "Continue the prompts of a large file, with resume."),
     },
-    "Get, look at and convert models": {
+    "Get, inspect and convert models": {
         "fetch": ("convert.Fetch", "Download a model from the Hugging Face hub."),
-        "inspect": ("inspect.Inspect", "Show what is in a model's files."),
+        "inspect": ("inspect.Inspect", "Show the contents of a model's files."),
         "verify": ("verify.Verify", "Compare a model's logits and layers with a reference."),
-        "convert": ("convert.Convert", "Write a model in another format: safetensors, GGUF, ..."),
-        "export": ("convert.Export", "Write programs and weights that run without llama-jax."),
-        "merge": ("convert.Merge", "Add a LoRA adapter to a model's weights."),
+        "convert": ("convert.Convert", "Convert a model to another format: safetensors, GGUF, ..."),
+        "export": ("convert.Export", "Export programs and weights that run without llama-jax."),
+        "merge": ("convert.Merge", "Merge a LoRA adapter into a model's weights."),
     },
     "Train and evaluate": {
-        "train": ("train.Train", "Train, fine-tune or distill a model by a recipe."),
-        "data": ("data.Data", "Show training data as tokens, or tokenize it ahead."),
-        "eval": ("eval.Eval", "Measure loss and perplexity on texts, chats, preferences."),
+        "train": ("train.Train", "Train, fine-tune or distill a model with a recipe."),
+        "data": ("data.Data", "Show training data as tokens, or tokenize it in advance."),
+        "eval": ("eval.Eval", "Measure loss and perplexity on texts, chats or preferences."),
         "lm-eval": ("lm_eval.LmEval", "Run tasks of the lm-evaluation-harness."),
-        "plot": ("train.Plot", "Draw the curves of training runs."),
+        "plot": ("train.Plot", "Plot the curves of training runs."),
     },
     "Plan and set up": {
-        "estimate": ("estimate.Estimate", "Compute memory, communication and time before a run."),
-        "compile": ("setup.Compile", "Compile a model's programs ahead, for a quick start."),
+        "estimate": ("estimate.Estimate", "Estimate memory, communication and time of a run."),
+        "compile": ("setup.Compile", "Compile a model's programs in advance, for fast starts."),
         "quickstart": ("setup.Quickstart", "Check the installation with a small random model."),
         "completion": ("setup.Completion", "Print a completion script for your shell."),
     },
@@ -52,7 +52,7 @@ COMMANDS = {
 ABOUT = """\
 usage: llama-jax COMMAND [OPTIONS]
 
-Llama in JAX: load, run, train, measure and serve models. A first try, with the
+Llama in JAX: load, run, train, measure and serve models. To try it with the
 small model of the package: llama-jax generate "Once upon a time"
 """
 MORE = """\
@@ -65,7 +65,7 @@ MORE = """\
 def main() -> None:
     """Run the command that the arguments name. Exit codes: 2 for what the user can fix, 130 for Ctrl-C."""
     _collect_seldom()
-    signal.signal(signal.SIGINT, _interrupted)
+    interrupts.install()
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show must not end a command
@@ -182,10 +182,3 @@ def _open_closed_streams() -> None:
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
-
-
-def _interrupted(*_: object) -> None:
-    """Exit at once: XLA may be compiling in its own threads, which crash when the interpreter shuts down in order; and
-    extension modules do not survive an exception while they are imported."""
-    os.write(sys.stderr.fileno(), b"\nllama-jax: stopped\n")
-    os._exit(130)

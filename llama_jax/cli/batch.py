@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, StopOptions):
-    """Continue every prompt of a .jsonl, and write one JSON object per line into another as they finish. Prompts that OUT
-    already has are skipped: after a stop the same command continues."""
+    """Continue every prompt of a .jsonl and write the results to another, one JSON object per line, as they finish. Prompts
+    whose results are already in OUT are skipped, so the same command resumes after a stop."""
 
     SHOWN_FIRST = ("prompts", "out", "model", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "rows")
 
     prompts: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PROMPTS")]]
-    """A .jsonl whose lines are objects with a prompt, as in {"prompt": "Once"}; each is sampled with the seed of the
-    line before plus one. With "adapter": NAME a line is continued by the model with that --adapter."""
+    """A .jsonl with a prompt per line, for example {"prompt": "Once"}. The seed increases by one per line. "adapter": NAME
+    selects an --adapter for a line."""
     out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
-    """The .jsonl to write: for each prompt its number, text, tokens, why it ended, and the settings."""
+    """The .jsonl to write: number, text, tokens, finish reason and settings of each prompt."""
     max_new_tokens: Annotated[int, at_least(1)] = 256
-    """Most tokens to generate for each prompt; fewer where the model's context ends."""
+    """Maximum number of tokens per prompt, limited by the model's context."""
     rows: int = 16
-    """Prompts in a batch."""
+    """Number of prompts that are continued concurrently."""
     prefix_cache: Annotated[int, at_least(0)] = 256
-    """Megabytes for the cache of shared prompt prefixes; 0 turns it off."""
+    """Size of the cache of shared prompt prefixes, in megabytes; 0 turns it off."""
 
     def run(self) -> None:
         options = llama_jax.EngineOptions(

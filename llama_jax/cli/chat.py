@@ -15,7 +15,7 @@ import tyro
 import llama_jax
 from llama_jax.cli.generate import draft_statistics, draft_summary
 from llama_jax.cli.options import ModelOptions
-from llama_jax.cli.terminal import note
+from llama_jax.cli.terminal import note, printable
 from llama_jax.errors import GenerationError, UserError
 from llama_jax.settings import at_least
 from llama_jax.tokenizers import Format, Message, Tokenizer, encode_chat, reply_ends, resolve_format
@@ -23,32 +23,32 @@ from llama_jax.tokenizers.interface import Text
 
 USUAL_REPLY = 512  # tokens
 COMMANDS = """\
-/clear        forget what was said, but not the system prompt
-/system TEXT  set the system prompt, or without a text remove it
-/help         show this
-/exit         end, as Ctrl-D does
-A line that begins with a space is sent even if a slash follows. Ctrl-C stops a reply, twice it ends the program."""
+/clear        forget the conversation, but not the system prompt
+/system TEXT  set the system prompt; without TEXT remove it
+/help         show this list
+/exit         end the program, like Ctrl-D
+To send a line that starts with a slash, put a space before it. Ctrl-C stops a reply; pressed twice, it ends the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(ModelOptions):
-    """Talk with a chat model: each line is a message, from a terminal or a pipe. Replies go to stdout, notes to stderr.
+    """Chat with a model. Each line of stdin is a message; replies go to stdout, notes and the lines of a pipe to stderr.
 
-    The model reads the history again at each turn. When the context is full, the oldest messages are dropped, with a note.
-    Ctrl-C stops a reply, twice it ends the program; /help lists the commands.
+    The whole conversation is the prompt of each reply. When it exceeds the context, the oldest messages are dropped and a
+    note says so. Ctrl-C stops a reply; pressed twice, it ends the program. /help lists the commands.
     """
 
     SHOWN_FIRST = ("model", "system", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
 
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """The system prompt, which is never dropped."""
+    """System prompt. It is never dropped."""
     format: Format = "auto"
-    """The chat format; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's.
-    In plain, which the bundled model has, each line begins a paragraph of one text that the model continues."""
+    """Chat format. auto takes the model's own template, or llama3 for the vocabulary of Llama 3. With plain, the format of
+    the bundled model, each line starts a paragraph of one text, which the model continues."""
     max_new_tokens: Annotated[int, at_least(1)] | None = None
-    """Most tokens of a reply; by default 512, or half of the context where that is less."""
+    """Maximum number of tokens of a reply. The default is 512, but at most half of the context."""
     context: Annotated[int, at_least(1)] | None = None
-    """Tokens of history and reply together; by default the model's whole context."""
+    """Maximum number of tokens of conversation and reply together. The default is the model's context."""
 
     def run(self) -> None:
         if isinstance(sys.stdin, io.TextIOWrapper):
@@ -204,10 +204,12 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def _lines() -> Iterator[str]:
-    """Lines from a terminal, with a prompt, or from a pipe, until either ends."""
+    """Lines from a terminal, with a prompt, or from a pipe, until either ends; those of a pipe are shown on stderr."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
-            yield line.rstrip("\r\n")
+            line = line.rstrip("\r\n")
+            print(f"> {printable(line)}", file=sys.stderr)
+            yield line
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # lets input() edit and remember lines

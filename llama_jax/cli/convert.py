@@ -32,6 +32,7 @@ from llama_jax.storage import Location, resolved
 if TYPE_CHECKING:
     from llama_jax.formats.saving import WrittenDtype
 
+FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FORMATS = Literal["auto", "safetensors", "gguf", "llama2c", "orbax"]
 
 
@@ -46,11 +47,11 @@ class Fetch:
     """
 
     repository: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="ORG/NAME")]]
-    """The repository. ORG/NAME/FILE.gguf or ORG/NAME/FOLDER is one model of a repository with several."""
+    """The repository. For one model of several in it: ORG/NAME/FILE.gguf or ORG/NAME/FOLDER."""
     revision: Annotated[str | None, tyro.conf.arg(metavar="REVISION")] = None
-    """A branch, tag or commit; by default the newest commit."""
+    """Branch, tag or commit. The default is the newest commit."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Where to put the files; by default the cache of huggingface_hub (HF_HOME moves it)."""
+    """Folder for the files. The default is the cache of huggingface_hub, which HF_HOME moves."""
 
     def run(self) -> None:
         if not sys.stderr.isatty():  # progress is for people, and the hub's library shows it in logs as well
@@ -66,33 +67,33 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Convert:
-    """Write a model in another format. Only orbax, read or written, needs the model to fit into memory.
+    """Convert a model to another format. Only reading or writing orbax needs memory for the whole model.
 
     An adapter is written as one: for llama.cpp where the destination ends in .gguf, else a folder for PEFT.
     """
 
     source: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="SOURCE")]]
-    """A model's folder or file, of any format that is read, or an adapter's."""
+    """Folder or file of a model in any supported format, or of an adapter."""
     destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="DESTINATION")]]
-    """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
+    """A folder for safetensors (the Hugging Face layout) and orbax; a file for gguf and llama2c."""
     format: FORMATS = "auto"
-    """What to write; auto is what the destination's name says: gguf, llama2c where it ends in .bin, else safetensors.
-    llama2c is the legacy .bin, float32."""
+    """Format to write. auto follows the name of the destination: gguf for .gguf, llama2c for .bin, otherwise safetensors.
+    llama2c is the legacy .bin in float32."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", BLOCKS] = "auto"
-    """Type of what is written; auto keeps that of the source: from GGUF to GGUF or orbax its blocks too, which become
-    float32 in any other format. Those that begin with q are for gguf alone: q4_k and q5_k are llama.cpp's Q4_K_M and
-    Q5_K_M, and with -pure all matrices are of one kind, the embedding too."""
+    """Type of the written tensors. auto keeps the type of the source; from GGUF to GGUF or orbax also its blocks, which
+    become float32 in other formats. Types that begin with q are only for gguf: q4_k and q5_k are llama.cpp's Q4_K_M and
+    Q5_K_M; with -pure all matrices, including the embedding, have the same type."""
     quantize: QUANTIZE = "auto"
-    """For orbax alone: write the matrices in fewer bits; what is quantized in the files stays as it is without this."""
+    """For orbax only: quantize the matrices. Without it, quantized matrices of the source stay as they are."""
     calibrate: ModelPath | None = None
-    """A text like those that the model is for: channels are scaled by what it makes of their errors (AWQ), and only then the
-    matrices quantized to --dtype or --quantize. Takes minutes, and floats of the whole model in memory."""
+    """A sample of the kind of text that the model is used for. Channels are scaled by its activations (AWQ) before the
+    matrices are quantized to --dtype or --quantize. Takes minutes and memory for the whole model in float32."""
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a folder, in place of the source's."""
+    """A SentencePiece .model, a Llama 3 tokenizer.model, a tokenizer.json, a GGUF or a folder, instead of the source's."""
     base: ModelPath | None = None
-    """For an adapter: the model that it was trained on, whose settings alone are read; by default the one it names."""
+    """For an adapter: the model that it was trained on. Only its settings are read. The default is the one that it names."""
     overwrite: bool = False
-    """Replace what is at the destination: a file, or a folder that holds nothing but a model."""
+    """Replace the destination: a file, or a folder that contains only a model."""
 
     def run(self) -> None:
         from llama_jax.formats.saving import about_blocks, convert
@@ -118,21 +119,24 @@ class Convert:
 
 @dataclass(frozen=True)
 class Merge(CompileOptions):
-    """Write a model with a LoRA adapter added to its weights; it then needs no adapter. The model must fit into memory."""
+    """Merge a LoRA adapter into the weights of a model, which must fit into memory.
+
+    From GGUF to GGUF, matrices keep their quantization types: llama-jax merge BASE.gguf ADAPTER OUT.gguf."""
 
     base: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="BASE")]]
-    """The model that the adapter was trained on, of any format that is read."""
+    """The model that the adapter was trained on, in any supported format."""
     adapter: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="ADAPTER")]]
-    """A folder of PEFT's, or of a run that trains one."""
+    """A PEFT folder, or the folder of a run that trained one."""
     destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="OUT")]]
-    """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
+    """A folder for safetensors (the Hugging Face layout) and orbax; a file for gguf and llama2c."""
     format: FORMATS = "auto"
-    """What to write; by default what the name of OUT says: gguf, llama2c where it ends in .bin, else safetensors."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
-    """Type of what is written; auto is that of BASE, or float32 if that is quantized. The sum is computed in float32 and
-    rounded once. q8_0 and q4_0 are for gguf alone."""
+    """Format to write. auto follows the name of OUT: gguf for .gguf, llama2c for .bin, otherwise safetensors."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", BLOCKS] = "auto"
+    """Type of the written tensors. auto is the type of BASE: from GGUF to GGUF each matrix is quantized as before, and in
+    other formats a quantized BASE becomes float32. The sum is computed in float32 and rounded once. Types that begin with q
+    are only for gguf, see convert."""
     overwrite: bool = False
-    """Replace what is at OUT: a file, or a folder that holds nothing but a model."""
+    """Replace OUT: a file, or a folder that contains only a model."""
 
     def run(self) -> None:
         from llama_jax.cli.jax_setup import loading_bar
@@ -142,22 +146,39 @@ class Merge(CompileOptions):
         from llama_jax.formats.quantize_on_load import quantized_kinds
         from llama_jax.formats.saving import FOLDERS, format_of
         from llama_jax.model.lora import merge
+        from llama_jax.model.trees import parameter_count
 
         self.start_jax()
         dtype: WrittenDtype | None = unless_auto(self.dtype)
         format = unless_auto(self.format)
-        folder = (format or format_of(self.destination)) in FOLDERS
+        into = format or format_of(self.destination)
+        folder = into in FOLDERS
         sources = [self.base, self.adapter]
         check_room(self.destination, folder=folder, overwrite=self.overwrite, sources=sources)
         base = open_checkpoint(self.base)
         adapter = load_adapter(self.adapter, base.config)  # before minutes go into loading
-        kinds = quantized_kinds(base.tensors)
-        if kinds:
-            print(f"{self.base}: {kinds} dequantized to float32, to which the adapter is added", file=sys.stderr)
-        with _writing(self.destination) as progress:
+        kinds, before = quantized_kinds(base.tensors), sum(tensor.nbytes for tensor in base.tensors.values())
+        is_gguf = base.format.startswith("GGUF")
+        as_base = bool(kinds) and dtype is None and into == "gguf" and is_gguf
+        if as_base:
+            print(f"{self.base}: the adapter is added in float32, and the sum quantized again: {kinds}", file=sys.stderr)
+        elif kinds and (dtype is None or dtype in FLOAT_BYTES):
+            after = parameter_count(base.config) * FLOAT_BYTES[dtype or "float32"]
+            fewer = "OUT.gguf keeps its blocks" if is_gguf else "OUT.gguf with --dtype q4_k has 4 bits"
+            print(
+                f"{self.base}: {kinds}, {size(before)}, become {dtype or 'float32'}, {size(after)},"
+                f" {after / before:.1f} times as large; {fewer}",
+                file=sys.stderr,
+            )
+        with _writing(self.destination, f"; the weights of {self.base} have {size(before)}") as progress:
             # In float32 if it is written in fewer bits than it has, so that it is rounded only once.
             exact = dtype is None and not kinds
-            config, params, tokenizer = load(self.base, None if exact else "float32", progress=loading_bar)
+            config, params, tokenizer = load(
+                self.base,
+                None if exact else "float32",
+                quantize="keep" if as_base else None,
+                progress=loading_bar,
+            )
             save(
                 self.destination,
                 with_adapter_parts(config, [self.adapter]),
@@ -165,6 +186,7 @@ class Merge(CompileOptions):
                 tokenizer,
                 format=format,
                 dtype=dtype,
+                like=self.base if kinds and into == "gguf" and is_gguf else None,
                 overwrite=self.overwrite,
                 progress=progress,
             )
@@ -181,20 +203,21 @@ class Export(RememberOptions, SingleAdapterOption, WeightOptions):
     SHOWN_FIRST = ("model", "destination", "context", "batch", "chunk", "platforms", "overwrite")
 
     model: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="MODEL")]]
-    """A model's folder or file, of any format that is read."""
+    """Folder or file of a model, in any supported format."""
     destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="OUT")]]
     """The folder to write."""
     context: Annotated[int | None, at_least(1)] = None
-    """Most tokens of a prompt and its continuation, for which the cache has room; by default the model's context, at most
-    2048."""
+    """Capacity of the cache: maximum number of tokens of a prompt and its continuation. The default is the model's context,
+    but at most 2048."""
     batch: Annotated[int, at_least(1)] = 1
-    """The number of prompts that are continued at once."""
+    """Number of prompts in a batch."""
     chunk: Annotated[int, at_least(1)] = 64
-    """Tokens of each prompt that are read at once; a prompt is padded to a multiple of it."""
+    """Prompt tokens per call of prefill; prompts are padded to a multiple of it."""
     platforms: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "cpu,cuda,tpu"
-    """What the programs can be compiled for: some of cpu, cuda, rocm and tpu. One alone is simplest for other compilers."""
+    """Platforms that the programs can be compiled for, of cpu, cuda, rocm and tpu. A single one is easiest for other
+    compilers."""
     overwrite: bool = False
-    """Replace what is at OUT: a folder that holds nothing but an exported model, or a model."""
+    """Replace OUT: a folder that contains only an exported model, or a model."""
 
     def run(self) -> None:
         import jax
@@ -236,7 +259,7 @@ class Export(RememberOptions, SingleAdapterOption, WeightOptions):
 
 
 @contextmanager
-def _writing(destination: Location) -> Iterator[Any]:
+def _writing(destination: Location, beside: str = "") -> Iterator[Any]:
     """A progress bar for writing a model, which a signal interrupts in order; prints the size and the time at the end."""
     started = time.perf_counter()
     with ending_in_order("stopped; nothing was written"):
@@ -244,4 +267,4 @@ def _writing(destination: Location) -> Iterator[Any]:
     place: Any = resolved(destination)
     inside = [place] if not place.is_dir() else place.rglob("*") if isinstance(place, Path) else place.iterdir()
     total = sum(path.stat().st_size for path in inside if path.is_file())
-    print(f"{destination}: {total / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    print(f"{destination}: {total / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s{beside}", file=sys.stderr)

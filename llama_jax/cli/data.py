@@ -32,35 +32,35 @@ TARGET, SPECIAL, PLAIN = "\x1b[32m", "\x1b[36m", "\x1b[0m"
 
 @dataclass(frozen=True, kw_only=True)
 class ShowData:
-    """Show chats and preferences as a model is taught them: each token, its text, and whether it is to be predicted."""
+    """Show chats and preferences as tokens: the id and the text of each, and whether it is a target."""
 
     file: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="FILE")]]
     """A .jsonl whose lines are chats (messages, or ShareGPT's conversations), a prompt and a completion, an instruction
     and an output (Alpaca), or preferences (prompt, chosen, rejected)."""
     model: ModelPath | None = None
-    """A model's folder or file, for its vocabulary and chat template; by default the bundled stories model."""
+    """Folder or file of a model, for its vocabulary and chat template. The default is the bundled stories model."""
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a folder, in place of the model's."""
+    """A SentencePiece .model, a Llama 3 tokenizer.model, a tokenizer.json, a GGUF or a folder, instead of the model's."""
     format: Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"] = "auto"
-    """The format of chats; auto is the model's own template, or Llama 3's for its vocabulary."""
+    """Chat format. auto takes the model's own template, or llama3 for the vocabulary of Llama 3."""
     kind: Literal["auto", "chats", "preferences"] = "auto"
-    """What the lines are; auto takes preferences where the first line has chosen and rejected."""
+    """Kind of the lines. auto takes preferences if the first line has chosen and rejected."""
     examples: Annotated[int, at_least(1)] = 1
-    """How many to show."""
+    """Number of examples to show."""
     line: Annotated[int, at_least(1)] = 1
-    """Line of the first example to show; if there is none in it, the next line with one."""
+    """Line of the first example, or the next line that has one."""
     length: Annotated[int, at_least(1)] | None = None
-    """Predicted tokens of a row: what is longer is cut or dropped, as in training with this length."""
+    """Predicted tokens of a row: longer examples are cut or dropped, as in training with this length."""
     too_long: Literal["cut", "drop"] = "cut"
-    """With --length: what is done with a longer example."""
+    """With --length: how to treat longer examples."""
     special: bool = False
-    """In prompts and completions that are texts, "<|eot_id|>" and the like are special tokens, and not text."""
+    """Read "<|eot_id|>" and the like in prompts and completions as special tokens, not as text."""
     count: bool = False
-    """Read the whole file as well, and say how many examples are kept, dropped and cut."""
+    """Read the whole file and count the examples that are kept, dropped and cut."""
     color: Literal["auto", "always", "never"] = "auto"
-    """Targets green and special tokens cyan; auto on a terminal, unless NO_COLOR is set."""
+    """Print targets in green and special tokens in cyan. auto does so on a terminal unless NO_COLOR is set."""
     json: bool = False
-    """Print one JSON object a line for each example."""
+    """Print one JSON object per example."""
 
     def run(self) -> None:
         from llama_jax.data.chat_jsonl import read_chats, read_preferences
@@ -126,21 +126,21 @@ class BuildData(DocumentOptions):
     """Tokenize files into a corpus of token ids."""
 
     files: tyro.conf.Positional[Annotated[tuple[ModelPath, ...], tyro.conf.arg(metavar="FILE ...")]]
-    """Text, JSONL, Parquet or Arrow, also text and JSONL compressed as .gz or .zst; or folders of them, also of one split
-    of a Hugging Face dataset."""
+    """Text, JSONL (both also as .gz or .zst), Parquet or Arrow files, or folders of them, such as one split of a Hugging
+    Face dataset."""
     out: Path
-    """Folder of tokens.corpus, which train and eval then take as --data. Its bytes depend on the files, the tokenizer and
-    the settings alone. After a stop the same command continues."""
+    """Folder for tokens.corpus, which train and eval accept as --data. Its bytes depend only on the files, the tokenizer and
+    the settings. The same command resumes after a stop."""
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a folder with one; by default that of
-    the bundled stories model."""
+    """A SentencePiece .model, a Llama 3 tokenizer.model, a tokenizer.json, a GGUF or a folder with one. The default is that
+    of the bundled stories model."""
     processes: Annotated[int, at_least(1)] | None = None
-    """How many work at a time; by default one for each core."""
+    """Number of processes. The default is one per core."""
     unit: Annotated[int, at_least(1)] | None = None
-    """Approximate megabytes of a file that a process takes at a time; by default a 128th of all files, between 8 and 64. A
-    compressed file is taken whole."""
+    """Approximate size of the pieces of a file that a process takes at a time, in megabytes. The default is 1/128 of all
+    files, between 8 and 64. Compressed files are not split."""
     drop_duplicates: bool = False
-    """Keep only the first of documents with the same tokens."""
+    """Drop documents whose tokens are the same as those of an earlier one."""
 
     def run(self) -> None:
         from llama_jax.data.build_corpus import BuildOptions, build
@@ -169,7 +169,7 @@ class BuildData(DocumentOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Show training data as a model is taught it, or tokenize it ahead of training."""
+    """Show training data as tokens, or tokenize it in advance."""
 
     action: tyro.conf.OmitSubcommandPrefixes[
         Annotated[ShowData, tyro.conf.subcommand("show", description=SHOW)]

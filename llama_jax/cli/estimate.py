@@ -71,44 +71,45 @@ def compiled(program: Program, *, accelerator: bool) -> CompiledProgram:
 
 @dataclass(frozen=True)
 class Estimate(PartsOption, AttentionOption, CompileOptions):
-    """Print the memory that training or generating takes on each device, what devices exchange, and how fast it could be.
+    """Estimate memory per device, communication between devices, and a lower bound on the time of training or generation.
 
     Nothing is allocated and no weights are read: the program is compiled for devices that need not exist, and analyzed. For
     --hardware its own compiler is used if it is installed (the extras compile-tpu and compile-gpu).
     """
 
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PRESET|PATH")]]
-    """A preset such as llama-3.1-8b, or a model's folder or file, or its config.json; only the settings are read."""
+    """A preset such as llama-3.1-8b, folder or file of a model, or a config.json. Only the settings are read."""
     batch: Annotated[int, at_least(1)]
-    """Rows over the whole mesh."""
+    """Rows of the whole mesh together."""
     length: Annotated[int, at_least(1)]
-    """Tokens per row: to predict when training, to keep in the cache when decoding."""
+    """Tokens per row: predicted in training, kept in the cache in decoding."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = "data=1"
-    """Ways to split, as data=2,fsdp=4,context=2,tensor=8: the batch; the batch and the parameters; each row's tokens, where
-    rows are read whole, and the parameters; heads and features."""
+    """The mesh, for example data=2,fsdp=4,context=2,tensor=8. data shards the batch; fsdp the batch and the parameters;
+    context the tokens of each row and the parameters; tensor heads and features."""
     mode: Literal["train", "decode"] = "decode"
-    """train: one step of AdamW; decode: reading prompts, enlarging the cache, generating."""
+    """train is a step with AdamW; decode is prefill and decoding."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of computation, parameters and cache; training keeps parameters and optimizer state in float32 regardless. auto
-    is float32, with the quantized matrices of the files as they are, but for a model that is trained itself."""
+    """Type of computation, parameters and cache; parameters and optimizer state in training are always float32. auto is
+    float32 and keeps quantized matrices of the files, except when they are trained."""
     cache: Literal["auto", "int8"] = "auto"
-    """When decoding, the type of the key/value cache: auto is --dtype, int8 has a scale for each head and position."""
+    """Decoding: type of the key/value cache. auto is --dtype; int8 has a scale per head and position."""
     quantize: QUANTIZE = "auto"
-    """When decoding, and with --lora: quantize the matrices. keep plans for those of the files, also beside --dtype."""
+    """Decoding, or training with --lora: quantize the matrices. keep takes the quantized matrices of the files."""
     lora: Annotated[int, at_least(0)] = 0
-    """When training, the rank of LoRA adapters of all matrices; the model itself is frozen, in --dtype. No lower
-    bounds are computed with LoRA, nor for a model with parts of its own."""
+    """Training: rank of LoRA adapters on all matrices of the frozen model, which is in --dtype. No lower bound on the time
+    is computed with LoRA, nor for a model with its own parts."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
-    """What training recomputes in the backward pass to save memory: nothing, all but matrix products (dots), or whole layers
-    (full, auto)."""
+    """Training: what the backward pass recomputes to save memory: nothing (none), everything except matrix products (dots),
+    or whole layers (full, auto)."""
     packed: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
-    """When training, put a single document into each row. By default several are packed into a row, as `train` does."""
+    """Training: one document per row. By default several are packed into a row, as `train` does."""
     accumulate: Annotated[int, at_least(1)] = 1
-    """When training, parts of the batch whose gradients are accumulated one after the other."""
+    """Training: number of parts of the batch whose gradients are accumulated sequentially."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Plan for this hardware, such as h200 or tpu-v5p, instead of CPUs: does it fit, and how fast could it be?"""
+    """Hardware to plan for, such as h200 or tpu-v5p: does the program fit, and how fast could it be? The default is a
+    CPU."""
     json: bool = False
-    """Print one JSON object, sizes in bytes."""
+    """Print a JSON object, with sizes in bytes."""
 
     def run(self) -> None:
         from llama_jax.analysis.hardware import named_hardware

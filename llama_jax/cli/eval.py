@@ -67,38 +67,40 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
     SHOWN_FIRST = ("path", "data")
 
     path: tyro.conf.Positional[ModelPath]
-    """A model's folder or file, of any format that is read."""
+    """Folder or file of a model, in any supported format."""
     data: Annotated[tuple[ModelPath, ...], tyro.conf.UseAppendAction]
     """Files, or folders of them: text, .jsonl (both also .gz and .zst), .parquet, .arrow, or token ids in .bin,
     .array_record or .corpus, which `data build` makes; several after one --data, or one after each. Tokenized once, then
     cached."""
     max_documents: Annotated[int, at_least(1)] | None = None
-    """Use only this many documents, the first ones."""
+    """Use only the first documents, this many."""
     token_type: Literal["auto", "uint16", "uint32"] = "auto"
-    """Type of the ids in .bin and .array_record; auto is uint16 where that holds the vocabulary."""
+    """Type of the ids in .bin and .array_record. auto is uint16 if the vocabulary fits."""
     json: bool = False
-    """Print one JSON object; what is not a number is null."""
+    """Print a JSON object; NaN and infinity become null."""
     kind: Literal["auto", "text", "chats", "preferences"] = "auto"
-    """What the data are; auto looks at the first line of a .jsonl, which is text where it has --field."""
+    """Kind of the data. auto looks at the first line of a .jsonl, which is text if it has --field."""
     format: Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"] = "auto"
-    """For chats and preferences: the chat format; auto is the model's own template, or Llama 3's for its vocabulary."""
+    """For chats and preferences: the chat format. auto takes the model's own template, or llama3 for the vocabulary of Llama
+    3."""
     too_long: Literal["cut", "drop"] = "cut"
-    """For chats and preferences: what is done with an example of more than --length tokens."""
+    """For chats and preferences: how to treat examples longer than --length tokens."""
     against: ModelPath | None = None
-    """A reference: divergence, ratio of perplexities, and how often the most probable token is the same. It may be PATH;
-    --quantize and --rope are for PATH alone, --dtype is for both. Both are in memory at once."""
+    """A reference model: print divergence, ratio of perplexities, and how often the most probable token agrees. It may be
+    PATH itself; --quantize and --rope apply to PATH only, --dtype to both. Both models are in memory."""
     length: int | None = None
-    """Tokens of the sliding window; by default the model's context, at most 4096."""
+    """Size of the sliding window in tokens. The default is the model's context, but at most 4096."""
     stride: int | None = None
-    """Tokens from one window to the next; by default half of it. A larger stride is faster and gives tokens less context."""
+    """Tokens between windows. The default is half a window. A larger stride is faster and gives tokens less context."""
     batch: int | None = None
-    """Rows of a batch; by default 1 on a CPU, where more would not fit its caches, and 8 elsewhere, or with --lengths as
-    many as make up 32,768 tokens."""
+    """Rows of a batch. The default is 1 on a CPU, whose caches hold no more, and 8 elsewhere; with --lengths, as many as
+    make 32,768 tokens."""
     lengths: Annotated[str, tyro.conf.arg(metavar="N,N,...")] = ""
-    """Several windows without overlap, as in 256,512,1024: does context help, and how far?
-    They may go beyond the model's context."""
+    """Compare several window sizes, without overlap, for example 256,512,1024: does more context help? They may exceed the
+    model's context."""
     max_tokens: int | None = None
-    """With --lengths: most tokens to predict at each, in windows spread evenly over the text; by default all of it."""
+    """With --lengths: maximum number of tokens to predict per size, in windows spread evenly over the text. The default is
+    the whole text."""
 
     def run(self) -> None:
         import jax

@@ -33,21 +33,21 @@ EXAMPLE = "pass some text to continue, such as 'Once upon a time'"
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(ModelOptions, StopOptions):
-    """Continue a prompt. The text is streamed to stdout, statistics go to stderr."""
+    """Continue a prompt. Streams the text to stdout and prints statistics to stderr."""
 
     SHOWN_FIRST = ("prompt", "model", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "json")
 
     prompt: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[PROMPT]")]] = None
-    """Text to continue; - reads it from stdin."""
+    """Text to continue; - reads stdin."""
     prompt_file: Path | None = None
-    """A file with the text, or - for stdin. Of a .jsonl each line is a prompt, as in {"prompt": "Once"}: they are continued
-    --batch at a time, each with the seed of the line before plus one, and printed as one JSON object a line."""
+    """A file with the text, or - for stdin. In a .jsonl, each line has a prompt, for example {"prompt": "Once"}: --batch
+    prompts are continued at a time, the seed increases by one per line, and each result is one line of JSON."""
     batch: Annotated[int, at_least(1)] | None = None
-    """Prompts of a .jsonl in a batch; by default 8."""
+    """Number of prompts of a .jsonl in a batch. The default is 8."""
     max_new_tokens: Annotated[int, at_least(1)] | None = None
-    """Most tokens to generate; by default 256, or fewer where the model's context ends."""
+    """Maximum number of tokens to generate. The default is 256, or what is left of the model's context."""
     json: bool = False
-    """Print one JSON object instead of text: prompt, text, token ids, logprobs, finish reason, statistics."""
+    """Print a JSON object with prompt, text, token ids, logprobs, finish reason and statistics instead of the text."""
 
     def run(self) -> None:
         started = time.perf_counter()

@@ -36,11 +36,11 @@ class Inspect:
     files."""
 
     path: tyro.conf.Positional[ModelPath]
-    """A model's folder or file, of any format that is read."""
+    """Folder or file of a model, in any supported format."""
     tensors: bool = False
     """List every tensor."""
     json: bool = False
-    """Print one JSON object instead."""
+    """Print a JSON object instead."""
 
     def run(self) -> None:
         import jax

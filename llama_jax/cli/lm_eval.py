@@ -36,32 +36,32 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
     SHOWN_FIRST = ("model", "tasks", "num_fewshot", "limit", "batch")
 
     model: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="PATH")]] = field()  # none by default
-    """A model's folder or file, of any format that is read."""
+    """Folder or file of a model, in any supported format."""
     tasks: Annotated[str, tyro.conf.arg(metavar="TASK,...")]
-    """Names of tasks or of groups of them, as in arc_easy,hellaswag; * stands for any letters."""
+    """Names of tasks or groups, for example arc_easy,hellaswag; * matches any characters."""
     include_path: Path | None = None
-    """A folder with .yaml files of further tasks."""
+    """A folder with .yaml files of your own tasks."""
     num_fewshot: Annotated[int, at_least(0)] | None = None
-    """Examples before each question; by default what the task says."""
+    """Number of examples before each question. The default is the task's."""
     limit: float | None = None
-    """Only this many first questions of each task, or below 1 a share of them: to try, not to report."""
+    """Use only the first questions of each task: a number, or a fraction below 1. For trials, not for reported results."""
     batch: Annotated[int, at_least(1)] | None = None
-    """Rows that are scored in a batch, by default 1 on a CPU, where more would not fit its caches, and 8 elsewhere; and
-    texts that are continued in a batch, by default 16."""
+    """Rows of a batch. The default is 1 for scoring on a CPU, whose caches hold no more, 8 for scoring elsewhere, and 16 for
+    generation."""
     apply_chat_template: bool = False
-    """Ask each question as the user of a chat, in the model's own format."""
+    """Ask each question as a user message in the model's chat format."""
     fewshot_as_multiturn: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
-    """With --apply-chat-template: put all examples into one turn. By default each is a turn of its own."""
+    """With --apply-chat-template: put all examples into one message. By default each is its own turn."""
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """A system prompt."""
+    """System prompt."""
     bos: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
-    """Leave out the begin-of-sequence token, with which texts begin by default where the vocabulary's own rule says so."""
+    """Omit the begin-of-sequence token, which otherwise is added if the tokenizer's own rule says so."""
     seed: int = 0
-    """Seed of tasks that sample; most are greedy."""
+    """Random seed of tasks that sample; most are greedy."""
     output: Path | None = None
-    """Write all results into this file, as one JSON object."""
+    """Write all results to this file, as a JSON object."""
     samples: bool = False
-    """With --output: every question as well, with what the model answered."""
+    """With --output: include every question and the model's answer."""
     overwrite: bool = False
     """Replace the file of --output."""
 

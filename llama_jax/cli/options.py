@@ -63,7 +63,7 @@ class CompileOptions:
     SHOWN_LAST: ClassVar[tuple[str, ...]] = ("no_cache",)
 
     no_cache: bool = False
-    """Trace and compile every program anew: none is taken from the cache folder, and none is kept there."""
+    """Do not use the folder of cached programs: trace and compile everything again, and store nothing."""
 
     def start_jax(self) -> None:
         """Open the cache of compiled programs, and start the backend of the devices."""
@@ -76,8 +76,8 @@ class CompileOptions:
 @dataclass(frozen=True, kw_only=True)
 class PartsOption:
     parts: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """A Python file of yours, which is run: it defines the functions that the model names as its own attention, norm,
-    feed-forward or rotary embedding."""
+    """A Python file with the functions that the model names as its own attention, norm, feed-forward or rotary embedding.
+    The file is executed."""
 
     def with_parts(self, *configs: LlamaConfig) -> tuple[LlamaConfig, ...]:
         """The configurations of all models of a command, with the functions of the file in place of their names.
@@ -100,7 +100,7 @@ class PartsOption:
 @dataclass(frozen=True, kw_only=True)
 class AttentionOption:
     attention: ATTENTION = "auto"
-    """The implementation of attention; auto uses the device's kernel where it can, and the output names it."""
+    """Implementation of attention. auto uses the device's kernel where possible; the output names the one used."""
 
     def compute(self) -> llama_jax.Compute:
         """The options of a forward pass."""
@@ -110,7 +110,7 @@ class AttentionOption:
 @dataclass(frozen=True, kw_only=True)
 class ExactOption(AttentionOption):
     exact: bool = False
-    """The same bits in any company: a text and its log-probabilities do not depend on what else is computed with it."""
+    """Make a text and the bits of its log-probabilities independent of everything else that is computed at the same time."""
 
     def compute(self) -> llama_jax.Compute:
         return replace(super().compute(), exact=self.exact)
@@ -119,7 +119,7 @@ class ExactOption(AttentionOption):
 @dataclass(frozen=True, kw_only=True)
 class CacheOption:
     cache: Literal["auto", "int8"] = "auto"
-    """Type of the key/value cache: auto is that of the computation; int8 adds a scale of 4 bytes for each head and
+    """Type of the key/value cache: auto is the type of the computation; int8 has a scale of 4 bytes per head and
     position."""
 
     def cache_options(self) -> llama_jax.CacheOptions:
@@ -130,9 +130,10 @@ class CacheOption:
 @dataclass(frozen=True, kw_only=True)
 class RememberOptions(CacheOption):
     window: int | None = None
-    """Each token attends to this many tokens only: the cache stops growing, and the text may outgrow the context."""
+    """Let each token attend only to this many tokens before it. The cache stops growing, and the text may exceed the
+    context."""
     sinks: int = 0
-    """With --window: this many first tokens stay visible (attention sinks), which keeps a long text fluent; 4 are usual."""
+    """With --window: keep this many first tokens visible (attention sinks). 4 is usual and keeps long texts fluent."""
 
     def cache_options(self) -> llama_jax.CacheOptions:
         return replace(super().cache_options(), window=self.window, sinks=self.sinks)
@@ -141,22 +142,22 @@ class RememberOptions(CacheOption):
 @dataclass(frozen=True, kw_only=True)
 class SingleAdapterOption:
     adapter: ModelPath | None = None
-    """A LoRA adapter for the model: a folder of PEFT's, or of a run that trains one."""
+    """A LoRA adapter: a PEFT folder, or the folder of a run that trained one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormatOption:
     format: Format = "auto"
-    """The chat format; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's. A served model
-    with neither completes texts and does not chat."""
+    """Chat format. auto takes the model's own template, or llama3 for the vocabulary of Llama 3. A served model with
+    neither only completes texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopOptions:
     stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT"), tyro.conf.UseAppendAction] = ()
-    """Stop at this text, which is not printed. May be repeated."""
+    """Stop at this text and do not print it. Can be repeated."""
     ignore_eos: bool = False
-    """Do not stop at the end-of-text tokens, only at --stop or --max-new-tokens."""
+    """Ignore end-of-text tokens: stop only at --stop or --max-new-tokens."""
 
     def check_stops(self) -> None:
         """Raise GenerationError for a text of --stop that no text can contain."""
@@ -174,12 +175,12 @@ class StopOptions:
 @dataclass(frozen=True, kw_only=True)
 class DocumentOptions:
     separator: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "<|endoftext|>"
-    """What stands between the documents of a text file."""
+    """The text that separates the documents of a text file."""
     longest: int | None = None
-    """Characters of the longest document of a text file; a longer one is cut into several. By default 131,072, or more
-    where the rows that are measured need it."""
+    """Maximum length of a document of a text file, in characters; longer ones are split. The default is 131,072, or more if
+    the measured rows need it."""
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """The field or column that holds the text in .jsonl, .parquet and .arrow."""
+    """Field or column with the text in .jsonl, .parquet and .arrow files."""
 
     def document_format(
         self, lengths: Sequence[int] = (), token_type: Literal["uint16", "uint32"] | None = None
@@ -198,15 +199,15 @@ class ProcessOptions:
     SHOWN_LAST: ClassVar[tuple[str, ...]] = ("distributed", "coordinator", "processes", "process_id", "start_timeout")
 
     distributed: bool = False
-    """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
+    """Join the other processes that Slurm, Open MPI, Kubernetes or the TPU pod started."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
-    """Without --distributed: HOST:PORT of process 0, whose port must be free; the same in all processes."""
+    """Without --distributed: the address of process 0, with a free port; the same in all processes."""
     processes: int | None = None
     """Without --distributed: the number of processes."""
     process_id: int | None = None
-    """Without --distributed: the number of this one, from 0."""
+    """Without --distributed: the index of this process, from 0."""
     start_timeout: float = 300.0
-    """Seconds to wait for all processes; then those that have started name the missing ones."""
+    """Seconds to wait for all processes. After that, those that started report which are missing."""
 
     def join_processes(self, *, resumes: bool = True) -> AbstractContextManager[Processes]:
         """All processes of the command, once they have found each other."""
@@ -225,27 +226,28 @@ class ProcessOptions:
 @dataclass(frozen=True, kw_only=True)
 class WeightOptions(PartsOption, CompileOptions):
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a GGUF; by default the one with the weights."""
+    """A SentencePiece .model, a Llama 3 tokenizer.model, a tokenizer.json or a GGUF. The default is the one stored with the
+    model."""
     dtype: DTYPES = "auto"
-    """Type of weights, arithmetic and cache, which are then floats. auto keeps quantized weights as the file has them; for
-    the rest it is the type of the stored embedding. Where that is quantized, float32 on a CPU and bfloat16 on accelerators;
-    where it is float16, float32 on a CPU."""
+    """Type of weights, arithmetic and cache; quantized weights are dequantized. auto keeps quantized weights as they are in
+    the file and takes the type of the stored embedding for the rest. If that is quantized, auto is float32 on a CPU and
+    bfloat16 on accelerators; if it is float16, float32 on a CPU."""
     quantize: QUANTIZE = "auto"
-    """Quantize the matrices: int8 and fp8 with a scale for each row, int4 with one for each 128 numbers, nf4 as in QLoRA,
-    the others as in GGUF, q4_k and q5_k mixed as in llama.cpp's Q4_K_M and Q5_K_M. The embedding and the output projection
-    get 6 or 8 bits, unless -pure. auto is as --dtype says; keep leaves a quantized file as it is and computes in --dtype."""
+    """Quantize the matrices: int8 and fp8 with one scale per row, int4 with one per 128 numbers, nf4 as in QLoRA, the others
+    as in GGUF; q4_k and q5_k are llama.cpp's mixtures Q4_K_M and Q5_K_M. Without -pure, the embedding and the output
+    projection get 6 or 8 bits. auto follows --dtype; keep leaves a quantized file as it is and computes in --dtype."""
     rope: Annotated[str, tyro.conf.arg(metavar="KIND:FACTOR")] = ""
-    """Replace the model's rope scaling: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16, which also lengthens the
-    context; none removes it."""
+    """Replace the model's RoPE scaling and extend its context accordingly: KIND:FACTOR and optional fields, for example
+    yarn:4,beta_fast=16. none removes the scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(AttentionOption, WeightOptions):
     model: ModelPath | None = None
-    """A model's folder or file: Hugging Face, Meta .pth, GGUF, llama2.c or orbax, recognized by content.
-    By default the small stories model that comes with the package."""
+    """Folder or file of a model: Hugging Face, Meta .pth, GGUF, llama2.c or orbax, recognized by its content.
+    The default is the small stories model of the package."""
     mesh: Annotated[str, tyro.conf.arg(metavar="tensor=N")] = ""
-    """Shard the model over devices, as in tensor=8. By default it is on one device."""
+    """Shard the model over several devices, for example tensor=8. The default is one device."""
 
     @property
     def model_path(self) -> Location:
@@ -347,8 +349,8 @@ class LoadOptions(AttentionOption, WeightOptions):
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions(LoadOptions):
     adapter: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=]PATH"), tyro.conf.UseAppendAction] = ()
-    """NAME=PATH, a LoRA adapter that a request may ask for by this name: a folder of PEFT's, or of a run that trains one.
-    May be repeated, and needs no copy of the model. A single PATH without a name is for all requests."""
+    """NAME=PATH: a LoRA adapter that requests select by name, a PEFT folder or the folder of a run that trained one. Can be
+    repeated; the model is not copied. A single PATH without a name applies to all requests."""
 
     def for_all(self) -> Location | None:
         """The adapter without a name."""
@@ -377,17 +379,17 @@ class AdapterOptions(LoadOptions):
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     temperature: float = 0.8
-    """Divide the logits by this; 0 always takes the most probable token, whatever top-k, top-p, min-p and seed are."""
+    """Divide the logits by this. 0 always takes the most probable token and ignores top-k, top-p, min-p and seed."""
     top_k: int = 0
-    """Keep the k most probable tokens; 0 keeps all."""
+    """Sample from the k most probable tokens; 0 keeps all."""
     top_p: float = 0.95
-    """Keep the most probable tokens whose probabilities sum to p; 1 keeps all."""
+    """Sample from the smallest set of most probable tokens whose probabilities sum to p; 1 keeps all."""
     min_p: float = 0.0
-    """Keep tokens with at least this fraction of the probability of the most probable one; 0 keeps all."""
+    """Sample from tokens with at least this fraction of the highest probability; 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Make tokens that the text already contains less probable; 1 turns it off."""
+    """Values above 1 make tokens that the text already contains less probable; 1 changes nothing."""
     seed: int | None = None
-    """Seed of the sampling; by default taken from the clock and printed."""
+    """Random seed. By default it is taken from the clock and printed."""
 
     def choose_seed(self) -> int:
         return time.time_ns() % 2**32 if self.seed is None else self.seed
@@ -403,10 +405,10 @@ class SamplingOptions:
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(ExactOption, LoadOptions):
     draft: Annotated[str, tyro.conf.arg(metavar="prompt|PATH")] = ""
-    """Speculative decoding: draft several tokens, which the model verifies at once. The text is the same (but for
-    near ties of 16-bit and quantized weights), often sooner.
-    prompt looks for the last words earlier in the text; PATH is a smaller model with the same vocabulary. prompt:8 or PATH:4
-    limits the tokens of a draft; fewer are drafted, or none, where that is faster."""
+    """Speculative decoding: draft several tokens and verify them in one pass. The text is the same, except for near ties of
+    16-bit and quantized weights. prompt drafts what followed the last words earlier in the text; PATH is a smaller model
+    with the same vocabulary. prompt:8 or PATH:4 sets the maximum length of a draft; shorter or no drafts are used when
+    that is faster."""
 
     def parse_draft(self) -> tuple[str, int | None]:
         """What --draft names, and its number of tokens or None; GenerationError for an invalid number."""

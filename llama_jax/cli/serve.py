@@ -46,60 +46,64 @@ SECONDS = Bounds(0, 1e9)
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOptions):
-    """Serve a model over HTTP, as OpenAI's API does: completions, chat, metrics, and a page for browsers.
+    """Serve a model over HTTP with OpenAI's API: completions, chat and metrics, and a chat page at /.
 
-    It listens at once, and says how far it is until all programs are compiled; then it accepts requests. SIGTERM and Ctrl-C
-    let running requests finish; a second one stops at once. docs/serving describes the fields, the limits and what is safe
-    by default.
+    The server listens at once and reports its progress until all programs are compiled; then it accepts requests. On
+    SIGTERM or Ctrl-C, running requests may finish; a second signal stops at once. docs/serving describes the fields of
+    requests, the limits and the security defaults.
 
-    A model that one host cannot hold is served by several processes: each runs the same command, with --distributed or a
-    --process-id of its own, and the first one listens.
+    Several processes can serve a model that is too large for one host: run the same command in each, with --distributed or
+    with its own --process-id. The first process listens.
     """
 
     SHOWN_FIRST = ("model", "host", "port", "api_key", "name", "context")
 
     host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1"
-    """The address to listen on; the default is this machine alone. 0.0.0.0 is every network that it has: set a key then."""
+    """Address to listen on. The default accepts connections from this machine only; 0.0.0.0 accepts them from all networks:
+    set a key then."""
     port: Annotated[int, Bounds(0, 2**16 - 1)] = 8000
-    """The port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 takes a free one."""
     name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """What clients call the model; by default its folder's or file's name, stories for the bundled one."""
+    """Name of the model in the API. The default is the name of its folder or file; the bundled model is called stories."""
     api_key: Annotated[str | None, tyro.conf.arg(metavar="KEY")] = None
-    """What clients must send as their key. Better in the environment, as LLAMA_JAX_API_KEY: arguments can be seen by all."""
+    """API key that clients must send. Other users of the machine can see arguments; the environment variable
+    LLAMA_JAX_API_KEY avoids this."""
     allow_host: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME"), tyro.conf.UseAppendAction] = ()
-    """A name by which this server is reached, beside localhost, --host and addresses; * for any. May be repeated."""
+    """Accept this Host header, in addition to localhost, --host and IP addresses; * accepts any. Can be repeated."""
     allow_origin: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL"), tyro.conf.UseAppendAction] = ()
-    """A site whose pages may use the server from browsers, as https://example.org; * for any. May be repeated."""
+    """Allow pages of this site to call the server from browsers (CORS), for example https://example.org; * allows any. Can
+    be repeated."""
     rows: int | None = None
-    """Requests that are served at a time; by default 16, or fewer where the memory is small."""
+    """Number of requests that are served concurrently. The default is 16, or fewer if memory is scarce."""
     cache_tokens: int | None = None
-    """Tokens for which the cache has room, of all requests together: by default 512 for each row, and one whole context at
-    least. Where it is full, requests wait, and the youngest are read again later."""
+    """Capacity of the key/value cache in tokens, for all requests together. The default is 512 per row, and at least one
+    whole context. When it is full, the newest requests are suspended and continue later."""
     context: int | None = None
-    """Most tokens of prompt and continuation together; by default the model's context, or less where the memory is small."""
+    """Maximum number of tokens of prompt and continuation together. The default is the model's context, or less if memory is
+    scarce."""
     prefill_chunk: int | None = None
-    """Prompts are read in chunks of this many tokens, a multiple of 16, and with each chunk every running request gets a
-    token: by default 32 on a CPU and 256 elsewhere."""
+    """Prompt tokens per step, a multiple of 16. In each step, every running request also gets a token. The default is 32 on
+    a CPU and 256 elsewhere."""
     prefix_cache: Annotated[int, at_least(0)] = 256
-    """Most megabytes of the cache that keep prefixes of former prompts; 0 keeps none."""
+    """Maximum size of the cached prefixes of earlier prompts, in megabytes; 0 turns the prefix cache off."""
     most_waiting: int = 256
-    """Most requests in the queue; further ones are answered with 429."""
+    """Maximum number of requests in the queue; others are answered with status 429."""
     most_waiting_tokens: int = 262_144
-    """Most tokens of the prompts in the queue."""
+    """Maximum number of prompt tokens in the queue."""
     most_choices: Annotated[int, at_least(1)] = 128
-    """Most continuations of one request: prompts times n; never more than `most-waiting`."""
+    """Maximum number of continuations per request (prompts times n); never more than `most-waiting`."""
     most_connections: Annotated[int, at_least(0)] = 1024
-    """Most connections at a time; further ones are answered with 429. 0 is no limit."""
+    """Maximum number of open connections; others are answered with status 429. 0 means no limit."""
     body_mb: Annotated[float, SECONDS] = 16.0
-    """Most megabytes of the body of a request."""
+    """Maximum size of the body of a request, in megabytes."""
     timeout: Annotated[float, SECONDS] = 0.0
-    """Most seconds of a request, waiting included; 0 is no limit."""
+    """Maximum duration of a request in seconds, including waiting; 0 means no limit."""
     drain: Annotated[float, SECONDS] = 30.0
-    """Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
+    """Seconds that running requests may take to finish after SIGTERM or Ctrl-C."""
     wedged: Annotated[float, SECONDS] = 120.0
-    """/health fails when the engine has work and has finished no step for this many seconds."""
+    """Let /health fail if the engine has work but finished no step for this many seconds."""
     open_metrics: bool = False
-    """Let /metrics answer without the key, for Prometheus and routers, which have none."""
+    """Let /metrics answer without the API key, for Prometheus and routers."""
 
     def run(self) -> None:
         started = time.perf_counter()
@@ -262,7 +266,8 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         options, plan = self._planned(joined)
         note(f"memory: {plan}")
         config, params, tokenizer = self._load(joined, startup)
-        served = self._served(tokenizer)
+        memory = {"weights": plan.weights, "kv_cache": plan.pool, "programs": plan.programs}
+        served = replace(self._served(tokenizer), memory=memory)
         options = replace(options, draft=self.drafter(tokenizer))
         loaded = time.perf_counter()
         with record_backends() as attention:

@@ -63,7 +63,7 @@ class Quickstart:
 
 @dataclass(frozen=True, kw_only=True)
 class Compile(ExactOption, LoadOptions):
-    """Compile a model's programs ahead, so that the first start of generate, chat or serve neither traces nor compiles.
+    """Compile a model's programs in advance, so that the first start of generate, chat or serve neither traces nor compiles.
 
     They are kept where these commands look for them, and serve the same model, options, library, JAX and processor. Those
     that are there already are not made again. For another machine, or without llama-jax, see export.
@@ -72,11 +72,11 @@ class Compile(ExactOption, LoadOptions):
     SHOWN_FIRST = ("model", "purpose", "max_tokens")
 
     model: tyro.conf.Positional[Annotated[ModelPath | None, tyro.conf.arg(metavar="[MODEL]")]] = None
-    """A model's folder or file, as for generate; by default the small stories model that comes with the package."""
+    """Folder or file of a model, as in generate. The default is the small stories model of the package."""
     purpose: Annotated[Literal["generate", "serve"], tyro.conf.arg(name="for")] = "generate"
-    """The command to compile for, with its default options; chat has the programs of generate."""
+    """Command to compile for, with its default options. chat uses the programs of generate."""
     max_tokens: Annotated[int, at_least(1)] = 1024
-    """With --for generate: most tokens of a prompt and its continuation, at most the model's context."""
+    """With --for generate: maximum number of tokens of a prompt and its continuation."""
 
     def run(self) -> None:
         from llama_jax import compiled

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
+from llama_jax.interrupts import ending_signals
+
 
 def note(*texts: str) -> None:
     """Print lines for people on stderr."""
@@ -90,7 +92,6 @@ def ending_in_order(said: str) -> Iterator[None]:
 
     The exit code is 128 plus the number of the signal, as for a process that the signal kills.
     """
-    from llama_jax.runs.signals import ending_signals
 
     def stop(number: int, _: FrameType | None) -> None:
         raise _Stopped(number)

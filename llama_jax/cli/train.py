@@ -34,55 +34,54 @@ REPLACED = re.compile(r"(vocabulary|model)\b(?!\.(rope_scaling|rope_theta|max_se
 
 @dataclass(frozen=True, kw_only=True)
 class Train(PartsOption, CompileOptions, ProcessOptions):
-    """Train a model into a folder, from which generate, eval and the other commands read it at any time.
+    """Train a model. generate, eval and the other commands can load it from the run's folder at any time.
 
     SIGTERM and Ctrl-C save and stop; the same command with --resume continues as if nothing had happened. With several
     processes each runs the same command, with --distributed or a --process-id of its own; the first one speaks for all."""
 
     recipe: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RECIPE")]]
-    """tiny, shakespeare, stories15m or tinyllama train from scratch; sft, dpo and grpo fine-tune the model of --weights on
-    chats, on preferences (see `data show`), or on its own answers, which --reward judges; distill learns the predictions of
-    --teacher; FILE.py:FUNCTION is a function of yours that returns a Recipe."""
+    """tiny, shakespeare, stories15m and tinyllama train from scratch. sft, dpo and grpo fine-tune --weights on chats, on
+    preferences (see `data show`), or on its own answers, scored by --reward. distill learns the predictions of --teacher.
+    FILE.py:FUNCTION is your own function that returns a Recipe."""
     changes: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]")]] = ()
-    """Changes of the recipe, anywhere: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4.
-    llama-jax train RECIPE --help lists its settings with their values; in Python they are those of llama_jax.Recipe."""
+    """Settings of the recipe to change, anywhere on the line: steps=500 optimizer.learning_rate=1e-3 model=stories-15m
+    model.n_layers=4. llama-jax train RECIPE --help lists all settings and their values; in Python see llama_jax.Recipe."""
     workdir: ModelPath
-    """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP. Several processes share it. Or s3://BUCKET/PATH or
-    gs://BUCKET/PATH, on one host."""
+    """Folder for recipe.json, metrics.jsonl and checkpoints/STEP, shared by all processes; or s3://BUCKET/PATH or
+    gs://BUCKET/PATH."""
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH:WEIGHT ..."), tyro.conf.UseAppendAction]
-    """Text, JSONL (both also .gz and .zst), Parquet, Arrow, .bin, .array_record or .corpus, or folders of them, also of
-    `data build`: several after one --data, or one after each. Or a mixture, as --data stories=PATH:0.7 --data
-    books=PATH:0.3: each source has its share of the rows, exactly."""
+    """Text, JSONL (both also as .gz and .zst), Parquet, Arrow, .bin, .array_record or .corpus files, or folders of them,
+    such as those of `data build`. Can be repeated, and takes several. For a mixture with exact shares of the rows: --data
+    stories=PATH:0.7 --data books=PATH:0.3."""
     validation_data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH ..."), tyro.conf.UseAppendAction] = ()
-    """Likewise, for validation; by default a share of the documents of each source of --data is held out."""
+    """Validation data, as --data. By default a share of the documents of each source is held out."""
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a model's folder."""
+    """A SentencePiece .model, a Llama 3 tokenizer.model, a tokenizer.json, a GGUF or a model's folder."""
     weights: ModelPath | None = None
-    """A model to start from (fine-tuning), of any format; its shape and tokenizer replace the recipe's. To extend its
-    context, change model.max_seq_len and model.rope_scaling.kind, .factor and the other settings of that kind."""
+    """The model to fine-tune, in any format. Its shape and tokenizer replace the recipe's. To extend its context, set
+    model.max_seq_len and model.rope_scaling.kind, .factor and the other settings of that kind."""
     teacher: ModelPath | None = None
-    """A model with the same vocabulary, in any format, to learn the predictions of, with the recipe distill or any other for
-    text or chats. The same as the change distill.teacher=PATH."""
+    """The model whose predictions are learned, in any format and with the same vocabulary; for distill or any other recipe
+    for text or chats. The same as distill.teacher=PATH."""
     reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION"), tyro.conf.UseAppendAction] = ()
-    """For the recipe grpo: FILE.py:FUNCTION, which gets the completions and, as lists, the fields of their prompts, and
-    returns a number for each; several are added up. The same as rewards.functions=["FILE.py:FUNCTION"]."""
+    """For grpo: a function of the completions and the fields of their prompts, as lists, that returns a number per
+    completion. Several rewards are added. The same as rewards.functions=["FILE.py:FUNCTION"]."""
     resume: bool = False
-    """Continue from the newest checkpoint in the folder, if there is one."""
+    """Resume from the newest checkpoint in the folder, if there is one."""
     reweigh: bool = False
-    """With --resume: change the weights of the same sources from here on, which the checkpoints record."""
+    """With --resume: allow other weights of the same sources from now on. Checkpoints record them."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = ""
-    """The mesh of the devices of all processes: data=2,fsdp=4,tensor=1, and context=2 to divide each row's tokens; by
-    default one axis, data, over all there are."""
+    """Mesh of the devices of all processes, for example data=2,fsdp=4,tensor=1; context=2 shards the tokens of each row. The
+    default is data over all devices."""
     backend: Literal["jit", "pmap"] = "jit"
-    """How the step is distributed: jit over the mesh, or pmap with a whole copy of the model on every device."""
+    """How to distribute the step: jit over the mesh, or pmap with a copy of the model on every device."""
     trace: Annotated[str, tyro.conf.arg(metavar="FIRST:LAST")] = ""
-    """Steps to profile into the folder's trace/: 20:25 are five, of which step 20 is the first."""
+    """Steps to profile, written to trace/ in the folder: 20:25 profiles the five steps from step 20."""
     track: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], tyro.conf.UseAppendAction] = ()
-    """Log the numbers of metrics.jsonl elsewhere as well: to TensorBoard (the folder's tensorboard/), Weights & Biases
-    (offline with WANDB_MODE=offline) or MLflow (where MLFLOW_TRACKING_URI says). Each is an extra: pip install -e
-    ".[wandb]"."""
+    """Also log metrics to TensorBoard (tensorboard/ in the folder), Weights & Biases (offline with WANDB_MODE=offline) or
+    MLflow (at MLFLOW_TRACKING_URI). Each is an extra: pip install -e ".[wandb]"."""
     save_timeout: float = 1800.0
-    """Seconds that writing a checkpoint may take, beside the training, and that beginning to may; then the run ends with an
+    """Maximum number of seconds to write a checkpoint in the background, and to begin writing; then the run ends with an
     error."""
 
     def run(self) -> None:

@@ -38,29 +38,29 @@ class Verify(PartsOption, CompileOptions):
     far as that is possible without one."""
 
     path: tyro.conf.Positional[ModelPath]
-    """A model's folder or file, of any format that is read."""
+    """Folder or file of a model, in any supported format."""
     against: Path | None = None
-    """The reference: a Hugging Face folder, run by transformers in float32 (needs the extra 'parity')."""
+    """The reference: a Hugging Face folder, which transformers runs in float32 (needs the extra 'parity')."""
     oracle: Path | None = None
-    """The reference: a file that --write-oracle stored, on any machine and from any format."""
+    """The reference: a file written by --write-oracle, on any machine and from any format."""
     write_oracle: Path | None = None
-    """Store in this file the outputs of --against, or without it those of PATH."""
+    """Write the outputs of --against to this file, or without --against those of PATH."""
     text: Path | None = None
-    """A text in UTF-8 to read; by default a built-in one."""
+    """Text in UTF-8 to use as input. The default is a built-in text."""
     tokens: Annotated[int, at_least(2)] | None = None
-    """Most tokens to read; by default 64. Without a vocabulary they are random."""
+    """Maximum number of input tokens. The default is 64. Without a vocabulary they are random."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights and the arithmetic of PATH; the reference keeps its own."""
+    """Type of weights and arithmetic of PATH; the reference keeps its own."""
     quantize: QUANTIZE = "auto"
-    """Keep the matrices of PATH in fewer bits, as for generate; keep: those of its files.
-    The reference is not quantized; without one it is PATH itself."""
+    """Quantize the matrices of PATH, as in generate; keep leaves those of a quantized file as they are. The reference is not
+    quantized; without one, it is PATH itself."""
     adapter: ModelPath | None = None
-    """A LoRA adapter for PATH: a folder of PEFT's, or of a run that trains one. It is not added to a reference, which should
-    be the merged model. With --quantize and no reference PATH is compared with itself, both with the adapter."""
+    """A LoRA adapter for PATH: a PEFT folder, or the folder of a run that trained one. It is not added to a reference, which
+    should be the merged model. With --quantize and no reference, PATH is compared with itself, both with the adapter."""
     per_layer: bool = False
-    """Show how every layer differs, and with --quantize every matrix."""
+    """Show the difference of every layer and, with --quantize, of every matrix."""
     json: bool = False
-    """Print one JSON object instead, with every layer and matrix."""
+    """Print a JSON object instead, with every layer and matrix."""
 
     def run(self) -> None:
         self._check_options()

@@ -1,4 +1,4 @@
-"""A persistent cache of compiled executables, keyed by everything they depend on, so that a second process need not
+"""A persistent cache of compiled executables, keyed by everything they depend on, so that later processes need not
 trace."""
 
 from llama_jax.compiled.cached_jit import LOAD_DURATION_EVENT, CompiledFunction, jit

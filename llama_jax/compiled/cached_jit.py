@@ -25,7 +25,7 @@ from llama_jax.errors import reason_of
 from llama_jax.ops.platform import cpu_variants, log_backend, record_backends
 
 LOAD_DURATION_EVENT = "/llama_jax/executable_load_duration"
-"""The event of `jax.monitoring` with the seconds that loading an executable took."""
+"""The `jax.monitoring` event with the seconds that loading an executable took."""
 
 _log = logging.getLogger("llama_jax.compiled")
 
@@ -37,10 +37,10 @@ class StoredProgram(NamedTuple):
     logged.
 
     Attributes:
-      executable: as `jax.experimental.serialize_executable` makes it.
+      executable: serialized by `jax.experimental.serialize_executable`.
       results: the shapes and dtypes of its results, a pytree.
       native: the libraries of `ops.cpu.native` that it calls.
-      attention: the attention backends that it uses and why, as `record_backends` collects them.
+      attention: the attention backends that it uses and the reasons, as from `record_backends`.
     """
 
     executable: bytes
@@ -56,9 +56,9 @@ def jit(
     donate_argnums: int | tuple[int, ...] = (),
     compiler_options: Mapping[str, Any] | None = None,
 ) -> CompiledFunction:
-    """`jax.jit` of a function of this library, whose executables are stored in the folder LLAMA_JAX_EXECUTABLES.
+    """`jax.jit` for functions of this library, with executables stored in the folder LLAMA_JAX_EXECUTABLES.
 
-    Without such a folder, within a function that is traced, and where an argument or the platform rules it out, it is the
+    Without such a folder, inside a function that is being traced, or if an argument or the platform rules it out, it is
     plain `jax.jit`. All arguments are positional.
     """
     static, donated = ((n,) if isinstance(n, int) else n for n in (static_argnums, donate_argnums))
@@ -81,13 +81,13 @@ class CompiledFunction:
         self._jitted: Any = jax.jit(
             function, static_argnums=static, donate_argnums=donated, compiler_options=options or None
         )
-        self._programs: dict[Hashable, Program | None] = {}  # by `_signature`; None: `jax.jit` is called
-        self._by_key: dict[str, tuple[Program, Any]] = {}  # and the shapes of the results
-        self._trees: dict[int, tuple[weakref.ref[Any], Hashable]] = {}  # the last tree in each place, and its signature
+        self._programs: dict[Hashable, Program | None] = {}  # by `_signature`; None: call `jax.jit`
+        self._by_key: dict[str, tuple[Program, Any]] = {}  # with the shapes of the results
+        self._trees: dict[int, tuple[weakref.ref[Any], Hashable]] = {}  # the last tree in each position, and its signature
         self.lower, self.trace = self._jitted.lower, self._jitted.trace
 
     def __call__(self, *args: Any) -> Any:
-        """Call the program for these arguments; it is loaded or compiled if this process has none yet."""
+        """Call the program for these arguments; it is loaded or compiled if this process has not done so."""
         folder = store.folder()
         if folder is None:
             return self._jitted(*args)
@@ -96,7 +96,7 @@ class CompiledFunction:
         if program is not None:
             try:
                 return program(*dynamic)
-            except (TypeError, ValueError):  # other dtypes or shardings of these shapes, or an outer function is traced
+            except (TypeError, ValueError):  # other dtypes or shardings with these shapes, or inside a trace
                 pass
         elif signature in self._programs:
             return self._jitted(*args)
@@ -106,7 +106,7 @@ class CompiledFunction:
         return self._jitted(*args) if program is None else program(*dynamic)
 
     def needs_compilation(self, *args: Any) -> bool:
-        """Whether a call with these arguments would first load or compile a program. False if executables are not stored."""
+        """Whether a call with these arguments would load or compile a program. False if executables are not stored."""
         return store.folder() is not None and self._signature(args) not in self._programs
 
     def lower_ahead(self, *args: Any) -> tuple[Any, Callable[[], Any]]:
@@ -125,7 +125,7 @@ class CompiledFunction:
         return lowered.out_info, lowered.compile
 
     def _cache_size(self) -> int:
-        """The number of programs so far, as `jax.jit` counts them."""
+        """The number of programs so far, like that of `jax.jit`."""
         return len(self._by_key) + self._jitted._cache_size()
 
     def _dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -147,7 +147,7 @@ class CompiledFunction:
         return tuple(parts)
 
     def _find(self, folder: Path, args: Sequence[Any]) -> Program | None:
-        """The program for these arguments; None if it has no key, and `jax.jit` must be called."""
+        """The program for these arguments; None if it has no key, so that `jax.jit` must be called."""
         try:
             # Retried once: a file that fails to load is deleted by the first attempt.
             return self._prepare(folder, args)[1]() or self._prepare(folder, args)[1]()
@@ -159,7 +159,7 @@ class CompiledFunction:
         """The output shapes, and a function that loads or compiles the program. Tracing, if needed, happens here.
 
         Raises:
-          UnkeyableError: an argument or the context has no text that is the same in every process.
+          UnkeyableError: an argument or the context has no process-independent text.
         """
         begun = time.perf_counter()
         leaves, structure = jax.tree.flatten((self._dynamic(args), {}))
@@ -198,7 +198,7 @@ class CompiledFunction:
                 backend=devices[0].client,
                 execution_devices=devices,
             )
-        except Exception as error:  # of any kind: XLA rejects the executable
+        except Exception as error:  # XLA rejects the executable, with an error of any type
             _log.info("%s is not used: %s", path, reason_of(error, 200))
             store.remove(path)
             return None
@@ -215,7 +215,7 @@ class CompiledFunction:
         if time.perf_counter() - begun >= jax.config.jax_persistent_cache_min_compile_time_secs:  # type: ignore[attr-defined]
             try:
                 executable = serialize_executable.serialize(program)[0]
-            except Exception as error:  # each platform has its own
+            except Exception as error:  # the type depends on the platform
                 why = reason_of(error, 200)
                 _log.info("%s is traced in every process: it cannot be serialized (%s)", self._function.__qualname__, why)
                 return program
@@ -226,13 +226,13 @@ class CompiledFunction:
 
 
 def _read(path: Path, key: str) -> StoredProgram | None:
-    """The content of a file, or None if it cannot be used here."""
+    """The content of a file; None if it cannot be used here."""
     content = store.read(path, key)
     if content is None:
         return None
     try:
         stored = pickle.loads(content)
-    except Exception as error:  # whatever a pickle of another version of Python or NumPy lacks here
+    except Exception as error:  # a pickle of another Python or NumPy version may raise any type
         _log.info("%s is not used: %s", path, reason_of(error, 200))
         return None
     # The native libraries must be registered before the executable is loaded.
@@ -258,7 +258,7 @@ def _shapes_of(tree: Any) -> Hashable:
 
 
 def _reference(tree: Any) -> Any:
-    """A weak reference to a tree, or to nothing if its type supports none, as tuples."""
+    """A weak reference to a tree, or to nothing if its type does not support them, such as tuples."""
     try:
         return weakref.ref(tree)
     except TypeError:
@@ -291,7 +291,7 @@ class _WithoutJaxCache:
 
     def _switch(self, on: bool) -> None:
         jax.config.update("jax_enable_compilation_cache", on)
-        compilation_cache.reset_cache()  # JAX looks at the setting once
+        compilation_cache.reset_cache()  # JAX reads the setting only once
 
 
 _without_jax_cache = _WithoutJaxCache()

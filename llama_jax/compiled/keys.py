@@ -1,6 +1,6 @@
-"""The cache key of an executable: everything it depends on, as process-independent text.
+"""The cache key of an executable: process-independent text for everything it depends on.
 
-A value without such a text raises `UnkeyableError`: above all a function of the user, because its source may change.
+A value without such a text raises `UnkeyableError`, for example a user's function, because its source may change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import llama_jax
 from llama_jax.ops import exact, platform
 
 PACKAGE = "llama_jax"
-# Settings of JAX that change no program: caches, logging, what the host may do.
+# JAX settings that do not affect programs: caches, logging, permissions of the host.
 IGNORED_SETTINGS = re.compile(
     "cache|jax_log_|logging|debug_log|traceback|tracer_error|jax_dump|dumps$|explain|pprint|source_url"
     "|transfer|guard|timeout|jax_platform|visible_devices|num_cpu_devices"
@@ -34,7 +34,7 @@ IGNORED_SETTINGS = re.compile(
 
 
 class UnkeyableError(Exception):
-    """A value on which a program depends has no text that is the same in every process."""
+    """A program depends on a value that has no process-independent text."""
 
 
 def text_of(value: Any) -> str:
@@ -49,7 +49,7 @@ def text_of(value: Any) -> str:
         return f"{text_of(type(value))}.{value.name}"
     if isinstance(value, np.dtype):
         return f"dtype {value}"
-    if isinstance(value, PartitionSpec):  # before tuples, of which it is one in some versions of JAX
+    if isinstance(value, PartitionSpec):  # before tuples, since it is a tuple in some JAX versions
         return f"spec {text_of(tuple(value))}"
     if isinstance(value, tuple | list):
         return f"{type(value).__name__}({', '.join(map(text_of, value))})"
@@ -79,14 +79,14 @@ def _ids(devices: Any) -> list[int]:
 
 
 def _name_of(value: Any) -> str:
-    """The qualified name of a function or type, if importing that name gives the same object."""
+    """The qualified name of a function or type, if importing that name returns the same object."""
     place = f"{value.__module__}.{value.__qualname__}"
     library = value.__module__.split(".")[0]
     found: Any = sys.modules.get(value.__module__)
     for part in value.__qualname__.split("."):
         found = getattr(found, part, None)
     if found is not value or library not in (PACKAGE, "numpy", "jax", "jaxlib", "ml_dtypes", "builtins"):
-        raise UnkeyableError(f"{place}, which is not the library's")
+        raise UnkeyableError(f"{place}, which is not from the library")
     return place
 
 
@@ -94,7 +94,7 @@ def structure_text(tree: Any) -> str:
     """The text of a `PyTreeDef`.
 
     Raises:
-      UnkeyableError: a node holds a value that has none.
+      UnkeyableError: a node contains a value without a text.
     """
     node, children = tree.node_data(), tree.children()
     if node is None:
@@ -127,7 +127,7 @@ def _placed(leaf: Any) -> str:
 
 
 def devices_of(leaves: Sequence[Any]) -> tuple[list[Any], bool]:
-    """The devices that a program with these arguments runs on, in order, and whether its arguments are bound to them."""
+    """The devices that a program with these arguments runs on, in order, and whether its arguments are committed to them."""
     for leaf in leaves:
         sharding = getattr(leaf, "sharding", None) if isinstance(leaf, jax.Array) and leaf.committed else None
         if isinstance(sharding, NamedSharding):
@@ -141,7 +141,7 @@ def devices_of(leaves: Sequence[Any]) -> tuple[list[Any], bool]:
 
 
 def environment_text(devices: Sequence[Any]) -> str:
-    """What a program depends on besides its arguments: the library, JAX, the compiler, flags, contexts, the processor."""
+    """Everything a program depends on except its arguments: library, JAX, compiler, flags, contexts, CPU."""
     settings = jax.config
     client = devices[0].client
     names = sorted(name for name in settings.values if not IGNORED_SETTINGS.search(name))
@@ -163,7 +163,7 @@ def environment_text(devices: Sequence[Any]) -> str:
 
 @functools.cache
 def library_digest() -> str:
-    """A digest of the library's sources, 10 ms. Not of their dates, which some installers set to one and the same."""
+    """A digest of the library's sources, which takes 10 ms. Not of their dates, which some installers make equal."""
     folder = Path(llama_jax.__file__).parent
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(path for ending in ("py", "h", "cc") for path in folder.rglob(f"*.{ending}")):

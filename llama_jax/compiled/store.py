@@ -5,8 +5,8 @@
     line 3    the key, in hexadecimal
     the rest  the content
 
-An executable is a pickle and machine code: anyone who can write the file can run code as its reader. So, as ssh does with
-keys, a folder or file is used only if the user (or root) owns it and nobody else may write to it.
+An executable is a pickle and machine code: whoever can write the file can run code as its reader. So, as ssh does with keys,
+a folder or file is used only if it is owned by the user (or root) and writable by nobody else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax
 from llama_jax.errors import UserError
 
 EXECUTABLES_ENV = "LLAMA_JAX_EXECUTABLES"
-"""The environment variable with the folder, or "off". Without it nothing is stored: commands set it, Python programs may."""
+"""The environment variable with the folder, or "off". If unset, nothing is stored: commands set it, Python programs may."""
 MAGIC = b"llama_jax executable 1"
 SUFFIX = ".executable"
 LIMIT = 2 * 10**9  # bytes of the folder, unless JAX_COMPILATION_CACHE_MAX_SIZE says otherwise
@@ -34,13 +34,13 @@ _log = logging.getLogger("llama_jax.compiled")
 
 
 def folder() -> Path | None:
-    """Where executables are stored; None where they are not."""
+    """The folder for executables; None if they are not stored."""
     name = os.environ.get(EXECUTABLES_ENV, "")
     return None if name in ("", "off") else Path(name)
 
 
 def read(path: Path, key: str) -> bytes | None:
-    """The content of a file with this key; None if there is none, it is damaged, or another user could have written it."""
+    """The content of a file with this key; None if it is missing or damaged, or another user could have written it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
         with open(descriptor, "rb") as file:
@@ -55,15 +55,15 @@ def read(path: Path, key: str) -> bytes | None:
         return None
     magic, checksum, own_key, rest = [*content.split(b"\n", 3), b"", b"", b""][:4]
     if magic != MAGIC or own_key != key.encode() or checksum != hashlib.sha256(rest).hexdigest().encode():
-        _log.info("%s is not used: it is damaged, or of another program", path)
+        _log.info("%s is not used: it is damaged or belongs to another program", path)
         return None
-    with suppress(OSError):  # a folder that is only read
+    with suppress(OSError):  # a read-only folder
         os.utime(path)  # for `make_room`
     return rest
 
 
 def write(path: Path, key: str, content: bytes) -> None:
-    """Write a file that `read` finds, and make room for it. A failure is logged, and no error."""
+    """Write a file that `read` finds, and make room for it. Failures are logged, not raised."""
     head = b"\n".join((MAGIC, hashlib.sha256(content).hexdigest().encode(), key.encode(), b""))
     try:
         path.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -79,11 +79,11 @@ def write(path: Path, key: str, content: bytes) -> None:
     except (UserError, OSError) as error:
         problem = str(error)
     if problem:
-        _log.info("%s is not kept: %s", path, problem)
+        _log.info("%s is not stored: %s", path, problem)
 
 
 def remove(path: Path) -> None:
-    """Remove a useless file, if that is allowed."""
+    """Remove a useless file, if permitted."""
     with suppress(OSError):
         path.unlink()
 
@@ -91,7 +91,7 @@ def remove(path: Path) -> None:
 def make_room(folder: Path, kept: Path) -> None:
     """Remove the least recently used files until the folder is within its limit; `kept` stays.
 
-    Processes that have loaded an executable keep it. Only files named as executables are touched.
+    Processes that have loaded an executable keep it. Only files with names of executables are touched.
     """
     most: int = jax.config.jax_compilation_cache_max_size  # type: ignore[attr-defined]  # made when JAX is imported
     limit = LIMIT if most < 0 else most
@@ -108,7 +108,7 @@ def make_room(folder: Path, kept: Path) -> None:
 
 
 def reason_unsafe(folder: Path) -> str | None:
-    """Why executables in a folder are not used, or None: another user could have written them. A missing one is safe."""
+    """The reason why executables in a folder are not used: another user could have written them. None if safe or missing."""
     try:
         return _exposed(folder.stat())
     except FileNotFoundError:
@@ -118,7 +118,7 @@ def reason_unsafe(folder: Path) -> str | None:
 
 
 def _exposed(about: os.stat_result) -> str | None:
-    """Why a file or folder may hold what another user wrote, or None. On Windows the user's folders are the user's own."""
+    """The reason why another user may have written a file or folder, or None. On Windows, the user's folders are private."""
     if not hasattr(os, "geteuid"):
         return None
     if about.st_uid not in (ROOT, os.geteuid()):

@@ -1,4 +1,4 @@
-"""The configuration of a Llama: its sizes, checked once. The published ones are in `presets`."""
+"""The configuration of a Llama: its sizes, validated once. Published configurations are in `presets`."""
 
 from llama_jax.config.families import FAMILY_FEATURES, Kind
 from llama_jax.config.llama import LayerConfig, LlamaConfig, QueryScaling, period

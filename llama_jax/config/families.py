@@ -24,7 +24,7 @@ Kind = Literal[
     "llama4_text",
 ]
 
-# What the families have beyond Llama: fields, and names by `features` for layers and values.
+# The features of each family beyond Llama, by the names that `features` returns.
 FAMILY_FEATURES: dict[Kind, set[str]] = {
     "llama": set(),
     "mistral": {"window"},
@@ -51,7 +51,7 @@ FAMILY_FEATURES: dict[Kind, set[str]] = {
     "granite": {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
     "phi3": {"window", "rotary_dim"},
     "llama4_text": {
-        "experts with sigmoid scores beside a shared one",
+        "experts with sigmoid scores and a shared expert",
         "qk_norm=l2",
         "query_scaling with offset=1 and rotated=False",
         "layers without rope",
@@ -63,7 +63,7 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
 def features(config: Any) -> set[str]:
-    """The features of a model of this configuration beyond Llama, in the words of `FAMILY_FEATURES`."""
+    """The features of this configuration beyond Llama, by the names in `FAMILY_FEATURES`."""
     found = {name for name in _FIELDS if getattr(config, name)}
     found |= {name for name in _MULTIPLIERS if getattr(config, name) != 1}
     found |= {f"norm={config.norm}"} if config.norm != "pre" else set()
@@ -72,7 +72,7 @@ def features(config: Any) -> set[str]:
     found |= {"normalize_expert_weights=False"} if not config.normalize_expert_weights else set()
     if config.experts:
         scores = " with sigmoid scores" if config.expert_scores == "sigmoid" else ""
-        found.add(f"experts{scores}{' beside a shared one' if config.shared_expert else ''}")
+        found.add(f"experts{scores}{' and a shared expert' if config.shared_expert else ''}")
     if (scaling := config.query_scaling) is not None:
         usual = scaling.rotated and not scaling.offset
         found.add("query_scaling" if usual else f"query_scaling with offset={scaling.offset} and rotated={scaling.rotated}")

@@ -123,7 +123,7 @@ class LlamaConfig:
       embedding_multiplier, residual_multiplier, attention_multiplier: factors of the embeddings (sqrt(dim) in Gemma), of the
         outputs of attention and feed-forward, and of the attention scores (1 / sqrt(head_dim) by default) (Granite 3).
       logits_scaling: divisor of the logits (Granite 3).
-      parts: your own functions in place of parts of every layer, see `Parts`. Files hold their names alone.
+      parts: custom functions that replace parts of every layer, see `Parts`. Files hold only their names.
       experts: E, the number of experts, feed-forwards among which a router chooses `experts_per_token` for each token
         (Mixtral: Jiang et al. 2024, section 2); 0 for a dense feed-forward.
       normalize_expert_weights: the weights of the chosen experts sum to one; else they are softmax probabilities over all E

@@ -1,4 +1,4 @@
-"""The sizes that were published."""
+"""The configurations of published models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ffn_hidden_dim(dim: int, *, multiple_of: int = 256, ffn_dim_multiplier: floa
 def _sized(
     family: dict[str, Any], dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, **more: Any
 ) -> LlamaConfig:
-    """A size of a family: of the settings of all its models, and further ones of this model."""
+    """The configuration of one model: its sizes, the settings of its family, and further ones of this model."""
     sizes = {"dim": dim, "n_layers": n_layers, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "hidden_dim": hidden_dim}
     return LlamaConfig(**_LLAMA2 | family | sizes | more)
 
@@ -114,8 +114,8 @@ _GRANITE = dict(
 )
 
 # Sizes as published: Llama 1 (Touvron et al. 2023a, table 2), Llama 2 (2023b, table 1), Llama 3 (Grattafiori et al. 2024,
-# table 3) with the params.json of each release; TinyLlama (Zhang et al. 2024, table 1); OpenLLaMA 3B; llama2.c's stories. Of
-# all others the config.json of each base model; of those that also read pictures the part for text.
+# table 3) with the params.json of each release; TinyLlama (Zhang et al. 2024, table 1); OpenLLaMA 3B; llama2.c's stories.
+# All others: the config.json of each base model; for multimodal models, its text part.
 PRESETS: dict[str, LlamaConfig] = {
     "llama-7b": _llama1(4096, 32, 32),
     "llama-13b": _llama1(5120, 40, 40),
@@ -138,7 +138,7 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama-3.2-3b": _llama3(3072, 28, 24, 8192, 32.0, tie_embeddings=True),
     "llama-3.3-70b": _llama3(8192, 80, 64, 28_672, 8.0),
     "tinyllama-1.1b": _sized({}, 2048, 22, 32, 4, 5632, max_seq_len=2048),
-    # 32 heads of 100 features: the published size whose head_dim is not a power of two.
+    # 32 heads of 100 features: head_dim is not a power of two.
     "open-llama-3b": _sized({}, 3200, 26, 32, 32, 8640, max_seq_len=2048, norm_eps=1e-6),
     "mistral-7b": _sized(_MISTRAL, 4096, 32, 32, 8, 14_336, window=4096),
     "mistral-7b-v0.3": _sized(_MISTRAL, 4096, 32, 32, 8, 14_336, vocab_size=32_768, rope_theta=1_000_000.0),
@@ -209,10 +209,10 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def preset(name: str) -> LlamaConfig:
-    """The published size of that name.
+    """The published configuration of that name.
 
     Raises:
-      ConfigError: no such name; the message lists those there are.
+      ConfigError: an unknown name; the message lists the known ones.
     """
     if name not in PRESETS:
         raise ConfigError(f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}")

@@ -1,4 +1,4 @@
-"""RoPE scaling: extending a Llama's context beyond the one it was trained at."""
+"""RoPE scaling: extending a Llama's context beyond its training length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RopeScalingKind = Literal["linear", "ntk", "dynamic", "by_parts", "yarn", "llama
 
 REQUIRED: Any = object()  # marks a field without a default
 _BY_PARTS = {"original_max_seq_len": REQUIRED, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-# The fields that each kind of rope scaling reads besides its factor, with defaults. The formulas are in
+# The fields that each kind of RoPE scaling uses in addition to its factor, with defaults. The formulas are in
 # `ops.rope_scaling.SCALINGS`.
 ROPE_FIELDS: dict[str, dict[str, Any]] = {
     "linear": {},
@@ -32,37 +32,37 @@ ROPE_FIELDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the context that the model was first trained at.
+    """How rotary frequencies are scaled beyond the model's original context length.
 
-    A field that the kind does not read is None, and setting it is an error. To use a model at four times its context:
+    A field that the kind does not use is None, and setting it is an error. To use a model at four times its context:
     ``replace(config, max_seq_len=4 * n, rope_scaling=RopeScaling("yarn", 4.0, original_max_seq_len=n))``.
 
     Attributes:
       kind: ``linear`` slows every pair of features by `factor` (position interpolation: Chen et al. 2023, section 3.2).
         ``ntk`` raises theta so that the slowest pair is slowed by `factor` and the fastest not at all ("NTK-aware": Peng et
         al. 2023, section 3.1). ``dynamic`` does the same depending on the length of the sequence (section 3.3, with
-        transformers' factor). ``by_parts`` slows the pairs that make few turns within the original context and leaves the
-        others ("NTK-by-parts", section 3.2); ``yarn`` also sharpens the attention (section 3.4). ``llama3`` has a ramp over
-        turns instead of pairs (Llama 3.1 reference code, ``apply_scaling``). ``longrope`` divides each pair's frequency by
-        a number of its own, from one of two lists by the length (Ding et al. 2024, section 3).
-      factor: the ratio of the new context to the original one, at least 1; ``longrope`` reads it for the attention factor
-        alone.
-      low_freq_factor, high_freq_factor: turns within the original context: a pair with at most the first is slowed, one with
-        at least the second is left; default 1 and 4. For ``llama3``.
-      original_max_seq_len: the context that the model was first trained at; default 8,192 for ``llama3``. All kinds except
-        ``linear`` and ``ntk`` need it.
-      beta_fast, beta_slow: turns likewise: a pair with at least the first is left, one with at most the second is slowed;
-        default 32 and 1. For ``by_parts`` and ``yarn``.
+        transformers' factor). ``by_parts`` slows the pairs with few rotations within the original context and leaves the
+        others unchanged ("NTK-by-parts", section 3.2); ``yarn`` also sharpens the attention (section 3.4). ``llama3`` has a
+        ramp over rotations instead of pairs (Llama 3.1 reference code, ``apply_scaling``). ``longrope`` divides the
+        frequency of each pair by its entry in one of two lists, chosen by the length (Ding et al. 2024, section 3).
+      factor: the ratio of the new context to the original one, at least 1; ``longrope`` uses it only for the attention
+        factor.
+      low_freq_factor, high_freq_factor: numbers of rotations within the original context: a pair with at most the first is
+        slowed, one with at least the second is unchanged; default 1 and 4. For ``llama3``.
+      original_max_seq_len: the original context length of the model; default 8,192 for ``llama3``. Required for all kinds
+        except ``linear`` and ``ntk``.
+      beta_fast, beta_slow: numbers of rotations: a pair with at least the first is unchanged, one with at most the second
+        is slowed; default 32 and 1. For ``by_parts`` and ``yarn``.
       truncate: whether the ramp between them begins and ends at whole pairs; default True.
-      attention_factor: the factor of cosine and sine, and so its square of the scores; default 0.1 ln(factor) + 1 for
+      attention_factor: factor of cosine and sine; attention scores are scaled by its square; default 0.1 ln(factor) + 1 for
         ``yarn``, and sqrt(1 + ln(factor) / ln(original_max_seq_len)) for ``longrope``.
       mscale, mscale_all_dim: weights of the logarithm in a ratio of two such factors, in place of `attention_factor`
         (DeepSeek-V2's YaRN); both or neither. For ``yarn``.
-      short_factor, long_factor: one number for each of the H/2 pairs, for sequences up to the original context and for
+      short_factor, long_factor: one divisor for each of the H/2 pairs, for sequences up to the original context and for
         longer ones. For ``longrope``.
 
     Raises:
-      ConfigError: an unknown kind; a field that it needs and lacks, or does not read; or an invalid value.
+      ConfigError: an unknown kind; a required field that is missing, or one that the kind does not use; an invalid value.
     """
 
     kind: RopeScalingKind
@@ -111,18 +111,18 @@ class RopeScaling:
 
     @property
     def extended_max_seq_len(self) -> int | None:
-        """The context with the scaling; None for a kind that does not say what the original one was."""
+        """The context length with the scaling; None if the original one is unknown."""
         original = self.original_max_seq_len
         return None if original is None else int(original * self.factor)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields that the kind reads, by name."""
+        """The fields that the kind uses, by name."""
         return {"factor": self.factor} | {name: getattr(self, name) for name in ROPE_FIELDS[self.kind]}
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value of a field of a rope scaling, as it is kept; ConfigError for an invalid one."""
+    """The validated value of a field of `RopeScaling`, with lists as tuples; ConfigError for an invalid one."""
     if name == "original_max_seq_len":
         require_positive_int(name, value)
     elif name == "truncate":
@@ -140,7 +140,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def check_fits(scaling: RopeScaling, head_dim: int) -> None:
-    """Raise ConfigError for a scaling that does not fit heads of this size."""
+    """Raise ConfigError for a scaling that does not fit this head size."""
     if scaling.kind in ("ntk", "dynamic") and head_dim < 4:
         raise ConfigError(f"head_dim={head_dim} is too small for rope scaling kind={scaling.kind!r}, which needs two pairs")
     for name in ("short_factor", "long_factor"):

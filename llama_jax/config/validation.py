@@ -1,4 +1,4 @@
-"""Checks of a configuration and its numbers, with a ConfigError that names the field."""
+"""Validation of a configuration; a ConfigError names the field."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def require_positive_int(name: str, value: object) -> None:
 
 
 def is_floating(dtype: Any) -> bool:
-    """Whether it is the name or the class of a floating-point type that JAX knows."""
-    import jax.numpy as jnp  # a configuration alone needs no JAX
+    """Whether this is the name or the class of a floating-point type that JAX knows."""
+    import jax.numpy as jnp  # not needed for a configuration only
 
     try:
         return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
@@ -71,13 +71,13 @@ def check_sizes(config: Any) -> None:
             require_number(name, getattr(config, name), above=0.0)
     require_number("norm_offset", config.norm_offset)
     if not isinstance(config.parts, Parts):
-        raise ConfigError(f"parts={shown(config.parts)} must be Parts, as parts=Parts(norm=my_norm)")
+        raise ConfigError(f"parts={shown(config.parts)} must be Parts, for example parts=Parts(norm=my_norm)")
     if config.layers and config.window is not None:
-        raise ConfigError(f"window={config.window} is that of all layers; with `layers` each has its own")
+        raise ConfigError(f"window={config.window} is for models without `layers`; set it in each LayerConfig instead")
 
 
 def check_heads(config: Any) -> None:
-    """Raise ConfigError for an invalid size of heads."""
+    """Raise ConfigError for an invalid head_dim or rotary_dim."""
     require_positive_int("head_dim", config.head_dim)
     if config.head_dim % 2:
         raise ConfigError(f"head_dim={config.head_dim} must be even: rotary embedding rotates pairs of features")

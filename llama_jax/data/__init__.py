@@ -1,10 +1,10 @@
-"""Text to tokens to packed batches that can be continued from anywhere.
+"""Text to tokens to packed batches that can be resumed from any step.
 
 open_corpus(paths, tokenizer)             -> Corpus, tokenized once; DocumentFormat: where documents end
 split(corpus, 0.1)                        -> Split(train, validation), two corpora
-open_chats(paths, tokenizer, T)           -> Chats(corpus, counts): conversations with the assistant's messages as targets
+open_chats(paths, tokenizer, T)           -> Chats(corpus, counts): conversations, with the assistant's messages as targets
 open_preferences(paths, tokenizer, T)     -> Preferences(chosen, rejected, counts), two such corpora
-training_batches(corpus, B, T, seed=0)    -> Batch after Batch without end, and their `state`
+training_batches(corpus, B, T, seed=0)    -> endless iterator of Batch, with its `state`
 validation_batches(corpus, B, T)          -> each token once, in order
 """
 
@@ -20,7 +20,7 @@ from llama_jax.data.documents import DocumentFormat
 from llama_jax.data.load_corpus import open_corpus
 from llama_jax.errors import DataError
 
-# Making batches needs JAX, which the processes of `build_corpus` do not: it is imported on first use.
+# Making batches needs JAX, which the processes of `build_corpus` do not need: it is imported on first use.
 _LAZY_ATTRIBUTES = {
     "Batch": "llama_jax.training.batch",
     "Batches": "llama_jax.data.batches",

@@ -1,5 +1,5 @@
-"""Batches in order, starting at any point, for any number of hosts. Documents are concatenated and cut into rows, or packed
-into rows whole: every row follows from its number alone."""
+"""Batches in order, starting at any batch, for any number of hosts. Documents are concatenated and cut into rows, or packed
+whole into rows: each row is determined by its index."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from llama_jax.errors import DataError
 from llama_jax.training.batch import Batch
 
 ENDLESS = 1 << 62
-PREFETCHED = 8  # batches that are made ahead
-OPEN = 64  # rows that are still open: enough to fill them well, few enough to search
+PREFETCHED = 8  # batches prepared in advance
+OPEN = 64  # rows being filled: enough to fill them well, few enough to search
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------------
@@ -27,9 +27,9 @@ class Epoch(NamedTuple):
     """One pass over a corpus.
 
     Attributes:
-      documents: int64[N], their order.
-      ends: int64[N], where each ends in the stream of all documents concatenated in this order.
-      rows: int64[R], the order of the rows that the stream is cut into.
+      documents: int64[N], order of the documents.
+      ends: int64[N], end of each in the stream of all documents concatenated in this order.
+      rows: int64[R], order of the rows that the stream is cut into.
     """
 
     documents: np.ndarray
@@ -38,23 +38,23 @@ class Epoch(NamedTuple):
 
 
 def row_count(corpus: Corpus, length: int) -> int:
-    """R, rows of `length` = T predicted tokens in an epoch.
+    """R, the number of rows of `length` = T predicted tokens in an epoch.
 
     Raises:
-      DataError: nothing to predict.
+      DataError: there is nothing to predict.
     """
     tokens = corpus.token_count
     if tokens < 2:
-        raise DataError(f"the corpus has {tokens} tokens, and a token is predicted from the one before; add more data")
+        raise DataError(f"the corpus has {tokens} tokens, but predicting a token needs at least 2; add more data")
     return -(-(tokens - 1) // length)
 
 
 def order_epoch(corpus: Corpus, length: int, seed: int | None, epoch: int) -> Epoch:
-    """The order of an epoch: of documents and of rows, so that the parts of a long document are not all in one batch.
+    """The order of documents and rows in an epoch; rows are shuffled so that a long document is spread over batches.
 
     Args:
       length: T.
-      seed: decides it together with the epoch's number; None keeps the order of the corpus.
+      seed: determines the order together with `epoch`; None keeps the order of the corpus.
     """
     rows = row_count(corpus, length)
     count = corpus.document_count
@@ -69,11 +69,11 @@ def empty_batch(rows: int, length: int, *, masked: bool = False) -> Batch:
 
 
 def fill_row(batch: Batch, at: int, corpus: Corpus, epoch: Epoch, row: int) -> None:
-    """Write a row of an epoch into a batch of padding, at its row `at`.
+    """Write a row of an epoch into row `at` of a batch of padding.
 
-    Row r is what the stream holds from r·T to r·T + T, both included: its last token is the next row's first. So over an
-    epoch every token is read once and every token but a document's first is predicted once. A document that goes on in the
-    next row is a new segment there.
+    Row r is the stream from r·T to r·T + T, both included: its last token is the next row's first. So in an epoch every
+    token is read once, and every token except a document's first is predicted once. A document that continues in the next
+    row is a new segment there.
     """
     length = batch.tokens.shape[1] - 1
     start = row * length
@@ -81,11 +81,11 @@ def fill_row(batch: Batch, at: int, corpus: Corpus, epoch: Epoch, row: int) -> N
     first, last = np.searchsorted(epoch.ends, [start, stop - 1], side="right")
     within = slice(first, last + 1)
     segments = np.zeros(stop - start, np.int64)
-    breaks = epoch.ends[first:last] - start  # where in the row another document begins
+    breaks = epoch.ends[first:last] - start  # positions in the row where another document begins
     segments[breaks] = 1
     np.cumsum(segments, out=segments)
     place = np.arange(stop - start)
-    # From the place in the stream to the place in the corpus it is the same way for all tokens of a document.
+    # The offset from stream to corpus is the same for all tokens of a document.
     shift = corpus.stops[epoch.documents[within]] - epoch.ends[within] + start
     batch.tokens[at, : stop - start] = corpus.tokens[shift[segments] + place]
     batch.segment_ids[at, : stop - start] = segments + 1
@@ -93,9 +93,9 @@ def fill_row(batch: Batch, at: int, corpus: Corpus, epoch: Epoch, row: int) -> N
 
 
 def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Best-fit packing: which documents, by their sizes, share a row of `length` tokens."""
+    """Best-fit packing: the documents, given by their sizes, that share each row of `length` tokens."""
     rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # of the open rows, in order: tokens that are free, and the row
+    rooms: list[tuple[int, int]] = []  # open rows in order: free tokens, and the row
     for run, size in enumerate(sizes):
         at = bisect_left(rooms, (size, 0))
         if at < len(rooms):
@@ -107,24 +107,24 @@ def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
         if room > size:
             insort(rooms, (room - size, row))
         if len(rooms) > OPEN:
-            del rooms[0]  # the fullest is closed
+            del rooms[0]  # close the fullest
     return rows
 
 
 def pack_shuffled(sizes: np.ndarray, length: int, seed: int | None) -> list[list[int]]:
-    """`pack` documents into rows of T predicted tokens, in an order that the seed decides; None keeps theirs."""
+    """`pack` documents into rows of T predicted tokens, in an order determined by the seed; None keeps their order."""
     order = np.arange(len(sizes)) if seed is None else shuffled(len(sizes), seed, 0)
     return [order[members].tolist() for members in pack(sizes[order].tolist(), length + 1)]
 
 
 def whole_rows(corpus: Corpus, length: int, seed: int | None) -> list[list[int]]:
-    """The documents that share each row of `length` = T predicted tokens, each of them whole: the same in every epoch.
+    """The documents that share each row of `length` = T predicted tokens, none of them split: the same in every epoch.
 
     Args:
-      seed: decides in which order they are packed; None keeps the order of the corpus.
+      seed: determines the order of packing; None keeps the order of the corpus.
 
     Raises:
-      DataError: a document of more than T + 1 tokens, or nothing to predict.
+      DataError: a document has more than T + 1 tokens, or there is nothing to predict.
     """
     sizes = corpus.stops - corpus.starts
     if not len(sizes):
@@ -132,15 +132,15 @@ def whole_rows(corpus: Corpus, length: int, seed: int | None) -> list[list[int]]
     longest = int(sizes.max())
     if longest > length + 1:
         raise DataError(
-            f"a conversation has {longest} tokens, and rows of length={length} hold {length + 1}; read the data for rows of"
+            f"a conversation has {longest} tokens, but rows of length={length} hold {length + 1}; read the data for rows of"
             " this length, or use longer rows"
         )
     return pack_shuffled(sizes, length, seed)
 
 
 def fill_whole(batch: Any, at: tuple[int, ...], corpus: Corpus, members: Sequence[int]) -> None:
-    """Write whole documents side by side into a batch of padding, at its row `at`: each is a segment, and its
-    targets are the mask."""
+    """Write whole documents next to each other into row `at` of a batch of padding: each is a segment, and its targets are
+    the mask."""
     assert corpus.targets is not None
     begin = 0
     for segment, document in enumerate(members, 1):
@@ -161,13 +161,13 @@ BatchT = TypeVar("BatchT")
 
 
 class HostBatches(Generic[BatchT]):
-    """The batches of one host by number, made of its rows: all rows are numbered on through all batches of all hosts.
+    """The batches of one host by index, made of its rows: rows are numbered through all batches of all hosts.
 
     Args:
       epoch_rows: rows in an epoch.
-      batch: B, rows of a step on all hosts together.
+      batch: B, rows of a step on all hosts.
       seed: None for a single pass.
-      host, hosts: this host's number and how many there are.
+      host, hosts: this host's index, and the number of hosts.
 
     Raises:
       DataError: invalid sizes, or an invalid seed.
@@ -177,7 +177,7 @@ class HostBatches(Generic[BatchT]):
         if hosts < 1 or not 0 <= host < hosts:
             raise DataError(f"host={host} must be at least 0 and below hosts={hosts}")
         if batch < 1 or batch % hosts:
-            raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: each host takes the same share")
+            raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: all hosts take equal shares")
         if seed is not None:
             check_seed(seed)
         self.batch, self._epoch_rows, self._seed = batch, epoch_rows, seed
@@ -197,7 +197,7 @@ class HostBatches(Generic[BatchT]):
 
 
 class Batches(Iterator[BatchT]):
-    """Batches one by one, with the next ones prepared in the background. The only state is the number of the next batch."""
+    """Iterator of batches, with the next ones prepared in the background. Its only state is the index of the next batch."""
 
     def __init__(self, rows: HostBatches[BatchT], start: int) -> None:
         import grain
@@ -214,21 +214,21 @@ class Batches(Iterator[BatchT]):
 
     @property
     def state(self) -> dict[str, int]:
-        """The position in the data: `training_batches(..., start=state["next_batch"])` returns to it, for any hosts."""
+        """The position in the data: `training_batches(..., start=state["next_batch"])` resumes there, on any hosts."""
         return {"next_batch": self._next}
 
     def close(self) -> None:
-        """Stop making batches."""
+        """Stop preparing batches."""
         self._batches.close()
 
 
 class _Source:
-    """The endless rows of one corpus by number, epoch after epoch."""
+    """The endless rows of one corpus by index, epoch after epoch."""
 
     def __init__(self, corpus: Corpus, length: int, seed: int | None) -> None:
         self._corpus, self._seed = corpus, seed
         self._whole = None if corpus.targets is None else whole_rows(corpus, length, seed)
-        self.rows = row_count(corpus, length) if self._whole is None else len(self._whole)  # of an epoch
+        self.rows = row_count(corpus, length) if self._whole is None else len(self._whole)  # rows per epoch
         self._order = lru_cache(maxsize=1)(partial(row_order, self.rows, seed))
         self._epoch = lru_cache(maxsize=1)(partial(order_epoch, corpus, length, seed))
 
@@ -261,7 +261,7 @@ class Rows(HostBatches[Batch]):
         hosts: int,
         mixture: Mixture | None = None,
     ) -> None:
-        """With a seed, epoch after epoch; with None one pass in the order of a single corpus.
+        """Endless epochs with a seed; with None, a single pass in the order of a single corpus.
 
         Raises:
           DataError: invalid sizes or seed, or a corpus with nothing to predict.
@@ -270,16 +270,16 @@ class Rows(HostBatches[Batch]):
             raise DataError(f"length={length} must be at least 1 token")
         several = [corpora] if isinstance(corpora, Corpus) else list(corpora)
         if len(several) != (1 if mixture is None else len(mixture.names)):
-            raise DataError(f"{len(several)} corpora need a mixture that has a share for each of them")
+            raise DataError(f"{len(several)} corpora need a mixture with a share for each of them")
         self._sources = [_Source(corpus, length, seed) for corpus in several]
         if len({source.masked for source in self._sources}) > 1:
-            raise DataError("text and chats do not mix: text has all tokens as targets, chats the assistant's messages")
+            raise DataError("text and chats do not mix: all tokens of text are targets, of chats the assistant's messages")
         super().__init__(self._sources[0].rows, batch, seed, host, hosts)
         self._mixture = mixture
         self._length = length
 
     def epochs(self, number: int) -> list[float]:
-        """How many times the first `number` batches of all hosts have read each corpus."""
+        """Epochs of each corpus in the first `number` batches of all hosts."""
         rows = number * self.batch
         counts = [rows] if self._mixture is None else self._mixture.counts(rows).tolist()
         return [count / source.rows for count, source in zip(counts, self._sources, strict=True)]
@@ -305,29 +305,29 @@ def training_batches(
     start: int = 0,
     mixture: Mixture | None = None,
 ) -> Batches[Batch]:
-    """Endless batches, with another order in every epoch.
+    """Endless batches, in a different order in every epoch.
 
-    Documents of a corpus with `targets` are packed whole: none is in two rows, and the batch's mask marks its targets. The
-    order depends on the corpus, the seed, `batch` and `length` alone: batch n is the same after any number of resumptions.
+    Documents of a corpus with `targets` are packed whole: none is split, and the batch's mask marks its targets. The order
+    depends only on the corpus, the seed, `batch` and `length`: batch n is the same however often a run was resumed.
 
     Args:
-      corpus: one, or those of a mixture in its order.
-      batch: B, rows of a step on all hosts together; a batch may span the end of an epoch.
-      length: T, tokens of a row that are predicted.
-      host, hosts: this host's number and how many there are: it gets rows [host·B/hosts, (host+1)·B/hosts).
-      start: the number of the first batch: `Batches.state` of the run that is continued.
-      mixture: which rows come from which corpus. Each is read in the same order as alone, in its own epochs.
+      corpus: a corpus, or those of a mixture in its order.
+      batch: B, rows of a step on all hosts; a batch may span the end of an epoch.
+      length: T, predicted tokens per row.
+      host, hosts: this host's index, and the number of hosts: it returns rows [host·B/hosts, (host+1)·B/hosts).
+      start: index of the first batch: `Batches.state` of the run to resume.
+      mixture: assigns rows to corpora. Each is read in the same order as by itself, in its own epochs.
 
     Raises:
       DataError: invalid sizes, seed or start, or a corpus with nothing to predict.
     """
     if start < 0:
-        raise DataError(f"start={start} must be at least 0: batches are counted from there")
+        raise DataError(f"start={start} must be at least 0: it is the index of a batch")
     return Batches(Rows(corpus, batch, length, seed, host, hosts, mixture), start)
 
 
 def validation_batches(corpus: Corpus, batch: int, length: int, *, host: int = 0, hosts: int = 1) -> Batches[Batch]:
-    """The corpus once and in its order; the last batch is padded, with segment 0.
+    """The corpus once, in order; the last batch is padded, with segment 0.
 
     See `training_batches` for the arguments and errors.
     """

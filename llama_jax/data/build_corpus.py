@@ -1,8 +1,8 @@
-"""Tokenizing many files ahead of training into one corpus file, on all cores.
+"""Tokenizes many files into one corpus file before training, on all cores.
 
-The result depends on the files, the tokenizer and the settings alone, not on the number of processes or of interruptions.
-The files are cut into spans of some megabytes. Each becomes a part, which is a corpus file too; an existing part is not made
-again. In the end the parts are joined.
+The result depends only on the files, the tokenizer and the settings, not on the number of processes or of interruptions.
+The files are cut into spans of some megabytes. Each becomes a part, which is a corpus file too; existing parts are not made
+again. At the end the parts are joined.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from llama_jax.storage import locate, on_disk, resolved
 from llama_jax.storage.atomic_write import cannot_write, hold_lock, remove, sign_lock, write_atomically
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
 
-# Bytes of a file that become a part, at least and at most: to put one on the disk for good takes some 30 ms.
+# Minimum and maximum bytes of a file per part: syncing one to disk takes about 30 ms.
 PART_BYTES = (8 << 20, 64 << 20)
-PART_COUNT = 128  # parts, where that leaves them between these sizes: enough for the processes of a large machine
+PART_COUNT = 128  # parts, within these sizes: enough for the processes of a large machine
 CORPUS_NAME = "tokens.corpus"
 PART_NAME, ALL_PARTS = "part-{:05d}.unfinished", "part-*.unfinished"
 BUILD_LOCK = ".lock"
 Call = tuple[Any, ...]
-"""A function of a module, and its arguments: whatever can be pickled."""
+"""A module's function, and its arguments, all picklable."""
 CallProgress = Callable[[int, int], None]
-"""Called after each call with how many are done, of how many."""
+"""Called after each call with the numbers done and in total."""
 Workers = Callable[[Sequence[Call], CallProgress | None], list[Any]]
-"""Returns the results of the calls in their order, wherever they run; the first that fails ends it."""
+"""Runs calls anywhere and returns their results in order; the first error ends it."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class BuildOptions:
 
     Attributes:
       reading: where documents end, see `DocumentFormat`.
-      unit: approximate bytes of a file that a process takes at a time: no document is in two parts. Compressed files are
+      unit: approximate bytes of a file per part; documents are not split between parts. Compressed files are
         read whole. None means a 128th of all files, between 8 and 64 MiB.
-      drop_duplicates: whether to keep only the first of documents with the same tokens.
+      drop_duplicates: whether to keep only the first of several documents with the same tokens.
     """
 
     reading: DocumentFormat = DocumentFormat()
@@ -68,7 +68,7 @@ class BuildOptions:
 
 
 class PartJob(NamedTuple):
-    """The settings of a process, the same for all parts."""
+    """The settings of a worker process, the same for all parts."""
 
     folder: str
     tokenizer: str
@@ -85,29 +85,29 @@ def build(
     workers: Workers | None = None,
     progress: CallProgress | None = None,
 ) -> CorpusInfo:
-    """Tokenize files into ``tokens.corpus`` in a folder, which `open_corpus` and ``train`` map.
+    """Tokenize files into ``tokens.corpus`` in a folder, for `open_corpus` and ``train``.
 
-    A build that was stopped in the folder is continued; if it is finished its description is returned. ``origin`` in that
-    has the sources with their bytes and SHA-256, the tokenizer, the settings, and the number of duplicates left out.
+    An interrupted build in the folder is resumed; if it is finished its description is returned, whose ``origin`` has the
+    sources with their sizes and SHA-256, the tokenizer, the settings, and the number of duplicates dropped.
 
     Args:
       paths: text, JSONL, Parquet and Arrow, text and JSONL also compressed by gzip or zstd, or folders of them.
       tokenizer: a vocabulary's file or folder; every process reads it.
-      processes: by default one for each core that this one may use; 1 starts no other.
-      workers: replace processes of this machine; they see `out`, the files and the tokenizer under the same paths.
-      progress: called after each part with the numbers done and in all.
+      processes: number of processes, by default one per available core; 1 starts none.
+      workers: used instead of processes on this machine; they need the same paths for `out`, the files and the tokenizer.
+      progress: called after each part with the numbers done and in total.
 
     Raises:
-      DataError: files that cannot be read, that changed or that hold no document; a folder that holds something else, was
-        begun with other settings, or in which another process builds.
+      DataError: files that cannot be read, that changed or that hold no document; or a folder that holds something else,
+        was begun with other settings, or is in use by another process.
     """
     files, folder = find_files(paths), resolved(on_disk(out, "the folder of a build"))
     for path in map(locate, [paths] if isinstance(paths, str | os.PathLike) else paths):
         if isinstance(path, Path) and path.is_dir() and folder.is_relative_to(resolved(path)):
-            raise DataError(f"{folder} is inside {path}, and would be read as data next time; use a folder elsewhere")
+            raise DataError(f"{folder} is inside {path}, so it would be read as data next time; use a folder elsewhere")
     for file in files:
         if kind_of(file) in TOKENS:
-            raise DataError(f"{file} holds token ids already; build from text, JSONL, Parquet or Arrow")
+            raise DataError(f"{file} already holds token ids; build from text, JSONL, Parquet or Arrow")
     with _held(folder), process_pool(processes or cpu_count()) if workers is None else nullcontext(workers) as pool:
         return _build(files, folder, tokenizer, options, pool, progress)
 
@@ -140,7 +140,7 @@ def _build(
         workers([(make_part, job, number, *unit) for number, unit in enumerate(units)], progress)
         for file, source in zip(files, sources, strict=True):
             if not untouched(file, source):
-                raise DataError(f"{file} changed while it was read; remove {folder}, and build when nothing writes to it")
+                raise DataError(f"{file} changed while being read; remove {folder}, and build when nothing writes to it")
         info = _join(folder / CORPUS_NAME, parts, vocabulary, plan | {"tokenizer": where})
     for path in (*folder.glob(ALL_PARTS), folder / UNFINISHED):
         remove(path)
@@ -152,7 +152,7 @@ def _build(
 
 
 def make_part(job: PartJob, number: int, path: str, span: Span | None) -> None:
-    """Write the part of a span of a file, unless it is there whole."""
+    """Write the part for a span of a file, unless it exists."""
     part = Path(job.folder) / PART_NAME.format(number)
     with suppress(DataError, FileNotFoundError):
         read_corpus(part)
@@ -168,7 +168,7 @@ def _loaded(path: str) -> tuple[Tokenizer, Vocabulary]:
 
 
 def _join(path: Path, parts: Sequence[Path], vocabulary: Vocabulary, origin: dict[str, Any]) -> CorpusInfo:
-    """Write the documents of all parts in order; with `drop_duplicates` only the first of those with the same tokens."""
+    """Write the documents of all parts in order; with `drop_duplicates`, only the first of those with the same tokens."""
     corpora = [read_corpus(part)[0] for part in parts]
     duplicates = 0
     if origin["drop_duplicates"] and corpora:
@@ -203,27 +203,27 @@ def _held(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(cannot_write(folder, error)) from None
     try:
-        with suppress(OSError):  # on a full disk it is held all the same
+        with suppress(OSError):  # the lock also holds on a full disk
             sign_lock(lock)
         yield
     finally:
         with suppress(OSError):
             (folder / BUILD_LOCK).unlink()
         os.close(lock)
-        with suppress(OSError):  # of a folder that is not empty
+        with suppress(OSError):  # the folder may not be empty
             for path in missing:
                 path.rmdir()
 
 
 def _taken(folder: Path, holder: str) -> DataError:
-    return DataError(f"{folder} is being built by process {holder}; wait until that has ended, or use another folder")
+    return DataError(f"{folder} is being built by process {holder}; wait until it ends, or use another folder")
 
 
 def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
-    """Note the plan of a build in a folder, where it can begin or go on; the description of one that is finished.
+    """Write the plan of a build into a folder, if it can begin or resume there; the description of a finished build.
 
     Raises:
-      DataError: the folder holds something else, a damaged corpus, or a build of another plan.
+      DataError: the folder holds something else, a damaged corpus, or a build with another plan.
     """
     noted = folder / UNFINISHED
     if (folder / CORPUS_NAME).is_file():
@@ -247,7 +247,7 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
         except OSError as error:
             raise DataError(cannot_write(folder, error)) from None
         if other is not None:
-            raise DataError(f"{folder} holds {shown(other.name, 40)}, and no build; use an empty folder, or a new one")
+            raise DataError(f"{folder} holds {shown(other.name, 40)}, not a build; use an empty folder, or a new one")
     with write_atomically(noted, raises=DataError) as target:
         target.write_text(json.dumps(plan), "utf-8")
     return None
@@ -256,30 +256,30 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
 def _check_plan(folder: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
     changed = [name for name, value in plan.items() if found.get(name) != value]
     if changed:
-        raise DataError(f"{folder} was built with other {', '.join(changed)}; use another folder, or remove that one")
+        raise DataError(f"{folder} was built with different {', '.join(changed)}; use another folder, or remove it")
 
 
 # --- processes -----------------------------------------------------------------------------------------------------------
 
 
 def cpu_count() -> int:
-    """The number of cores that this process may use, or of all cores if that is unknown."""
+    """The number of cores available to this process, or of all cores if that is unknown."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def process_pool(processes: int) -> Iterator[Workers]:
-    """This many processes, started when there is work and ended with this object; 1 runs in the first process itself."""
+    """A pool of processes, started when there is work and ended with this context; 1 runs calls in this process."""
     if processes == 1:
         yield call_serially
         return
-    # Anew and not by fork: the threads of libraries that are imported here would be missing there.
+    # Spawned, not forked: a fork would lack the threads of libraries that are imported here.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin_process) as pool:
         yield partial(_call_in, pool)
 
 
 def call_serially(calls: Sequence[Call], progress: CallProgress | None = None) -> list[Any]:
-    """Workers that are this process."""
+    """Workers that run calls in this process."""
     found = []
     for function, *args in calls:
         found.append(function(*args))
@@ -289,7 +289,7 @@ def call_serially(calls: Sequence[Call], progress: CallProgress | None = None) -
 
 
 def _call_in(pool: ProcessPoolExecutor, calls: Sequence[Call], progress: CallProgress | None = None) -> list[Any]:
-    """Run calls in a pool; those that have begun are finished also where another one fails."""
+    """Run calls in a pool; those that have started are finished even if another one fails."""
     running: list[Future[Any]] = [pool.submit(*call) for call in calls]
     try:
         for done, future in enumerate(as_completed(running), 1):
@@ -298,8 +298,8 @@ def _call_in(pool: ProcessPoolExecutor, calls: Sequence[Call], progress: CallPro
                 progress(done, len(calls))
     except BrokenProcessPool:
         raise DataError(
-            "a process ended early, perhaps for lack of memory; the same command continues with the rest, and with"
-            " fewer --processes takes less memory"
+            "a process ended early, perhaps for lack of memory; the same command resumes, and takes less memory with"
+            " fewer --processes"
         ) from None
     except BaseException:
         pool.shutdown(cancel_futures=True)
@@ -308,8 +308,8 @@ def _call_in(pool: ProcessPoolExecutor, calls: Sequence[Call], progress: CallPro
 
 
 def _begin_process() -> None:
-    """Set up a worker: Ctrl-C is left to the first process; the worker ends with that one, however it dies; and libraries
-    start no threads of their own in it, since it is one of many."""
+    """Set up a worker: Ctrl-C is left to the main process; the worker ends with the main process, however that dies; and
+    libraries start no threads, since it is one of many workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
     threading.Thread(target=_end_with_the_first, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Chats in JSONL in the usual published forms, each line an example of an assistant's answers."""
+"""Chats in JSONL in the common published forms; each line is an example of an assistant's answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llama_jax.data.documents import jsonl_objects
 from llama_jax.errors import DataError, shown
 from llama_jax.tokenizers import Message
 
-# What stands for the roles in ShareGPT and its descendants.
+# Names of the roles in ShareGPT and its descendants.
 ROLES = {
     **dict.fromkeys(("system",), "system"),
     **dict.fromkeys(("user", "human"), "user"),
@@ -28,11 +28,11 @@ class Example(NamedTuple):
 
     Attributes:
       prompt: a text, or messages.
-      answers: of the same kind as the prompt: one; or two, of which the first is preferred; or none, for a prompt alone.
+      answers: of the same type as the prompt: one; two, of which the first is preferred; or none for a prompt only.
       tools: functions that the model may call.
-      columns: all fields of the line, as they are there.
-      line: the number of the line.
-      desirable: whether a single answer is good, if the line says so.
+      columns: all fields of the line, unchanged.
+      line: the line number.
+      desirable: whether a single answer is good, if the line has a label.
     """
 
     prompt: TextOrMessages
@@ -44,19 +44,19 @@ class Example(NamedTuple):
 
 
 def read_chats(path: Path) -> Iterator[Example]:
-    """Examples of an assistant's answers, by the fields of each line; the first form that fits counts:
+    """Examples of an assistant's answers, by the fields of each line; the first form that matches counts:
 
     - `messages`, a chat: all of the assistant's messages are answers;
-    - `conversations`, the same in ShareGPT's terms, `from` and `value`;
-    - `prompt` and `completion`, both texts, without any chat format, or both messages;
-    - `instruction`, `input` (which may be empty or missing) and `output`, as Alpaca has them: a user's message, in which
-      the input is a paragraph of its own, and its reply.
+    - `conversations`, the same in ShareGPT's form, with `from` and `value`;
+    - `prompt` and `completion`, both texts, without a chat format, or both messages;
+    - `instruction`, `input` (which may be empty or missing) and `output`, as in Alpaca: a user's message, in which the
+      input is a separate paragraph, and its reply.
 
-    A chat may have a `system` text, which is its first message, and `tools`, a list or the JSON of one. Other fields are not
-    read.
+    A chat may have a `system` text, which becomes its first message, and `tools`, a list or its JSON. Other fields are
+    ignored.
 
     Raises:
-      DataError: a line with something else, by its file, line and field.
+      DataError: any other line; the message gives file, line and field.
     """
     for line in _lines(path):
         prompt: TextOrMessages = ()
@@ -70,27 +70,27 @@ def read_chats(path: Path) -> Iterator[Example]:
             prompt = line.with_system(({"role": "user", "content": given},))
             answer = ({"role": "assistant", "content": line.text("output")},)
         else:
-            raise line.wrong(f"the fields are {line.fields()}; name them so: {CHAT_FORMS}")
-        line.check_answer(answer, "no message has the role 'assistant', so there is nothing to learn; leave the line out")
+            raise line.wrong(f"the fields are {line.fields()}; rename them to one of: {CHAT_FORMS}")
+        line.check_answer(answer, "no message has the role 'assistant', so there is nothing to learn; remove the line")
         yield line.example(prompt, answer)
 
 
 def read_prompts(path: Path) -> Iterator[Example]:
     """Prompts: `prompt`, a text or messages, with an optional `system` text as the first message. A line may have any other
-    fields, the same in all lines: they are for judging the answers.
+    fields, the same in all lines, for judging the answers.
 
     Raises:
-      DataError: a line with something else, by its file, line and field.
+      DataError: any other line; the message gives file, line and field.
     """
     columns: list[str] | None = None
     for line in _lines(path):
         if "prompt" not in line.found:
-            raise line.wrong(f"prompt is missing, a text or messages; the fields are {line.fields()}")
+            raise line.wrong(f"prompt, a text or messages, is missing; the fields are {line.fields()}")
         columns = list(line.found) if columns is None else columns
         for name in sorted(set(columns) ^ set(line.found)):
             where, other = ("the first line", "here") if name in columns else ("this line", "in the first")
             raise line.wrong(
-                f"{shown(name, 40)} is a field of {where} and not {other}; put it into all lines, as null in some"
+                f"{shown(name, 40)} is a field of {where} but not {other}; put it into all lines, possibly as null"
             )
         yield line.example(line.with_system(line.content("prompt")))
 
@@ -99,10 +99,10 @@ def read_preferences(path: Path) -> Iterator[Example]:
     """Pairs of answers: `chosen`, which is preferred, and `rejected`, both texts or both messages, after `prompt`.
 
     If the answers are messages, the prompt may be messages, or a text, which becomes the user's message. If both answers
-    begin with the same messages, these are the prompt, and `prompt` may be missing.
+    begin with the same messages, these are the prompt, and `prompt` may be omitted.
 
     Raises:
-      DataError: a line with something else, by its file, line and field.
+      DataError: any other line; the message gives file, line and field.
     """
     for line in _lines(path):
         missing = [name for name in ("chosen", "rejected") if name not in line.found]
@@ -111,16 +111,14 @@ def read_preferences(path: Path) -> Iterator[Example]:
         chosen, rejected = line.content("chosen"), line.content("rejected")
         line.same_kind("chosen", chosen, "rejected", rejected)
         if chosen == rejected:
-            raise line.wrong("chosen and rejected are the same, so neither is preferred; leave the line out")
+            raise line.wrong("chosen and rejected are the same, so neither is preferred; remove the line")
         prompt: TextOrMessages
         if isinstance(chosen, str) or isinstance(rejected, str):
             prompt = line.text("prompt")
         else:
             prompt, chosen, rejected = line.answers(chosen, rejected)
             for name, answer in (("chosen", chosen), ("rejected", rejected)):
-                line.check_answer(
-                    answer, f"{name} has no message of the role 'assistant' after the prompt; leave the line out"
-                )
+                line.check_answer(answer, f"{name} has no message of the role 'assistant' after the prompt; remove the line")
         yield line.example(prompt, chosen, rejected)
 
 
@@ -129,14 +127,14 @@ def read_labeled(path: Path) -> Iterator[Example]:
     or false.
 
     Raises:
-      DataError: a line with something else, by its file, line and field.
+      DataError: any other line; the message gives file, line and field.
     """
     for line in _lines(path):
         for name in ("prompt", "completion", "label"):
             if name not in line.found:
                 raise line.wrong(f"{name} is missing; write prompt, completion and label; the fields are {line.fields()}")
         prompt, answer = line.completed()
-        line.check_answer(answer, "completion has no message of the role 'assistant'; leave the line out")
+        line.check_answer(answer, "completion has no message of the role 'assistant'; remove the line")
         label = line.found["label"]
         if not isinstance(label, bool):
             raise line.wrong(f"label={shown(label, 60)} must be true, for a good answer, or false")
@@ -155,12 +153,12 @@ class _Line:
         self.found = found
 
     def example(self, prompt: TextOrMessages, *answers: TextOrMessages) -> Example:
-        """The line as it is understood; texts have no tools."""
+        """The line as an example; texts have no tools."""
         is_text = isinstance(answers[0] if answers else prompt, str)
         return Example(prompt, answers, () if is_text else self.tools(), self.found, self._number)
 
     def check_answer(self, answer: TextOrMessages, what: str) -> None:
-        """Raise an error with the text `what` for messages without any of the assistant's."""
+        """Raise an error with the message `what` for messages without one of the assistant's."""
         if not isinstance(answer, str) and not any(message["role"] == "assistant" for message in answer):
             raise self.wrong(what)
 
@@ -175,7 +173,7 @@ class _Line:
         if isinstance(value, str) or (optional and value is None):
             return value or ""
         if name not in self.found:
-            raise self.wrong(f"{name} is missing, which must be a text; the fields are {self.fields()}")
+            raise self.wrong(f"{name}, a text, is missing; the fields are {self.fields()}")
         raise self.wrong(f"{name}={shown(value, 60)} must be a text")
 
     def content(self, name: str) -> TextOrMessages:
@@ -197,7 +195,7 @@ class _Line:
             raise self.wrong(f"{kinds[0]}, but {kinds[1]}; write both as texts, or both as messages")
 
     def with_system(self, content: TextOrMessages) -> Any:
-        """Messages, after the one that the field `system` stands for, where it has a text and they have no such message."""
+        """Messages, with the field `system` as the first, if it has a text and they have no such message."""
         if isinstance(content, str) or not content or content[0]["role"] == "system":
             return content
         text = self.text("system", optional=True)
@@ -213,7 +211,7 @@ class _Line:
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-            raise self.wrong(f"tools={shown(value, 60)} must be a list of objects, as OpenAI describes functions")
+            raise self.wrong(f"tools={shown(value, 60)} must be a list of objects in OpenAI's format for functions")
         return tuple(value)
 
     def chat(self, name: str) -> tuple[Message, ...]:
@@ -240,14 +238,14 @@ class _Line:
         more = {key: entry for key, entry in value.items() if key not in (role_name, content_name) and entry is not None}
         unknown = [key for key in more if key not in MESSAGE_FIELDS]
         if unknown:
-            raise self.wrong(f"{name}.{shown(unknown[0], 40)[1:-1]} is not read; remove it from the messages")
+            raise self.wrong(f"{name}.{shown(unknown[0], 40)[1:-1]} is not supported; remove it from the messages")
         message: dict[str, Any] = {"role": ROLES[role], "content": content, **more}
         return message  # type: ignore[return-value]
 
     def _joined(self, name: str, parts: list[Any]) -> str:
         for i, part in enumerate(parts):
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise self.wrong(f"{name}[{i}]={shown(part, 60)} must be a part of type text; other parts cannot be read")
+                raise self.wrong(f"{name}[{i}]={shown(part, 60)} must be a part of type text; other parts are not supported")
         return "".join(part["text"] for part in parts)
 
     def answers(
@@ -268,10 +266,10 @@ class _Line:
             common += 1
         shared = chosen[:common]
         if given is None and chosen[0]["role"] == "assistant":
-            raise self.wrong(f"prompt is missing, which must be a text or messages; the fields are {self.fields()}")
+            raise self.wrong(f"prompt, a text or messages, is missing; the fields are {self.fields()}")
         if not shared or (prompt and shared[-1]["content"] != prompt[-1]["content"]):
             raise self.wrong(
-                "chosen and rejected begin with a message that is not the assistant's, and not with the same prompt; put"
-                " the prompt into `prompt`, and into the two only what follows it"
+                "chosen and rejected begin with a message that is not the assistant's, and with different prompts; put the"
+                " prompt into `prompt`, and only what follows it into the two"
             )
         return shared, chosen[common:], rejected[common:]

@@ -28,11 +28,11 @@ class ChatReading:
     """Settings for reading chats as tokens.
 
     Attributes:
-      format: the chat format, see `tokenizers.resolve_format`. A prompt and a completion that are texts have none.
-      too_long: what to do with an example of more tokens than a row holds: "cut" keeps its beginning, so that its last
-        reply does not end, "drop" leaves it out. Both are counted.
-      special: whether ``<|eot_id|>`` and the like are special tokens in a prompt and a completion that are texts, as in
-        files with rendered chats; by default they are text. In messages they are always text.
+      format: the chat format, see `tokenizers.resolve_format`. Prompts and completions that are texts have none.
+      too_long: what to do with an example that exceeds a row: "cut" keeps its beginning, so that its last reply does not
+        end, "drop" omits it. Both are counted.
+      special: whether ``<|eot_id|>`` and the like are special tokens in prompts and completions that are texts, as in files
+        with rendered chats; by default they are text. In messages they are always text.
 
     Raises:
       DataError: another `too_long`.
@@ -53,13 +53,13 @@ class ExampleCounts:
 
     Attributes:
       read: examples in the files.
-      kept: those that are trained on; the others are in the next two counts, and in `same`.
-      without_targets: dropped, because nothing of the assistant's messages is left in them.
+      kept: examples to train on; the others are in the next two counts, and in `same`.
+      without_targets: dropped because they have none of the assistant's tokens.
       too_long: dropped by `ChatReading.too_long`.
       cut: kept in part.
-      tokens, targets: of the kept examples.
-      longest: tokens of the longest example, before it is cut.
-      same: pairs that are dropped, because both answers have the same tokens after they are cut.
+      tokens, targets: counted in the kept examples.
+      longest: tokens of the longest example, before cutting.
+      same: pairs dropped because both answers have the same tokens after cutting.
     """
 
     read: int = 0
@@ -84,7 +84,7 @@ class ExampleCounts:
 
 
 class Chats(NamedTuple):
-    """Conversations to train on, each a document with targets, and counts of the lines."""
+    """Conversations to train on, each a document with targets, and counts of the examples."""
 
     corpus: Corpus
     counts: ExampleCounts
@@ -99,7 +99,7 @@ class Preferences(NamedTuple):
 
 
 class LabeledAnswers(NamedTuple):
-    """Single answers, and which of them are good: bool[N]."""
+    """Single answers, and whether each is good: bool[N]."""
 
     answers: Corpus
     desirable: np.ndarray
@@ -111,13 +111,13 @@ def open_chats(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatRea
 
     Args:
       paths: files, or folders whose ``.jsonl`` are read in order of their names.
-      length: T, predicted tokens of the rows that they are for: a conversation has T + 1 tokens at most.
+      length: T, predicted tokens of the rows that they are for: a conversation has at most T + 1 tokens.
 
     Raises:
-      DataError: a line that cannot be used, by its file, line and field; or files without any target.
+      DataError: a line that cannot be used, by its file, line and field; or files without a target.
 
-    Warns if no target is a token that ends a reply, since a model trained on them never ends one; and if texts contain the
-    names of special tokens as plain text.
+    Warns if no target is a token that ends a reply, since a model trained on them would never end one; and if texts contain
+    the names of special tokens as plain text.
     """
     found, counts, _ = _read(paths, tokenizer, length, reading, read_chats)
     return Chats(found[0], counts)
@@ -126,8 +126,8 @@ def open_chats(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatRea
 def open_preferences(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Preferences:
     """Preferred and rejected answers as tokens and targets; see `read_preferences`, and `open_chats` for the rest.
 
-    A pair is dropped if one of its answers is, or if both answers are the same after they are cut. Counts of tokens include
-    both answers, each with the prompt.
+    A pair is dropped if one of its answers is, or if both answers are the same after cutting. Token counts include both
+    answers, each with the prompt.
     """
     found, counts, _ = _read(paths, tokenizer, length, reading, read_preferences)
     return Preferences(found[0], found[1], counts)
@@ -143,21 +143,21 @@ def examples_of(paths: Paths, read: Callable[[Path], Iterator[Example]]) -> Iter
     """The examples in JSONL files, each with its file.
 
     Raises:
-      DataError: another file, or one that changes meanwhile.
+      DataError: a file of another type, or one that changes while being read.
     """
     files = find_files(paths)
     for file in files:
         if file.suffix.lower() != ".jsonl":
-            raise DataError(f"{file} is not a .jsonl, which has one object a line; use files of that name")
+            raise DataError(f"{file} is not a .jsonl file, with one object per line; use files with that suffix")
     for file in files:
         source = describe(file)
         yield from ((file, example) for example in read(file))
         if not untouched(file, source):
-            raise DataError(f"{file} changed while it was read; try again when nothing writes to it")
+            raise DataError(f"{file} changed while being read; try again when nothing writes to it")
 
 
 def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = False) -> tuple[EncodedExample, ...]:
-    """The tokens of an example, once for each of its answers.
+    """The tokens of an example, one sequence for each of its answers.
 
     Args:
       special: see `ChatReading`.
@@ -170,7 +170,7 @@ def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = F
         if isinstance(example.prompt, str) and isinstance(answer, str):
             found.append(encoder.pair(example.prompt, answer, special=special))
         elif isinstance(answer, str) or (isinstance(example.prompt, str) and example.prompt):
-            raise GenerationError("an answer that is a text follows a prompt that is one, and messages follow messages")
+            raise GenerationError("prompt and answer must both be texts, or both messages")
         else:
             found.append(encoder.chat([*example.prompt, *answer], len(example.prompt), example.tools))
     return tuple(found)
@@ -196,12 +196,12 @@ def _read(
     sides: list[_CorpusBuilder] = []
     desirable: list[bool | None] = []
     special = special_pattern(tokenizer.special_tokens)
-    spelled = ""  # where a text spells a special token
+    spelled = ""  # the first text that spells a special token
     with ReplyEncoder(tokenizer, reading.format) as encoder:
         for file, example in examples_of(paths, read):
             where = f"{file}, line {example.line}"
             if not isinstance(example.answers[0], str):
-                _ = encoder.format  # that there is none is no fault of the line
+                _ = encoder.format  # a missing format is not the line's fault
             try:
                 found = encode_example(encoder, example, special=reading.special)
             except (GenerationError, TokenizerError) as error:
@@ -217,8 +217,8 @@ def _read(
         if not counts.targets:
             named = ", ".join(map(str, find_files(paths)))
             raise DataError(
-                f"{named}: no example has a target ({counts}); is `messages` of the assistant, is `length` long enough, and"
-                " does {% generation %} in the chat template enclose what the assistant says?"
+                f"{named}: no example has a target ({counts}); are there `messages` of the assistant, is `length` large"
+                " enough, and does {% generation %} in the chat template enclose the assistant's text?"
             )
         lengths = np.array([len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)], np.int64)
         corpora = [side.corpus(lengths) for side in sides]
@@ -234,7 +234,7 @@ def _take(
     whole = [encoded for encoded in kept if encoded is not None]
     if len(whole) < len(kept):
         counts.too_long += 1
-    elif not all(any(encoded.targets[1:]) for encoded in whole):  # the first is predicted from nothing
+    elif not all(any(encoded.targets[1:]) for encoded in whole):  # the first token is not predicted
         counts.without_targets += 1
     elif len(whole) == 2 and whole[0].ids == whole[1].ids:
         counts.same += 1
@@ -256,13 +256,13 @@ def _warn(corpora: list[Corpus], encoder: ReplyEncoder, spelled: str) -> None:
             warnings.warn(
                 f"no target is a token that ends a reply (ids {', '.join(map(str, ends)) or 'none'}), so a model trained"
                 " on this never ends one; put the end of a turn into {% generation %} in the chat template, name the"
-                " token as eos_token beside the vocabulary, or use longer rows if all are cut",
+                " token as eos_token next to the vocabulary, or use longer rows if all examples are cut",
                 stacklevel=4,
             )
             break
     if spelled:
         warnings.warn(
-            f"{spelled} is a special token in the vocabulary and text in the data; where a chat template wrote it, read it"
+            f"{spelled} is a special token in the vocabulary but text in the data; if a chat template wrote it, read it"
             " with special=True, or use messages",
             stacklevel=4,
         )
@@ -283,7 +283,7 @@ class _CorpusBuilder:
         self.stops.append(len(self.tokens))
 
     def corpus(self, lengths: np.ndarray) -> Corpus:
-        """The documents as a corpus, given how many bytes each token of the vocabulary has."""
+        """The documents as a corpus, given the number of bytes of each token of the vocabulary."""
         dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         tokens = np.array(self.tokens, dtype)
         targets = np.array(self.targets, np.uint8).astype(bool)

@@ -1,4 +1,4 @@
-"""Documents as slices of one long array of tokens, their reproducible order, duplicates, and the split for validation."""
+"""Documents as slices of one long array of tokens: their reproducible order, duplicates, and the validation split."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 from llama_jax.errors import DataError
 from llama_jax.tokenizers import Tokenizer
 
-EXCESS = 1.25  # times the share: the most that whole documents may give to validation
+EXCESS = 1.25  # maximum tokens of whole validation documents, relative to their share
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents of tokens; memory holds only their positions. A part of a corpus is a corpus.
+    """Documents of tokens; only their positions are in memory. A part of a corpus is a corpus.
 
     Attributes:
       tokens: uint16 or uint32 [all], mapped from a corpus file.
       starts, stops: int64[N], the slice of `tokens` of each document.
-      byte_counts: int64[N], UTF-8 bytes of each document's text: with them a loss becomes bits per byte.
+      byte_counts: int64[N], UTF-8 bytes of each document's text, to compute bits per byte from a loss.
       vocab_size: V of the tokenizer; every token is below it.
-      digest: SHA-256 of the whole file's tokens and documents: the same on every machine that read the same data.
-      targets: bool[all], which of `tokens` are to be predicted, for documents that are read whole, such as conversations;
-        None if all are. With it byte counts are those of the targets.
+      digest: SHA-256 of the whole file's tokens and documents: the same on every machine for the same data.
+      targets: bool[all], which of `tokens` are predicted, for documents that are read whole, such as conversations; None if
+        all are. If given, byte counts are those of the targets.
     """
 
     tokens: np.ndarray = field(repr=False)
@@ -53,7 +53,7 @@ class Corpus:
         return self.tokens[self.starts[number] : self.stops[number]]
 
     def select(self, documents: np.ndarray) -> Corpus:
-        """The corpus of these documents only, by their numbers here, in that order."""
+        """The corpus of only these documents, by index, in this order."""
         return replace(
             self, starts=self.starts[documents], stops=self.stops[documents], byte_counts=self.byte_counts[documents]
         )
@@ -63,10 +63,10 @@ class Corpus:
 
 
 def shuffled(count: int, seed: int, stream: int) -> np.ndarray:
-    """A permutation of `count` numbers that depends on `seed` and `stream` alone: int64[count].
+    """A permutation of `count` numbers that depends only on `seed` and `stream`: int64[count].
 
     It sorts the raw numbers of a counter-based generator (Philox; Salmon et al. 2011), which are the same in every version
-    of NumPy, while its distributions and permutations may change (NEP 19).
+    of NumPy; its distributions and permutations may change (NEP 19).
 
     Raises:
       DataError: see `check_seed`.
@@ -77,12 +77,12 @@ def shuffled(count: int, seed: int, stream: int) -> np.ndarray:
 
 
 def row_order(count: int, seed: int | None, epoch: int) -> np.ndarray:
-    """The order of an epoch's rows, another one in each: int64[count]; without a seed always the same."""
+    """The order of an epoch's rows, different in each: int64[count]; without a seed always in order."""
     return np.arange(count) if seed is None else shuffled(count, seed, 2 * epoch + 2)
 
 
 def check_seed(seed: int) -> None:
-    """Raise DataError for a seed that 64 bits do not hold."""
+    """Raise DataError for a seed that does not fit 64 bits."""
     if not 0 <= seed < 1 << 64:
         raise DataError(f"seed={seed} must be at least 0 and below 2**64")
 
@@ -91,10 +91,10 @@ def check_seed(seed: int) -> None:
 
 
 def fingerprints(corpus: Corpus) -> np.ndarray:
-    """uint64[N]: the same number for documents of the same tokens, in all corpora of one vocabulary.
+    """uint64[N]: equal numbers for documents with the same tokens, in all corpora of one vocabulary.
 
-    Of n different documents two have one number, 8 bytes of BLAKE2b, with a probability of n² / 2^65: 3e-6 of ten million,
-    0.03 of a billion.
+    The probability that two of n different documents have the same number, 8 bytes of BLAKE2b, is n² / 2^65: 3e-6 for ten
+    million, 0.03 for a billion.
     """
     width = corpus.tokens.dtype.itemsize
     data = corpus.tokens.view(np.uint8).data
@@ -104,8 +104,8 @@ def fingerprints(corpus: Corpus) -> np.ndarray:
 
 
 def hold_out(marks: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Divide documents at random, the same way for the same seed: the numbers of those to train on, and of `count` or
-    somewhat fewer to validate on, ascending.
+    """Split documents at random, the same way for the same seed: indices of the training documents, and of `count` or
+    somewhat fewer validation documents, ascending.
 
     Documents with the same mark, such as a fingerprint, are on the same side.
 
@@ -115,7 +115,7 @@ def hold_out(marks: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.n
     count = min(count, len(marks) - 1)
     _, groups, sizes = np.unique(marks, return_inverse=True, return_counts=True)
     if len(sizes) < 2:
-        raise DataError(f"the corpus is one document {len(marks)} times, which cannot be on both sides of a split")
+        raise DataError(f"the corpus is one document {len(marks)} times, which cannot be split")
     order = shuffled(len(marks), seed, 0)
     _, first = np.unique(groups[order], return_index=True)
     held, total = np.zeros(len(sizes), bool), 0
@@ -131,14 +131,16 @@ def hold_out(marks: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.n
 
 
 def unseen(marks: np.ndarray, others: np.ndarray, what: str = "document") -> np.ndarray:
-    """The numbers of the documents whose mark is not among those of the validation data.
+    """Indices of the documents whose mark is not among those of the validation data.
 
     Raises:
       DataError: there are none; `what` names a document.
     """
     left = np.flatnonzero(~np.isin(marks, others))
     if not len(left):
-        raise DataError(f"every {what} of the training data is in the validation data too; use others for one of them")
+        raise DataError(
+            f"every {what} of the training data is also in the validation data; use different data for one of them"
+        )
     return left
 
 
@@ -159,30 +161,30 @@ class Split(NamedTuple):
 
 
 def split(corpus: Corpus, validation: float, *, seed: int = 0, tokenizer: Tokenizer | None = None) -> Split:
-    """Split the documents at random, reproducibly for a seed; both parts keep the corpus's order.
+    """Split the documents at random, reproducibly by seed; both parts keep the corpus's order.
 
     Documents with the same tokens are on the same side, so validation may get somewhat fewer if there are duplicates.
 
     Args:
       validation: documents to validate on: an int is their number, a float their fraction (at least one).
-      tokenizer: that of the corpus, needed to count the bytes of a part of a document. With it a fraction holds for tokens
-        too where documents are few, as in a text without separators: if the chosen ones have over EXCESS times as many, the
-        longest of them is divided, and the excess goes to training.
+      tokenizer: the corpus's tokenizer, needed to count the bytes of part of a document. With it, a fraction also holds for
+        tokens if documents are few, as in a text without separators: if the chosen documents have more than EXCESS times as
+        many, the longest is divided, and the excess goes to training.
 
     Raises:
-      DataError: one of the sides would get no document, or all documents are the same.
+      DataError: one of the sides would have no document, or all documents are the same.
     """
     count = corpus.document_count
     chosen = validation if isinstance(validation, int) else max(1, round(validation * count)) if 0 < validation < 1 else 0
     if count < 2:
         raise DataError(
-            "the corpus is a single document, of which nothing can be split off; pass files of their own for validation,"
-            " or cut a long text into more by a smaller DocumentFormat(longest=...)"
+            "the corpus is a single document, which cannot be split; pass separate validation files,"
+            " or cut a long text into more documents by a smaller DocumentFormat(longest=...)"
         )
     if not 0 < chosen < count:
         raise DataError(
-            f"validation={validation} leaves nothing to train or to validate on; of {count} documents give 1 to {count - 1},"
-            " or a fraction between 0 and 1"
+            f"validation={validation} leaves no training or validation documents; of {count} documents choose 1 to"
+            f" {count - 1}, or a fraction between 0 and 1"
         )
     parts = Split(*map(corpus.select, hold_out(fingerprints(corpus), chosen, seed)))
     beyond = parts.validation.token_count - round(validation * corpus.token_count)
@@ -192,7 +194,7 @@ def split(corpus: Corpus, validation: float, *, seed: int = 0, tokenizer: Tokeni
 
 
 def _divided(parts: Split, beyond: int, tokenizer: Tokenizer) -> Split:
-    """`parts` with the last `beyond` tokens of the longest validation document in training, as a document of its own."""
+    """`parts` with the last `beyond` tokens of the longest validation document as a training document."""
     train, held = parts
     sizes = held.stops - held.starts
     longest = int(sizes.argmax())

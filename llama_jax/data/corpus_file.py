@@ -1,14 +1,14 @@
-"""The file of a tokenized corpus: written whole or not at all, checked whole when it is opened.
+"""The file of a tokenized corpus: written completely or not at all, and verified when it is opened.
 
     8 bytes     CORPUS_MAGIC
     8 bytes     size of the description
-    32 bytes    SHA-256 of the description, which holds that of the data
+    32 bytes    SHA-256 of the description, which contains that of the data
     tokens      uint16 or uint32 [all], padded to a multiple of 8 bytes
-    starts      int64[N + 1], where documents begin, and the end of the last
+    starts      int64[N + 1], start of each document, and the end of the last
     bytes       int64[N], UTF-8 bytes of each document's text
     description JSON, a `CorpusInfo`
 
-All numbers are little-endian. A cache has such files, a build makes one, and so do its processes for their parts of it.
+All numbers are little-endian. Caches, builds and the parts of builds use this format.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ REMEDY = "remove it, and build again"
 
 
 class TokenBlock(NamedTuple):
-    """Tokens of several documents, one after the other; the first may go on from the block before, the last into the next.
+    """Tokens of consecutive documents; the first may continue from the block before, the last into the next.
 
     Attributes:
       tokens: int[n].
-      starts: int[N], where in them documents begin.
-      byte_counts: int, UTF-8 bytes of the text here of each document: N, or N + 1 if the first goes on from before.
-      read: bytes of the source file that have been read so far.
+      starts: int[N], positions in `tokens` where documents begin.
+      byte_counts: int, UTF-8 bytes of each document's text in this block: N, or N + 1 if the first continues.
+      read: bytes of the source file read so far.
     """
 
     tokens: np.ndarray
@@ -53,8 +53,8 @@ class CorpusInfo(NamedTuple):
     """The description of a corpus file.
 
     Attributes:
-      token_type: of the ids, "uint16" or "uint32".
-      documents, tokens, text_bytes: their numbers; bytes are those of the texts in UTF-8.
+      token_type: dtype of the ids, "uint16" or "uint32".
+      documents, tokens, text_bytes: number of each; bytes are those of the texts in UTF-8.
       vocab_size: V.
       sha256: of the tokens and documents.
       origin: what the corpus was made from.
@@ -77,11 +77,11 @@ def write_corpus(
     *,
     raises: Callable[[str], UserError] = DataError,
 ) -> CorpusInfo:
-    """Write blocks as they come: under `path` appears the whole corpus, or nothing.
+    """Write blocks as they come: `path` appears only when the corpus is complete.
 
     Args:
-      origin: what the corpus was made from, in values of JSON, for `CorpusInfo`.
-      raises: makes the error of a text that says that it cannot be written, and why.
+      origin: what the corpus was made from, as JSON values, for `CorpusInfo`.
+      raises: makes an error from a message that says why the file cannot be written.
     """
     name = "uint16" if vocab_size <= 1 << 16 else "uint32"
     dtype = np.dtype(name).newbyteorder("<")
@@ -116,10 +116,10 @@ def write_corpus(
 
 
 def read_info(path: Path) -> CorpusInfo:
-    """The description of a corpus file, without a look at its data.
+    """The description of a corpus file; its data is not read.
 
     Raises:
-      DataError: a file that is not a corpus, or one whose description is damaged.
+      DataError: the file is not a corpus, or its description is damaged.
     """
     with path.open("rb") as file:
         header = file.read(CORPUS_HEADER.size)
@@ -152,10 +152,10 @@ def _checked(path: Path, text: bytes) -> CorpusInfo:
 
 
 def read_corpus(path: Path) -> tuple[Corpus, CorpusInfo]:
-    """The corpus in a file, its tokens mapped, and its description. All of it is read once to check it.
+    """The corpus in a file, with its tokens mapped, and its description. All of it is read once to verify it.
 
     Raises:
-      DataError: a file that is not what was written, or whose numbers are not those of a corpus.
+      DataError: the file is not what was written, or its values are invalid.
     """
     info = read_info(path)
     mapped = np.asarray(np.memmap(path, np.uint8, "r"))
@@ -167,13 +167,13 @@ def read_corpus(path: Path) -> tuple[Corpus, CorpusInfo]:
     size = info.tokens * dtype.itemsize
     padded = -(-size // 8) * 8
     if len(data) != padded + 8 * (2 * info.documents + 1):
-        raise DataError(f"{path} has other sizes than its description says; {REMEDY}")
+        raise DataError(f"{path} has sizes that differ from its description; {REMEDY}")
     numbers = np.frombuffer(data[padded:].tobytes(), "<i8")
     starts, byte_counts = numbers[: info.documents + 1], numbers[info.documents + 1 :]
     if starts[0] != 0 or starts[-1] != info.tokens or (starts[1:] < starts[:-1]).any():
-        raise DataError(f"{path} has documents that do not follow one another in its {info.tokens} tokens; {REMEDY}")
+        raise DataError(f"{path} has documents that are not consecutive in its {info.tokens} tokens; {REMEDY}")
     if (byte_counts < 0).any() or byte_counts.sum() != info.text_bytes:
-        raise DataError(f"{path} has documents of other bytes than its description says; {REMEDY}")
+        raise DataError(f"{path} has byte counts that differ from its description; {REMEDY}")
     largest = int(data[:size].view(dtype).max(initial=0))
     if info.tokens and largest >= info.vocab_size:
         raise DataError(f"{path} has the token {largest}, outside its vocabulary of {info.vocab_size}; {REMEDY}")
@@ -189,7 +189,7 @@ def read_corpus(path: Path) -> tuple[Corpus, CorpusInfo]:
 
 
 def blocks_of(corpus: Corpus) -> Iterator[TokenBlock]:
-    """The documents of a corpus as blocks, one for each run of documents that lie one after the other in its tokens."""
+    """The documents of a corpus as blocks, one for each run of documents that are consecutive in its tokens."""
     breaks = np.flatnonzero(corpus.starts[1:] != corpus.stops[:-1]) + 1
     for documents in np.split(np.arange(corpus.document_count), breaks):
         if len(documents):

@@ -1,5 +1,5 @@
-"""The files that a corpus is made from, also in the layouts of the Hugging Face hub and its datasets library; whether they
-are still the same; and the cache: files of a store, fetched once, and tokenized corpora, all below a limit in bytes."""
+"""The files that a corpus is made from, including the layouts of the Hugging Face Hub and its datasets library; whether they
+have changed; and the cache: files fetched from a store, and tokenized corpora, limited in bytes."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ DATA_KINDS = (".txt", ".jsonl", ".parquet", ".arrow", ".bin", ".array_record", "
 DATA_SUFFIXES = (*DATA_KINDS, *(kind + packed for kind in (".txt", ".jsonl") for packed in (".gz", ".zst")))
 SPLIT_NAME = r"(?P<split>(?:train|test|validation|valid|val|dev|eval)\w*)"
 SHARD_NUMBERS = r"-\d{5}-of-\d{5}(?:-[0-9a-f]+)?"
-# On the hub data/train-00000-of-00002.parquet; in the library's cache name-train.arrow or name-train-00000-of-00002.arrow.
+# On the Hub data/train-00000-of-00002.parquet; in the library's cache name-train.arrow or name-train-00000-of-00002.arrow.
 HUB_FILE = re.compile(rf"{SPLIT_NAME}{SHARD_NUMBERS}\.(?:parquet|jsonl|txt)(?:\.gz|\.zst)?")
 DATASETS_CACHE_FILE = re.compile(rf"\w+-{SPLIT_NAME}(?:{SHARD_NUMBERS})?\.arrow")
-CACHE_ENTRY = re.compile(r"[0-9a-f]{32}(\.corpus)?")  # names in a cache: folders of what was fetched, and corpora
+CACHE_ENTRY = re.compile(r"[0-9a-f]{32}(\.corpus)?")  # names in a cache: folders of fetched files, and corpora
 RECENT_SECONDS = 600  # seconds
 DEFAULT_LIMIT = 100  # gigabytes of a cache
 CORPORA, OBJECTS = "corpora", "objects"  # in the cache
-SAVED_SPLITS = "dataset_dict.json"  # beside a folder for each split, by DatasetDict.save_to_disk
-SAVED_STATE = "state.json"  # beside the files of one, by Dataset.save_to_disk
-UNFINISHED = "unfinished-build.json"  # in a folder in which `build` works
-DESCRIPTIONS = (SAVED_SPLITS, SAVED_STATE, UNFINISHED)  # what describes the data in a folder
-FETCH_THREADS = 8  # files at a time
+SAVED_SPLITS = "dataset_dict.json"  # next to a folder per split, by DatasetDict.save_to_disk
+SAVED_STATE = "state.json"  # next to the files of one, by Dataset.save_to_disk
+UNFINISHED = "unfinished-build.json"  # in the folder of an unfinished `build`
+DESCRIPTIONS = (SAVED_SPLITS, SAVED_STATE, UNFINISHED)  # files that describe the data in a folder
+FETCH_THREADS = 8  # files fetched concurrently
 
 
 @dataclass(frozen=True)
 class WeightedData:
-    """A source of a mixture, as it is given.
+    """A source of a mixture, as the user specified it.
 
     Attributes:
       name: its name in metrics and messages.
       paths: its files and folders, see `find_files`.
-      weight: its share of the rows is this over the sum of all weights, exactly as it is written: 0.7 is 7/10.
+      weight: its share of the rows is this over the sum of all weights, exactly as written: 0.7 is 7/10.
     """
 
     name: str
@@ -65,7 +65,7 @@ Data = Paths | Sequence[WeightedData]
 
 
 class FoundData(NamedTuple):
-    """The files of a source; of data that are not a mixture the name is empty and the share 1."""
+    """The files of a source; the name is empty and the share 1 if the data is not a mixture."""
 
     name: str
     files: list[Path]
@@ -73,10 +73,10 @@ class FoundData(NamedTuple):
 
 
 def find_data(data: Data) -> list[FoundData]:
-    """The files of each source of a mixture by name, with its share; of plain paths a single source.
+    """The files of each source of a mixture, with its name and share; a single source for plain paths.
 
     Raises:
-      DataError: see `find_files` and `mixture.shares`; a name twice or that is none; paths beside sources.
+      DataError: see `find_files` and `mixture.shares`; a duplicate or invalid name; or both paths and sources.
     """
     given = [data] if isinstance(data, str | os.PathLike) else list(data)
     named = [source for source in given if isinstance(source, WeightedData)]
@@ -84,14 +84,14 @@ def find_data(data: Data) -> list[FoundData]:
     if not named:
         return [FoundData("", find_files(plain), Fraction(1))]
     if plain:
-        raise DataError(f"{plain[0]} has no name and weight, others have: write all as SOURCE_NAME=PATH:WEIGHT, or none")
+        raise DataError(f"{plain[0]} has no name and weight, but others do: write all as SOURCE_NAME=PATH:WEIGHT, or none")
     for name, times in Counter(source.name for source in named).items():
         if not SOURCE_NAME.fullmatch(name):
             raise DataError(f"the name {shown(name, 40)} of a source must be letters, digits, dots, dashes and underscores")
         if times > 1:
-            raise DataError(f"two sources are called {name}; put their files into one folder, or give them two names")
+            raise DataError(f"two sources are named {name}; put their files into one folder, or use two names")
     parts = shares({source.name: source.weight for source in named})
-    named.sort(key=lambda source: source.name)  # in whatever order they are given
+    named.sort(key=lambda source: source.name)  # independent of the order given
     found = [FoundData(source.name, find_files(source.paths), parts[source.name]) for source in named]
     _check_once([file for source in found for file in source.files])
     return found
@@ -106,14 +106,14 @@ class Source(NamedTuple):
 
 
 def find_files(paths: Paths) -> list[Path]:
-    """The files to read, in the order given; of a folder those with a suffix of DATA_SUFFIXES below it, by name.
+    """The files to read, in the given order; for a folder, those below it with a suffix of DATA_SUFFIXES, by name.
 
-    What is hidden in a folder, by a name that begins with a dot, is not read: neither files nor folders. Of a dataset as the
-    Hugging Face hub has it, or `save_to_disk` writes it, all files of a folder are read that has one split of it.
+    Hidden files and folders, whose names begin with a dot, are ignored. For a dataset in the layout of the Hugging Face Hub
+    or `save_to_disk`, all files of a folder with a single split are read.
 
     Raises:
-      DataError: nothing at a path, nothing to read in a folder, an empty file, a file twice, or a folder with several
-        splits of a dataset or with a build that is not finished.
+      DataError: nothing at a path, nothing to read in a folder, an empty file, a duplicate file, or a folder with several
+        splits of a dataset or with an unfinished build.
     """
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
@@ -137,7 +137,7 @@ def find_files(paths: Paths) -> list[Path]:
         else:
             raise DataError(f"{path} is neither a file nor a folder; pass files of text, or a folder of them")
     if not found:
-        raise DataError("no files of data were given; pass files of text, or a folder of them (--data PATH)")
+        raise DataError("no data files given; pass files of text, or a folder of them (--data PATH)")
     _check_once(found)
     for file in found:
         if not file.stat().st_size:
@@ -146,19 +146,17 @@ def find_files(paths: Paths) -> list[Path]:
 
 
 def check_finished(folder: Path) -> None:
-    """Raise DataError for a build in a folder, or below it, that is not finished."""
+    """Raise DataError for an unfinished build in a folder, or below it."""
     for found in folder.rglob(UNFINISHED):
         if not any(part.startswith(".") for part in found.parent.relative_to(folder).parts):
-            raise DataError(
-                f"{found.parent} holds a build that is not finished; the same `llama-jax data build` continues it"
-            )
+            raise DataError(f"{found.parent} holds an unfinished build; the same `llama-jax data build` resumes it")
 
 
 def _one_split(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """The files below a folder that are the one split of a dataset; all of them if the folder is not a dataset.
+    """The files of a dataset's only split below a folder; all files if the folder is not a dataset.
 
     Raises:
-      DataError: it holds several splits, which would all be trained on.
+      DataError: it has several splits, which would all be trained on.
     """
     for file in files:
         for above in (file.parent, *file.parent.parents):
@@ -179,7 +177,7 @@ def _one_split(folder: Path, files: Sequence[Path]) -> list[Path]:
 
 
 def _is_saved(file: Path) -> bool:
-    """Whether an Arrow file belongs to the dataset saved in its folder, which may also hold cached results of computations.
+    """Whether an Arrow file belongs to the dataset saved in its folder, which may also contain cached results.
 
     Raises:
       DataError: the list of its files is damaged.
@@ -195,13 +193,13 @@ def _is_saved(file: Path) -> bool:
 
 
 def _several(folder: Path, names: list[str], example: str) -> DataError:
-    return DataError(f"{folder} holds several splits of a dataset, {shown(names, 200)}; use one of them, as {example}")
+    return DataError(f"{folder} holds several splits of a dataset, {shown(names, 200)}; use one of them, such as {example}")
 
 
 def _check_once(files: Sequence[Path]) -> None:
     for file, times in Counter(files).items():
         if times > 1:
-            raise DataError(f"{file} is given twice; its documents would count twice, and could be on both sides of a split")
+            raise DataError(f"{file} is given twice; its documents would count twice, and could be in both parts of a split")
 
 
 def describe(path: Path) -> Source:
@@ -212,13 +210,13 @@ def describe(path: Path) -> Source:
 
 
 def untouched(path: Path, source: Source) -> bool:
-    """Whether nothing has written to a file: then its content need not be read to know that it is the same."""
+    """Whether a file was not written to: then it is unchanged without reading its content."""
     stat = path.stat()
     return (stat.st_size, stat.st_mtime_ns) == (source.size, source.modified)
 
 
 def unchanged(path: Path, source: Source) -> bool:
-    """Whether a file has the same content, which is read only where something has written to it."""
+    """Whether a file has the same content, which is read only if the file was written to."""
     return untouched(path, source) or (path.stat().st_size == source.size and describe(path).sha256 == source.sha256)
 
 
@@ -226,14 +224,14 @@ def unchanged(path: Path, source: Source) -> bool:
 
 
 def local_copy(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> Path:
-    """A path as it is; for a URL the file, or the folder, that holds what is stored there now.
+    """The path itself; for a URL, the local file or folder with a copy of what is stored there now.
 
-    Of a folder what is not hidden and has one of the suffixes is fetched, and what describes it: into a folder of the cache
-    that appears whole, and is taken again for as long as the store lists the same names, sizes and versions. All of these
-    are at most LLAMA_JAX_CACHE_LIMIT gigabytes; the least recently used ones are removed first.
+    In a folder, files that are not hidden and have one of the suffixes are fetched, and those that describe the data. They
+    appear in a folder of the cache only when complete, and are used as long as the store lists the same names, sizes and
+    versions. The cache is limited to LLAMA_JAX_CACHE_LIMIT gigabytes; the least recently used copies are removed first.
 
     Raises:
-      DataError: nothing there, the store gives no answer, or no room for it.
+      DataError: nothing is there, the store does not respond, or there is no room.
     """
     where = locate(path)
     if isinstance(where, Path):
@@ -269,7 +267,7 @@ def _fetched(place: StoredPath, suffixes: tuple[str, ...]) -> Path:
 
 
 def _below(folder: StoredPath, before: str = "") -> Iterator[tuple[str, StoreEntry]]:
-    """The objects in a folder and those below, by their paths in it."""
+    """The objects in a folder and below, by their paths relative to it."""
     for name, listed in folder.view.names(folder.key).items():
         if name.startswith("."):
             continue
@@ -280,7 +278,7 @@ def _below(folder: StoredPath, before: str = "") -> Iterator[tuple[str, StoreEnt
 
 
 def _is_whole(folder: Path, sizes: dict[str, int]) -> bool:
-    """Whether all is there: it appeared so, but may have been touched since."""
+    """Whether all files are there: the folder was complete, but may have been modified since."""
     try:
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except OSError:
@@ -322,26 +320,26 @@ def cache_limit() -> int:
     except (ValueError, OverflowError):
         limit = -1
     if limit < 0:
-        raise DataError(f"LLAMA_JAX_CACHE_LIMIT={text} must be a number of gigabytes, at least 0; set it so, or not at all")
+        raise DataError(f"LLAMA_JAX_CACHE_LIMIT={text} must be a number of gigabytes, at least 0; correct it, or unset it")
     return limit
 
 
 def cannot_cache(text: str) -> DataError:
-    """The message that a cache cannot be written to, with the remedy."""
-    return DataError(f"{text}; name another folder as `cache`, or as LLAMA_JAX_CACHE in the environment")
+    """The error for a cache that cannot be written to, with the remedy."""
+    return DataError(f"{text}; set another folder as `cache`, or as LLAMA_JAX_CACHE in the environment")
 
 
 def note_use(path: Path) -> None:
-    """Record that an entry of a cache was used just now, for `make_room`."""
-    with suppress(OSError):  # a cache that is only read
+    """Record that an entry of a cache was just used, for `make_room`."""
+    with suppress(OSError):  # a read-only cache
         os.utime(path)
 
 
 def make_room(folder: Path, limit: int, kept: Path) -> None:
     """Remove the least recently used entries of a cache until no more than `limit` bytes are left.
 
-    What was used in the last minutes stays, since another process may be about to read it, and so does `kept`. A mapped
-    corpus stays readable in the processes that have it open. Only what has the name of an entry is touched.
+    Recently used entries stay, since another process may be about to read them, and so does `kept`. A mapped corpus stays
+    readable in processes that have it open. Only names of cache entries are touched.
     """
     found: list[tuple[float, int, Path]] = []
     with suppress(OSError):
@@ -357,5 +355,5 @@ def make_room(folder: Path, limit: int, kept: Path) -> None:
             break
         if path != kept:
             remove(path)
-            if not path.exists():  # else another user owns it
+            if not path.exists():  # otherwise another user owns it
                 total -= size

@@ -1,5 +1,5 @@
-"""Text files, JSONL, Parquet and Arrow as a stream of documents; memory is a few of them, however large the file. Files are
-cut into spans with whole documents, to be read by several processes."""
+"""Text files, JSONL, Parquet and Arrow as a stream of documents; only a few of them are in memory, however large the file.
+Files are divided into spans of whole documents for several processes."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from typing import IO, Any, Literal, NamedTuple, TypeVar, cast
 
 from llama_jax.errors import DataError, reason_of, shown
 
-READ_BYTES = 1 << 20  # bytes of a text file that are read at once
-TABLE_ROWS = 1024  # of a table that are read at once
-SEARCH_BYTES = 1 << 20  # bytes that are read at once to find where a document ends
+READ_BYTES = 1 << 20  # bytes of a text file to read at a time
+TABLE_ROWS = 1024  # rows of a table to read at a time
+SEARCH_BYTES = 1 << 20  # bytes to read at a time to find the end of a document
 COMPRESSED = (".gz", ".zst")
 TOKENS = (".bin", ".array_record", ".corpus")  # files of token ids
-ARROW_MAGIC = b"ARROW1"  # begins Arrow's form with an index
-ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # ends its stream
+ARROW_MAGIC = b"ARROW1"  # begins Arrow's file format, which has an index
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # ends Arrow's streaming format
 
 
 @dataclass(frozen=True)
 class DocumentFormat:
-    """The settings by which documents are read.
+    """Settings for reading documents.
 
     A file is text unless its name ends in ``.jsonl``, ``.parquet``, ``.arrow`` or one of `TOKENS`; ``.txt`` and ``.jsonl``
     may be followed by ``.gz`` or ``.zst``.
 
     Attributes:
-      separator: the text between documents of a text file. White space around a document is not part of it.
-      longest: characters of the longest document of a text file. A longer one, such as a whole file without separators,
-        becomes several: it is cut after the last empty line that leaves more than half of that, else after the last
-        line, else after the last word. The default is about 30,000 tokens.
-      field: the field of a JSONL file, or column of a table in Parquet or Arrow, that holds the text of a document;
-        taken as it is, whatever its length.
-      token_type: type of the ids in ``.bin`` and ``.array_record``; None means "uint16" where that holds the vocabulary.
+      separator: the text between documents of a text file. White space around documents is removed.
+      longest: maximum characters of a document in a text file. A longer one, such as a whole file without separators, is cut
+        into several: after the last empty line that leaves more than half of that, else after the last line, else after the
+        last word. The default is about 30,000 tokens.
+      field: the field of a JSONL file, or column of a table in Parquet or Arrow, that contains a document's text, which is
+        used as it is, whatever its length.
+      token_type: dtype of the ids in ``.bin`` and ``.array_record``; None means "uint16" if that fits the vocabulary.
 
     Raises:
-      DataError: an empty separator, or a length that is not positive, or another type of ids.
+      DataError: an empty separator, a length that is not positive, or an invalid dtype of ids.
     """
 
     separator: str = "<|endoftext|>"
@@ -51,7 +51,7 @@ class DocumentFormat:
 
     def __post_init__(self) -> None:
         if not self.separator:
-            raise DataError("separator='' stands between any two characters; a text without it is cut by `longest` alone")
+            raise DataError("separator='' separates every two characters; for texts without separators set only `longest`")
         if self.longest < 1:
             raise DataError(f"longest={self.longest} must be at least 1 character")
         if self.token_type not in (None, "uint16", "uint32"):
@@ -59,7 +59,7 @@ class DocumentFormat:
 
 
 class Document(NamedTuple):
-    """A text, the line of the file on which it begins, and how many bytes of the file have been read so far."""
+    """A text, the line of the file on which it begins, and the number of bytes of the file read so far."""
 
     text: str
     line: int
@@ -67,19 +67,19 @@ class Document(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A part of a file, in which documents are whole: from one byte, row group of Parquet or batch of Arrow to another."""
+    """A range of a file with whole documents, in bytes, row groups of Parquet or batches of Arrow."""
 
     start: int
     stop: int
 
 
 def text_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
-    """The documents of a text file in UTF-8, with or without a byte-order mark; every end of line becomes a newline.
+    """The documents of a text file in UTF-8, with or without a byte-order mark; all line endings become newlines.
 
     Lines are counted from the beginning of the span.
 
     Raises:
-      DataError: bytes that are not text, by their line.
+      DataError: bytes that are not text, with their line.
     """
     line = 1
     for piece, read in _separated(path, reading.separator, reading.longest, span):
@@ -91,8 +91,8 @@ def text_documents(path: Path, reading: DocumentFormat, span: Span | None = None
 
 
 def jsonl_objects(path: Path, span: Span | None = None) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """The objects of a JSONL file, each with its line and how many bytes of the file have been read so far; empty lines are
-    passed over. Lines are counted from the beginning of the span.
+    """The objects of a JSONL file, each with its line and the number of bytes of the file read so far; empty lines are
+    skipped. Lines are counted from the beginning of the span.
 
     Raises:
       DataError: a line that is not a JSON object.
@@ -115,16 +115,16 @@ def jsonl_objects(path: Path, span: Span | None = None) -> Iterator[tuple[dict[s
 
 
 def first_fields(files: Sequence[Path]) -> set[str]:
-    """The fields of the first object in the first .jsonl among files; none if there is no such file."""
+    """The fields of the first object in the first .jsonl among files; empty if there is no such file."""
     objects = (found for file in files if file.suffix.lower() == ".jsonl" for found, _, _ in jsonl_objects(file))
     return set(next(objects, {}))
 
 
 def json_objects(lines: Iterable[bytes], where: str) -> Iterator[tuple[dict[str, Any], int]]:
-    """The objects of lines of JSON, each with the number of its line from 1; empty lines are passed over.
+    """The objects of lines of JSON, each with its line number from 1; empty lines are skipped.
 
     Args:
-      where: the name of the file, for messages.
+      where: the file's name, for messages.
 
     Raises:
       DataError: a line that is not a JSON object.
@@ -132,13 +132,13 @@ def json_objects(lines: Iterable[bytes], where: str) -> Iterator[tuple[dict[str,
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        remedy = "JSONL has one object a line"
+        remedy = "JSONL has one object per line"
         if number == 1 and line.lstrip().startswith(b"["):
             remedy += f"; if this is an array, jq -c '.[]' {Path(where).name} converts it"
         try:
             found = json.loads(line)
         except UnicodeDecodeError:
-            raise DataError(f"{where}, line {number} is not UTF-8; write the file in that encoding") from None
+            raise DataError(f"{where}, line {number} is not UTF-8; save the file as UTF-8") from None
         except (ValueError, RecursionError) as error:
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
             raise DataError(f"{where}, line {number} is not JSON ({reason}); {remedy}") from None
@@ -148,7 +148,7 @@ def json_objects(lines: Iterable[bytes], where: str) -> Iterator[tuple[dict[str,
 
 
 def jsonl_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
-    """The texts of a JSONL file, one object a line; empty lines and empty texts are passed over.
+    """The texts of a JSONL file, one object per line; empty lines and texts are skipped.
 
     Raises:
       DataError: a line that is not a JSON object, or has no text in the field.
@@ -159,18 +159,18 @@ def jsonl_documents(path: Path, reading: DocumentFormat, span: Span | None = Non
             fields = shown(list(found), 200) if found else "no fields"
             raise DataError(
                 f"{path}, line {number} has no text in the field {reading.field!r}; it has {fields}:"
-                " name the one with the text by `field`"
+                " set `field` to the one with the text"
             )
         if text:
             yield Document(text, number, read)
 
 
 def table_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
-    """The texts of a column of a Parquet file, or of an Arrow file as the datasets library writes them; empty ones are
-    passed over. A document's line is its row, from 1.
+    """The texts of a column of a Parquet file, or of an Arrow file as written by the datasets library; empty ones are
+    skipped. A document's line is its row, from 1.
 
     Raises:
-      DataError: pyarrow is missing, a file that is not Parquet or Arrow or is damaged, or one without a text column of that
+      DataError: pyarrow is missing, a file is damaged or not in Parquet or Arrow, or it has no text column with that
         name.
     """
     row = 0
@@ -179,13 +179,13 @@ def table_documents(path: Path, reading: DocumentFormat, span: Span | None = Non
             row += 1
             if not isinstance(text, str | None):
                 kind = type(text).__name__
-                raise DataError(f"{path}: the column {reading.field!r} holds {kind}; name one of texts by `field`")
+                raise DataError(f"{path}: the column {reading.field!r} holds {kind}; set `field` to a column of texts")
             if text:
                 yield Document(text, row, read)
 
 
 def _parquet_texts(path: Path, field: str, span: Span | None) -> Iterator[tuple[Iterator[Any], int]]:
-    """The column of each row group, and how many bytes of the file have been read with it."""
+    """The column of each row group, and the number of bytes of the file read after it."""
     file, size = open_parquet(path), path.stat().st_size
     _check_column(path, field, file.schema_arrow.names)
     groups = range(file.num_row_groups) if span is None else range(*span)
@@ -196,7 +196,7 @@ def _parquet_texts(path: Path, field: str, span: Span | None) -> Iterator[tuple[
 
 
 def _arrow_texts(path: Path, field: str, span: Span | None) -> Iterator[tuple[Iterator[Any], int]]:
-    """Likewise of each batch."""
+    """Like `_parquet_texts`, for each batch."""
     for _, batch, read in arrow_batches(path, span):
         _check_column(path, field, batch.schema.names)
         column = batch.column(batch.schema.names.index(field))
@@ -205,17 +205,17 @@ def _arrow_texts(path: Path, field: str, span: Span | None) -> Iterator[tuple[It
 
 
 def arrow_batches(path: Path, span: Span | None = None) -> Iterator[tuple[int, Any, int]]:
-    """The batches of rows of an Arrow file, mapped, each with its number and where in the file it ends.
+    """The batches of rows of an Arrow file, memory-mapped, each with its index and its end in the file.
 
     Raises:
-      DataError: pyarrow is missing, or a file that is not Arrow or is damaged.
+      DataError: pyarrow is missing, or the file is damaged or not in Arrow.
     """
     pyarrow_for(path)
     import pyarrow.ipc  # type: ignore[import-untyped, import-not-found, unused-ignore]  # an extra, without types
 
     def batches() -> Iterator[tuple[int, Any, int]]:
         with pyarrow.memory_map(str(path)) as mapped:
-            if mapped.read(len(ARROW_MAGIC)) == ARROW_MAGIC:  # the form with an index; datasets writes the stream
+            if mapped.read(len(ARROW_MAGIC)) == ARROW_MAGIC:  # the format with an index; datasets writes streams
                 opened = pyarrow.ipc.open_file(mapped)
                 count = opened.num_record_batches
                 some = range(count) if span is None else range(*span)
@@ -236,14 +236,14 @@ def arrow_batches(path: Path, span: Span | None = None) -> Iterator[tuple[int, A
 
 def _check_column(path: Path, field: str, names: list[str]) -> None:
     if field not in names:
-        raise DataError(f"{path} has no column {field!r}; it has {shown(names, 200)}: name the one with the text by `field`")
+        raise DataError(f"{path} has no column {field!r}; it has {shown(names, 200)}: set `field` to the one with the text")
 
 
 Read = TypeVar("Read")
 
 
 def _damage_named(path: Path, where: str, rows: Iterator[Read]) -> Iterator[Read]:
-    """Read with pyarrow; turn its errors, which name no file, into a DataError that does."""
+    """Read with pyarrow, turning its errors, which name no file, into a DataError that does."""
     try:
         yield from rows
     except (pyarrow_for(path).ArrowException, OSError, UnicodeDecodeError) as error:
@@ -251,25 +251,25 @@ def _damage_named(path: Path, where: str, rows: Iterator[Read]) -> Iterator[Read
 
 
 def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
-    """The documents of a file: of JSONL, Parquet and Arrow by its name, else of a text file.
+    """The documents of a file: JSONL, Parquet or Arrow by its name, otherwise text.
 
     Raises:
       DataError: a file that is damaged, or of another kind, such as token ids.
     """
     if kind_of(path) in TOKENS:
-        raise DataError(f"{path} holds token ids already; use text, JSONL, Parquet or Arrow")
+        raise DataError(f"{path} already holds token ids; use text, JSONL, Parquet or Arrow")
     kinds = {".jsonl": jsonl_documents, ".parquet": table_documents, ".arrow": table_documents}
     read = kinds.get(kind_of(path), text_documents)
     try:
         yield from read(path, reading, span)
-    except (EOFError, zlib.error, OSError) as error:  # of unpacking; pyarrow's are OSErrors without a number
+    except (EOFError, zlib.error, OSError) as error:  # from decompression; pyarrow's are OSErrors without a number
         if not is_compressed(path) or (isinstance(error, OSError) and error.errno is not None):
             raise
-        raise DataError(f"{path} is not whole ({reason_of(error)}); copy it again") from None
+        raise DataError(f"{path} is incomplete ({reason_of(error)}); copy it again") from None
 
 
 def spans_of(path: Path, reading: DocumentFormat, size: int) -> list[Span | None]:
-    """The spans of about `size` bytes into which a file is cut; None stands for a file that is read as a whole."""
+    """The spans of about `size` bytes into which a file is divided; None is a file that is read as a whole."""
     return list(_spans_of(path, reading, size))
 
 
@@ -292,7 +292,7 @@ def _spans_of(path: Path, reading: DocumentFormat, size: int) -> Iterator[Span |
 
 
 def _joined(sizes: Iterable[int], least: int) -> Iterator[Span]:
-    """Runs of parts that together have at least so many bytes; the last may have fewer."""
+    """Runs of parts with a total of at least `least` bytes; the last may have fewer."""
     start = stop = total = 0
     for stop, size in enumerate(sizes, 1):
         total += size
@@ -304,7 +304,7 @@ def _joined(sizes: Iterable[int], least: int) -> Iterator[Span]:
 
 
 def _end_after(path: Path, mark: bytes, start: int, size: int) -> int:
-    """The end of the first mark from `start` on, or of the file."""
+    """The end of the first `mark` at or after `start`, or of the file."""
     with path.open("rb") as opened:
         while start < size:
             opened.seek(start)
@@ -316,7 +316,7 @@ def _end_after(path: Path, mark: bytes, start: int, size: int) -> int:
 
 
 def kind_of(path: Path) -> str:
-    """The suffix of a file's kind, without that of compression."""
+    """The suffix of a file's type, without that of compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -329,7 +329,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """The bytes of a file, unpacked where its name ends in .gz or .zst.
+    """The bytes of a file, decompressed if its name ends in .gz or .zst.
 
     Raises:
       DataError: pyarrow is missing.
@@ -342,22 +342,22 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 def open_parquet(path: Path) -> Any:
-    """A Parquet file; only its metadata are read."""
+    """A Parquet file; only its metadata is read."""
     pyarrow_for(path)
     import pyarrow.parquet  # type: ignore[import-untyped, import-not-found, unused-ignore]  # an extra, without types
 
     try:
-        return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)  # where there are any
+        return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)  # if it has checksums
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a whole Parquet file ({reason_of(error)}); copy it again") from None
 
 
 def pyarrow_for(path: Path) -> Any:
-    """The library that reads Parquet and .zst."""
+    """pyarrow, which reads Parquet and .zst."""
     try:
         import pyarrow  # type: ignore[import-untyped, import-not-found, unused-ignore]  # an extra, without types
     except ImportError:
-        raise DataError(f'{path} needs pyarrow; get it with pip install -e ".[data]"') from None
+        raise DataError(f'{path} needs pyarrow; install it with pip install -e ".[data]"') from None
     return pyarrow
 
 
@@ -370,14 +370,14 @@ def _separated(path: Path, separator: str, longest: int, span: Span | None) -> I
         for text in whole:
             last = yield from _cut(text, longest, longest, read)
             yield last + separator, read
-        # What follows may be the rest of a separator: where to cut is decided only when no part of one can be in reach.
+        # The rest of a separator may follow: cut only where no part of one can be within reach.
         rest = yield from _cut(rest, longest, longest + len(separator), read)
     last = yield from _cut(rest, longest, longest, read)
     yield last, read
 
 
 def _cut(text: str, longest: int, keep: int, read: int) -> Generator[tuple[str, int], None, str]:
-    """Pieces of at most `longest` characters from the front, until no more than `keep` are left, which it returns."""
+    """Pieces of at most `longest` characters from the front, until at most `keep` are left, which it returns."""
     start = 0
     while len(text) - start > keep:
         end = start + longest
@@ -406,13 +406,13 @@ def _decoded(path: Path, span: Span | None) -> Iterator[tuple[str, int]]:
             if binary >= 0:
                 at = line + chunk.count(b"\n", 0, binary)
                 raise DataError(
-                    f"{path}, line {at} holds a zero byte, so it is not text; use text in UTF-8, or files that end in"
+                    f"{path}, line {at} has a zero byte, so it is not text; use text in UTF-8, or files that end in"
                     " .jsonl, .bin or .array_record"
                 )
             try:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
-                # What the decoder kept of the chunk before is a part of a character, without an end of line.
+                # What the decoder kept of the previous chunk is part of a character, without an end of line.
                 at = line + error.object.count(b"\n", 0, error.start)
                 raise DataError(
                     f"{path}, line {at} is not UTF-8 (byte {error.object[error.start]:#04x}); save the text as UTF-8"

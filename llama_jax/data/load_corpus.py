@@ -1,4 +1,4 @@
-"""Files to tokens with the beginnings of documents, and to a corpus, tokenized once."""
+"""Converts files to tokens with document boundaries, and to a corpus, tokenized once."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from llama_jax.tokenizers import Tokenizer
 
 MEGABYTE = 1 << 20
 Progress = Callable[[range], Iterable[int]]
-BIN_TOKENS = 1 << 20  # tokens of a .bin that are read at once
-BATCH_CHARACTERS = 1 << 18  # characters of documents that are encoded at once
-BATCH_DOCUMENTS = 1024  # documents of them
-# White space, digits, contractions and scripts, where vocabularies with the same tokens may still cut a text differently.
+BIN_TOKENS = 1 << 20  # tokens of a .bin to read at a time
+BATCH_CHARACTERS = 1 << 18  # characters of documents to encode at a time
+BATCH_DOCUMENTS = 1024  # documents to encode at a time
+# White space, digits, contractions and scripts, which vocabularies with the same tokens may pre-tokenize differently.
 PROBE = "It's  12345 o'clock,\n\n\tDON'T\r\n   \u00e9te\u0301 \u4f60\u597d \U0001f999 x=1; foo_bar "
 
 
@@ -52,23 +52,23 @@ def open_corpus(
     cache_limit: int | None = None,
     progress: Progress | None = None,
 ) -> Corpus:
-    """The documents of files as tokens: tokenized the first time, mapped from a corpus file every other time.
+    """The documents of files as tokens: tokenized the first time, mapped from a corpus file later.
 
-    What `build` has made is mapped as it is. For all else there is a corpus file in a cache. It is made again when a source
-    has other content, the tokenizer encodes otherwise, `reading` is another, or the file itself is damaged (which warns).
-    Memory is a block of a file, and 16 bytes per document.
+    The output of `build` is mapped directly. Other files have a corpus file in a cache. It is made again when a source's
+    content changes, the tokenizer encodes differently, `reading` differs, or the file is damaged (with a warning). Memory
+    use is a block of a file, and 16 bytes per document.
 
     Args:
-      paths: files, or folders, of this machine or in a store, whose files with one of `data_files.DATA_SUFFIXES` are read in
-        order of their names. See `DocumentFormat` for where documents end, `read_tokens` for what tokens they become.
-      cache: folder of the cache files; None takes corpora/ in that named by LLAMA_JAX_CACHE, or in the user's cache folder.
-      cache_limit: bytes of all corpora in it, above which the least recently opened ones are removed; None takes
-        LLAMA_JAX_CACHE_LIMIT, gigabytes, or 100 of them. Several processes may use one cache at a time.
-      progress: wraps the range of megabytes to read, as `tqdm.tqdm` does, where there is something to tokenize.
+      paths: files, or folders, local or in a store, whose files with one of `data_files.DATA_SUFFIXES` are read in order of
+        their names. See `DocumentFormat` for where documents end, `read_tokens` for the tokens that they become.
+      cache: folder of the cache files; None is corpora/ in the folder named by LLAMA_JAX_CACHE, or in the user's cache.
+      cache_limit: maximum bytes of all corpora in it; the least recently opened ones are removed above it. None is
+        LLAMA_JAX_CACHE_LIMIT in gigabytes, or 100. Several processes may share a cache.
+      progress: wraps the range of megabytes to read, as `tqdm.tqdm` does, if there is something to tokenize.
 
     Raises:
-      DataError: an empty, damaged or binary file, a token outside the vocabulary, or a file that changes meanwhile; a build
-        that is not finished, or that another tokenizer made.
+      DataError: an empty, damaged or binary file, a token outside the vocabulary, or a file that changes while being read; a
+        build that is unfinished, or made with another tokenizer.
     """
     files = find_files(paths)
     vocabulary = examine(tokenizer)
@@ -91,7 +91,7 @@ def open_corpus(
 
 
 def _cached(path: Path, files: list[Path], recipe: dict[str, Any]) -> Corpus | None:
-    """The corpus in a cache file; None where there is none, or one of another content, or a damaged one, which warns."""
+    """The corpus in a cache file; None if there is none, it has other content, or it is damaged (with a warning)."""
     try:
         corpus, info = read_corpus(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -114,7 +114,7 @@ def _read_all(
     reading: DocumentFormat,
     progress: Progress | None,
 ) -> Iterator[TokenBlock]:
-    """The tokens of all files, each megabyte of them seen by `progress`."""
+    """The tokens of all files, reporting each megabyte to `progress`."""
     megabytes = range(-(-sum(source.size for source in sources) // MEGABYTE))
     walk = iter(progress(megabytes) if progress else megabytes)
     before = done = 0
@@ -122,13 +122,13 @@ def _read_all(
         block = None
         for block in read_tokens(file, tokenizer, vocabulary, reading):
             yield block
-            while done < (before + min(block.read, source.size)) // MEGABYTE:  # unpacked a file may be larger
+            while done < (before + min(block.read, source.size)) // MEGABYTE:  # a decompressed file may be larger
                 next(walk)
                 done += 1
         if block is None:
             raise DataError(f"{file} holds no document; is it the right file?")
         if not untouched(file, source):
-            raise DataError(f"{file} changed while it was read; try again when nothing writes to it")
+            raise DataError(f"{file} changed while being read; try again when nothing writes to it")
         before += source.size
     for _ in walk:  # lets a progress bar see its end
         pass
@@ -143,11 +143,11 @@ class Vocabulary:
 
     Attributes:
       size: V.
-      bos, eos: ids of the tokens that begin and end a document, or -1. A document begins with the BOS where the vocabulary's
-        own rule says that a text does, and ends with the EOS wherever there is one.
-      lengths: int64[V], bytes of text that each token stands for; 0 for special tokens.
+      bos, eos: ids of the tokens that begin and end a document, or -1. A document begins with BOS if the vocabulary's rule
+        adds it to texts, and ends with EOS if there is one.
+      lengths: int64[V], bytes of text for each token; 0 for special tokens.
       space_prefix: whether a document's text has one byte less than its tokens.
-      fingerprint: of everything that determines which tokens a text becomes.
+      fingerprint: hash of everything that determines the tokens of a text.
     """
 
     size: int
@@ -161,8 +161,8 @@ class Vocabulary:
 def examine(tokenizer: Tokenizer) -> Vocabulary:
     """The vocabulary of a tokenizer, and a fingerprint from its behavior.
 
-    The fingerprint covers the bytes of every token, the special ones, and the ids of a text in which all tokens occur, so
-    that other merges or another pre-tokenization change it. The file that the tokenizer came from does not matter.
+    The fingerprint covers the bytes of every token, the special tokens, and the ids of a text in which all tokens occur, so
+    that other merges or another pre-tokenization change it. The tokenizer's file does not matter.
     """
     bos = tokenizer.bos_id if tokenizer.add_bos else -1
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
@@ -193,12 +193,12 @@ def read_tokens(
 ) -> Iterator[TokenBlock]:
     """The tokens of a file, or of a span of a text.
 
-    Text becomes BOS, its tokens, EOS, each end where the vocabulary has it (`Vocabulary`). Ids in ``.bin`` (nothing but
-    ids, as nanoGPT and llama2.c write them), in ``.array_record`` (the ids of one document a record) and in ``.corpus``
-    (what `build` writes) are taken as they are; in a ``.bin`` a document begins with every BOS and after every EOS.
+    Text becomes BOS, its tokens, EOS, if the vocabulary has them (`Vocabulary`). Ids in ``.bin`` (only ids, as nanoGPT and
+    llama2.c write them), in ``.array_record`` (the ids of one document per record) and in ``.corpus`` (from `build`) are
+    used as they are; in a ``.bin`` a document begins with every BOS and after every EOS.
 
     Raises:
-      DataError: a file that is damaged or of another kind, by its line or the place of the token.
+      DataError: a file is damaged or of another kind; the message gives the line or the token's position.
     """
     match kind_of(path):
         case ".bin":
@@ -218,14 +218,14 @@ def check_corpus(path: Path, info: CorpusInfo, vocabulary: Vocabulary, reading: 
     """Raise DataError for a corpus of another vocabulary, or with other ids than `reading.token_type`."""
     made, name = str(info.origin.get("fingerprint", "")), info.origin.get("tokenizer", "that made it")
     if reading.token_type not in (None, info.token_type):
-        raise DataError(f"{path} has ids of {info.token_type}, and not of token_type='{reading.token_type}'; leave that out")
+        raise DataError(f"{path} has ids of {info.token_type}, not token_type='{reading.token_type}'; omit that")
     if made == vocabulary.fingerprint and info.vocab_size > vocabulary.size:
         raise DataError(
-            f"{path} says that its vocabulary has {info.vocab_size} tokens, and it has {vocabulary.size}; build again"
+            f"{path} was built for {info.vocab_size} tokens, but its vocabulary has {vocabulary.size}; build again"
         )
     if made != vocabulary.fingerprint:
         raise DataError(
-            f"{path} was built with the tokenizer {name} (fingerprint {made[:12]}), and is read with another one"
+            f"{path} was built with the tokenizer {name} (fingerprint {made[:12]}), but is read with another one"
             f" (fingerprint {vocabulary.fingerprint[:12]}); use --tokenizer {name}, or build with yours"
         )
 
@@ -235,7 +235,7 @@ def _from_text(
 ) -> Iterator[TokenBlock]:
     begin, end = (array("I", [token] if token >= 0 else []) for token in (vocabulary.bos, vocabulary.eos))
     for documents in _batches(read_documents(path, reading, span)):
-        tokens, starts = array("I"), []  # of the types of arrays a list of ints becomes this one soonest
+        tokens, starts = array("I"), []  # the array type that is fastest to extend by a list of ints
         for ids in _encode(path, tokenizer, documents, span):
             starts.append(len(tokens))
             tokens += begin + array("I", ids) + end
@@ -244,7 +244,7 @@ def _from_text(
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents in lists of about BATCH_CHARACTERS."""
+    """Group documents into lists of about BATCH_CHARACTERS."""
     some: list[Document] = []
     size = 0
     for document in documents:
@@ -275,12 +275,12 @@ def _from_bin(path: Path, vocabulary: Vocabulary, reading: DocumentFormat) -> It
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise DataError(
-            f"{path} has {size} bytes, not a multiple of the {dtype.itemsize} of a {dtype.name} id; is it whole?"
+            f"{path} has {size} bytes, not a multiple of the {dtype.itemsize} of a {dtype.name} id; is it complete?"
         )
     bos, eos = vocabulary.bos, vocabulary.eos
     offset = 0
-    ended = True  # whether a document ended with the last token of the block before
-    silent = True  # whether the document that goes on has had no text so far
+    ended = True  # whether the previous block's last token ended a document
+    silent = True  # whether the current document has had no text so far
     with path.open("rb") as file:
         while len(block := np.fromfile(file, dtype, BIN_TOKENS)):
             _check_ids(f"{path}, token", block, offset, vocabulary)
@@ -293,7 +293,7 @@ def _from_bin(path: Path, vocabulary: Vocabulary, reading: DocumentFormat) -> It
             starts = np.flatnonzero(begins)
             parts = starts if begins[0] else np.concatenate([[0], starts])
             byte_counts = np.add.reduceat(vocabulary.lengths[block], parts)
-            first = np.full(len(parts), True)  # where the text of a document begins, which may have a space before it
+            first = np.full(len(parts), True)  # where a document's text begins, possibly after a space
             first[0] = begins[0] or silent
             silent = bool(first[-1] and not byte_counts[-1])
             byte_counts -= vocabulary.space_prefix & first & (byte_counts > 0)
@@ -332,10 +332,10 @@ def _token_type(vocabulary: Vocabulary, reading: DocumentFormat) -> np.dtype:
 
 
 def _check_ids(where: str, ids: np.ndarray, offset: int, vocabulary: Vocabulary) -> None:
-    """Ids within the vocabulary, and of the width they were written with.
+    """Check that ids are within the vocabulary and of the dtype they were written with.
 
     Raises:
-      DataError: others.
+      DataError: they are not.
     """
     outside = np.flatnonzero(ids >= vocabulary.size)
     if len(outside):
@@ -344,6 +344,6 @@ def _check_ids(where: str, ids: np.ndarray, offset: int, vocabulary: Vocabulary)
             f"{where} {offset + at} is {ids[at]}, outside the vocabulary of {vocabulary.size}; use the tokenizer that wrote"
             " it, or the token_type it was written with"
         )
-    # The upper halves of uint32 read as uint16, where a small vocabulary leaves them empty.
+    # uint32 ids read as uint16: every second one is the empty upper half.
     if ids.dtype.itemsize == 2 and len(ids) >= 16 and len(ids) % 2 == 0 and not ids[1::2].any():
-        raise DataError(f"{where} {offset + 1} and every second one is 0: the ids are uint32; say so by token_type='uint32'")
+        raise DataError(f"{where} {offset + 1} and every second one is 0: the ids are uint32; set token_type='uint32'")

@@ -1,4 +1,4 @@
-"""Several corpora read together, each with its share of the rows: exact over every interval of rows."""
+"""Several corpora read together, each with an exact share of the rows in every interval."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import numpy as np
 
 from llama_jax.errors import DataError
 
-MAX_PERIOD = 100_000  # rows of a pattern; weights of five digits have one
+MAX_PERIOD = 100_000  # rows of a pattern; enough for weights of five digits
 
 
 def shares(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]:
-    """Each weight over the sum of all, as an exact fraction: 0.7 is 7/10, as it is written.
+    """Each weight over the sum of all, as an exact fraction: 0.7 is 7/10, as written.
 
     Raises:
-      DataError: a weight that is not a positive number, or shares whose denominator exceeds MAX_PERIOD.
+      DataError: a weight is not a positive number, or the shares' denominator exceeds MAX_PERIOD.
     """
     found = dict[str, Fraction]()
     for name, weight in weights.items():
         try:
             found[name] = Fraction(str(weight))
-        except (ValueError, ZeroDivisionError):  # also of inf and nan
+        except (ValueError, ZeroDivisionError):  # also for inf and nan
             found[name] = Fraction(0)
         if found[name] <= 0:
-            raise DataError(f"the weight of {name}, {weight}, must be a number above 0; to leave it out, leave out its data")
+            raise DataError(f"the weight of {name}, {weight}, must be a number above 0; to exclude it, remove its data")
     whole = sum(found.values())
     found = {name: weight / whole for name, weight in found.items()}
     period = math.lcm(*(share.denominator for share in found.values()))
     if period > MAX_PERIOD:
         raise DataError(
-            f"the shares of {', '.join(found)} repeat only after {period:,} rows, and {MAX_PERIOD:,} at most are kept; use"
+            f"the shares of {', '.join(found)} repeat only after {period:,} rows, but the maximum is {MAX_PERIOD:,}; use"
             " weights of fewer digits"
         )
     return found
@@ -45,12 +45,12 @@ def shares(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]
 def interleave(parts: tuple[int, ...]) -> np.ndarray:
     """A sequence int32[sum(parts)] in which source i occurs parts[i] times, as evenly as possible.
 
-    Among the first n each count is less than 1 away from n times its share: Tijdeman 1980 (The chairman assignment
-    problem), with the bound 1 - 1 / (2 k - 2) for k sources. Among the sources whose deficit is large enough the next
-    one is that with the earliest deadline.
+    Among the first n, each count differs by less than 1 from n times its share: Tijdeman 1980 (The chairman assignment
+    problem), with the bound 1 - 1 / (2 k - 2) for k sources. Among the sources with a large enough deficit, the next is the
+    one with the earliest deadline.
 
     Args:
-      parts: positive, of each.
+      parts: positive, one per source.
     """
     period, k = sum(parts), len(parts)
     if k == 1:
@@ -58,7 +58,7 @@ def interleave(parts: tuple[int, ...]) -> np.ndarray:
     slack = 2 * k - 2
     order, given = np.empty(period, np.int32), [0] * k
     for n in range(1, period + 1):
-        # How many each lacks if the n-th is not its own, times the period so that all are integers.
+        # Each source's deficit if the n-th row is another's, times the period so that all are integers.
         deficits = [n * part - count * period for part, count in zip(parts, given, strict=True)]
         eligible = [at for at in range(k) if slack * deficits[at] >= period]
         chosen = min(eligible, key=lambda at: (Fraction((slack - 1) * period - slack * deficits[at], parts[at]), at))
@@ -74,7 +74,7 @@ class _Span(NamedTuple):
       first: the first of the rows.
       done: int64[sources], rows of each source before it.
       order: int32[period], the source of each row, repeated.
-      before: int64[period], rows of the same source that come before, in the period.
+      before: int64[period], number of earlier rows of the same source in the period.
       parts: int64[sources], rows of each source in the period.
     """
 
@@ -85,18 +85,18 @@ class _Span(NamedTuple):
     parts: np.ndarray
 
     def counts(self, rows: int) -> np.ndarray:
-        """int64[sources], how many of the rows before this one each has."""
+        """int64[sources], rows of each source before this row."""
         periods, rest = divmod(rows - self.first, len(self.order))
         return self.done + periods * self.parts + np.bincount(self.order[:rest], minlength=len(self.parts))
 
 
 class Mixture:
-    """An endless assignment of rows, numbered from 0, to sources by their shares, which may change at a row.
+    """An endless assignment of rows, numbered from 0, to sources by their shares, which may change at given rows.
 
-    The source of row n follows from n and the changes before it alone, wherever reading begins.
+    The source of row n depends only on n and the changes before it, wherever reading begins.
 
     Args:
-      changes: pairs of a row and the shares from it on; the first is row 0, and all name the same sources in one order.
+      changes: pairs of a row and the shares from it on; the first is row 0, and all have the same sources in one order.
     """
 
     def __init__(self, changes: Sequence[tuple[int, Mapping[str, Fraction]]]) -> None:
@@ -115,12 +115,12 @@ class Mixture:
         return self._spans[max(bisect_right(self._spans, row, key=lambda span: span.first) - 1, 0)]
 
     def place(self, row: int) -> tuple[int, int]:
-        """The source of a row, by its place among `names`, and how many rows of it come before."""
+        """The source of a row, as an index into `names`, and the number of earlier rows of that source."""
         span = self._span(row)
         periods, at = divmod(row - span.first, len(span.order))
         source = int(span.order[at])
         return source, int(span.done[source] + periods * span.parts[source] + span.before[at])
 
     def counts(self, rows: int) -> np.ndarray:
-        """int64[sources], how many of the first rows each has."""
+        """int64[sources], rows of each source among the first `rows`."""
         return self._span(rows).counts(rows)

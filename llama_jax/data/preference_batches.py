@@ -1,4 +1,4 @@
-"""Batches of pairs of answers, several pairs in each row."""
+"""Batches of pairs of answers, with several pairs per row."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from llama_jax.training.preference_batch import PairBatch
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """N pairs of texts with targets: two corpora of as many documents.
+    """N pairs of texts with targets: two corpora of N documents.
 
     Attributes:
-      first, second: the chosen and the rejected answers; or, where `desirable` is there, answers and the same prompts with
-        the answers of others, see `mismatched_answers`.
-      desirable: bool[N], which of the first are good; None if the first of each pair is preferred.
+      first, second: the chosen and the rejected answers; or, with `desirable`, answers and the same prompts with answers of
+        other prompts, see `mismatched_answers`.
+      desirable: bool[N], whether each first is good; None if the first of each pair is preferred.
     """
 
     first: Corpus
@@ -34,23 +34,23 @@ class Pairs:
 
     @property
     def sizes(self) -> np.ndarray:
-        """int64[N]: tokens of the longer text of each."""
+        """int64[N]: tokens of the longer text of each pair."""
         return np.maximum(self.first.stops - self.first.starts, self.second.stops - self.second.starts)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the tokens and targets of both, and of what is desirable."""
+        """SHA-256 of the tokens and targets of both, and of `desirable`."""
         good = b"" if self.desirable is None else np.packbits(self.desirable).tobytes()
         return hashlib.sha256(f"{self.first.digest} {self.second.digest} ".encode() + good).hexdigest()
 
     def select(self, numbers: np.ndarray) -> Pairs:
-        """The pairs with these numbers, in that order."""
+        """The pairs with these indices, in this order."""
         good = None if self.desirable is None else self.desirable[numbers]
         return Pairs(self.first.select(numbers), self.second.select(numbers), good)
 
 
 def prompt_ends(corpus: Corpus) -> np.ndarray:
-    """int64[N]: where in `tokens` the prompt of each document ends and its first target is."""
+    """int64[N]: the position in `tokens` of each document's first target, where its prompt ends."""
     assert corpus.targets is not None
     places = np.flatnonzero(corpus.targets)
     at = np.searchsorted(places, corpus.starts)
@@ -64,14 +64,14 @@ def prompts_of(corpus: Corpus) -> Corpus:
 
 
 def split_pairs(pairs: Pairs, validation: float, *, seed: int) -> tuple[Pairs, Pairs]:
-    """Split pairs at random, the same way for the same seed, into those to train on and a share to validate on, as near as
-    prompts allow: pairs with the same prompt go to the same part, unless all have the same prompt.
+    """Split pairs at random, the same way for the same seed, into training pairs and a share of validation pairs, as closely
+    as prompts allow: pairs with the same prompt are in the same part, unless all have the same prompt.
 
     Raises:
       DataError: there are fewer than two pairs, or all are the same.
     """
     if pairs.count < 2:
-        raise DataError("the data is a single example, of which nothing can be kept for validation; add more")
+        raise DataError("the data is a single example, which cannot be split for validation; add more")
     marks = fingerprints(prompts_of(pairs.first))
     if len(np.unique(marks)) < 2:
         marks = fingerprints(pairs.first)
@@ -91,8 +91,8 @@ def without_pairs(pairs: Pairs, others: Pairs) -> Pairs:
 
 
 def next_that_differs(marks: np.ndarray) -> np.ndarray | None:
-    """int64[N]: for each of N marks the place of the next one with another value, from the end back to the beginning; None
-    where all are the same."""
+    """int64[N]: for each of N marks, the index of the next one with another value, wrapping around; None if all are the
+    same."""
     lasts = np.flatnonzero(marks != np.roll(marks, -1))  # of runs with the same value
     if not len(lasts):
         return None
@@ -101,8 +101,8 @@ def next_that_differs(marks: np.ndarray) -> np.ndarray | None:
 
 
 def mismatched_answers(answers: Corpus, length: int) -> Corpus:
-    """Every prompt with the answer of the next document that has another prompt, of T + 1 tokens at most: of these KTO
-    estimates its divergence (Ethayarajh et al. 2024, section 4.1).
+    """Every prompt with the answer of the next document that has another prompt, of at most T + 1 tokens: KTO estimates its
+    divergence from these (Ethayarajh et al. 2024, section 4.1).
 
     Args:
       length: T.
@@ -114,7 +114,7 @@ def mismatched_answers(answers: Corpus, length: int) -> Corpus:
     count, partner = len(marks), next_that_differs(marks)
     if partner is None:
         raise DataError(
-            f"all {count} examples have the same prompt, and KTO compares answers with those to other prompts; add more"
+            f"all {count} examples have the same prompt, but KTO compares answers with those to other prompts; add more"
             " prompts, or another preference.kind"
         )
     ends = prompt_ends(answers)
@@ -137,7 +137,7 @@ def mismatched_answers(answers: Corpus, length: int) -> Corpus:
 
 
 def concatenate(corpora: tuple[Corpus, ...]) -> Corpus:
-    """The documents of several corpora with targets as one, in order."""
+    """The documents of several corpora with targets as one corpus, in order."""
     offsets = np.cumsum([0, *(len(one.tokens) for one in corpora)])
     shifted = [(one.starts + by, one.stops + by) for one, by in zip(corpora, offsets, strict=False)]
     return replace(
@@ -165,13 +165,13 @@ class PairRows(HostBatches[PairBatch]):
         hosts: int = 1,
         reference: np.ndarray | None = None,
     ) -> None:
-        """With a seed, epoch after epoch; with None one pass in order; the last batch is padded.
+        """Endless epochs with a seed; with None, one pass in order, with the last batch padded.
 
         Args:
-          batch: B, rows of a step on all hosts together, each of both sides.
-          length: T, predicted tokens of a side of a row.
+          batch: B, rows of a step on all hosts, each of both sides.
+          length: T, predicted tokens per side of a row.
           host, hosts: see `training_batches`.
-          reference: float32[N, 2], log-probabilities by the reference.
+          reference: float32[N, 2], log-probabilities of the reference model.
 
         Raises:
           DataError: an invalid seed or batch.
@@ -209,6 +209,6 @@ class PairRows(HostBatches[PairBatch]):
         return made
 
     def row(self, number: int, at: int) -> list[int]:
-        """The pairs of row `at` of this host's share of a batch."""
+        """Indices of the pairs in row `at` of this host's share of a batch."""
         epoch, row = divmod(self.rows(number)[at], len(self.members))
         return [] if epoch and self._seed is None else self.members[self._order(epoch)[row]]

@@ -1,4 +1,4 @@
-"""Prompts to train on by rewards: their tokens, and the columns that judge the answers."""
+"""Prompts for training with rewards: their tokens, and the columns used to judge the answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llama_jax.data.data_files import Paths, find_files
 from llama_jax.errors import DataError, GenerationError, TokenizerError
 from llama_jax.tokenizers import Format, ReplyEncoder, Tokenizer
 
-ANSWERS, HELD = 1 << 62, (1 << 62) + 1  # streams of random numbers, beside those by which data are shuffled
+ANSWERS, HELD = 1 << 62, (1 << 62) + 1  # random streams in addition to those that shuffle data
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class PromptReading:
     """Settings for reading prompts as tokens.
 
     Attributes:
-      format: of prompts that are messages, see `tokenizers.resolve_format`. A text has none.
-      special: whether "<|eot_id|>" and the like are special tokens in a text; by default they are text.
+      format: chat format for prompts that are messages, see `tokenizers.resolve_format`. Texts have none.
+      special: whether "<|eot_id|>" and the like are special tokens in texts; by default they are text.
     """
 
     format: Format = "auto"
@@ -39,11 +39,11 @@ class PromptSet:
     """Prompts, in the order of their files.
 
     Attributes:
-      ids: the tokens of each.
-      columns: for each field of the lines, its values for all prompts; "prompt" is among them.
+      ids: tokens of each prompt.
+      columns: for each field of the lines, its values for all prompts, including "prompt".
       stops: the tokens that end an answer.
       digest: SHA-256 of all this except the stops.
-      dropped: prompts that were left out because they were too long.
+      dropped: number of prompts omitted because they were too long.
     """
 
     ids: tuple[tuple[int, ...], ...] = field(repr=False)
@@ -57,17 +57,17 @@ class PromptSet:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest."""
+        """Tokens of the longest prompt."""
         return max(map(len, self.ids))
 
     @property
     def marks(self) -> np.ndarray:
-        """uint64[N]: the same number for the same tokens."""
+        """uint64[N]: equal numbers for equal tokens."""
         digests = (hashlib.blake2b(np.array(ids, "<u4").tobytes(), digest_size=8).digest() for ids in self.ids)
         return np.frombuffer(b"".join(digests), "<u8")
 
     def select(self, numbers: Sequence[int] | np.ndarray) -> PromptSet:
-        """The prompts with these numbers, in that order."""
+        """The prompts with these indices, in this order."""
         columns = {name: [values[i] for i in numbers] for name, values in self.columns.items()}
         ids = tuple(self.ids[i] for i in numbers)
         return replace(self, ids=ids, columns=columns, digest=_digest(ids, columns), dropped=0)
@@ -77,8 +77,8 @@ class PromptBatch(NamedTuple):
     """Prompts of a step.
 
     Attributes:
-      numbers: int64[P], of the prompts.
-      seeds: uint32[P * group], of the answers' random streams.
+      numbers: int64[P], indices of the prompts.
+      seeds: uint32[P * group], seeds of the answers' random streams.
     """
 
     numbers: np.ndarray
@@ -88,16 +88,16 @@ class PromptBatch(NamedTuple):
 def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: PromptReading = PromptReading()) -> PromptSet:
     """The prompts of JSONL files, in memory; see `read_prompts` for the form of a line.
 
-    A text begins with BOS where the vocabulary has one; messages are a chat up to where the assistant's reply begins.
+    A text begins with BOS if the vocabulary has one; messages are a chat up to the beginning of the assistant's reply.
 
     Args:
       paths: files, or folders whose ``.jsonl`` are read in order of their names.
-      longest: tokens of a prompt at most; longer ones are left out and counted.
+      longest: maximum tokens of a prompt; longer ones are omitted and counted.
 
     Raises:
-      DataError: a line that cannot be used, by its file, line and field; files of other columns; or nothing that is short
-        enough.
-      GenerationError: messages, and no format for them.
+      DataError: a line that cannot be used, by its file, line and field; files with different columns; or no prompt that is
+        short enough.
+      GenerationError: messages without a chat format.
     """
     ids: list[tuple[int, ...]] = []
     columns: dict[str, list[Any]] = {}
@@ -105,7 +105,7 @@ def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: Prom
     with ReplyEncoder(tokenizer, reading.format) as encoder:
         for file, example in examples_of(paths, read_prompts):
             if not isinstance(example.prompt, str):
-                _ = encoder.format  # that there is none is no fault of the line
+                _ = encoder.format  # a missing format is not the line's fault
             try:
                 found = encoder.prompt(example.prompt, example.tools, special=reading.special)
             except (GenerationError, TokenizerError) as error:
@@ -130,8 +130,8 @@ def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: Prom
 
 
 def split_prompts(prompts: PromptSet, share: float, seed: int) -> tuple[PromptSet, PromptSet]:
-    """Split prompts at random into those to train on and a share to evaluate on. Both keep their order; identical prompts go
-    to the same part.
+    """Split prompts at random into training prompts and a share of evaluation prompts. Both keep their order; identical
+    prompts are in the same part.
 
     Raises:
       DataError: all prompts are the same.
@@ -151,15 +151,15 @@ def without_prompts(prompts: PromptSet, others: PromptSet) -> PromptSet:
 
 
 def prompt_batch(count: int, prompts: int, group: int, *, seed: int, number: int) -> PromptBatch:
-    """The prompts of batch `number`, from 0: all of them in another order in every epoch; a batch may span its end.
+    """The prompts of batch `number`, from 0: in a different order in every epoch; a batch may span its end.
 
-    The random streams of the answers depend on the seed, the prompt's position in the whole training and the answer alone,
-    so that a resumed run samples the same.
+    The random streams of the answers depend only on the seed, the prompt's position in the whole training and the answer's
+    index, so that a resumed run samples the same.
 
     Args:
-      count: how many prompts there are.
-      prompts: P, of a batch.
-      group: answers to each.
+      count: number of prompts.
+      prompts: P, prompts per batch.
+      group: answers per prompt.
 
     Raises:
       DataError: an invalid seed.
@@ -172,7 +172,7 @@ def prompt_batch(count: int, prompts: int, group: int, *, seed: int, number: int
 
 
 def held_prompt_batch(numbers: np.ndarray, group: int, seed: int) -> PromptBatch:
-    """Prompts by their numbers int64[P], with random streams that are the same at every evaluation."""
+    """Prompts with the indices int64[P], with the same random streams at every evaluation."""
     return PromptBatch(numbers, _seeds(numbers, group, seed, HELD))
 
 
@@ -180,7 +180,7 @@ _order = lru_cache(maxsize=2)(row_order)
 
 
 def _seeds(places: np.ndarray, group: int, seed: int, stream: int) -> np.ndarray:
-    """uint32[P * group]; those of a group differ."""
+    """uint32[P * group]; different within a group."""
     key = np.array([seed, stream], np.uint64)
     drawn = [np.random.Philox(key=key, counter=np.array([place, 0, 0, 0], np.uint64)).random_raw() for place in places]
     of_prompts = (np.array(drawn, np.uint64) & np.uint64(0xFFFFFFFF)).astype(np.uint32)

@@ -21,11 +21,11 @@ from llama_jax.tokenizers import Message
 
 
 class HarnessModel(LM):
-    """The interface that the harness calls. It starts no process or device of its own: `world_size` is 1 for any mesh.
+    """The interface that the harness calls. It runs in one process: `world_size` is 1 for any mesh.
 
     Args:
       texts: the model.
-      name: of the model, for reports and for the harness' caches.
+      name: name of the model, for reports and the harness's caches.
     """
 
     def __init__(self, texts: TextModel, name: str = "llama_jax") -> None:
@@ -35,14 +35,14 @@ class HarnessModel(LM):
 
     @property
     def max_length(self) -> int:
-        """Tokens that are read at most."""
+        """The maximum number of input tokens."""
         return self.texts.context
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """For each (context, continuation) the log-probability in nats, and whether greedy decoding gives it.
+        """For each (context, continuation) the log-probability in nats, and whether greedy decoding generates it.
 
         Raises:
-          GenerationError: a continuation of no tokens, or longer than the context.
+          GenerationError: a continuation without tokens, or longer than the context.
         """
         pairs = [self.texts.pair(*request.args) for request in requests]
         found = [
@@ -52,10 +52,10 @@ class HarnessModel(LM):
         return self._cached("loglikelihood", requests, found)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """For each (text,) the log-probability in nats, through windows; only the last one overlaps.
+        """For each (text,) the log-probability in nats, computed in windows; only the last one overlaps.
 
-        As in the harness's own backend for transformers the begin-of-sequence token is predicted too, from another one
-        before it, if texts begin with one.
+        As in the harness's backend for transformers, if texts begin with a BOS token, it is predicted too, from another BOS
+        before it.
         """
         pairs: list[Continuation] = []
         owners: list[int] = []
@@ -76,7 +76,7 @@ class HarnessModel(LM):
         return self._cached("loglikelihood_rolling", requests, found)
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue each (context, settings) as its settings say, see `text_model.generation_settings`.
+        """The continuation of each (context, settings), see `text_model.generation_settings`.
 
         Raises:
           GenerationError: settings that are not supported, or that leave no room for the context.
@@ -90,10 +90,10 @@ class HarnessModel(LM):
         return self.texts.chat(chat_history, reply=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template of chats, for reports; None if `chat_template` is False.
+        """The chat template, for reports; None if `chat_template` is False.
 
         Raises:
-          GenerationError: a template given by its name, or a model without a chat format.
+          GenerationError: a template selected by name, or a model without a chat format.
         """
         if isinstance(chat_template, str):
             raise GenerationError(f"chat_template={shown(chat_template, 40)}: only the model's default template is used")
@@ -105,11 +105,11 @@ class HarnessModel(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The name of the harness' cache of requests."""
+        """The name of the harness's cache of requests."""
         return self.name.replace("/", "__")
 
     def _cached(self, kind: str, requests: Sequence[Instance], found: list[Any]) -> list[Any]:
-        """The answers, which the harness' cache gets too."""
+        """The answers, after adding them to the harness's cache."""
         for request, answer in zip(requests, found, strict=True):
             self.cache_hook.add_partial(kind, request.args, answer)
         return found

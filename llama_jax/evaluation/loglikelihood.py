@@ -23,11 +23,11 @@ from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 
-SHORTEST = 512  # tokens of a row; each further length is four times the one before, so that few programs are compiled
+SHORTEST = 512  # tokens of the shortest row; each next length is four times as long, so that few programs are compiled
 
 
 class Continuation(NamedTuple):
-    """Token ids, at least one of each: what is read, and what is to be predicted after it."""
+    """Token ids of a context and of the continuation to be scored, at least one of each."""
 
     context: Sequence[int]
     continuation: Sequence[int]
@@ -38,7 +38,7 @@ class Score(NamedTuple):
 
     Attributes:
       logprob: natural logarithm of its probability given the context: the sum over its tokens, in nats.
-      greedy: whether each of its tokens is the most probable one; of equally probable ones, the first of the vocabulary.
+      greedy: whether each of its tokens is the most probable one; among equally probable ones, the one with the lowest id.
     """
 
     logprob: float
@@ -49,11 +49,11 @@ class PackedRows(NamedTuple):
     """A batch of packed texts.
 
     Attributes:
-      tokens, segment_ids, positions: int32[B, T]: texts side by side, whose segments are numbered from 1 in each row; 0 is
-        padding.
-      places: int32[N], B times T up to a multiple of `LOGIT_CHUNK`: where a token is predicted, as row times T plus column.
-      targets: int32[N], that token. Several may be predicted at one place.
-      count: int32[], how many of the N there are.
+      tokens, segment_ids, positions: int32[B, T]: packed texts, with segments numbered from 1 in each row; 0 is padding.
+      places: int32[N], where N is B * T rounded up to a multiple of `LOGIT_CHUNK`: position of each prediction, row * T +
+        column.
+      targets: int32[N], the predicted tokens. One position may have several.
+      count: int32[], the number of valid entries of the N.
     """
 
     tokens: Any
@@ -68,7 +68,7 @@ ContinuationMeasure = Callable[[Llama, PackedRows], tuple[jax.Array, jax.Array]]
 
 
 class _Run(NamedTuple):
-    """Tokens that are read once, and the continuations (number of the pair, its tokens) that end one token after them."""
+    """Input tokens, and the continuations (index of the pair, its tokens) that end one token after them."""
 
     read: np.ndarray
     wanted: list[tuple[int, np.ndarray]]
@@ -79,7 +79,7 @@ class _Run(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The tokens of a row that it needs: a row of T tokens has no more than T targets."""
+        """The tokens of a row that it takes: a row of T tokens has at most T targets."""
         return max(len(self.read), self.targets)
 
 
@@ -94,23 +94,23 @@ def score_pairs(
     measure: ContinuationMeasure | None = None,
     progress: Progress | None = None,
 ) -> list[Score]:
-    """The log-probability of each continuation after its context, in the order given.
+    """The log-probability of each continuation after its context, in the order of `pairs`.
 
-    Texts are packed into rows, in which they do not see each other; the longest come first. Pairs that read the same tokens,
-    such as a question with answers of one token, share them. A pair longer than the context loses its first tokens, as in
-    the lm-evaluation-harness.
+    Texts are packed into rows, without attention between them, the longest first. Pairs with the same input tokens, such as
+    a question with several one-token answers, share one computation. A pair longer than the context loses its first tokens,
+    as in the lm-evaluation-harness.
 
     Args:
-      params: on one device, or on a mesh that divides no rows or a multiple of `batch`.
-      context: tokens that are read at most; None takes the model's context.
-      batch: B, rows that are read at once; by default 1 on a CPU and 8 elsewhere, as in `perplexity.evaluate`.
+      params: on one device, or on a mesh that does not shard rows, or shards them by a divisor of `batch`.
+      context: maximum number of input tokens; None for the model's context length.
+      batch: B, rows per forward pass; by default 1 on a CPU and 8 elsewhere, as in `perplexity.evaluate`.
       compute: dtype and attention.
-      measure: `compiled_measure(...)`; given to several calls it is compiled once for each length of rows.
+      measure: `compiled_measure(...)`; if passed to several calls, it is compiled once per row length.
       progress: wraps the range of batches, as `tqdm.tqdm` does.
 
     Raises:
       GenerationError: an empty context or continuation, a token outside the vocabulary, a continuation longer than the
-        context, or logits that are nan.
+        context, or NaN logits.
     """
     context = config.max_seq_len if context is None else context
     batch = default_batch() if batch is None else batch
@@ -130,8 +130,7 @@ def score_pairs(
         np.logical_and.at(greedy, owner, best)
     if np.isnan(logprobs).any():
         raise GenerationError(
-            f"the model's logits after text {int(np.isnan(logprobs).argmax())} are not numbers: its weights overflow; try"
-            " float32"
+            f"the model's logits after text {int(np.isnan(logprobs).argmax())} are NaN: its numbers overflow; try float32"
         )
     return [Score(float(logprob), bool(best)) for logprob, best in zip(logprobs, greedy, strict=True)]
 
@@ -143,7 +142,7 @@ def compiled_measure(config: LlamaConfig, params: Llama, compute: Compute = Comp
       ConfigError: an exact `compute`.
     """
     if compute.exact:
-        raise ConfigError("exact=True is not for log-likelihoods of choices, whose rows hold several texts; leave it out")
+        raise ConfigError("exact=True is not supported for log-likelihoods, whose rows hold several texts; leave it out")
     return jax.jit(partial(score_rows, config, compute=compute, sharding=sharding_of(params)))
 
 
@@ -152,7 +151,7 @@ def score_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probability of each target, float32[N], and whether it is the most probable token, bool[N].
 
-    Logits are computed at these places only, `LOGIT_CHUNK` of them at a time.
+    Logits are computed only at `rows.places`, `LOGIT_CHUNK` positions at a time.
     """
     tokens, segment_ids, positions, places, targets, count = map(jnp.asarray, rows)
     where = Positions(position_ids=positions, segment_ids=segment_ids)
@@ -175,7 +174,7 @@ def score_rows(
 
 
 def _runs(config: LlamaConfig, pairs: Sequence[Continuation], most: int) -> list[_Run]:
-    """The texts to read, each once if a row has room for all of its continuations."""
+    """The input texts, each once if a row has room for all of its continuations."""
     shortest = min(SHORTEST, most)
     runs: list[_Run] = []
     last: dict[bytes, _Run] = {}
@@ -187,7 +186,7 @@ def _runs(config: LlamaConfig, pairs: Sequence[Continuation], most: int) -> list
             check_tokens(config, ids)
         if len(continuation) > most:
             raise GenerationError(
-                f"continuation {number} has {len(continuation)} tokens, the context {most}; cut it into several"
+                f"continuation {number} has {len(continuation)} tokens, but the context only {most}; split it"
             )
         read = np.concatenate([context, continuation])[-most - 1 :][:-1].astype(np.int32)
         key = read.tobytes()
@@ -200,7 +199,7 @@ def _runs(config: LlamaConfig, pairs: Sequence[Continuation], most: int) -> list
 
 
 def _batches(runs: Sequence[_Run], context: int, batch: int) -> list[tuple[int, list[list[int]]]]:
-    """Lengths of rows, and which runs share each of at most `batch` rows: the longest first."""
+    """For each batch, the longest first: the length of its rows, and the indices of the runs in each row."""
     lengths = [min(SHORTEST, context)]
     while lengths[-1] < context:
         lengths.append(min(4 * lengths[-1], context))
@@ -216,7 +215,7 @@ def _batches(runs: Sequence[_Run], context: int, batch: int) -> list[tuple[int, 
 
 
 def _pack_batch(rows: Sequence[Sequence[_Run]], batch: int, length: int) -> tuple[PackedRows, np.ndarray]:
-    """The rows as the model reads them, filled up with padding, and int64[count], the pair that each target is of."""
+    """The packed rows, with padding, and int64[count], the index of each target's pair."""
     tokens, segment_ids, positions = np.zeros((3, batch, length), np.int32)
     places, targets = np.zeros((2, -(-batch * length // LOGIT_CHUNK) * LOGIT_CHUNK), np.int32)
     owner: list[int] = []

@@ -1,4 +1,4 @@
-"""Loss by length of the window and by position in it: does context help, and how far?"""
+"""Loss by window length and by position in the window: how much longer context helps."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from llama_jax.model.forward_options import Compute, Positions
 from llama_jax.model.params import Llama
 from llama_jax.ops import exact
 
-TOKENS_AT_ONCE = 1 << 15  # of the windows that are read side by side, where that is quicker than one by one
-ROWS_OF_LOGITS = 512  # that are held at a time
+TOKENS_AT_ONCE = 1 << 15  # tokens of the windows in a batch, on devices where batches are faster
+ROWS_OF_LOGITS = 512  # rows of logits in memory at a time
 
 
 class Bucket(NamedTuple):
-    """Loss in nats per token, over the predictions that were made from `first` to `last` tokens of context."""
+    """Loss in nats per token, over the predictions with `first` to `last` tokens of context."""
 
     first: int
     last: int
@@ -40,13 +40,13 @@ class LengthLoss:
 
     Attributes:
       length: T, tokens of a window.
-      windows: that were read, consecutive and without overlap.
-      tokens: that were predicted, `length` times `windows`.
-      loss: mean over all of them, in nats.
+      windows: number of windows, consecutive and without overlap.
+      tokens: number of predicted tokens, `length` times `windows`.
+      loss: mean over all tokens, in nats.
       standard_error: of `loss` in nats, from the spread between windows of the longest length; nan for a single one.
       perplexity: exp(loss).
-      last_quarter: mean loss of the last quarter of each window, in nats: of the tokens with the most context.
-      by_position: float64[T], mean loss of the prediction made from t + 1 tokens of context, in nats.
+      last_quarter: mean loss of the last quarter of each window, in nats: the tokens with the most context.
+      by_position: float64[T], mean loss of predictions from t + 1 tokens of context, in nats.
     """
 
     length: int
@@ -60,7 +60,7 @@ class LengthLoss:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Loss by the tokens of context: 1, 2, 3 to 4, 5 to 8, and so on by powers of two; the last may be cut short."""
+        """Loss by tokens of context: 1, 2, 3 to 4, 5 to 8, and so on by powers of two; the last may be cut short."""
         ends = [1 << power for power in range(math.ceil(math.log2(self.length)))] + [self.length]
         begins = [0, *ends[:-1]]
         return tuple(Bucket(a + 1, b, float(self.by_position[a:b].mean())) for a, b in zip(begins, ends, strict=True))
@@ -81,33 +81,32 @@ def evaluate_lengths(
     """Loss of the same text in windows of each length, and by position in them.
 
     The text is cut into spans of the longest length, and each span into consecutive windows of every other length. If a
-    length divides the longest, all lengths predict the same tokens and differ only in what the model sees before them; if
-    it does not, it leaves out the rest of each span. So a model that uses its context has a lower loss at a greater length,
-    and one that breaks beyond its training length has a higher one from that position on. A window lies within one
-    document: documents shorter than the longest length are skipped.
+    length divides the longest, all lengths predict the same tokens, with different amounts of context; if it does not, the
+    rest of each span is skipped. So a model that uses its context has a lower loss at a greater length, and one that fails
+    beyond its training length has a higher loss from that position on. A window lies within one document: documents shorter
+    than the longest length are skipped.
 
-    This is not the sliding window of `evaluate`: the first tokens of a window have little context, and count.
+    Unlike the sliding window of `evaluate`, the first tokens of a window, with little context, count too.
 
-    A window is read in pieces through a cache of its length, so that memory holds the weights, that cache and the scores of
-    one piece.
+    A window is prefilled in chunks with a cache of its length, so that memory holds the weights, that cache and the
+    attention scores of one chunk.
 
     Args:
-      lengths: tokens of the windows, in any order. They may exceed `config.max_seq_len`, to measure what happens there. A
-        changed `rope_scaling` in the configuration tries an extension without training.
-      max_tokens: most tokens to predict at each length: as many whole spans as that allows, evenly over the text. By
-        default all.
-      batch: windows that are read at once at every length; by default 1 on a CPU and as many as make up 32,768 tokens
-        elsewhere.
-      cache: the cache, as in generation, to measure what int8 or a window costs. From an int8 cache even the tokens of
-        the current piece are read back.
+      lengths: window lengths in tokens, in any order. They may exceed `config.max_seq_len`, to measure the loss there; with
+        another `rope_scaling` in the configuration, this measures a context extension without training.
+      max_tokens: maximum number of tokens to predict at each length, in whole spans spread evenly over the text. By default
+        all.
+      batch: windows per forward pass at every length; by default 1 on a CPU, elsewhere as many as have 32,768 tokens.
+      cache: the cache, as in generation, to measure the cost of int8 or a window. With an int8 cache even the tokens of the
+        current chunk are quantized.
       compute: dtype and attention.
-      progress: wraps the range of all pieces, as `tqdm.tqdm` does.
+      progress: wraps the range of all chunks, as `tqdm.tqdm` does.
 
     Returns:
       The result at each length, the shortest first.
 
     Raises:
-      DataError: an invalid length, a text too short for it, a limit that leaves nothing, or a corpus of another
+      DataError: an invalid length, a text too short for it, a limit that leaves no tokens, or a corpus of another
         vocabulary.
     """
     lengths = choose_lengths(config, corpus, lengths, max_tokens=max_tokens, batch=batch)
@@ -134,7 +133,7 @@ def evaluate_lengths(
             if first == 0:
                 options = without_needless_window(cache, plan.length)
                 kv = empty_cache(config, params, plan.batch, plan.capacity, options, plan.piece)
-            # What an earlier window left in the cache lies beyond the new length, where nothing reads it.
+            # Tokens of an earlier window are beyond the new length, where nothing reads them.
             kv = kv.replace(length=jnp.zeros(plan.batch, jnp.int32))
         piece = slice(begin, begin + plan.piece)
         kv, nats = _piece_nats(config, params, plan.length, kv, tokens[:, piece], targets[:, piece], compute)
@@ -156,7 +155,7 @@ def choose_lengths(
 ) -> tuple[int, ...]:
     """The sorted lengths, after all checks of `evaluate_lengths`; see there for arguments and errors."""
     if not len(lengths):
-        raise DataError("lengths are empty; pass the tokens of a window at least once")
+        raise DataError("lengths is empty; pass at least one window length")
     for length in lengths:
         if length < 1:
             raise DataError(f"length={length} must be at least 1 token")
@@ -166,18 +165,18 @@ def choose_lengths(
     longest = int((corpus.stops - corpus.starts).max(initial=0))
     if max(lengths) >= longest:
         raise DataError(
-            f"length={max(lengths)} needs a document of one token more, and the text's longest has {longest};"
-            " use a longer text, or one that is cut less by a larger `longest`"
+            f"length={max(lengths)} needs a document with one token more, but the longest has {longest};"
+            " use a longer text, or a larger `longest` to cut it less"
         )
     if max_tokens is not None and max_tokens < max(lengths):
-        raise DataError(f"max_tokens={max_tokens} leaves no whole window of length={max(lengths)}; set at least that")
+        raise DataError(f"max_tokens={max_tokens} is less than one window of length={max(lengths)}; set at least that")
     if batch is not None:
         check_batch(batch, max(lengths))
     return tuple(sorted(map(int, lengths)))
 
 
 def cut_spans(corpus: Corpus, length: int, max_tokens: int | None) -> np.ndarray:
-    """The beginnings in `corpus.tokens` of spans with `length` tokens to read and one to follow: int64[n]."""
+    """Start indices in `corpus.tokens` of spans of `length` input tokens and the token after them: int64[n]."""
     counts = (corpus.stops - corpus.starts - 1).clip(0) // length
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     spans = np.repeat(corpus.starts, counts) + number * length
@@ -188,13 +187,13 @@ def cut_spans(corpus: Corpus, length: int, max_tokens: int | None) -> np.ndarray
 
 
 class _WindowPlan(NamedTuple):
-    """The windows of one length, and how they are read.
+    """The windows of one length, and their batches and chunks.
 
     Attributes:
       length: T, tokens of a window.
-      starts: int64[windows], where each begins in `corpus.tokens`.
-      batch: windows that are read at once.
-      piece, capacity: tokens of each window that are read at once, and of all pieces; the last may be padded.
+      starts: int64[windows], index of their first tokens in `corpus.tokens`.
+      batch: windows per forward pass.
+      piece, capacity: tokens of a prefill chunk, and of all chunks of a window; the last chunk may be padded.
     """
 
     length: int
@@ -206,14 +205,14 @@ class _WindowPlan(NamedTuple):
 
 def _plan(length: int, spans: np.ndarray, longest: int, batch: int | None) -> _WindowPlan:
     starts = (spans[:, None] + np.arange(longest // length) * length).reshape(-1)
-    if batch is None:  # one on a CPU, because the scores of more leave its caches
+    if batch is None:  # one on a CPU, because the attention scores of more exceed its caches
         batch = 1 if jax.default_backend() == "cpu" else max(TOKENS_AT_ONCE // length, 1)
     piece, pieces = cut_pieces(length)
     return _WindowPlan(length, starts, min(batch, len(starts)), piece, piece * pieces)
 
 
 def cut_pieces(length: int) -> tuple[int, int]:
-    """Tokens of a piece and pieces of a row: all of one size, so that there is one program, and no piece nearly empty."""
+    """Tokens per chunk and chunks per row: of one size, so that one program is compiled and no chunk is nearly empty."""
     pieces = -(-length // LARGEST_PREFILL)
     return -(-length // pieces), pieces
 
@@ -227,14 +226,14 @@ def piece_nats(
     targets: jax.Array,
     compute: Compute = Compute(),
 ) -> tuple[KVCache, jax.Array]:
-    """Read T more tokens of each row and measure how well the targets are predicted from them.
+    """Prefill T more tokens of each row and compute the loss of the targets.
 
     Args:
-      length: of the whole row when all of its pieces have been read, by which some kinds of `rope_scaling` go.
+      length: final length of the whole row, on which some kinds of `rope_scaling` depend.
       tokens, targets: int32[B, T]; -1 where nothing is predicted.
 
     Returns:
-      The cache, and float32[B, T] as `target_nats` gives it.
+      The cache, and float32[B, T] as in `target_nats`.
     """
     batch, new = tokens.shape
     positions = Positions(rope_lengths=jnp.full(batch, length, jnp.int32))
@@ -250,19 +249,19 @@ _init_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3), static_argnames=(
 def empty_cache(
     config: LlamaConfig, params: Llama, batch: int, capacity: int, options: CacheOptions = CacheOptions(), piece: int = 1
 ) -> KVCache:
-    """A cache of the parameters' form and dtype, made on the device; with a window, for pieces of so many tokens."""
+    """An empty cache with the parameters' sharding and dtype; with a window, for prefill chunks of `piece` tokens."""
     dtype = jnp.dtype(options.dtype or params.embedding.dtype)
     ring = {"window": options.window, "sinks": options.sinks, "at_once": piece}
     return _init_cache(config, batch, capacity, dtype, **ring)
 
 
 def without_needless_window(options: CacheOptions, length: int) -> CacheOptions:
-    """Without a window that is as long as the text, which would only take memory."""
+    """The options without a window if it is as long as the text, since it would only take memory."""
     return options if options.window is None or options.window < length else CacheOptions(dtype=options.dtype)
 
 
 def _pack_batch(corpus: Corpus, plan: _WindowPlan, first: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a batch of windows and the token after each: int32[B, capacity] each, padded with 0 and -1."""
+    """The tokens of a batch of windows, and the next token of each: int32[B, capacity], padded with 0 and -1."""
     tokens, targets = (np.full((plan.batch, plan.capacity), filling, np.int32) for filling in (0, -1))
     for row, start in enumerate(plan.starts[first : first + plan.batch]):
         tokens[row, : plan.length] = corpus.tokens[start : start + plan.length]
@@ -271,7 +270,7 @@ def _pack_batch(corpus: Corpus, plan: _WindowPlan, first: int) -> tuple[np.ndarr
 
 
 def _summary(plan: _WindowPlan, spans: int, by_position: np.ndarray, by_window: np.ndarray) -> LengthLoss:
-    """The numbers from the sums of nats over windows, float64[T], and over positions, float64[n]."""
+    """The result from the sums of nats over windows, float64[T], and over positions, float64[n]."""
     means = by_position / len(plan.starts)
     of_spans = by_window.reshape(spans, -1).mean(axis=1) / plan.length
     loss = float(means.mean())

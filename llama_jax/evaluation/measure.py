@@ -1,6 +1,6 @@
-"""The engine of measurements: documents cut into windows, packed into rows, and read batch by batch.
+"""The engine of evaluation: documents are cut into windows, packed into rows, and evaluated batch by batch.
 
-Every token is predicted once. The device reads a batch while the host collects the one before.
+Every token is predicted once. The device computes a batch while the host processes the previous one.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from llama_jax.ops import exact
 from llama_jax.ops.cross_entropy import Constrain
 from llama_jax.ops.platform import decodes_natively, decoding_context, tracing_for
 
-LOGIT_CHUNK = 64  # positions of a row whose logits are held at a time
-MOST_PADDED = 1024  # rows, to which shorter texts are filled up so that all have one program
-MOST_TOKENS = 2**31 - 1  # of a batch: indices are int32
-LONGEST = 4096  # default tokens of a window: a layer's scores grow with their square
+LOGIT_CHUNK = 64  # positions per row with logits in memory at a time
+MOST_PADDED = 1024  # rows to which shorter texts are padded, so that all use one program
+MOST_TOKENS = 2**31 - 1  # tokens of a batch: indices are int32
+LONGEST = 4096  # largest default window, in tokens: a layer's attention scores grow with its square
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -41,8 +41,8 @@ Result = TypeVar("Result")
 def run_ahead(
     jobs: Sequence[Job], launch: Callable[[Job], Result], progress: Progress | None = None
 ) -> Iterator[tuple[Job, Result]]:
-    """Launch jobs in order and yield each with its result, once the next one is launched: what the caller does with arrays
-    of a result overlaps with the device's work on the next.
+    """Launch jobs in order and yield each with its result after the next one is launched, so that the caller's processing
+    of a result overlaps with the device's computation of the next.
 
     Args:
       launch: starts the computation of a job; it need not wait for it.
@@ -58,7 +58,7 @@ def run_ahead(
 
 
 class WindowSizes(NamedTuple):
-    """Tokens of a window, tokens from one window's start to the next's, and rows that are read at once."""
+    """Tokens of a window, tokens from the start of a window to the next, and rows per forward pass."""
 
     length: int
     stride: int
@@ -70,9 +70,9 @@ class Windows(NamedTuple):
 
     Attributes:
       start: int64[n], the index in `corpus.tokens` at which a window begins.
-      read: int64[n], the number of tokens that the model reads; each could predict its next token.
-      context: int64[n], how many of these predict nothing, since an earlier window has predicted the tokens after them.
-      predicted: int64[n], the number of predicted tokens: the others, or those of them that are targets of the corpus.
+      read: int64[n], the number of input tokens.
+      context: int64[n], the number of input tokens whose next token was already predicted in an earlier window.
+      predicted: int64[n], the number of predicted tokens: of the other inputs, in a corpus with targets only those.
     """
 
     start: np.ndarray
@@ -85,10 +85,10 @@ class WindowRows(NamedTuple):
     """Windows side by side, int32[B, T] each.
 
     Attributes:
-      tokens: what is read.
-      targets: the token that follows, or -1 where nothing is predicted.
+      tokens: input tokens.
+      targets: the next token, or -1 where nothing is predicted.
       segment_ids: 1 for the tokens of a row's first window, 2 for those of its second, and so on; 0 for padding.
-      positions: from 0 in every window.
+      positions: position in the window, from 0.
     """
 
     tokens: np.ndarray
@@ -98,11 +98,11 @@ class WindowRows(NamedTuple):
 
 
 def cut_windows(corpus: Corpus, length: int, stride: int) -> Windows:
-    """Cut documents so that every token but a document's first is predicted in one window, from what the window holds before
-    it; in a corpus with targets, these alone.
+    """Cut documents so that every token except a document's first is predicted in exactly one window, from the preceding
+    tokens of the window; in a corpus with targets, only these are predicted.
 
-    A document's first window predicts `length` tokens; each that follows begins `stride` tokens further on and predicts
-    the `stride` tokens that are new to it, each from at least `length - stride` tokens before.
+    A document's first window predicts `length` tokens; each next one begins `stride` tokens later and predicts the `stride`
+    tokens that are new to it, each with at least `length - stride` tokens of context.
     """
     predicted = corpus.stops - corpus.starts - 1
     counts = np.where(predicted > 0, 1 + np.maximum(-(-(predicted - length) // stride), 0), 0)
@@ -120,10 +120,10 @@ def cut_windows(corpus: Corpus, length: int, stride: int) -> Windows:
 def pack_rows(
     corpus: Corpus, windows: Windows, rows: Sequence[Sequence[int]], batch: int, length: int
 ) -> tuple[WindowRows, np.ndarray]:
-    """The rows as the model reads them, padded to `batch` rows of `length` tokens.
+    """The packed rows, padded to `batch` rows of `length` tokens.
 
     Returns:
-      The rows, and int64[B, T], the window that predicts each target, or -1.
+      The rows, and int64[B, T], the window of each target, or -1.
     """
     packed = WindowRows(*(np.full((batch, length), value, np.int32) for value in (0, -1, 0, 0)))
     owner = np.full((batch, length), -1)
@@ -155,7 +155,7 @@ def measure_windows(
     """The results of `measure` for all predicted tokens of the windows, one batch of B rows at a time.
 
     Args:
-      measure: from rows to a tree of arrays [B, T].
+      measure: a function from rows to a tree of arrays [B, T].
       packed: whether several windows may share a row.
 
     Yields:
@@ -182,7 +182,7 @@ def sum_windows(
     progress: Progress | None = None,
     packed: bool = True,
 ) -> Any:
-    """The sums of `measure_windows` over the tokens of each window: its tree, of float64[windows]."""
+    """The sums of the results of `measure_windows` over the tokens of each window: a tree of float64[windows]."""
     sums: Any = None
     for found, owner in measure_windows(corpus, windows, batch, measure, progress, packed):
         sums = jax.tree.map(lambda _: np.zeros(len(windows.read)), found) if sums is None else sums
@@ -203,7 +203,7 @@ def choose_sizes(
     check_vocabulary(config, corpus)
     if not (corpus.stops - corpus.starts > 1).any() or (corpus.targets is not None and not corpus.targets.any()):
         raise DataError(
-            f"in {corpus.document_count} documents there is nothing to predict: a token is predicted from the one before;"
+            f"{corpus.document_count} documents have no token to predict: each needs at least 2 tokens, or a target;"
             " add more data"
         )
     batch = default_batch() if batch is None else batch
@@ -212,7 +212,7 @@ def choose_sizes(
 
 
 def check_batch(batch: int, length: int) -> None:
-    """Raise DataError for less than one row, or for more than an array of these lengths can have."""
+    """Raise DataError for less than one row, or for more rows of this length than int32 can index."""
     if batch < 1:
         raise DataError(f"batch={batch} must be at least 1 row")
     if batch > MOST_TOKENS // length:
@@ -220,7 +220,7 @@ def check_batch(batch: int, length: int) -> None:
 
 
 def default_batch() -> int:
-    """The default number of rows that a device reads at once, see `perplexity.evaluate`."""
+    """The default number of rows per forward pass, see `perplexity.evaluate`."""
     return 1 if jax.default_backend() == "cpu" else 8
 
 
@@ -228,8 +228,8 @@ def check_vocabulary(config: LlamaConfig, corpus: Corpus) -> None:
     """Raise DataError for a corpus with tokens that the model does not have."""
     if corpus.vocab_size > config.vocab_size:
         raise DataError(
-            f"the corpus has a vocabulary of {corpus.vocab_size}, the model one of {config.vocab_size};"
-            " read the files with the model's own tokenizer"
+            f"the corpus has a vocabulary of {corpus.vocab_size}, but the model one of {config.vocab_size};"
+            " encode the files with the model's tokenizer"
         )
 
 
@@ -245,9 +245,9 @@ def token_nats(
     """Negative log-likelihood of each target in nats: float32[B, T], 0 where there is none.
 
     Args:
-      compute: of the forward pass. Logits and their sum are float32 at least.
-      chunk: positions of each row whose logits [B, chunk, V] are held at a time; chunks without a target, which are only
-        context, are not computed.
+      compute: options of the forward pass. Logits and their sum are at least float32.
+      chunk: positions of each row with logits [B, chunk, V] in memory at a time; no logits are computed for chunks without
+        targets, which are only context.
       sharding: see `forward`; `constrain` is called with "hidden", the result of `forward`, and "logits" [B, chunk, V].
     """
     tokens, targets, segment_ids, position_ids = map(jnp.asarray, rows)
@@ -262,10 +262,10 @@ def token_nats(
 
 @contextmanager
 def measuring(params: Llama, compute: Compute) -> Iterator[None]:
-    """Context for measurements: of the parameters' platform, and exact ones as generation computes.
+    """A context manager for evaluation: on the parameters' platform, and if `compute` is exact, with generation's numerics.
 
     Raises:
-      MeshError: an exact one over several devices.
+      MeshError: exact evaluation over several devices.
     """
     if compute.exact:
         check_exact_devices(sharding_of(params))
@@ -285,7 +285,7 @@ def target_nats(
     """Negative log-likelihood in nats of the targets int32[B, T] that follow hidden states [B, T, D]: float32[B, T].
 
     Args:
-      targets: -1 where nothing is predicted, which gives 0.
+      targets: -1 where nothing is predicted; the result is 0 there.
       chunk, constrain: see `token_nats`.
     """
     if exact.is_exact():
@@ -300,18 +300,18 @@ def target_nats(
 
 def target_logprobs(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Log-probability of each target int32[...] under logits [..., V]."""
-    # Compared and not gathered, for the vocabulary may lie on several devices.
+    # A comparison instead of a gather, since the vocabulary may be sharded over devices.
     chosen = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0), axis=-1)
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 def map_in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets: jax.Array, chunk: int) -> Any:
-    """Apply a function of hidden states and targets that makes logits, to `chunk` positions of each row at a time.
+    """Apply a function of hidden states and targets that computes logits, to `chunk` positions of each row at a time.
 
     Args:
       predict: from a tree of [B, chunk, D] and targets [B, chunk] to a tree of [B, chunk].
       hidden: a tree of [B, T, D].
-      targets: int32[B, T]. For chunks in which all are negative nothing is computed and the result is 0.
+      targets: int32[B, T]. Chunks with only negative targets are skipped; their result is 0.
 
     Returns:
       The tree of [B, T].
@@ -335,8 +335,8 @@ def map_in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets
 
 
 def token_mean(windows: Windows, sums: np.ndarray) -> tuple[float, float]:
-    """The mean over predicted tokens, from the sums of each window, float64[n]; and its standard error, see
-    `perplexity.evaluate`."""
+    """The mean over predicted tokens and its standard error (see `perplexity.evaluate`), from the sums of each window,
+    float64[n]."""
     tokens, count = int(windows.predicted.sum()), len(sums)
     mean = float(sums.sum()) / tokens
     if count < 2:

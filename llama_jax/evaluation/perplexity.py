@@ -1,4 +1,4 @@
-"""How well a model predicts a text, by itself or compared with a reference: loss, divergence, and preferred answers."""
+"""How well a model predicts text, on its own or against a reference: loss, divergence and preference accuracy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Evaluation:
       bits_per_byte: the nats of all predicted tokens / ln 2 / `bytes`.
       tokens: predicted tokens.
       bytes: UTF-8 bytes of the text of all documents.
-      documents, windows: their numbers.
+      documents, windows: numbers of documents and windows.
     """
 
     loss: float
@@ -76,29 +76,29 @@ def evaluate(
     measure: TokenMeasure | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Loss, perplexity and bits per byte of a model on documents, read through a sliding window.
+    """Loss, perplexity and bits per byte of a model on documents, with a sliding window.
 
-    Every token but a document's first is predicted once, its end-of-sequence token included. In a corpus with targets, as
-    `data.open_chats` makes, only the targets are predicted, and bits per byte count their bytes alone. A document begins
-    with BOS where the vocabulary has one, so that its first token of text is predicted too; where it has none, the first
-    token costs nothing although its bytes count. Bits per byte divide by the bytes of the text itself, so they compare two
-    models that read the same files whatever their tokenizers; nats per token and perplexity do not.
+    Every token except a document's first is predicted once, including its end-of-sequence token. In a corpus with targets,
+    such as from `data.open_chats`, only the targets are predicted, and bits per byte count only their bytes. A document
+    begins with BOS if the vocabulary has one, so that its first token of text is predicted too; if not, the first token
+    costs nothing although its bytes count. Bits per byte divide by the bytes of the text itself, so they are comparable
+    between models on the same files whatever their tokenizers; nats per token and perplexity are not.
 
-    The standard error treats windows as independent draws and the loss as a ratio of two sums over them (Cochran 1977,
+    The standard error treats windows as independent samples and the loss as a ratio of two sums over them (Cochran 1977,
     chapter 6). A document that fits into a window is one window. Windows of a long document resemble each other, so with
     few long documents the true error is larger.
 
     Args:
-      length: T, tokens of a window; by default the model's context, 4096 at most. Windows are packed into rows of T tokens
-        and do not see each other, so short documents cost no more than their tokens.
-      stride: tokens from the start of a window to that of the next one in the document, and the tokens that each window but
-        the first predicts; by default half of `length`. With stride = length windows do not overlap, which is quicker, but
-        tokens at their beginnings lack context.
-      batch: B, rows that are read at once, the last ones padded; by default 1 on a CPU, where the scores of more do not fit
-        into its caches (measured: 8 rows of 512 tokens take 6 times as long as one by one), and 8 elsewhere.
+      length: T, tokens of a window; by default the model's context length, at most 4096. Windows are packed into rows of T
+        tokens without attention between them, so short documents cost no more than their tokens.
+      stride: tokens from the start of a window to the start of the next one in the document, and the number of tokens that
+        each window except the first predicts; by default half of `length`. With stride = length windows do not overlap,
+        which is faster, but tokens at their beginnings lack context.
+      batch: B, rows per forward pass, the last ones padded; by default 1 on a CPU, where the attention scores of more rows
+        do not fit into its caches (measured: 8 rows of 512 tokens take 6 times as long as one by one), and 8 elsewhere.
       compute: dtype and attention.
-      measure: `token_nats` with all but its last two arguments bound, under `jax.jit`. Pass the same one to several calls
-        and it is compiled once for each shape [B, T]; it also determines the computation and the layout over devices.
+      measure: `token_nats` with all but its last two arguments bound, under `jax.jit`. If passed to several calls, it is
+        compiled once per shape [B, T]; it also determines `compute` and the sharding.
       progress: wraps the range of batches, as `tqdm.tqdm` does.
 
     Raises:
@@ -113,7 +113,7 @@ def evaluate(
 
 
 def summary(corpus: Corpus, windows: Windows, sums: np.ndarray) -> Evaluation:
-    """The numbers from the nats of each window: float64[n]."""
+    """The result from the nats of each window: float64[n]."""
     loss, error = token_mean(windows, sums)
     with np.errstate(over="ignore", invalid="ignore"):
         perplexity = float(np.exp(loss))
@@ -133,17 +133,17 @@ def summary(corpus: Corpus, windows: Windows, sums: np.ndarray) -> Evaluation:
 class Divergence:
     """The result of `divergence`; nan if a model's outputs are not finite.
 
-    Standard errors are from the spread between windows, see `evaluate`; nan for a single window.
+    Standard errors are computed from the spread between windows, see `evaluate`; nan for a single window.
 
     Attributes:
       model, reference: loss, perplexity and bits per byte of each, on the same tokens.
       loss_difference: the model's loss minus the reference's, in nats per token, with its standard error, which is far
         smaller than those of the two losses because both read the same text.
       perplexity_ratio: model's / reference's.
-      kl: Kullback-Leibler divergence of the model's next-token distribution from the reference's, sum of p ln(p / q) with p
-        the reference's: mean over predicted tokens in nats, with its standard error.
+      kl: KL divergence of the model's next-token distribution q from the reference's p, sum of p ln(p / q): mean over
+        predicted tokens in nats, with its standard error.
       kl_median, kl_99, kl_max: median, 99th percentile and maximum of the divergence over tokens.
-      same_top: share of the predicted tokens at which both models have the same most probable token.
+      same_top: share of the predicted tokens for which both models have the same most probable token.
     """
 
     model: Evaluation
@@ -173,16 +173,16 @@ def divergence(
     measure: Callable[..., tuple[jax.Array, ...]] | None = None,
     progress: Progress | None = None,
 ) -> Divergence:
-    """Compare two models' predictions of every token of documents, read through the same sliding window.
+    """Compare two models' predictions of every token of documents, with the same sliding window.
 
     Both are in memory at once, with logits of 64 positions of each row.
 
     Args:
-      params: of the model, for example `model.trees.quantize(reference, "int8")`.
+      params: parameters of the model, for example `model.trees.quantize(reference, "int8")`.
       reference: parameters of the reference.
       reference_config: its configuration, if it differs; any model of the same vocabulary.
       length, stride, batch, progress: see `evaluate`.
-      compute: of both.
+      compute: dtype and attention of both.
       measure: `compare_tokens` with all but its last three arguments bound, under `jax.jit`.
 
     Raises:
@@ -190,10 +190,10 @@ def divergence(
     """
     reference_config = config if reference_config is None else reference_config
     if compute.exact:
-        raise ConfigError("exact=True is for the numbers of one model, and not for a divergence; leave it out")
+        raise ConfigError("exact=True is not supported for a divergence of two models; leave it out")
     if reference_config.vocab_size != config.vocab_size:
         raise DataError(
-            f"the reference has a vocabulary of {reference_config.vocab_size}, the model one of {config.vocab_size}:"
+            f"the reference has a vocabulary of {reference_config.vocab_size}, but the model one of {config.vocab_size}:"
             " their predictions cannot be compared"
         )
     shorter = min(config, reference_config, key=lambda one: one.max_seq_len)
@@ -264,17 +264,17 @@ class PreferenceAccuracy:
     """The result of `preference_accuracy` for N pairs; the means are over pairs, in nats.
 
     Attributes:
-      accuracy: the share of pairs whose chosen answer is more probable than the rejected one; against a reference, whose
-        chosen answer gains more log-probability over the reference than the rejected one.
-      accuracy_error: its standard error, as of a binomial share of N.
-      margin: log-probability of the chosen answer minus that of the rejected one; against a reference, minus the same
-        difference there. Times beta it is the margin of rewards in DPO.
+      accuracy: the share of pairs whose chosen answer is more probable than the rejected one; with a reference, the share
+        whose chosen answer gains more log-probability over the reference than the rejected one.
+      accuracy_error: its standard error, as of a binomial proportion of N.
+      margin: log-probability of the chosen answer minus that of the rejected one; with a reference, minus the reference's
+        difference. Times beta it is the reward margin in DPO.
       margin_error: its standard error, from the spread between pairs; nan for a single one.
       accuracy_per_token: as `accuracy`, with log-probabilities divided by the tokens of the answer, since long answers are
         less probable because of their length.
-      chosen_logprob, rejected_logprob: of the answers by the model.
+      chosen_logprob, rejected_logprob: log-probabilities of the answers under the model.
       pairs: N.
-      tokens: of all answers.
+      tokens: number of tokens of all answers.
     """
 
     accuracy: float
@@ -290,7 +290,7 @@ class PreferenceAccuracy:
 
 @dataclass(frozen=True)
 class AnswerLogprobs:
-    """Natural logarithms of the probabilities of both answers of N pairs, and their tokens: float64[N, 2], int64[N, 2]."""
+    """Log-probabilities of both answers of N pairs in nats, and their numbers of tokens: float64[N, 2], int64[N, 2]."""
 
     logprobs: np.ndarray
     tokens: np.ndarray
@@ -310,9 +310,9 @@ def pair_logprobs(
     """The log-probability of each answer after its prompt.
 
     Args:
-      pairs: of texts of `length` + 1 tokens at most.
-      length: T, tokens of a row, in which several texts may be.
-      batch: B, rows that are read at once.
+      pairs: texts of at most `length` + 1 tokens.
+      length: T, tokens of a row, which may hold several texts.
+      batch: B, rows per forward pass.
       compute, measure, progress: see `evaluate`.
 
     Raises:
@@ -325,13 +325,13 @@ def pair_logprobs(
     with measuring(params, compute):
         sums = sum_windows(texts, windows, batch, partial(measure, params), progress, not compute.exact)
     found = np.zeros((2, texts.document_count))
-    found[:, texts.stops - texts.starts > 1] = -sums, windows.predicted  # of such a text there is one window
+    found[:, texts.stops - texts.starts > 1] = -sums, windows.predicted  # such a text has one window
     logprobs, tokens = found.reshape(2, 2, -1).swapaxes(1, 2)
     return AnswerLogprobs(logprobs, tokens.astype(np.int64))
 
 
 def preference_accuracy(answers: AnswerLogprobs, reference: AnswerLogprobs | None = None) -> PreferenceAccuracy:
-    """How often the chosen answer is preferred by a model, relative to a reference if there is one."""
+    """How often a model prefers the chosen answer, relative to a reference if there is one."""
     own = answers.logprobs
     ratios = own if reference is None else own - reference.logprobs
     margins, count = ratios[:, 0] - ratios[:, 1], len(ratios)

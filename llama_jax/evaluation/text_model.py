@@ -1,4 +1,4 @@
-"""A model with texts in and out, as tasks need it: log-probabilities of continuations, and continuations."""
+"""A model that scores and generates text, for evaluation tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llama_jax.tokenizers import Format, Message, Tokenizer, resolve_format
 from llama_jax.tokenizers.chat import Renderer, chat_parts, check_messages
 from llama_jax.tokenizers.interface import Text
 
-LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # of several names the first counts
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # if several are set, the first counts
 USUAL_LIMIT = 256  # tokens of a continuation, if the task sets none
 
 
@@ -29,9 +29,9 @@ class GenerationSettings:
     """Settings of a continuation.
 
     Attributes:
-      max_new_tokens: at most.
-      stop: texts at which the continuation ends, which are no part of it.
-      sampling: numbers, not arrays; its seed is not used.
+      max_new_tokens: maximum number of tokens.
+      stop: texts that end the continuation and are not part of it.
+      sampling: numbers, not arrays; its seed is ignored.
     """
 
     max_new_tokens: int = USUAL_LIMIT
@@ -40,7 +40,7 @@ class GenerationSettings:
 
 
 def generation_settings(settings: Mapping[str, Any]) -> GenerationSettings:
-    """The settings for a continuation from a task's settings, by the names of the lm-evaluation-harness and of transformers.
+    """Convert a task's settings, with the names of the lm-evaluation-harness and of transformers.
 
     Without `do_sample` the temperature decides: 0, the default, is greedy.
 
@@ -65,7 +65,7 @@ def generation_settings(settings: Mapping[str, Any]) -> GenerationSettings:
     chosen = {name: left.pop(name) for name in known if left.get(name) is not None}
     for name, value in left.items():
         if value is not None and (name, value) != ("num_beams", 1):
-            raise GenerationError(f"{shown(name, 40)}={shown(value, 40)} is a setting of generation that is not supported")
+            raise GenerationError(f"{shown(name, 40)}={shown(value, 40)} is not a supported setting of generation")
     sampling = Sampling(temperature=temperature, **chosen)
     sampling.per_row(1)
     if isinstance(limit, bool) or int(limit) != limit or limit < 1:
@@ -74,16 +74,16 @@ def generation_settings(settings: Mapping[str, Any]) -> GenerationSettings:
 
 
 class TextModel:
-    """Model and vocabulary, with the rules of the lm-evaluation-harness's own backend for transformers for converting texts
-    and tokens, so that scores can be compared.
+    """A model and its tokenizer; texts are encoded as in the lm-evaluation-harness's backend for transformers, so that
+    scores are comparable.
 
-    Names of special tokens in a text are special tokens. A text begins with the begin-of-sequence token if the vocabulary's
-    own rule says so, unless it begins with its name, as a rendered chat does. Spaces at the end of a context belong to the
+    Names of special tokens in a text are special tokens. A text begins with the begin-of-sequence token if the tokenizer
+    adds one, unless it already begins with its name, as a rendered chat does. Spaces at the end of a context belong to the
     continuation. A text that is too long loses its beginning.
 
     Attributes:
-      context: tokens that the model reads at most.
-      cut: texts so far that have lost their beginning.
+      context: maximum number of input tokens.
+      cut: number of texts so far that have lost their beginning.
     """
 
     def __init__(
@@ -98,25 +98,25 @@ class TextModel:
         seed: int = 0,
         options: EngineOptions = EngineOptions(),
     ) -> None:
-        """Compile nothing yet.
+        """Prepare a model; compiles nothing yet.
 
         Args:
-          config, params, tokenizer: as `load` gives them, also with an adapter or quantized, and on a mesh over `tensor`.
-          bos: whether texts begin with the begin-of-sequence token where the vocabulary's own rule says so.
-          format: of chats, see `tokenizers.resolve_format`.
-          batch: rows that are scored at once, see `score_pairs`.
-          seed: of the first text that is sampled; each next one has one more.
-          options: of the engine that continues texts; its `compute` and its context are those of scoring as well.
+          config, params, tokenizer: from `load`, also with an adapter or quantized, and on a mesh over `tensor`.
+          bos: whether texts begin with the begin-of-sequence token if the tokenizer adds one.
+          format: chat format, see `tokenizers.resolve_format`.
+          batch: rows per forward pass of scoring, see `score_pairs`.
+          seed: seed of the first sampled text; incremented for each next one.
+          options: options of the engine that generates; its `compute` and context length are used for scoring too.
 
         Raises:
           GenerationError: a vocabulary with neither a begin- nor an end-of-sequence token, or a larger one than the model's.
         """
         if max(tokenizer.bos_id, tokenizer.eos_id) < 0:
-            raise GenerationError("the vocabulary has no token to begin with: neither bos nor eos; name one beside it")
+            raise GenerationError("the vocabulary has neither a bos nor an eos token; name one in tokenizer_config.json")
         if tokenizer.vocab_size > config.vocab_size:
             raise GenerationError(
-                f"the tokenizer has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size}; pass the"
-                " model's own"
+                f"the tokenizer has {tokenizer.vocab_size} tokens, but the model only {config.vocab_size}; pass the model's"
+                " tokenizer"
             )
         self.context = options.context_of(config)
         self.tokenizer = tokenizer
@@ -135,21 +135,21 @@ class TextModel:
         return self.tokenizer.bos_id if self.tokenizer.bos_id >= 0 else self.tokenizer.eos_id
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that a continuation follows."""
+        """Ids of a text to be continued."""
         name = self._names.get(self.tokenizer.bos_id)
         bos = self._bos and self.tokenizer.add_bos and not (name and text.startswith(name))
         return self.tokenizer.encode(text, bos=bos, eos=False, special=True)
 
     def alone(self, text: str) -> list[int]:
-        """Ids of a text that nothing precedes but `prefix`."""
+        """Ids of a text preceded only by `prefix`."""
         ids = self.tokenizer.encode(text, bos=False, eos=False, special=True)
         return ids[1:] if ids[:1] == [self.prefix] else ids
 
     def pair(self, context: str, continuation: str) -> Continuation:
-        """The ids of a text and of what follows it, divided as the whole is.
+        """The ids of a text and its continuation, encoded together and then split.
 
         Raises:
-          GenerationError: a continuation of no tokens of its own.
+          GenerationError: a continuation that adds no tokens.
         """
         spaces = len(context) - len(context.rstrip())
         if spaces:
@@ -161,7 +161,7 @@ class TextModel:
             found = Continuation([self.prefix], self.alone(continuation))
         if not found.continuation:
             raise GenerationError(
-                f"the continuation {shown(continuation)} adds no token to {shown(context[-40:])}: nothing is to be predicted"
+                f"the continuation {shown(continuation)} adds no token to {shown(context[-40:])}; pass a longer one"
             )
         return found
 
@@ -202,7 +202,7 @@ class TextModel:
         room = self.context - settings.max_new_tokens
         if room < 1:
             raise GenerationError(
-                f"max_gen_toks={settings.max_new_tokens} leaves nothing of the context of {self.context} for a text;"
+                f"max_gen_toks={settings.max_new_tokens} leaves no room for a text in the context of {self.context};"
                 " lower it"
             )
         ids = self.encode(context) or [self.prefix]
@@ -219,14 +219,14 @@ class TextModel:
         return Job(number, request, Text(self.tokenizer, stop, write=lambda text: None, at_start=True))
 
     def chat(self, messages: Sequence[Message], *, reply: bool = True) -> str:
-        """A chat as a text, in which special tokens stand by their names.
+        """A chat as a text, with special tokens by name.
 
         Args:
-          reply: whether what stands before the assistant's next message follows. Without, a last message of the assistant's
-            is left open, to be continued.
+          reply: whether to append the header of the assistant's next message. If not, a last message from the assistant is
+            left open, to be continued.
 
         Raises:
-          GenerationError: messages that are no chat, or a model without a chat format.
+          GenerationError: messages that are not a valid chat, or a model without a chat format.
         """
         format = resolve_format(self.tokenizer, self._format)
         check_messages(messages, format)
@@ -240,7 +240,7 @@ class TextModel:
 
     @property
     def chat_template(self) -> str:
-        """The template of chats, or the name of their format where it has none.
+        """The chat template, or the name of the chat format if it has none.
 
         Raises:
           GenerationError: a model without a chat format.
@@ -249,6 +249,6 @@ class TextModel:
         return str(self.tokenizer.chat_template) if format == "template" else format
 
     def close(self) -> None:
-        """End the process that renders chats, if there is one."""
+        """End the process that renders chats, if one is running."""
         if self._renderer is not None:
             self._renderer.close()

@@ -1,7 +1,7 @@
 """Files in and out: `load` recognizes what a path holds, `save` and `convert` write; `load_adapter` and `save_adapter`.
 
-What is missing, damaged, not supported or cannot be written raises a `CheckpointError` of one line, which names the file and
-the remedy; in a configuration a `ConfigError`, until a reader adds the file's name.
+Anything missing, damaged, unsupported or impossible to write raises a one-line `CheckpointError` that names the file and the
+remedy; an invalid configuration raises a `ConfigError` until a reader adds the file's name.
 """
 
 from llama_jax.formats.adapters import load_adapter, save_adapter

@@ -1,8 +1,8 @@
-"""LoRA adapters: read from a PEFT folder, a GGUF of llama.cpp's or a training run; written for PEFT and llama.cpp.
+"""LoRA adapters: read from a PEFT folder, a llama.cpp GGUF or a training run; written for PEFT and llama.cpp.
 
 PEFT has ``adapter_config.json`` and ``adapter_model.safetensors``. llama.cpp has one GGUF (convert_lora_to_gguf.py and
-src/llama-adapter.cpp): A and B of ``blk.0.attn_q.weight`` are ``blk.0.attn_q.weight.lora_a`` and ``.lora_b``, the change
-counts alpha / R times, and there are no magnitudes. In both the rows of B of q and k have the rotary layout of the base.
+src/llama-adapter.cpp): A and B of ``blk.0.attn_q.weight`` are ``blk.0.attn_q.weight.lora_a`` and ``.lora_b``, the update
+is scaled by alpha / R, and there are no magnitudes. In both, the rows of B for q and k have the base's rotary layout.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from llama_jax.storage.paths import read_object
 
 _log = logging.getLogger("llama_jax.formats")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Settings without effect on what the adapter computes.
+# Settings that do not affect what the adapter computes.
 IGNORED_SETTINGS = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version"),
@@ -67,9 +67,9 @@ IGNORED_SETTINGS = frozenset(
     }
 )
 READ_SETTINGS = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "init_lora_weights"})
-# Those that leave the base as it is; the others, as PiSSA's, change it before training begins.
+# These leave the base unchanged; others, such as PiSSA, change it before training begins.
 INITIALIZATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
-# By target: the tensor of the base that it changes.
+# For each target, the base tensor that it changes.
 BASE_TENSORS: dict[str, tuple[ParamSpec, Share]] = {
     name: (row, share)
     for row in PARAM_SPECS
@@ -79,7 +79,7 @@ BASE_TENSORS: dict[str, tuple[ParamSpec, Share]] = {
 }
 
 
-# Metadata of a GGUF.
+# GGUF metadata keys.
 GENERAL_TYPE, ADAPTER_TYPE, ALPHA_KEY, BASE_NAME_KEY = (
     "general.type",
     "adapter.type",
@@ -92,9 +92,9 @@ class Adapter(NamedTuple):
     """A LoRA adapter.
 
     Attributes:
-      lora: its settings.
-      params: the adapters.
-      base: the model that it names as its base, a path or a name on a hub; None if it names none.
+      lora: the settings.
+      params: the adapter's weights.
+      base: the base model that it names, a path or a name on a hub; None if it names none.
     """
 
     lora: Lora
@@ -106,8 +106,8 @@ class AdapterLayout(NamedTuple):
     """How a file stores the tensors of an adapter.
 
     Attributes:
-      names: of a target in a layer: A, B, and the magnitude.
-      interleaved: whether files of a base of this configuration have the interleaved rotary layout.
+      names: maps a target and a layer to the names of A, B and the magnitude.
+      interleaved: whether files of a base with this configuration have the interleaved rotary layout.
     """
 
     names: Callable[[str, int], tuple[str, str, str]]
@@ -137,10 +137,10 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
     """Read an adapter for a base of this configuration.
 
     Args:
-      path: a folder of PEFT's, with ``adapter_config.json`` and ``adapter_model.safetensors``; a GGUF of llama.cpp's; or a
-        training run with adapters (its newest step), or one of its steps. If the run keeps a moving average, that is read.
-      config: of the base.
-      dtype: of the adapter, float32 as in PEFT, whatever the base has.
+      path: a PEFT folder, with ``adapter_config.json`` and ``adapter_model.safetensors``; a llama.cpp GGUF; or a training
+        run with adapters (its newest step), or one of its steps. If the run keeps a moving average, that is read.
+      config: the base's configuration.
+      dtype: type of the adapter, float32 as in PEFT, whatever the base has.
 
     Raises:
       CheckpointError: no such folder, a damaged file, an unsupported kind of adapter or setting, or a tensor that is
@@ -152,11 +152,11 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
         if opened is not None:
             return opened.read(config, dtype)
         if not folder.exists():
-            raise CheckpointError(f"{folder} does not exist; pass a folder that PEFT or train wrote")
+            raise CheckpointError(f"{folder} does not exist; pass a folder written by PEFT or train")
         if step_at(folder) is not None:
-            raise CheckpointError(f"{folder} holds a whole model and no adapter; pass it as the model")
+            raise CheckpointError(f"{folder} holds a whole model, not an adapter; pass it as the model")
         raise CheckpointError(
-            f"{folder} holds no adapter: it has no {ADAPTER_CONFIG}; pass a folder that PEFT or train wrote"
+            f"{folder} holds no adapter: it has no {ADAPTER_CONFIG}; pass a folder written by PEFT or train"
         )
 
 
@@ -165,8 +165,8 @@ class OpenedAdapter(NamedTuple):
 
     Attributes:
       base: see `Adapter`.
-      base_config: the configuration of its base, which training runs keep; None for other adapters.
-      read: the adapter, for a base of a configuration and in a type; for errors see `load_adapter`.
+      base_config: configuration of the base, which training runs store; None for other adapters.
+      read: reads the adapter for a base configuration, in a dtype; for errors see `load_adapter`.
     """
 
     base: str | None
@@ -176,7 +176,7 @@ class OpenedAdapter(NamedTuple):
 
 @retry_with_newest_step
 def open_adapter(path: str | os.PathLike[str]) -> OpenedAdapter | None:
-    """Recognize an adapter by its content; None where a path holds none."""
+    """Recognize an adapter by its content; None if the path holds none."""
     folder = locate(path)
     with reading(folder, CheckpointError):
         step = step_at(folder)
@@ -193,7 +193,7 @@ def open_adapter(path: str | os.PathLike[str]) -> OpenedAdapter | None:
 
 
 def step_at(folder: Location) -> Location | None:
-    """A step of a training run, or the newest step in its folder; in a store the folder of all. None for anything else."""
+    """A step of a training run, or the newest in its folder; in an object store, the folder of steps. None otherwise."""
     if not folder.is_dir():
         return None
     found = folder if is_step(folder) else find_checkpoints(folder)
@@ -203,12 +203,12 @@ def step_at(folder: Location) -> Location | None:
 
 
 def with_adapter_parts(config: LlamaConfig, adapters: Sequence[str | os.PathLike[str]]) -> LlamaConfig:
-    """The configuration of a base under adapters: with the parts of their own that runs trained them with."""
+    """The base's configuration for these adapters: with the custom parts that runs trained them with."""
     opened = filter(None, map(open_adapter, adapters))
     parts = {each.base_config.parts for each in opened if each.base_config is not None}
     if len(parts) > 1:
         different = ", ".join(sorted(map(str, parts)))
-        raise CheckpointError(f"adapters trained with different parts of their own ({different}); pass one of them")
+        raise CheckpointError(f"adapters trained with different custom parts ({different}); pass one of them")
     return replace(config, parts=parts.pop()) if parts else config
 
 
@@ -225,19 +225,19 @@ def save_adapter(
 
     Args:
       path: a folder for PEFT, or a file whose name ends in ``.gguf`` for llama.cpp.
-      config: of the base, as its file has it.
-      adapters: also as a mesh holds them.
-      base: the name of the base to write down, a path or a name on a hub.
-      overwrite: replace a folder that holds an adapter, or a model, and nothing else.
+      config: configuration of the base, as in its file.
+      adapters: may be sharded over a mesh.
+      base: the base's name to store, a path or a name on a hub.
+      overwrite: replace a folder that holds only an adapter or a model.
 
     Raises:
-      CheckpointError: something is at `path`, numbers that are not finite, or magnitudes, which llama.cpp does not support;
-        a base with parts of its own, which no such file names.
+      CheckpointError: something is at `path`; non-finite values; magnitudes, which llama.cpp does not support; or a base
+        with custom parts, which such files cannot name.
     """
     if config.parts:
-        raise CheckpointError(f"{config.parts} have no place in an adapter's files; load the run as the adapter")
+        raise CheckpointError(f"{config.parts} cannot be stored in adapter files; load the run as the adapter")
     if config.kind == "phi3":
-        raise CheckpointError("adapters of a phi3, whose projections other libraries hold in one matrix, cannot be written")
+        raise CheckpointError("adapters of phi3, which other libraries train on fused projections, cannot be written")
     to_gguf = Path(path).suffix.lower() == ".gguf"
     with new_output(locate(path), folder=not to_gguf, overwrite=overwrite) as target:
         (_write_gguf if to_gguf else _write_peft)(target, config, adapters, lora, base)
@@ -247,8 +247,8 @@ def attach_adapter(config: LlamaConfig, params: Llama, adapter: Adapter, mesh: M
     """The parameters with an adapter attached.
 
     Args:
-      config: of the base, as its file has it.
-      mesh: over which the parameters lie, fitted.
+      config: configuration of the base, as in its file.
+      mesh: the mesh over which the padded parameters are sharded.
     """
     return precompute_dora_scale(adapted(params, _placed(config, adapter.params, adapter.lora, mesh), adapter.lora))
 
@@ -261,7 +261,7 @@ def attach_adapters(config: LlamaConfig, params: Llama, adapters: Sequence[Adapt
 
 
 def _placed(config: LlamaConfig, pairs: Llama, lora: Lora, mesh: MeshSizes | None) -> Llama:
-    """Adapters placed like the matrices that they change."""
+    """Adapters sharded like the matrices that they change."""
     if mesh is None:
         return pairs
     from llama_jax.parallel.sharding import adapter_specs, shardings  # imports what training needs too
@@ -311,7 +311,7 @@ def _read_step(
 
 
 def _warn_of_another_base(step: Path, before: LlamaConfig, config: LlamaConfig) -> None:
-    """Say in which settings a base differs from that of a run, of those that change what it computes."""
+    """Warn of settings in which a base differs from that of a run, among those that affect what it computes."""
     for field in fields(LlamaConfig):
         old, new = getattr(before, field.name), getattr(config, field.name)
         same = math.isclose(old, new, rel_tol=1e-6) if isinstance(old, float) and isinstance(new, float) else old == new
@@ -330,7 +330,7 @@ def _open_peft(folder: Location) -> OpenedAdapter:
     def read(config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
         weights = folder / ADAPTER_WEIGHTS
         if not weights.is_file():
-            raise CheckpointError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter as safetensors with PEFT")
+            raise CheckpointError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter as safetensors in PEFT")
         tensors = read_safetensors(weights)
         lora = _lora_of(folder, settings, tensors)
         return Adapter(lora, read_pairs(weights, config, lora, tensors, dtype, PEFT, base), base)
@@ -364,24 +364,24 @@ def _write_peft(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, 
 
 
 def _lora_of(folder: Location, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lora:
-    """The settings; the targets are those of the tensors, for a file may name them by a pattern."""
+    """The settings; targets are taken from the tensors, since a file may name them by a pattern."""
     where, kind = folder / ADAPTER_CONFIG, settings.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(f"{where}: peft_type={shown(kind)} is not supported; adapters are read of the type LORA")
+        raise CheckpointError(f"{where}: peft_type={shown(kind)} is not supported; only LORA adapters are supported")
     for name, value in settings.items():
         if name not in IGNORED_SETTINGS | READ_SETTINGS and value and value != "none":
             raise CheckpointError(f"{where}: {shown(name, 40)}={shown(value)} is not supported; train an adapter without it")
     if settings.get("init_lora_weights") not in INITIALIZATIONS:
         raise CheckpointError(
-            f"{where}: init_lora_weights={shown(settings['init_lora_weights'])} may have changed the base; convert it to a"
-            " plain LoRA with PEFT"
+            f"{where}: init_lora_weights={shown(settings['init_lora_weights'])} may have changed the base; convert the"
+            " adapter to a plain LoRA with PEFT"
         )
     targets = settings.get("target_modules")
     names = [name for name in TARGETS if any(_module(name, 0) in key for key in tensors)]
     for name in targets if isinstance(targets, list) else ():
         if str(name).split(".")[-1] not in names:
             raise CheckpointError(
-                f"{where} names the target {shown(name, 80)}, for which {ADAPTER_WEIGHTS} has no tensor of layer 0; the"
+                f"{where} names the target {shown(name, 80)}, but {ADAPTER_WEIGHTS} has no tensor for it in layer 0; the"
                 f" targets of a Llama are {', '.join(TARGETS)}"
             )
     try:
@@ -411,7 +411,7 @@ def _open_gguf(path: Location) -> OpenedAdapter | None:
             )
         rank, alpha = tensors[_gguf_names(targets[0], 0)[0]].shape[0], fields.get(ALPHA_KEY)
         try:
-            lora = Lora(rank=rank, alpha=alpha or float(rank), targets=targets)  # for 0 llama.cpp adds a change as it is
+            lora = Lora(rank=rank, alpha=alpha or float(rank), targets=targets)  # for 0 llama.cpp adds the update unscaled
         except ConfigError as error:
             raise CheckpointError(f"{path}: {error}") from None
         return Adapter(lora, read_pairs(path, config, lora, tensors, dtype, LLAMA_CPP, base), base)
@@ -442,7 +442,7 @@ def read_pairs(
     layout: AdapterLayout,
     base: str | None,
 ) -> Llama:
-    """The adapters in the tensors of a file of this layout, which names this base; for errors see `load_adapter`."""
+    """The adapter in the tensors of a file with this layout and base name; for errors see `load_adapter`."""
     target, unread = target_dtype(where, dtype, np.dtype(np.float32)), set(tensors)
     trained_on = "" if base is None else f", which was trained on {shown(base)}"
     interleaved = layout.interleaved(config)
@@ -454,17 +454,17 @@ def read_pairs(
         found = tensors[name]
         if found.shape != shape:
             raise CheckpointError(
-                f"{where}: tensor {shown(name, 120)} has shape {list(found.shape)}, rank {lora.rank} and this base need"
+                f"{where}: tensor {shown(name, 120)} has shape {list(found.shape)}, but rank {lora.rank} and this base need"
                 f" {list(shape)}; is this the adapter's base{trained_on}?"
             )
         if found.dtype not in FLOATS.values():
-            raise CheckpointError(f"{where}: tensor {shown(name, 120)} is {found.kind}; a float of 16 or 32 bits is needed")
+            raise CheckpointError(f"{where}: tensor {shown(name, 120)} is {found.kind}; a 16- or 32-bit float is needed")
         rows = found.read(0, found.shape[0])
         check(rows, target, f"{where}: tensor {name!r}")
         return rows.astype(target)
 
     def read_layer(row: ParamSpec, layer: int) -> LowRank:
-        shares = []  # A, B and the magnitude of each
+        shares = []  # A, B and the magnitude of each tensor
         for name, share in _shares_at(row):
             outputs, inputs = shape_of(share.axes, config)
             shapes = ((lora.rank, inputs), (outputs, lora.rank), (outputs,))[: 2 + lora.dora]
@@ -480,7 +480,7 @@ def read_pairs(
         return LowRank(a_parts[0] if len(a_parts) == 1 else np.stack(a_parts), b, magnitude)
 
     def by_heads(parts: Sequence[np.ndarray]) -> np.ndarray:
-        """One array, with the rows of each head side by side."""
+        """One array, with the rows of each head next to each other."""
         if len(parts) == 1:
             return parts[0]
         heads = [part.reshape(config.n_kv_heads, -1, config.head_dim, *part.shape[1:]) for part in parts]
@@ -488,7 +488,8 @@ def read_pairs(
 
     if config.n_layers > len(tensors):
         raise CheckpointError(
-            f"{where} has {len(tensors)} tensors, the base {config.n_layers} layers; is this the adapter's base{trained_on}?"
+            f"{where} has {len(tensors)} tensors, but the base has {config.n_layers} layers; is this the adapter's base"
+            f"{trained_on}?"
         )
     try:
         layers = range(config.n_layers)
@@ -500,14 +501,14 @@ def read_pairs(
         raise CheckpointError(f"{where}: {error}") from None
     if unread:
         raise CheckpointError(
-            f"{where}: tensor {shown(min(unread), 120)} is no part of a LoRA of this base ({len(unread)} such); is this the"
-            f" adapter's base{trained_on}?"
+            f"{where}: tensor {shown(min(unread), 120)} does not belong to a LoRA of this base ({len(unread)} such); is this"
+            f" the adapter's base{trained_on}?"
         )
     return found
 
 
 def tensors_of_adapter(config: LlamaConfig, adapters: Llama, lora: Lora, layout: AdapterLayout) -> dict[str, np.ndarray]:
-    """The inverse of `read_pairs`: the tensors of a file, layer by layer; adapters may be padded to fit a mesh."""
+    """The inverse of `read_pairs`: the tensors of a file, layer by layer; adapters may be padded for a mesh."""
     found: dict[str, np.ndarray] = {}
     on_host = jax.tree.map(np.asarray, unpad_params(config, adapters))
     interleaved = layout.interleaved(config)
@@ -535,7 +536,7 @@ def tensors_of_adapter(config: LlamaConfig, adapters: Llama, lora: Lora, layout:
 
 
 def _reordered(rows: np.ndarray, config: LlamaConfig, order: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Rows of B, or the magnitude, of queries or keys in the other rotary layout."""
+    """Rows of B, or the magnitude, for queries or keys in the other rotary layout."""
     return order(rows.reshape(-1, config.head_dim, math.prod(rows.shape[1:]))).reshape(rows.shape)
 
 

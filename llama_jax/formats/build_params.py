@@ -1,4 +1,4 @@
-"""From the named tensors of a checkpoint to parameters, or to the tensors of another format: the same for all formats."""
+"""Builds parameters, or the tensors of another format, from a checkpoint's named tensors: the same for all formats."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def build_params(
     unstack_layers: bool = False,
     progress: Progress | None = None,
 ) -> Llama:
-    """The parameters. All names and shapes are checked before the first tensor is read.
+    """The parameters. All names and shapes are checked before any tensor is read.
 
     Args:
       dtype: of all parameters; for None see `lazy_tensors.default_dtype`, and mixed files are then cast to it.
-      quantize: the kind that the matrices are kept in, see `parameter_fill`; None gives floats.
+      quantize: the quantized format of the matrices, see `parameter_fill`; None gives floats.
       shardings: a `Llama` of `jax.sharding.Sharding`; None puts all on the default device. Each process reads only the rows
         of a sharded array that its own devices need.
-      unstack_layers: each layer's matrices in arrays of their own, see `ops.weights.apart`.
+      unstack_layers: store each layer's matrices in separate arrays, see `ops.weights.apart`.
       progress: wraps the sequence of layers, as `tqdm.tqdm` does.
 
     Raises:
-      CheckpointError: a tensor that is missing, unexpected, of the wrong shape or not finite; the message names it.
+      CheckpointError: a tensor is missing, unexpected, of the wrong shape or not finite; the message names it.
     """
     made_of = plan(opened)
     embedding = made_of.embedding.parts[0].tensor
@@ -104,9 +104,8 @@ def build_params(
 
 @contextmanager
 def _filling(*, alone: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
-    """A function that begins a call on a thread and returns one that waits for its result; `alone`, that one makes the call.
-
-    Processes that exchange what they read from a store must all do it in the same order.
+    """A function that starts a call on a thread and returns a function that waits for its result. With `alone`, that
+    function makes the call itself: processes that exchange what they read from an object store must keep the same order.
     """
     if alone:
         yield partial
@@ -119,10 +118,10 @@ def _filling(*, alone: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
 
 
 def plan(opened: Opened, *, interleaved: bool = False) -> Llama:
-    """A `Llama` of `ArrayParts`, and in its blocks `StackParts`: the tensors of each parameter.
+    """A `Llama` of `ArrayParts`, with `StackParts` in its blocks: the tensors of each parameter.
 
     Args:
-      interleaved: the rotary layout for the rows of q and k.
+      interleaved: whether to put the rows of q and k in the interleaved rotary layout.
     """
     c, where = opened.config, opened.path
     unread = set(opened.tensors)
@@ -134,29 +133,29 @@ def plan(opened: Opened, *, interleaved: bool = False) -> Llama:
         tensor = opened.tensors[name]
         if tensor.shape != shape:
             raise CheckpointError(
-                f"{where}: tensor {name!r} has shape {list(tensor.shape)}, the configuration needs {list(shape)}"
+                f"{where}: tensor {name!r} has shape {list(tensor.shape)}; the configuration needs {list(shape)}"
             )
         if tensor.dtype not in FLOATS.values():
-            raise CheckpointError(f"{where}: tensor {name!r} is {tensor.kind}; a float of 16 or 32 bits is needed")
+            raise CheckpointError(f"{where}: tensor {name!r} is {tensor.kind}; a 16- or 32-bit float is needed")
         if rotary and opened.interleaved != interleaved:
             tensor = permute_rope(tensor, c.head_dim, interleave=interleaved)
         return Part(f"{where}: tensor {name!r}", tensor, columns)
 
     def array(row: ParamSpec, layer: int) -> ArrayParts:
-        """A parameter; if it has several shares they are concatenated along its second axis."""
+        """A parameter; its shares, if several, are concatenated along the second axis."""
         parts = []
         for share, columns in shares_in(row, c):
             name = table if share.name == "embedding" else opened.names[share.name].format(layer)
             parts.append(part(name, shape_of(share.axes, c), columns, share.rotary))
         return ArrayParts(row.shape(c), tuple(parts), row.is_matrix, isinstance(where, StoredPath), row.path, layer)
 
-    # Checked by counting before names are made: a configuration may claim a billion layers.
+    # Checked by count before the names are built: a configuration may claim a billion layers.
     if c.n_layers > len(opened.tensors):
-        raise CheckpointError(f"{where}: the configuration has {c.n_layers} layers, the file {len(opened.tensors)} tensors")
+        raise CheckpointError(f"{where}: {c.n_layers} layers are configured, but the file has {len(opened.tensors)} tensors")
     table, head = opened.names["embedding"], opened.names["lm_head"]
     if c.tie_embeddings and head in opened.tensors:
         unread.discard(head)
-        if table not in opened.tensors:  # some writers keep the other name of the one tensor
+        if table not in opened.tensors:  # some writers store a tied tensor under the other name
             table = head
 
     def parameter(row: ParamSpec) -> ArrayParts | StackParts:
@@ -166,13 +165,13 @@ def plan(opened: Opened, *, interleaved: bool = False) -> Llama:
     if unread:
         raise CheckpointError(
             f"{where}: tensor {shown(min(unread), 80)} is not part of a Llama of this configuration"
-            f" ({len(unread)} such); is the configuration that of these weights?"
+            f" ({len(unread)} such); do the configuration and these weights belong together?"
         )
     return found
 
 
 def _check_tied(opened: Opened) -> None:
-    """Check that the embedding and the output projection of a tied model are equal if both are stored."""
+    """Check that the embedding and output projection of a tied model are equal if both are stored."""
     table, head = (opened.tensors.get(opened.names[what]) for what in ("embedding", "lm_head"))
     if not opened.config.tie_embeddings or table is None or head is None:
         return
@@ -182,15 +181,15 @@ def _check_tied(opened: Opened) -> None:
         np.array_equal(table.read(i, min(i + step, rows)), head.read(i, min(i + step, rows))) for i in range(0, rows, step)
     ):
         raise CheckpointError(
-            f"{opened.path}: tie_embeddings is set but {opened.names['lm_head']!r} differs from the embedding;"
+            f"{opened.path}: tie_embeddings is set, but {opened.names['lm_head']!r} differs from the embedding;"
             " one of the two is wrong"
         )
 
 
 def pad_to_mesh(opened: Opened, sizes: MeshSizes) -> Opened:
-    """The same checkpoint with the configuration and the tensors of the fitted model, see `parallel.padding`."""
+    """The same checkpoint with the configuration and tensors of the padded model, see `parallel.padding`."""
     config, target = opened.config, padded_shapes_config(opened.config, sizes)
-    plan(opened)  # errors about the file name the file's own shapes
+    plan(opened)  # so that errors about the file report its unpadded shapes
     copies = target.n_kv_heads // config.n_kv_heads
     tensors = dict(opened.tensors)
     if target.vocab_size != config.vocab_size:
@@ -203,20 +202,20 @@ def pad_to_mesh(opened: Opened, sizes: MeshSizes) -> Opened:
     return replace(opened, config=target, tensors=tensors)
 
 
-# Bytes, of an object store: runs are read one after the other, and each answer takes long to begin.
+# Bytes read at a time from an object store: runs are read one after another, and each response has a high latency.
 STORED_READ_AHEAD = 16 << 20
 
 
 @dataclass(frozen=True)
 class WrittenTensor:
-    """One tensor of a Llama, to be written.
+    """One tensor of a Llama to be written.
 
     Attributes:
-      part: its name in the table of names.
-      layer: its layer; 0 for tensors outside of layers.
-      tensor: its rows.
-      label: for messages.
-      expert: its number in the layer, if each expert is a tensor of its own.
+      part: its key in the table of names.
+      layer: its layer; 0 for tensors outside layers.
+      tensor: reads its rows.
+      label: name for messages.
+      expert: index of the expert in the layer, if each expert is a separate tensor.
       run: bytes to read at a time.
     """
 
@@ -241,10 +240,10 @@ class WrittenTensor:
 
 
 def tensors_to_write(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
-    """All tensors of a model: embedding, then layer by layer, final norm, and the output projection if there is one.
+    """All tensors of a model: embedding, then layer by layer, final norm, and the output projection if any.
 
     Args:
-      interleaved: the rotary layout for the rows of q and k.
+      interleaved: whether to put the rows of q and k in the interleaved rotary layout.
     """
     made_of, table = plan(opened, interleaved=interleaved), specs_for(opened.config)
     run = STORED_READ_AHEAD if isinstance(opened.path, StoredPath) else READ_BYTES
@@ -263,11 +262,11 @@ def tensors_to_write(opened: Opened, *, interleaved: bool) -> list[WrittenTensor
 def split_fused(
     config: LlamaConfig, tensors: Mapping[str, Tensor], fused_names: Mapping[str, Sequence[str]], names: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """The tensors, with each fused tensor of a layer split into its parts.
+    """The tensors, with each layer's fused tensors split into their parts.
 
     Args:
-      fused_names: by the name of such a tensor, "{}" standing for the layer, the parts that it holds by rows in order.
-      names: of each part.
+      fused_names: maps a fused tensor's name ("{}" is the layer) to the parts that it holds, in order of rows.
+      names: the name of each part.
     """
     found = dict(tensors)
     rows = {share.name: shape_of(share.axes, config)[0] for row in PARAM_SPECS for share in shares_of(row)}
@@ -278,7 +277,7 @@ def split_fused(
         for i in range(config.n_layers):
             whole = found.get(name.format(i))
             if whole is None or whole.shape[0] != ends[-1]:
-                continue  # named as missing or misshapen where all names and shapes are checked
+                continue  # reported later, where all names and shapes are checked
             del found[name.format(i)]
             for part, start, stop in zip(parts, ends, ends[1:], strict=False):
                 found[names[part].format(i)] = MappedRows(whole, np.arange(start, stop))
@@ -288,7 +287,7 @@ def split_fused(
 def fuse(
     todo: Sequence[WrittenTensor], fused_names: Mapping[str, Sequence[str]], axis: int = 0
 ) -> tuple[list[WrittenTensor], dict[str, str]]:
-    """The inverse of `split_fused` for tensors to be written, along an axis; also the names of the fused tensors."""
+    """The inverse of `split_fused` for tensors to be written, along an axis; also returns the fused tensors' names."""
     groups = {parts[0]: parts for parts in fused_names.values()}
     rest = {part for parts in groups.values() for part in parts[1:]}
     found = []

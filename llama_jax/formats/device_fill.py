@@ -1,7 +1,7 @@
-"""Arrays on devices, filled from tensors in files in runs of rows.
+"""Fill arrays on devices from tensors in files, a run of rows at a time.
 
-A run of rows is read, checked, cast and copied to its place while it is in the processor's cache: apart from the arrays
-themselves memory holds a few runs, whatever the size of the model.
+A run of rows is read, checked, cast and copied to its place while it is in the CPU's cache: apart from the arrays, memory
+holds only a few runs, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.errors import CheckpointError
 from llama_jax.formats.lazy_tensors import BFLOAT16, Dense, Tensor, min_rows, pad_tensor
 
-ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
+ALIGNMENT = 64  # bytes; XLA:CPU adopts aligned buffers without a copy
 POOL_BYTES = 16 << 20  # bytes of memory that small arrays share
-MIN_HUGE_BYTES = 4 << 20  # bytes from which NumPy asks for huge pages
+MIN_HUGE_BYTES = 4 << 20  # bytes; NumPy requests huge pages for arrays of this size
 READ_BYTES = 1 << 20  # bytes read at a time
-FILL_THREADS = min(8, os.cpu_count() or 1)  # on which `build_params` fills arrays
-# An object store takes tens of milliseconds to begin an answer: many requests at a time.
+FILL_THREADS = min(8, os.cpu_count() or 1)  # threads on which `build_params` fills arrays
+# An object store takes tens of milliseconds to respond: send many requests at a time.
 STORED_READ_BYTES, STORED_THREADS = 2 << 20, 16
-Slices = tuple[slice, ...]  # of a part of an array: a slice for each axis, its ends known
+Slices = tuple[slice, ...]  # a part of an array: one slice for each axis, with both ends
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Part:
     """A tensor's place in an array.
 
     Attributes:
-      label: for messages: the file and the tensor's name.
-      tensor: its rows, in their order, fill the array's leading axes.
-      columns: where it lies along the array's second axis, which several parts share; None where it is the whole array.
+      label: the file and the tensor's name, for messages.
+      tensor: its rows fill the leading axes of the array in order.
+      columns: its range along the array's second axis, which several parts share; None if it is the whole array.
     """
 
     label: str
@@ -55,8 +55,8 @@ class ArrayParts:
 
     Attributes:
       is_matrix: whether it may be quantized.
-      stored: whether its files lie in a store.
-      path, layer: the parameter that it is.
+      stored: whether its files are in an object store.
+      path, layer: the parameter's path and layer.
     """
 
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class ArrayParts:
     layer: int = 0
 
     def rows(self, start: int, stop: int, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
-        """Entries [start, stop) of the leading axis, checked and cast, in `out` if it is given."""
+        """Entries [start, stop) of the leading axis, checked and cast, in `out` if given."""
         shape = (stop - start, *self.shape[1:])
         out = np.empty(shape, dtype) if out is None else out
         for part in self.parts:
@@ -85,19 +85,19 @@ class ArrayParts:
 
 @dataclass(frozen=True)
 class StackParts:
-    """The tensors that make up a parameter of all layers."""
+    """The tensors that make up a parameter of all layers, layer by layer."""
 
     layers: tuple[ArrayParts, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of all layers' array."""
+        """Shape of the array of all layers."""
         return (len(self.layers), *self.layers[0].shape)
 
 
 class ArrayMemory:
-    """Memory for the arrays of a model. Small ones share large blocks, which have huge pages: to allocate 98 MB takes
-    8 ms with those, and 50 with pages of 4 KB. A block is freed with the last of its arrays."""
+    """Memory for the arrays of a model. Small ones share large blocks, which have huge pages: allocating 98 MB takes 8 ms
+    with them, and 50 with pages of 4 KB. A block is freed with the last of its arrays."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -105,7 +105,7 @@ class ArrayMemory:
         self._taken = MIN_HUGE_BYTES // 4  # a small model has less than a piece
 
     def take(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        """Aligned memory that is not initialized."""
+        """Aligned, uninitialized memory."""
         size = math.prod(shape) * dtype.itemsize
         padded = -(-size // ALIGNMENT) * ALIGNMENT
         with self._lock:
@@ -124,7 +124,7 @@ class ArrayToFill:
     """An array to be made.
 
     Attributes:
-      sharding: where it is to lie; None is the default device.
+      sharding: its sharding; None is the default device.
     """
 
     shape: tuple[int, ...]
@@ -132,7 +132,7 @@ class ArrayToFill:
     sharding: jax.sharding.Sharding | None = None
 
     def places(self) -> dict[jax.Device | None, Slices]:
-        """The part of it that each device of this process holds; without a sharding all of it, under None."""
+        """The part that each device of this process holds; without a sharding, all of it under the key None."""
         if self.sharding is None:
             return {None: tuple(slice(0, size) for size in self.shape)}
         return {
@@ -142,34 +142,34 @@ class ArrayToFill:
         }
 
 
-# Given an array, the first and the last of some of its rows, and the memory for them in each target where one holds them
-# whole (else None).
+# Called with an array, the first and last of a run of rows, and memory for them in each target that holds the run whole
+# (else None).
 MakeRows = Callable[[ArrayParts, int, int, Sequence[np.ndarray | None]], Sequence[np.ndarray]]
 
 
 def fill(
     array: ArrayParts, dtype: np.dtype, sharding: jax.sharding.Sharding | None, memory: ArrayMemory | None = None
 ) -> Any:
-    """The array on the devices of `sharding`, which reads only the rows that they need; without a sharding a NumPy array."""
+    """The array on the devices of `sharding`, reading only the rows that they need; a NumPy array without a sharding."""
     filling = Filling((array,), [ArrayToFill(array.shape, dtype, sharding)], floats_of(dtype), memory or ArrayMemory())
     filling.fill(0)
     return filling.done()[0]
 
 
 def floats_of(dtype: np.dtype) -> MakeRows:
-    """The rows of an array themselves."""
+    """A function that reads the rows of an array, cast to `dtype`."""
     return lambda array, start, stop, out: [array.rows(start, stop, dtype, out[0])]
 
 
 class Filling:
-    """Arrays that are filled from files, layer by layer; each run of rows that any of them needs is read once.
+    """Arrays that are filled from files layer by layer; each run of rows that any of them needs is read once.
 
-    What a device will hold is written once, into memory aligned as XLA wants it, so that a CPU device takes that memory over
-    and no second copy is made. NumPy asks for huge pages for it, XLA's own allocator does not.
+    A device's part is written once, into memory aligned for XLA, so that a CPU device takes the memory over without a second
+    copy. NumPy requests huge pages for it; XLA's own allocator does not.
 
     Args:
-      arrays: what each layer is made of, all of one shape; or a single one, of an array without an axis of layers.
-      targets: with one leading axis, that of the layers where they are `stacked`.
+      arrays: the parts of each layer, all of one shape; or a single entry for an array without a layer axis.
+      targets: the arrays to fill, with a leading layer axis if `stacked`.
       rows: makes their rows.
     """
 
@@ -192,7 +192,7 @@ class Filling:
             self._parts.append({key: (place, take(place)) for key, place in distinct.items()})
 
     def fill(self, layer: int) -> None:
-        """Read the parts of a layer that the devices need, checked and cast."""
+        """Read, check and cast the parts of a layer that the devices need."""
         array, wanted = self._arrays[layer], [self._of_layer(parts, layer) for parts in self._parts]
         whole = [
             next((part for _, part in parts if part.shape == target.shape[int(self._stacked) :]), None)
@@ -211,7 +211,7 @@ class Filling:
         _for_each_run(array, sorted({(place[0].start, place[0].stop) for parts in wanted for place, _ in parts}), scatter)
 
     def _of_layer(self, parts: dict[tuple, tuple[Slices, np.ndarray]], layer: int) -> list[tuple[Slices, np.ndarray]]:
-        """The parts of a target that hold some of a layer, without the axis of layers."""
+        """The parts of a target that hold some of a layer, without the layer axis."""
         if not self._stacked:
             return list(parts.values())
         return [
@@ -221,7 +221,7 @@ class Filling:
         ]
 
     def done(self) -> list[Any]:
-        """The arrays on their devices; NumPy arrays where there is no sharding."""
+        """The arrays on their devices; NumPy arrays if there is no sharding."""
         found: list[Any] = []
         for target, there, parts in zip(self._targets, self._places, self._parts, strict=True):
             if target.sharding is None:
@@ -237,7 +237,7 @@ def _key(place: Slices) -> tuple:
 
 
 def _for_each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callable[[int, int], None]) -> None:
-    """Call work(start, stop) for runs that cover the union of ranges of the leading axis; of stored ones on threads."""
+    """Call work(start, stop) for runs that cover the union of ranges of the leading axis; on threads for stored arrays."""
     entry = max(1, sum(math.prod(p.tensor.shape) * p.tensor.dtype.itemsize for p in array.parts) // array.shape[0])
     least = max(min_rows(p.tensor) * array.shape[0] // p.tensor.shape[0] for p in array.parts)
     step = max(1, (STORED_READ_BYTES if array.stored else READ_BYTES) // entry, least)
@@ -251,7 +251,7 @@ def _for_each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Ca
             work(*run)
         return
     with ThreadPoolExecutor(STORED_THREADS) as threads:
-        for _ in threads.map(lambda run: work(*run), runs):  # raises what a run raised
+        for _ in threads.map(lambda run: work(*run), runs):  # re-raises a run's error
             pass
 
 
@@ -264,9 +264,9 @@ def _aligned(size: int) -> np.ndarray:
 def check(found: np.ndarray, target: np.dtype, label: str) -> None:
     """Raise unless all entries are finite and within the target's range.
 
-    Without its sign bit a float orders as the unsigned integer of the same bits, and NaN and infinity are the largest. As
-    signed integers the positive ones are above all others, as unsigned ones the negative: two maxima, which are several
-    times as fast as isfinite and abs for bfloat16, say both.
+    Without its sign bit a float sorts as the unsigned integer of the same bits, and NaN and infinity are the largest. As
+    signed integers the positive floats are the largest, as unsigned ones the negative: the two maxima, several times as fast
+    as isfinite and abs for bfloat16, cover both.
     """
     size, flat = found.dtype.itemsize, found.reshape(-1)
     sign = 1 << (8 * size - 1)
@@ -280,10 +280,10 @@ def check(found: np.ndarray, target: np.dtype, label: str) -> None:
 
 
 def cast(found: np.ndarray, out: np.ndarray) -> None:
-    """Write finite floats into `out`, rounding to nearest even where it is narrower.
+    """Write finite floats into `out`; if `out` is narrower, round to nearest even.
 
-    float32 is bfloat16 and 16 more bits; done on integers, this is several times as fast as the casts of ml_dtypes, and
-    unlike them lets other threads run.
+    float32 is bfloat16 plus 16 bits; on integers this is several times as fast as the casts of ml_dtypes, and unlike them
+    it lets other threads run.
     """
     if found.dtype == out.dtype:
         out[...] = found
@@ -303,13 +303,13 @@ def cast(found: np.ndarray, out: np.ndarray) -> None:
         out[...] = found
 
 
-MAX_READ_RATIO = 1.05  # bytes that a process may read of an array, for each that it keeps
+MAX_READ_RATIO = 1.05  # bytes of an array that a process may read per byte kept
 
 
 def reads_others(
     shape: tuple[int, ...], sharding: Any, process_of: Callable[[Any], int] = lambda device: device.process_index
 ) -> bool:
-    """Whether a process that reads whole rows would read more of an array than it keeps; the same in all processes."""
+    """Whether a process that reads whole rows would read more of an array than it keeps; equal on all processes."""
     if not isinstance(sharding, NamedSharding):
         return False
     held: dict[int, set[tuple[tuple[int, int], ...]]] = {}
@@ -321,16 +321,16 @@ def reads_others(
     row = math.prod(shape[1:])
     for places in held.values():
         kept = sum(math.prod(stop - start for start, stop in place) for place in places)
-        rows = {place[0] for place in places}  # those of different places do not overlap
+        rows = {place[0] for place in places}  # ranges of different places do not overlap
         if sum(stop - start for start, stop in rows) * row > MAX_READ_RATIO * kept:
             return True
     return False
 
 
 def fill_by_rows(array: ArrayParts, dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
-    """As `fill`, with each device reading an equal part of the rows. All processes must call it, in the same order.
+    """Like `fill`, but each device reads an equal part of the rows. All processes must call it, in the same order.
 
-    While it runs a device holds its share of the array twice.
+    While it runs, a device holds its share of the array twice.
     """
     mesh = Mesh(sharding.mesh.devices.reshape(-1), ("rows",), axis_types=(AxisType.Auto,))
     apart = NamedSharding(mesh, P("rows"))
@@ -341,7 +341,7 @@ def fill_by_rows(array: ArrayParts, dtype: np.dtype, sharding: NamedSharding) ->
 
 
 def _alone(part: Part, devices: int) -> ArrayParts:
-    """The tensor of a part as an array of its own, with as many rows as can be divided."""
+    """A part's tensor as a separate array, padded to a number of rows that the devices divide."""
     rows, *rest = part.tensor.shape
     padded = -(-rows // devices) * devices
     tensor = part.tensor if padded == rows else pad_tensor(part.tensor, padded)
@@ -352,10 +352,10 @@ def _alone(part: Part, devices: int) -> ArrayParts:
 def _program(
     shape: tuple[int, ...], places: tuple[tuple[int, int | None], ...], sharding: NamedSharding
 ) -> Callable[[Any], jax.Array]:
-    """Brings the rows of tensors to their places, as `ArrayParts.rows` does on the host.
+    """A function that brings the rows of tensors to their places, as `ArrayParts.rows` does on the host.
 
     Args:
-      places: of each tensor its number of rows, without padding, and its width along the second axis; None for all of it.
+      places: for each tensor, its number of unpadded rows and its width along the second axis; None for all of it.
     """
 
     def arrange(tensors: list[jax.Array]) -> jax.Array:

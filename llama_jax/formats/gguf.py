@@ -1,4 +1,4 @@
-"""Models in GGUF: their settings and tensors, read and written.
+"""Models in GGUF: read and write their settings and tensors.
 
 Source: ggml-org/ggml, docs/gguf.md.
 """
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -36,7 +37,7 @@ from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
 
-# Types of tensors by number: name, numbers in a block, bytes of a block.
+# Tensor types by number: name, values per block, bytes per block.
 TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -69,13 +70,13 @@ MAX_AXES = 4
 
 @dataclass(frozen=True)
 class BlockTensor:
-    """A tensor [rows, columns] or [entries, rows, columns] in blocks along the columns; `read` gives float32."""
+    """A tensor [rows, columns] or [entries, rows, columns] in blocks along the columns; `read` returns float32."""
 
     path: Location
     offset: int
     shape: tuple[int, ...]
     kind: str
-    block: tuple[int, int]  # numbers, bytes
+    block: tuple[int, int]  # values, bytes
     dtype = np.dtype(np.float32)
 
     @property
@@ -89,7 +90,7 @@ class BlockTensor:
         row = math.prod(self.shape[1:-1]) * blocks
         found = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
         found = found.reshape(stop - start, *self.shape[1:-1], blocks)
-        with np.errstate(all="ignore"):  # a damaged scale gives infinity or NaN, found where all tensors are checked
+        with np.errstate(all="ignore"):  # damaged scales give infinity or NaN, reported later
             return quants.dequantize(found, GGMLQuantizationType[self.kind])
 
     @property
@@ -99,7 +100,7 @@ class BlockTensor:
         return Dense(self.path, self.offset, (*self.shape[:-1], width), "U8")
 
     def entry(self, index: int) -> BlockTensor:
-        """One of the tensors that a tensor with three axes holds."""
+        """One matrix of a tensor with three axes."""
         return replace(self, offset=self.offset + index * self.nbytes // self.shape[0], shape=self.shape[1:])
 
 
@@ -132,14 +133,12 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
 
             named = next((kind.name for kind in GGMLQuantizationType if kind == number), number)
             known = ", ".join(kind for kind, *_ in TYPES.values())
-            raise CheckpointError(
-                f"{path}: tensor {shown(name)} has type {named}; {known} are read: get the model in one of them"
-            )
+            raise CheckpointError(f"{path}: tensor {shown(name)} has type {named}; use a file with {known}")
         kind, *block = TYPES[number]
         if name in tensors:
             raise ValueError(f"tensor {shown(name)} occurs twice")
         if not shape or shape[-1] % block[0]:
-            raise ValueError(f"tensor {shown(name)} of {list(shape)} does not consist of blocks of {block[0]}")
+            raise ValueError(f"tensor {shown(name)} of {list(shape)} is not divisible into blocks of {block[0]}")
         tensor: Dense | BlockTensor
         if kind in FLOATS:
             tensor = Dense(path, start + offset, shape, kind)
@@ -151,7 +150,7 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
         tensors[name] = tensor
     total = sum(tensor.nbytes for tensor in tensors.values())
     if total > header.size:
-        raise ValueError(f"its tensors have {total} bytes, the file {header.size}")
+        raise ValueError(f"its tensors have {total} bytes, but the file has {header.size}")
     return fields, tensors
 
 
@@ -163,7 +162,7 @@ SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def is_whole(path: Location) -> bool:
-    """Whether it is a whole model, or the first part of a split one."""
+    """Whether a file is a whole model, or the first part of a split one."""
     part = SPLIT_NAME.search(path.name)
     return is_gguf(path) and (part is None or int(part[1]) == 1)
 
@@ -175,14 +174,14 @@ def open_file(path: Location) -> Opened:
     for part in _parts(path):
         more, found = read_file(part, texts=isinstance(path, StoredPath))
         if double := sorted(tensors.keys() & found.keys()):
-            raise CheckpointError(f"{part}: tensor {shown(double[0], 80)} is in another part as well; copy all parts again")
+            raise CheckpointError(f"{part}: tensor {shown(double[0], 80)} is also in another part; copy all parts again")
         fields = more | fields  # the first part has the settings
         tensors |= found
     count = fields.get("split.tensors.count", len(tensors))
     if fields.get("general.type") == "adapter":
-        raise CheckpointError(f"{path} is an adapter; pass the model that it was trained on, and it as the adapter")
+        raise CheckpointError(f"{path} is an adapter; pass its base as the model, and this as the adapter")
     if count != len(tensors):
-        raise CheckpointError(f"{path}: {len(tensors)} tensors where {count} should be; copy all parts again")
+        raise CheckpointError(f"{path}: expected {count} tensors, found {len(tensors)}; copy all parts again")
     try:
         config = config_from_fields(fields, tensors)
     except ConfigError as error:
@@ -225,15 +224,15 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
         if key not in own.reads and maybe(key, 0) != 0:
             raise ConfigError(f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported")
     if maybe("attention.causal", True) is not True:
-        raise ConfigError(f"{architecture}.attention.causal=False is not supported: such a model reads ahead")
+        raise ConfigError(f"{architecture}.attention.causal=False is not supported: such a model is not causal")
     table = tensors.get(NAMES["embedding"])
     if not tensors:
-        raise ConfigError("a vocabulary without weights; pass a model, and this as its tokenizer (--tokenizer)")
+        raise ConfigError("this is a vocabulary without weights; pass a model, and this as its tokenizer (--tokenizer)")
     if table is None:
         raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
     n_layers = need("block_count")
     require_positive_int(f"{architecture}.block_count", n_layers)
-    if n_layers > MAX_ENTRIES:  # lists with an entry for each layer are as long as this claims
+    if n_layers > MAX_ENTRIES:  # bounds lists that have an entry per layer
         raise ConfigError(f"{architecture}.block_count={n_layers} must be at most {MAX_ENTRIES}")
     fields = fields | {
         key: _uniform(key, fields[key], n_layers) for name in PER_LAYER if (key := f"{architecture}.{name}") in fields
@@ -261,17 +260,17 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     for key, size in (("rope.dimension_count", sizes.rope_dim), ("attention.value_length", sizes.head_dim)):
         if maybe(key, size) != size:
             raise ConfigError(
-                f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported where head_dim={sizes.head_dim}"
+                f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported with head_dim={sizes.head_dim}"
             )
     return with_scaling(fields, sizes, tensors, architecture, whole_yarn=own.whole_yarn)
 
 
 def _uniform(key: str, value: Any, n_layers: int) -> Any:
-    """A setting that must be the same for all layers; a file may list it for each."""
+    """A setting that must be equal for all layers; a file may list it per layer."""
     if not hasattr(value, "__len__") or isinstance(value, str):
         return value
     if len(value) != n_layers or any(one != value[0] for one in value):
-        raise ConfigError(f"{key}={shown(list(value), 40)} must be one number, or the same for each of {n_layers} layers")
+        raise ConfigError(f"{key}={shown(list(value), 40)} must be one number, or {n_layers} equal ones")
     return value[0]
 
 
@@ -284,7 +283,7 @@ def _parts(path: Location) -> list[Location]:
     parts: list[Location] = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     for part in parts:
         if not part.is_file() or not is_gguf(part):
-            raise CheckpointError(f"{path} is one of {count} parts, of which {part.name} is missing; copy it there")
+            raise CheckpointError(f"{path} is one of {count} parts, but {part.name} is missing; copy it to the same folder")
     return parts
 
 
@@ -299,14 +298,14 @@ def _tokenizer(fields: Mapping[str, Any], path: Location, vocab_size: int) -> To
 
 
 def _with_texts(fields: Mapping[str, Any], path: Location) -> Mapping[str, Any]:
-    """All fields of a file, with the texts, which are not needed to read a model."""
+    """All fields of a file, including the strings, which reading a model does not need."""
     if isinstance(path, StoredPath):
         return fields
     with open_header(_parts(path)[0], CheckpointError) as header:
         return header.fields()
 
 
-# The settings general.file_type and quantization_version, by the kind of the matrices.
+# The values of general.file_type for the type of the matrices, and the quantization_version.
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18}
 KEPT_TYPES = FILE_TYPES | {
     **{"Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "MXFP4": 38},
@@ -314,12 +313,39 @@ KEPT_TYPES = FILE_TYPES | {
     **{"IQ4_NL": 25, "IQ4_XS": 30, "TQ1_0": 36, "TQ2_0": 37},
 }
 QUANTIZATION_VERSION = 2
-Blocks = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]  # the kinds that are made
+Blocks = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]  # types to quantize to
+
+
+def kinds_in(path: Location) -> dict[str, str]:
+    """The kind of every tensor by its name in a file, or in all files of a split model."""
+    return {name: tensor.kind for part in _parts(path) for name, tensor in read_file(part, texts=False)[1].items()}
 
 
 def can_be_kept(tensor: TensorInfo) -> bool:
     """Whether a tensor's blocks can be copied into a GGUF."""
     return tensor.kind in KEPT_TYPES and blocks_of(tensor) is not None
+
+
+# By kind: numbers in a block with its own scale, steps of its grid, and whether that is around 0 or from the least number.
+GRIDS = {
+    **{"Q4_0": (32, 8, True), "Q5_0": (32, 16, True), "Q8_0": (32, 127, True), "Q6_K": (16, 32, True)},
+    **{"Q4_1": (32, 15, False), "Q5_1": (32, 31, False), "Q4_K": (32, 15, False), "Q5_K": (32, 31, False)},
+}
+
+
+def dithered(rows: np.ndarray, kind: str, noise: np.random.Generator) -> np.ndarray:
+    """Rows, float32[rows, columns], that quantizing rounds up or down at random, so that the mean stays as it is.
+
+    Rounded to the nearest, numbers of a grid to which an adapter adds less than half a step would all become what they were,
+    and nothing would be left of the adapter. The largest of a block, from which its scale follows, are not changed.
+    """
+    block, steps, around_zero = GRIDS[kind]
+    x = rows.reshape(-1, block)
+    high = np.abs(x).max(axis=1, keepdims=True) if around_zero else x.max(axis=1, keepdims=True)
+    low = -high if around_zero else x.min(axis=1, keepdims=True)
+    step = (high if around_zero else high - low) / steps
+    moved = np.clip(x + step * (noise.random(x.shape, np.float32) - np.float32(0.5)), low, high)
+    return np.where((x == low) | (x == high), x, moved).reshape(rows.shape)
 
 
 def write_file(
@@ -328,15 +354,19 @@ def write_file(
     tokenizer: Tokenizer | None,
     kind: str | None = None,
     *,
+    before: Mapping[str, str] = MappingProxyType({}),
     progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
 ) -> None:
     """Write a model as GGUF version 3, tensor by tensor, as llama.cpp reads it.
 
     Args:
-      tokenizer: its vocabulary is stored; None gives a file that only runs from token ids.
-      kind: of the matrices, "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K" or "Q6_K", mixed as `model.mixtures` says
-        unless it ends in "-pure"; None keeps the blocks of those that are in some, and of the others the type of the
-        embedding. Vectors are float32, which llama.cpp's kernels want.
+      tokenizer: stored in the file; None gives a file that runs only on token ids.
+      kind: type of the matrices: "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K" or "Q6_K", mixed as in
+        `model.mixtures` unless it ends in "-pure"; None keeps blocks of quantized tensors and gives the others the type of
+        the embedding. Vectors are float32, as llama.cpp's kernels require.
+      before: types of the model's matrices, by their names in the file, before a small change was added to them. Without
+        `kind`, those that are floats now are quantized as before, and rounded at random if the type is the same
+        (`dithered`).
     """
     from llama_jax.tokenizers.gguf import to_metadata
 
@@ -351,13 +381,18 @@ def write_file(
         todo = [replace(p, tensor=Offset(p.tensor, own.norm_shift)) if p.part.endswith("norm") else p for p in todo]
     keep, kind = kind is None, kind or kind_of(todo[0].tensor.dtype)
     if base_kind(kind) not in FILE_TYPES:
-        raise CheckpointError(f"{opened.path} is {kind}; GGUF is written as {', '.join(FILE_TYPES)}")
+        raise CheckpointError(f"{opened.path} is {kind}; GGUF is written only as {', '.join(FILE_TYPES)}")
+
+    def name_of(piece: WrittenTensor) -> str:
+        return names[piece.part].format(piece.layer)
 
     def stored_as(piece: WrittenTensor) -> str:
         if keep and can_be_kept(piece.tensor):
             return piece.tensor.kind
         if len(piece.tensor.shape) == 1 or (piece.part == "router" and kind not in FLOATS):
             return "F32"
+        if keep and name_of(piece) in before:
+            return before[name_of(piece)]
         if kind in FLOATS:
             return kind
         part = kind_of_part(piece.part, kind.lower(), piece.layer, c.n_layers)
@@ -367,7 +402,14 @@ def write_file(
     for piece, stored in zip(todo, kinds, strict=True):
         block = next((numbers for name, numbers, _ in TYPES.values() if name == stored), 1)
         if piece.tensor.shape[-1] % block:
-            raise CheckpointError(f"{piece.label} has rows of {piece.tensor.shape[-1]}, {stored} needs multiples of {block}")
+            raise CheckpointError(f"{piece.label} has rows of {piece.tensor.shape[-1]}; {stored} needs multiples of {block}")
+        if (
+            stored not in FLOATS
+            and not (keep and can_be_kept(piece.tensor))
+            and QUANT_FORMATS[stored.lower()].encode is None
+        ):
+            made = ", ".join(get_args(Blocks))
+            raise CheckpointError(f"{piece.label} was in {stored.lower()}, which is only read; set another dtype: {made}")
     matrices = Counter(stored for piece, stored in zip(todo, kinds, strict=True) if len(piece.tensor.shape) > 1)
     most = matrices.most_common(1)[0][0]
     rope, rope_tensors = settings_and_tensors(c, architecture, whole_yarn=own.whole_yarn)
@@ -392,7 +434,8 @@ def write_file(
     settings |= about_to_fields(opened.about(), bool(getattr(tokenizer, "swallowing", ())))
     settings |= to_metadata(tokenizer, c.vocab_size) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
     listed = [(name, factors.shape, "F32") for name, factors in rope_tensors.items()]
-    listed += [(names[p.part].format(p.layer), p.tensor.shape, stored) for p, stored in zip(todo, kinds, strict=True)]
+    listed += [(name_of(p), p.tensor.shape, stored) for p, stored in zip(todo, kinds, strict=True)]
+    noise = np.random.default_rng(0)
     with new_file(path, architecture, settings, listed) as write:
         for factors in rope_tensors.values():
             write(factors)
@@ -404,10 +447,11 @@ def write_file(
                 write(blocks.read(0, blocks.shape[0]))
             elif stored not in FLOATS:
                 form = QUANT_FORMATS[stored.lower()]
-                assert form.encode is not None  # of all kinds in `FILE_TYPES`
+                assert form.encode is not None  # true of all types in `FILE_TYPES`
                 runs = []
-                for rows in piece.rows(FLOATS["F32"]):
-                    step = max(1, ENCODED_AT_ONCE * len(rows) // rows.size)  # rows that stay in a processor's cache
+                for given in piece.rows(FLOATS["F32"]):
+                    rows = dithered(given, stored, noise) if stored == before.get(name_of(piece)) else given
+                    step = max(1, ENCODED_AT_ONCE * len(rows) // rows.size)  # rows that fit into a CPU's cache
                     runs += [blocks_from_planes(form.encode(rows[i : i + step]), form) for i in range(0, len(rows), step)]
                 write(np.concatenate(runs).reshape(-1))
             else:
@@ -422,10 +466,10 @@ def write_file(
 def new_file(
     path: Path, architecture: str, settings: Mapping[str, Any], tensors: Iterable[tuple[str, tuple[int, ...], str]]
 ) -> Iterator[Callable[[np.ndarray], None]]:
-    """Write all of a GGUF but its tensors' data, for which this gives a function: it is called for each, in this order.
+    """Write all of a GGUF except its tensors' data; yields a function that writes the next tensor's data.
 
     Args:
-      tensors: name, shape and type of each.
+      tensors: name, shape and type of each tensor.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 
@@ -446,14 +490,14 @@ def new_file(
 
 
 def _as_bytes(value: Any) -> Any:
-    """The bytes of texts as they were read (`Header.string`)."""
+    """Strings as the bytes that they were read from (`Header.string`)."""
     if isinstance(value, list):
         return [_as_bytes(each) for each in value]
     return value.encode(errors="surrogateescape") if isinstance(value, str) else value
 
 
 def _gguf_types(value: Any) -> tuple[Any, Any]:
-    """The GGUF type of a setting, and of a list's entries; llama.cpp checks them."""
+    """The GGUF type of a setting, and of a list's entries; llama.cpp checks both."""
     from gguf import GGUFValueType as Type
 
     if isinstance(value, list):

@@ -1,6 +1,6 @@
-"""The architectures of GGUF, and what their settings add to those of a Llama: one record for each.
+"""The architectures of GGUF, and the settings that each adds to those of a Llama: one record per architecture.
 
-Source: ggml-org/llama.cpp, src/models/*.cpp for what its readers take, conversion/*.py for what its writer gives.
+Source: ggml-org/llama.cpp, src/models/*.cpp for what its readers accept, conversion/*.py for what its converter writes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from llama_jax.config import Kind, LayerConfig, LlamaConfig, QueryScaling
 from llama_jax.errors import CheckpointError, ConfigError, shown
 
-# A setting by its key without the architecture's name, or the given value.
+# Returns the setting of a key (without the architecture's prefix), or the given default.
 Maybe = Callable[[str, Any], Any]
 WINDOW_KEY, PATTERN_KEY, LOCAL_THETA_KEY = (
     "attention.sliding_window",
@@ -26,15 +26,16 @@ class Architecture:
     """An architecture of GGUF.
 
     Attributes:
-      kinds: the families of models that go by this name.
+      kinds: the model families with this name in GGUF.
       interleaved: whether llama.cpp rotates pairs of adjacent features, so that files store the rows of q and k interleaved;
-        of the others it rotates the halves of a head.
-      reads: settings that are refused in other architectures, and that `fields` reads.
-      fields: the fields of `LlamaConfig` beyond Llama's and `Family.constants`, from the settings and the number of layers.
-      settings: the inverse.
+        otherwise it rotates the halves of a head.
+      reads: settings that `fields` reads, and that other architectures reject.
+      fields: maps the settings and the number of layers to fields of `LlamaConfig` other than Llama's and
+        `Family.constants`.
+      settings: the inverse of `fields`.
       fused: tensors that hold several parts of a layer, as in `huggingface.FUSED`.
-      norm_shift: what files add to the weights of norms.
-      whole_yarn: whether the settings of yarn that are fixed for others are read.
+      norm_shift: the constant that files add to norm weights.
+      whole_yarn: whether all yarn settings are read; they are fixed in other architectures.
     """
 
     kinds: tuple[Kind, ...]
@@ -48,7 +49,7 @@ class Architecture:
 
 
 def _windows(maybe: Maybe, n_layers: int, period: int) -> list[int | None]:
-    """The window of each layer, or None; by default the last of each period has none."""
+    """Each layer's window, or None; by default the last layer of each period has none."""
     window, pattern = maybe(WINDOW_KEY, 0) or None, maybe(PATTERN_KEY, period)
     if window is None:
         return [None] * n_layers
@@ -91,29 +92,29 @@ def _qwen3moe(maybe: Maybe, n_layers: int) -> dict[str, Any]:
 
 def _qwen3moe_settings(config: LlamaConfig) -> dict[str, Any]:
     if not config.normalize_expert_weights:
-        raise CheckpointError("llama.cpp normalizes the weights of a qwen3moe's experts; write safetensors")
+        raise CheckpointError("llama.cpp normalizes qwen3moe's expert weights; write safetensors")
     return dict(zip(EXPERT_KEYS, (config.experts, config.experts_per_token, config.hidden_dim), strict=True))
 
 
 LLAMA4 = (*[LayerConfig(chunk=8192)] * 3, LayerConfig(rope="none"))
 LLAMA4_SCALING = QueryScaling(0.1, 8192, offset=1, rotated=False)
 LLAMA4_STEP = "interleave_moe_layer_step"
-NO_QK_NORM = 128  # experts, by which llama.cpp knows the model without norms of queries and keys
+NO_QK_NORM = 128  # experts; llama.cpp identifies the model without q and k norms by this number
 
 
 def _llama4(maybe: Maybe, n_layers: int) -> dict[str, Any]:
     layers, theta = [LLAMA4[i % 4] for i in range(n_layers)], maybe("rope.freq_base", 10_000.0)
-    # Whatever the window is, llama.cpp takes chunks of 8192.
+    # llama.cpp uses chunks of 8192 whatever the window is.
     chunks = _windows(lambda key, default: 8192 if key == WINDOW_KEY else maybe(key, default), n_layers, 4)
     if maybe(LLAMA4_STEP, 1) != 1:
         raise ConfigError(f"{LLAMA4_STEP}={shown(maybe(LLAMA4_STEP, 1), 40)} is not supported: all layers must have experts")
     if chunks != [layer.chunk for layer in layers]:
-        raise ConfigError(f"{PATTERN_KEY}={shown(maybe(PATTERN_KEY, 4), 40)} is not supported; 4 is")
+        raise ConfigError(f"{PATTERN_KEY}={shown(maybe(PATTERN_KEY, 4), 40)} is not supported; it must be 4")
     if maybe(WINDOW_KEY, 8192) == 0:
-        raise ConfigError(f"{WINDOW_KEY}=0 is not supported; a llama4 has chunks")
+        raise ConfigError(f"{WINDOW_KEY}=0 is not supported; llama4 has chunks")
     if maybe(LOCAL_THETA_KEY, theta) != theta:
         raise ConfigError(
-            f"{LOCAL_THETA_KEY}={shown(maybe(LOCAL_THETA_KEY, theta), 40)} is not supported; a llama4 has one theta"
+            f"{LOCAL_THETA_KEY}={shown(maybe(LOCAL_THETA_KEY, theta), 40)} is not supported; llama4 has one theta"
         )
     return _qwen3moe(maybe, n_layers) | {
         "layers": tuple(layers),
@@ -123,7 +124,7 @@ def _llama4(maybe: Maybe, n_layers: int) -> dict[str, Any]:
 
 
 def _llama4_settings(config: LlamaConfig) -> dict[str, Any]:
-    fixed = "has no place in GGUF, whose readers take"
+    fixed = "cannot be stored in GGUF, whose readers assume"
     if any(config.layer(i) != LLAMA4[i % 4] for i in range(config.n_layers)):
         raise CheckpointError(
             f"layers={shown(config.layers, 200)} {fixed} chunks of 8192 and no RoPE in every fourth layer; write safetensors"
@@ -143,9 +144,7 @@ SMOLLM3 = (*[LayerConfig()] * 3, LayerConfig(rope="none"))
 
 def _smollm3_settings(config: LlamaConfig) -> dict[str, Any]:
     if config.layers != SMOLLM3:
-        raise CheckpointError(
-            "layers without rope have no place in GGUF but as every fourth of a SmolLM3; write safetensors"
-        )
+        raise CheckpointError("GGUF supports layers without RoPE only as every fourth layer of a SmolLM3; write safetensors")
     return {}
 
 
@@ -170,7 +169,7 @@ def _window_settings(config: LlamaConfig) -> dict[str, Any]:
     return windows | {LOCAL_THETA_KEY: float(theta)}
 
 
-GEMMA3_27B_LAYERS = 62  # layers, by which llama.cpp knows the model whose scores are divided by sqrt(dim / n_heads)
+GEMMA3_27B_LAYERS = 62  # layers of the model whose scores llama.cpp divides by sqrt(dim / n_heads)
 
 
 def _gemma3(maybe: Maybe, n_layers: int) -> dict[str, Any]:
@@ -187,7 +186,7 @@ def _gemma3_settings(config: LlamaConfig) -> dict[str, Any]:
     divisor = config.dim // config.n_heads if config.n_layers == GEMMA3_27B_LAYERS else config.head_dim
     if abs(config.score_scale**-2 - divisor) > 1e-6 * divisor:
         raise CheckpointError(
-            f"attention_multiplier={config.attention_multiplier} has no place in GGUF, whose readers take"
+            f"attention_multiplier={config.attention_multiplier} cannot be stored in GGUF, whose readers assume"
             f" {divisor} ** -0.5 for a Gemma 3 of {config.n_layers} layers; write safetensors"
         )
     return _window_settings(config)
@@ -219,7 +218,7 @@ def _mistral3_settings(config: LlamaConfig) -> dict[str, Any]:
     scaling = config.query_scaling
     if config.window is not None:
         raise CheckpointError(
-            f"window={config.window} has no place in GGUF, whose readers know none in a mistral3; write safetensors"
+            f"window={config.window} cannot be stored in GGUF, whose readers support none in mistral3; write safetensors"
         )
     if scaling is None:
         return {}
@@ -250,7 +249,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture(("phi3",), False, (WINDOW_KEY,), _phi3, _only_window_settings, PHI3_FUSED),
     "llama4": Architecture(("llama4_text",), True, (EXPERT_KEYS[0], WINDOW_KEY), _llama4, _llama4_settings),
 }
-# Settings that change what is computed; a value other than 0 is refused where the architecture does not read it.
+# Settings that change what is computed; values other than 0 are rejected unless the architecture reads them.
 REFUSED = (
     "expert_count",
     WINDOW_KEY,
@@ -266,8 +265,8 @@ REFUSED = (
 
 
 def architecture_of(kind: Kind) -> str:
-    """The name of the architecture of a family of models."""
+    """The architecture's name in GGUF for a model family."""
     for name, architecture in ARCHITECTURES.items():
         if kind in architecture.kinds:
             return name
-    raise CheckpointError(f"a {kind} has no place in GGUF, whose readers know no such architecture; write safetensors")
+    raise CheckpointError(f"GGUF has no architecture for {kind}; write safetensors")

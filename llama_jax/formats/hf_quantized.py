@@ -1,7 +1,7 @@
 """Quantized weights of Hugging Face folders: their ``quantization_config``, and the tensors that make up each weight.
 
-A weight's `read` gives its numbers, `planes` the same without loss in one of the kinds of `ops.weights`; both unpack only
-the requested rows. Layouts: vllm-project/compressed-tensors, `pack_quantized` and `naive_quantized`; transformers'
+`read` returns a weight's values, and `planes` the same values losslessly in a format of `ops.weights`; both unpack only the
+requested rows. Layouts: vllm-project/compressed-tensors, `pack_quantized` and `naive_quantized`; transformers'
 fine-grained fp8; ModelCloud/GPTQModel, `nn_modules/qlinear`; casper-hansen/AutoAWQ, `modules/linear/gemm.py`; bitsandbytes,
 `functional.py`.
 """
@@ -34,13 +34,13 @@ class Scheme:
     """How the weights of a folder are quantized.
 
     Attributes:
-      method: by its name in the file.
-      layout: how a weight is stored: "packed" (4 bits, compressed-tensors), "int8", "fp8", "gptq", "awq" or "nf4".
-      group: numbers of a row that share a factor; None for a whole row.
-      block: rows and columns that share a factor, of fp8; None where all or a row do.
-      symmetric: whether zero is always the middle of the integers.
-      reordered: whether columns belong to groups as `g_idx` lists them, and not in order.
-      zeros_less_one: whether integers that stand for zero are stored less one.
+      method: its name in the file.
+      layout: how weights are stored: "packed" (4 bits, compressed-tensors), "int8", "fp8", "gptq", "awq" or "nf4".
+      group: values of a row that share a scale; None for a whole row.
+      block: rows and columns that share a scale, for fp8; None if a whole tensor or row does.
+      symmetric: whether the zero point is always the middle of the integers.
+      reordered: whether `g_idx` assigns columns to groups; otherwise groups are consecutive columns.
+      zeros_less_one: whether zero points are stored less one.
     """
 
     method: str
@@ -59,7 +59,7 @@ def scheme_from_dict(found: Any) -> Scheme:
     method = found.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         raise _unsupported(
-            "quant_method", method, f"{', '.join(METHODS)} are read; use such a release, or the unquantized one"
+            "quant_method", method, f"{', '.join(METHODS)} are supported; use such a release, or the unquantized one"
         )
     return METHODS[method](found)
 
@@ -74,7 +74,7 @@ def _need(found: Mapping[str, Any], where: str, **allowed: Sequence[Any]) -> Non
         value = found.get(name, values[0])
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values):
             words = " or ".join(repr(each) for each in values)
-            raise _unsupported(name, value, f"{where} are read with {words}")
+            raise _unsupported(name, value, f"{where} must have {words}")
 
 
 def _group(value: Any) -> int | None:
@@ -82,12 +82,12 @@ def _group(value: Any) -> int | None:
     if value == -1:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < MIN_GROUP or value % MIN_GROUP:
-        raise _unsupported("group_size", value, f"a multiple of {MIN_GROUP}, or -1, is read")
+        raise _unsupported("group_size", value, f"it must be a multiple of {MIN_GROUP}, or -1")
     return value
 
 
 def _gptq(found: Mapping[str, Any]) -> Scheme:
-    of = "weights of GPTQ"
+    of = "GPTQ weights"
     _need(found, of, bits=(4,), is_marlin_format=(False, None), pack_dtype=("int32", None), dynamic=(None, {}))
     _need(found, of, desc_act=(False, True), sym=(True, False))
     version = found.get("checkpoint_format") or found.get("format") or "gptq"
@@ -103,7 +103,7 @@ def _gptq(found: Mapping[str, Any]) -> Scheme:
 
 
 def _awq(found: Mapping[str, Any]) -> Scheme:
-    of = "weights of AWQ"
+    of = "AWQ weights"
     version = found.get("version") or found.get("format") or "gemm"
     _need({"version": str(version).lower()}, of, version=("gemm",))
     _need({"bits": found.get("bits", found.get("w_bit", 4))}, of, bits=(4,))
@@ -112,14 +112,14 @@ def _awq(found: Mapping[str, Any]) -> Scheme:
 
 
 def _bitsandbytes(found: Mapping[str, Any]) -> Scheme:
-    of = "weights of bitsandbytes"
+    of = "bitsandbytes weights"
     _need(found, of, load_in_8bit=(False, None), load_in_4bit=(True,), bnb_4bit_quant_storage=("uint8", None))
     _need({"bnb_4bit_quant_type": found.get("bnb_4bit_quant_type", "fp4")}, of, bnb_4bit_quant_type=("nf4",))
     return Scheme("bitsandbytes", "nf4")
 
 
 def _fp8(found: Mapping[str, Any]) -> Scheme:
-    _need(found, "weights in fp8", fmt=("e4m3", None), expert_dtype=("fp8", None))
+    _need(found, "fp8 weights", fmt=("e4m3", None), expert_dtype=("fp8", None))
     return Scheme("fp8", "fp8", block=_block(found.get("weight_block_size"), "weight_block_size"))
 
 
@@ -128,13 +128,13 @@ def _block(value: Any, name: str) -> tuple[int, int] | None:
         return None
     sizes = value if isinstance(value, list) and len(value) == 2 else []
     if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or not 0 < n <= 1 << 20 for n in sizes):
-        raise _unsupported(name, value, "two sizes, as [128, 128], are read")
+        raise _unsupported(name, value, "it must be two sizes, such as [128, 128]")
     if sizes[1] % MIN_GROUP:
-        raise _unsupported(name, value, f"columns in multiples of {MIN_GROUP} are read")
+        raise _unsupported(name, value, f"the number of columns must be a multiple of {MIN_GROUP}")
     return sizes[0], sizes[1]
 
 
-# By the format of compressed-tensors: what its weights must be, and in which layout they lie.
+# For each format of compressed-tensors: the required type and bits of its weights, and their layout.
 COMPRESSED: dict[str, tuple[str, int, Literal["packed", "int8", "fp8"]]] = {
     "pack-quantized": ("int", 4, "packed"),
     "int-quantized": ("int", 8, "int8"),
@@ -145,24 +145,24 @@ COMPRESSED: dict[str, tuple[str, int, Literal["packed", "int8", "fp8"]]] = {
 def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1 or not isinstance(scheme := next(iter(groups.values())), Mapping):
-        raise _unsupported("config_groups", groups, "one group, for all linear layers, is read")
+        raise _unsupported("config_groups", groups, "it must be one group for all linear layers")
     format = scheme.get("format") or found.get("format")
     if not isinstance(format, str) or format not in COMPRESSED:
-        raise _unsupported("format", format, f"{', '.join(COMPRESSED)} are read")
+        raise _unsupported("format", format, f"{', '.join(COMPRESSED)} are supported")
     sparsity = found.get("sparsity_config") or {}
     if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
-        raise _unsupported("sparsity_config", sparsity, "weights without sparsity are read")
+        raise _unsupported("sparsity_config", sparsity, "only dense weights are supported")
     _need(found, "weights", kv_cache_scheme=(None,), transform_config=(None, {}))
     _need(scheme, "weights", output_activations=(None,))
     weights = scheme.get("weights")
     if not isinstance(weights, Mapping):
-        raise _unsupported("weights", weights, "an object is needed")
+        raise _unsupported("weights", weights, "it must be an object")
     kind, bits, layout = COMPRESSED[format]
     _need(weights, f"{format} weights", type=(kind,), num_bits=(bits,), dynamic=(False,), symmetric=(True, False))
     _need(weights, f"{format} weights", actorder=(None, False, "weight", "static"))
     symmetric, strategy = weights.get("symmetric", True), weights.get("strategy")
     if not symmetric and layout != "packed":
-        raise _unsupported("symmetric", False, f"{format} weights are read with True")
+        raise _unsupported("symmetric", False, f"{format} weights must have True")
     if layout == "packed":
         _need({"strategy": strategy}, f"{format} weights", strategy=("group", "channel"))
         group = _group(weights.get("group_size")) if strategy == "group" else None
@@ -182,22 +182,22 @@ METHODS = {
 }
 
 
-PER_WORD = 8  # integers of 4 bits in one of 32
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs the nibbles of a word are, from the lowest
-NESTED = 256  # blocks of the whole tensor that share a nested factor
-TRANSPOSED_ROWS = 512  # rows to read at a time of a tensor whose file has them as columns
+PER_WORD = 8  # 4-bit integers in a 32-bit word
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output index of each nibble of a word, from the lowest
+NESTED = 256  # blocks of the flattened tensor that share a nested scale
+TRANSPOSED_ROWS = 512  # rows to read at a time if the file stores them as columns
 
 
 @dataclass(frozen=True)
 class QuantizedTensor(ABC):
-    """A weight [rows, columns]; subclasses give its planes.
+    """A weight [rows, columns]; subclasses define its planes.
 
     Attributes:
-      name: for messages: the file and the weight's name.
-      parts: the tensors that it is made of, by the end of their names.
+      name: the file and the weight's name, for messages.
+      parts: the stored tensors, by the suffixes of their names.
       shape: rows and columns.
-      form: the kind whose planes it gives.
-      scheme: of the folder.
+      form: the quantization format of its planes.
+      scheme: the folder's scheme.
     """
 
     name: str
@@ -220,7 +220,7 @@ class QuantizedTensor(ABC):
         """Rows [start, stop) as the planes of `form`."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        with np.errstate(all="ignore"):  # a damaged factor gives infinity or NaN, found where all tensors are checked
+        with np.errstate(all="ignore"):  # damaged scales give infinity or NaN, reported later
             return self.form.decode(*self.planes(start, stop))
 
     @property
@@ -229,15 +229,15 @@ class QuantizedTensor(ABC):
         return RowBytes(self)
 
     def part(self, end: str, start: int, stop: int) -> np.ndarray:
-        """Rows of one of its tensors."""
+        """Rows of one of the stored tensors."""
         return self.parts[end].read(start, stop)
 
     def grouped(self, values: np.ndarray) -> np.ndarray:
-        """4-bit integers plus 8, uint8[rows, columns / 2], in the layout of the kind, see `planes.packed`."""
+        """4-bit integers plus 8, uint8[rows, columns / 2], in the layout of `form`, see `planes.packed`."""
         return (values ^ 0x88).reshape(len(values), -1, self.form.block // 2)
 
     def spread(self, found: np.ndarray, dtype: Any) -> np.ndarray:
-        """Values that the file's groups share, [rows, groups], for each group of the kind: [rows, columns / block]."""
+        """Values per group of the file, [rows, groups], as values per group of `form`: [rows, columns / block]."""
         columns = self.shape[1]
         width = self.scheme.block[1] if self.scheme.block else self.scheme.group or columns
         return np.repeat(found, width // self.form.block, axis=1)[:, : columns // self.form.block].astype(dtype)
@@ -247,7 +247,7 @@ class QuantizedTensor(ABC):
 
 
 class Packed(QuantizedTensor):
-    """compressed-tensors, "pack-quantized": eight integers of 4 bits of a row in a word, the first lowest, all plus 8."""
+    """compressed-tensors, "pack-quantized": eight 4-bit integers of a row per word, the first lowest, all plus 8."""
 
     def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
         values = self.grouped(self.part(".weight_packed", start, stop).view(np.uint8))
@@ -261,7 +261,7 @@ class Packed(QuantizedTensor):
 
 
 class Scaled(QuantizedTensor):
-    """Integers or floats of 8 bits, with one factor, or one for each row, or for each block of rows and columns."""
+    """8-bit integers or floats, with one scale for the tensor, each row, or each block of rows and columns."""
 
     def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
         values = self.part(".weight", start, stop)
@@ -280,38 +280,34 @@ class Scaled(QuantizedTensor):
 
 
 class ColumnMajor(QuantizedTensor):
-    """Base of the layouts whose files store [columns, rows]."""
+    """Base of layouts that store [columns, rows]."""
 
     @property
     def rows_at_once(self) -> int:
-        """Rows to read at a time; all rows of an object in a store, since a few take as long."""
+        """Rows to read at a time; all rows of an object in a store, since fewer take as long."""
         stored = any(isinstance(part.path, StoredPath) for part in self.parts.values())
         return self.shape[0] if stored else TRANSPOSED_ROWS
 
     def in_groups(self, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> tuple[np.ndarray, ...]:
-        """uint8[rows, columns / 2] with scales and zeros [groups, rows] of the file."""
+        """The planes of uint8[rows, columns / 2] with the file's scales and zeros [groups, rows]."""
         values = self.grouped(values)
         scales = self.spread(scales.T, np.float32)
         if self.scheme.symmetric:
             if (zeros != 8).any():
-                raise CheckpointError(
-                    f"{self.name} has zeros that are not the middle, but quantization_config says sym=true"
-                )
+                raise CheckpointError(f"{self.name} has asymmetric zero points, but quantization_config says sym=true")
             return values, scales
         return values, scales, self.spread(zeros.T.view(np.int8) - 8, np.int8)
 
 
 class Gptq(ColumnMajor):
-    """GPTQ: eight integers of a column in a word, so that words are [columns / 8, rows], and zeros [groups, rows / 8]."""
+    """GPTQ: eight integers of a column per word, so that words are [columns / 8, rows], and zeros [groups, rows / 8]."""
 
     def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
         values, scales, zeros = self._integers(start, stop)
         if not self.scheme.reordered and ".g_idx" in self.parts:
             wanted = np.arange(self.shape[1]) // (self.scheme.group or self.shape[1])
             if not np.array_equal(self.part(".g_idx", 0, self.shape[1]), wanted):
-                raise CheckpointError(
-                    f"{self.name} has columns in another order, but quantization_config says desc_act=false"
-                )
+                raise CheckpointError(f"{self.name} has reordered columns, but quantization_config says desc_act=false")
         return self.in_groups(values, scales, zeros)
 
     def _integers(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -319,7 +315,7 @@ class Gptq(ColumnMajor):
         words = _columns(self.parts[".qweight"], start, stop)
         first, last = start // PER_WORD, -(-stop // PER_WORD)
         packed = _columns(self.parts[".qzeros"], first, last).view(np.uint32)
-        if self.scheme.zeros_less_one:  # in the word as a whole, for what was subtracted was borrowed from the next
+        if self.scheme.zeros_less_one:  # added to the whole word, since the subtraction borrowed from the next integer
             packed = packed + np.uint32(0x11111111)
         zeros = _nibbles(packed)[:, start - first * PER_WORD : stop - first * PER_WORD]
         scales = _columns(self.parts[".scales"], start, stop)
@@ -327,13 +323,13 @@ class Gptq(ColumnMajor):
 
 
 class Reordered(Gptq):
-    """GPTQ with `desc_act`: the columns of a group are not adjacent, so no kind can keep it. It is read as floats."""
+    """GPTQ with `desc_act`: a group's columns are not adjacent, which no format supports, so it is read as floats."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         values, scales, zeros = self._integers(start, stop)
         group = self.part(".g_idx", 0, self.shape[1])
         if group.min() < 0 or group.max() >= len(scales):
-            raise CheckpointError(f"{self.name} has a column of group {int(group.max())}, and {len(scales)} groups")
+            raise CheckpointError(f"{self.name} assigns a column to group {int(group.max())}, but has {len(scales)} groups")
         with np.errstate(all="ignore"):
             offset = _nibbles(values).T.astype(np.float32) - zeros[group].astype(np.float32)
             return np.ascontiguousarray((scales[group].astype(np.float32) * offset).T)
@@ -344,7 +340,7 @@ class Reordered(Gptq):
 
 
 class Awq(ColumnMajor):
-    """AWQ, "gemm": eight outputs of a column in a word, in an order of their own; words and zeros are [..., rows / 8]."""
+    """AWQ, "gemm": eight outputs of a column per word, in the order of `AWQ_ORDER`; words and zeros are [..., rows / 8]."""
 
     def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
         first, last = start // PER_WORD, -(-stop // PER_WORD)
@@ -364,10 +360,10 @@ class Awq(ColumnMajor):
 
 @dataclass(frozen=True)
 class Nf4(QuantizedTensor):
-    """bitsandbytes: two numbers in a byte, the first one high, and factors for each 64; both of the flattened tensor.
+    """bitsandbytes: two values per byte, the first one high, and a scale for each 64, both of the flattened tensor.
 
     Attributes:
-      offset: of the factors, where they are quantized themselves.
+      offset: added to the scales if they are quantized as well.
     """
 
     offset: float = 0.0
@@ -396,7 +392,7 @@ class Nf4(QuantizedTensor):
 
 
 def _columns(part: Dense, start: int, stop: int) -> np.ndarray:
-    """Columns of a matrix: a strip of each of its rows."""
+    """Columns [start, stop) of a matrix, read as a strip of each row."""
     rows, width = part.shape
     offsets = part.offset + (np.arange(rows) * width + start) * part.dtype.itemsize
     found = read_strips(part.path, offsets.tolist(), (stop - start) * part.dtype.itemsize)
@@ -404,15 +400,15 @@ def _columns(part: Dense, start: int, stop: int) -> np.ndarray:
 
 
 def _nibbles(words: np.ndarray) -> np.ndarray:
-    """Words [..., n] as their eight nibbles, the lowest first: uint8[..., 8 n]."""
+    """The eight nibbles of each word, the lowest first: uint8[..., 8 n] for words [..., n]."""
     pairs = np.ascontiguousarray(words).view(np.uint8)
     return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*words.shape[:-1], -1)
 
 
 QUANT_STATE = ".weight.quant_state.bitsandbytes__nf4"
-MAX_STATE_BYTES = 1 << 12  # bytes of a state
+MAX_STATE_BYTES = 1 << 12  # bytes
 SCALES = ("F32", "F16", "BF16")
-# By layout: the end of the name that tells a quantized weight, those that it must have, and those that it may have.
+# For each layout: name suffixes that identify a quantized weight, that it must have, and that it may have.
 ENDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "packed": ((".weight_packed",), (".weight_scale", ".weight_shape"), (".weight_zero_point",)),
     "int8": ((".weight_scale",), (".weight",), ()),
@@ -425,7 +421,7 @@ ENDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
         (".weight.nested_absmax", ".weight.nested_quant_map"),
     ),
 }
-# What quantizes activations, which are computed in full here.
+# Scales of quantized activations, unused here: activations are computed in full precision.
 ACTIVATION_ENDS = (".input_scale", ".input_zero_point", ".activation_scale")
 
 
@@ -440,17 +436,17 @@ def with_weights(where: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> d
             if stem + end in found:
                 parts[end] = found.pop(stem + end)
             elif end in needed:
-                raise CheckpointError(f"{where}: tensor {shown(stem + end, 80)} is missing; its weight is quantized")
+                raise CheckpointError(f"{where}: tensor {shown(stem + end, 80)} is missing, but its weight is quantized")
         found[f"{stem}.weight"] = _weight(f"{where}: tensor {shown(f'{stem}.weight', 80)}", parts, scheme)
     if not stems:
         raise CheckpointError(
-            f"{where}: its config.json has a quantization_config, but no weight is quantized so ({' or '.join(signs)})"
+            f"{where}: its config.json has a quantization_config, but no weight is quantized that way ({' or '.join(signs)})"
         )
     return found
 
 
 def _weight(name: str, parts: Mapping[str, Dense], scheme: Scheme) -> QuantizedTensor:
-    """A weight, after all shapes and types have been checked against each other."""
+    """A weight, after checking all shapes and types against each other."""
 
     def need(end: str, kinds: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
         part = parts[end]
@@ -491,10 +487,10 @@ def _weight(name: str, parts: Mapping[str, Dense], scheme: Scheme) -> QuantizedT
         need(".weight_scale", SCALES, (rows, groups))
         need(".weight_shape", ("I64", "I32"), (2,))
         if tuple(parts[".weight_shape"].read(0, 2).tolist()) != shape:
-            raise CheckpointError(f"{name} has another weight_shape than its weight_packed, {list(shape)}; copy it again")
+            raise CheckpointError(f"{name} has a weight_shape unlike its weight_packed, {list(shape)}; copy it again")
         if not scheme.symmetric:
             if ".weight_zero_point" not in parts:
-                raise CheckpointError(f"{name} has no weight_zero_point, and its quantization_config says symmetric=false")
+                raise CheckpointError(f"{name} has no weight_zero_point, but its quantization_config says symmetric=false")
             need(".weight_zero_point", ("I32",), (-(-rows // PER_WORD), groups))
         return Packed(name, parts, shape, form, scheme)
     if rows % PER_WORD:
@@ -509,16 +505,16 @@ def _weight(name: str, parts: Mapping[str, Dense], scheme: Scheme) -> QuantizedT
     if not scheme.reordered:
         return Gptq(name, parts, shape, form, scheme)
     if ".g_idx" not in parts:
-        raise CheckpointError(f"{name} has no g_idx, and its quantization_config says desc_act=true")
+        raise CheckpointError(f"{name} has no g_idx, but its quantization_config says desc_act=true")
     return Reordered(name, parts, shape, form, scheme)
 
 
 def _in_groups(name: str, family: str, width: int, columns: int) -> QuantFormat:
-    """The kind with the largest groups that the file's groups of `width`, and its rows, are made of."""
+    """The format with the largest groups that divide the file's groups of `width` and its rows."""
     group = next((group for group in GROUPS if width % group == 0 and columns % group == 0), None)
     if group is None:
         raise CheckpointError(
-            f"{name} has rows of {columns} numbers in groups of {width}; multiples of {GROUPS[-1]} are read"
+            f"{name} has rows of {columns} values in groups of {width}; both must be multiples of {GROUPS[-1]}"
         )
     return QUANT_FORMATS[f"{family}_{group}" if f"{family}_{group}" in QUANT_FORMATS else family]
 
@@ -532,25 +528,23 @@ def _nf4(name: str, parts: Mapping[str, Dense], scheme: Scheme, need: Any) -> Qu
     double = ".weight.nested_absmax" in parts
     need(".weight.absmax", ("U8",) if double else ("F32",), (count // nf4.BLOCK,))
     tables = [(".weight.quant_map", nf4.NF4)]
-    each = shape[1] // nf4.BLOCK  # blocks of a row
+    each = shape[1] // nf4.BLOCK  # blocks per row
     form = nf4.SINGLE
     if double:
         if ".weight.nested_quant_map" not in parts or "nested_offset" not in state:
-            raise CheckpointError(
-                f"{name} has factors that are quantized themselves, and not all that says how; copy it again"
-            )
+            raise CheckpointError(f"{name} has quantized scales without all of their nested tensors; copy it again")
         need(".weight.nested_absmax", ("F32",), (-(-count // nf4.BLOCK // NESTED),))
         need(".weight.nested_quant_map", ("F32",), (256,))
         tables.append((".weight.nested_quant_map", nf4.DYNAMIC))
         form = nf4.DOUBLE if NESTED % each == 0 else nf4.DOUBLE_256 if shape[1] % 256 == 0 else nf4.SINGLE
     for end, table in tables:
         if not np.allclose(parts[end].read(0, len(table)), table, rtol=0, atol=1e-6):
-            raise CheckpointError(f"{name} has a {end.removeprefix('.weight.')} that is not that of bitsandbytes")
+            raise CheckpointError(f"{name} has a {end.removeprefix('.weight.')} other than that of bitsandbytes")
     return Nf4(name, parts, shape, form, scheme, state.get("nested_offset", 0.0))
 
 
 def _state(part: Dense, name: str) -> dict[str, Any]:
-    """The JSON in which bitsandbytes describes a weight: its shape, its blocks, and the offset of its factors."""
+    """The JSON in which bitsandbytes describes a weight: its shape, its blocks, and the offset of its scales."""
     size = part.nbytes
     try:
         if part.kind != "U8" or size > MAX_STATE_BYTES:
@@ -560,9 +554,9 @@ def _state(part: Dense, name: str) -> dict[str, Any]:
         if not all(type(each) is int and 0 < each < 1 << 40 for each in (rows, columns)) or columns % nf4.BLOCK:
             raise ValueError(f"shape {shown([rows, columns], 40)}")
         if (found["quant_type"], found["blocksize"], found.get("nested_blocksize", NESTED)) != ("nf4", nf4.BLOCK, NESTED):
-            raise ValueError("nf4 in blocks of 64, their factors by 256, is read")
+            raise ValueError("only nf4 in blocks of 64, with 256 per nested scale, is supported")
         if "nested_offset" in found and not math.isfinite(found["nested_offset"]):
             raise ValueError("its offset is not finite")
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{name} has a quant_state that is not read ({shown(str(error), 80)})") from None
+        raise CheckpointError(f"{name} has an unsupported quant_state ({shown(str(error), 80)})") from None
     return found | {"shape": (rows, columns)}

@@ -1,4 +1,4 @@
-"""Downloading models from the Hugging Face hub: only the files of a repository that are read here.
+"""Downloads of models from the Hugging Face Hub: only the files of a repository that llama_jax reads.
 A repository often holds the weights twice, for other frameworks or in many quantizations; only one copy is downloaded.
 """
 
@@ -22,12 +22,12 @@ from llama_jax.storage.hub import Repository, cache_folder, open_hub
 from llama_jax.tokenizers.load import VOCABULARY_NAMES
 
 NO_MODELS = (*PICKLED, "training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
-PLACE_EXAMPLE = "ORGANIZATION/NAME, after which @REVISION and the path of a file or folder in the repository may stand"
+PLACE_EXAMPLE = "ORGANIZATION/NAME, optionally with @REVISION and the path of a file or folder in the repository"
 PLACE_PATTERN = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+?))?/?")
 
 
 class Fetched(NamedTuple):
-    """The path of a download, and the number and bytes of its files."""
+    """A download's path, and the number and total bytes of its files."""
 
     path: Path
     files: int
@@ -35,24 +35,24 @@ class Fetched(NamedTuple):
 
 
 def fetch(place: str, revision: str | None = None, folder: Path | None = None) -> Fetched:
-    """Download a model, an adapter or a vocabulary from the hub, as `load` reads them. Existing files are kept.
+    """Download a model, an adapter or a vocabulary from the Hub, as `load` reads them. Existing files are kept.
 
     Args:
       place: a repository, or a file or folder in it: ``ORGANIZATION/NAME``, ``ORGANIZATION/NAME/FILE.gguf``; also as the
         URL that `storage.locate` reads.
-      revision: a branch, tag or commit; by default that in `place`, or else the newest commit.
+      revision: a branch, tag or commit; by default the one in `place`, or else the newest commit.
       folder: where to put the files; by default the cache of huggingface_hub, in which ``hf://`` finds them.
 
     Raises:
-      CheckpointError: no such repository, one that may not be read, nothing in it that is read here, several models, no
+      CheckpointError: no such repository, no permission to read it, nothing in it that llama_jax reads, several models, no
         network, or no room on the disk.
     """
     found = PLACE_PATTERN.fullmatch(place)
     if found is None:
-        raise CheckpointError(f"{place!r} is not a repository of the hub; pass {PLACE_EXAMPLE}")
+        raise CheckpointError(f"{place!r} is not a repository of the Hub; pass {PLACE_EXAMPLE}")
     name, within, inside = found[1], found[2], found[3] or ""
     if revision is not None and within is not None and revision != within:
-        raise CheckpointError(f"{place} names the revision {within}, and --revision {revision}; pass one of them")
+        raise CheckpointError(f"{place} names the revision {within}, but --revision is {revision}; pass one of them")
     revision = within if revision is None else revision
     root = f"hf://{name}" if revision is None else f"hf://{name}@{revision}"
     target = cache_folder() if folder is None else folder
@@ -66,12 +66,12 @@ def fetch(place: str, revision: str | None = None, folder: Path | None = None) -
 
 @contextmanager
 def _answering(root: str, target: Path) -> Iterator[None]:
-    """Turn errors of the hub, the network or the disk into an error of one line."""
+    """Turn errors of the Hub, the network or the disk into one-line errors."""
     try:
         yield
     except TransientError as error:
         raise CheckpointError(
-            f"{root}: the hub gave no answer ({error}); is this machine connected to the network?"
+            f"{root}: the Hub did not respond ({error}); is this machine connected to the network?"
         ) from None
     except OSError as error:
         if not str(error.filename).startswith("hf://"):
@@ -80,7 +80,7 @@ def _answering(root: str, target: Path) -> Iterator[None]:
 
 
 class _Chosen(NamedTuple):
-    """The key to give as the model, and the sizes of all files that it needs, by their keys."""
+    """The key to pass as the model, and the sizes of all files that it needs, by key."""
 
     key: str
     sizes: dict[str, int]
@@ -94,7 +94,7 @@ def _chosen(repository: Repository, inside: str, place: str) -> _Chosen:
         if file not in there:
             raise CheckpointError(f"{place}: there is no such file or folder in the repository; look at its list of files")
     sizes = {name: listed.size for name, listed in there.items() if listed.size is not None}
-    if there.get("original") == FOLDER:  # of Meta's: the vocabulary, beside a second copy of the weights
+    if there.get("original") == FOLDER:  # Meta's: the vocabulary, next to a second copy of the weights
         below = repository.names(f"{folder}/original".lstrip("/"))
         sizes |= {f"original/{name}": listed.size for name, listed in below.items() if listed.size is not None}
 
@@ -107,12 +107,12 @@ def _chosen(repository: Repository, inside: str, place: str) -> _Chosen:
         names = [file]
     else:
         names = _of_folder(sizes, read, place)
-        file = names[0] if _is_alone(names[0]) else ""  # itself, since other models may come to lie beside it
+        file = names[0] if _is_alone(names[0]) else ""  # the file itself, since other models may be put next to it
     return _Chosen(f"{folder}/{file}".strip("/"), {f"{folder}/{name}".lstrip("/"): sizes[name] for name in names})
 
 
 def _is_alone(name: str) -> bool:
-    """Whether a file of that name is a whole model, or a part of one that is split."""
+    """Whether a file with this name is a whole model, or a part of a split one."""
     suffixes = {suffix for format in FORMATS.values() for suffix in format.suffixes}
     return name.endswith(tuple(suffixes)) and "/" not in name and name not in NO_MODELS
 
@@ -128,20 +128,18 @@ def _of_folder(sizes: Mapping[str, int], read: Callable[[str], bytes], place: st
     firsts = [name for name in models if (part := SPLIT_NAME.search(name)) is None or int(part[1]) == 1]
     if len(firsts) > 1:
         listed = ", ".join(f"{name} ({sum(sizes[part] for part in _alone(name, sizes)) / 1e9:.1f} GB)" for name in firsts)
-        raise CheckpointError(f"{place} holds several models; pass one of them, as {place}/{firsts[0]}: {listed}")
+        raise CheckpointError(f"{place} holds several models; pass one of them, such as {place}/{firsts[0]}: {listed}")
     if firsts:
         return _alone(firsts[0], sizes)
     if ADAPTER_CONFIG in sizes and ADAPTER_WEIGHTS in sizes:
         return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
     if set(VOCABULARY_NAMES) & set(beside):
         return beside
-    raise CheckpointError(
-        f"{place} holds no model that is read here: no weights beside a config.json, no .pth of Meta's, no GGUF"
-    )
+    raise CheckpointError(f"{place} holds no supported model: no weights next to a config.json, no Meta .pth, no GGUF")
 
 
 def _alone(file: str, sizes: Mapping[str, int]) -> list[str]:
-    """A file that is a whole model, with its vocabulary unless it is inside; or all parts of a split one."""
+    """A file that is a whole model, with its vocabulary unless that is inside; or all parts of a split one."""
     if SPLIT_NAME.search(file):
         stem = SPLIT_NAME.sub("", file)
         return sorted(name for name in sizes if SPLIT_NAME.search(name) and SPLIT_NAME.sub("", name) == stem)
@@ -160,6 +158,6 @@ def _check_room(repository: Repository, sizes: Mapping[str, int], root: str, tar
     free = free_bytes(target)
     if needed > free:
         raise CheckpointError(
-            f"{root} needs {needed / 1e9:.1f} GB, and {target} has {free / 1e9:.1f} GB left; make room, or give a folder on"
+            f"{root} needs {needed / 1e9:.1f} GB, and {target} has {free / 1e9:.1f} GB left; make room, or set a folder on"
             " another disk with --out"
         )

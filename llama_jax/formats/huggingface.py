@@ -1,4 +1,4 @@
-"""Hugging Face folders: the settings in ``config.json``, every unknown one of which is refused by name, and the tensors."""
+"""Hugging Face folders: the settings in ``config.json``, with unknown ones rejected by name, and the tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.paths import MAX_JSON_BYTES, read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
-# The setting of each field that all families write alike.
+# Settings for fields that all families write alike.
 SIZES = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
@@ -60,14 +60,14 @@ SIZES = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-# Those that messages name.
+# Names of settings in messages.
 SETTING_NAMES = SIZES | {
     "window": "sliding_window",
     "experts": "num_local_experts",
     "experts_per_token": "num_experts_per_tok",
 }
-# Settings that change what is computed, with the value that each of these models has. Others, such as dropout, token ids and
-# settings of a trainer, do not matter here.
+# Settings that change what is computed, with the value required in families that do not read them. Others, such as dropout,
+# token ids and a trainer's settings, do not matter here.
 SUPPORTED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -87,9 +87,9 @@ SUPPORTED = {
     "use_bidirectional_attention": False,
     "clip_qkv": None,
 }
-# Our names of settings of a rope scaling by those in the file, where the two differ.
+# Our names for settings of a rope scaling whose names differ from those in the file.
 ROPE_NAMES = {"original_max_position_embeddings": "original_max_seq_len"}
-# What a kind of rope scaling may say, besides its name and theta; and what of it may be missing.
+# The settings of each kind of rope scaling, in addition to its name and theta; and those that may be missing.
 ROPE_SETTINGS = {
     "default": (),
     "linear": ("factor",),
@@ -108,7 +108,7 @@ ROPE_SETTINGS = {
     "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
 }
 OPTIONAL_ROPE = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
-# What else it may say, since it changes nothing.
+# Settings that are accepted because they have no effect.
 IGNORED_ROPE = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
 PARTS_KEY = "llama_jax_parts"  # the names in `LlamaConfig.parts`, which other libraries do not read
 MAX_LAYERS = 10_000
@@ -126,18 +126,18 @@ def read_config(folder: Location) -> LlamaConfig:
 
 
 def write_config(folder: Path, config: LlamaConfig, **more: Any) -> None:
-    """Write ``config.json``, with settings that are not part of a configuration, such as token ids."""
+    """Write ``config.json``, with additional settings such as token ids."""
     (folder / "config.json").write_text(json.dumps(config_to_dict(config) | more, indent=2) + "\n")
 
 
 def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     """The configuration that a parsed ``config.json`` describes; absent fields take the values transformers documents."""
-    if isinstance(text := found.get("text_config"), Mapping):  # of a model that also reads pictures
+    if isinstance(text := found.get("text_config"), Mapping):  # a multimodal model
         shared = {name: found[name] for name in ("quantization_config", "tie_word_embeddings") if name in found}
         found = shared | dict(text)
     kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(f"model_type={shown(kind)} is not supported; llama_jax reads {', '.join(FAMILIES)}")
+        raise ConfigError(f"model_type={shown(kind)} is not supported; llama_jax supports {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     for name, supported in SUPPORTED.items():
         if found.get(name, supported) not in (supported, None) and name not in family.reads:
@@ -151,14 +151,14 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         raise ConfigError(f"{', '.join(missing)} is missing")
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):  # families compute others from these
         require_positive_int(name, found[name])
-    if found["num_hidden_layers"] > MAX_LAYERS:  # lists with an entry for each layer are as long as this claims
+    if found["num_hidden_layers"] > MAX_LAYERS:  # bounds lists that have an entry per layer
         raise ConfigError(f"num_hidden_layers={found['num_hidden_layers']} must be at most {MAX_LAYERS}")
     if "rope_scaling" in family.absent and found.get("rope_parameters"):
-        del found["rope_scaling"]  # it is given in the other spelling
+        del found["rope_scaling"]  # set in the other spelling
     found = family.rope(found)
     theta, scaling = _rope(found)
     more = dict(family.constants) | family.fields(found | {"theta": theta, "scaled": scaling is not None})
-    # A dynamic scaling is for lengths beyond the context in the file, which is the one that it begins at.
+    # A dynamic scaling applies beyond the file's context, where it begins.
     extended = scaling.extended_max_seq_len if scaling is not None and scaling.kind == "dynamic" else None
     note = found.get(SCALING_NOTE)
     n_heads = found["num_attention_heads"]
@@ -183,10 +183,10 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _parts(found: Mapping[str, Any]) -> Parts:
-    """The names of a user's functions."""
+    """The names of user functions."""
     for part, name in found.items():
         if part not in vars(Parts()) or not isinstance(name, str) or not name.partition(":")[2]:
-            raise ConfigError(f"{PARTS_KEY} has {part}={shown(name, 80)}; the parts are {', '.join(vars(Parts()))}, by name")
+            raise ConfigError(f"{PARTS_KEY} has {part}={shown(name, 80)}; name a function for {', '.join(vars(Parts()))}")
     return Parts(**found)
 
 
@@ -201,7 +201,7 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     theta = scaling.get("rope_theta", found.get("rope_theta", 10_000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_SETTINGS:
-        raise ConfigError(f"rope scaling {shown(kind, 40)} is not supported; {', '.join(map(repr, ROPE_SETTINGS))} are")
+        raise ConfigError(f"rope scaling {shown(kind, 40)} is not supported; use {', '.join(map(repr, ROPE_SETTINGS))}")
     extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE_SETTINGS[kind])]
     for name in extra:
         if (name, scaling[name]) not in IGNORED_ROPE:
@@ -209,7 +209,7 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind == "default":
         return theta, None
     context = found.get("max_position_embeddings", 2048)
-    if kind in ("yarn", "longrope"):  # what transformers takes where they are not given
+    if kind in ("yarn", "longrope"):  # defaults of transformers
         original = found.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings", context)
         scaling["original_max_position_embeddings"] = original
         if "factor" not in scaling:
@@ -220,13 +220,13 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind == "llama3" and found.get("original_max_position_embeddings"):
         scaling["original_max_position_embeddings"] = found["original_max_position_embeddings"]
     if scaling.get("attention_factor") is not None or not (scaling.get("mscale") and scaling.get("mscale_all_dim")):
-        for name in ("mscale", "mscale_all_dim"):  # which transformers then does not read
+        for name in ("mscale", "mscale_all_dim"):  # ignored by transformers in this case
             scaling.pop(name, None)
     missing = [name for name in ROPE_SETTINGS[kind] if name not in scaling and name not in OPTIONAL_ROPE]
     if missing:
         raise ConfigError(f"rope scaling {kind!r} has no {missing[0]}")
     settings = {ROPE_NAMES.get(name, name): scaling[name] for name in ROPE_SETTINGS[kind] if name in scaling}
-    if kind == "dynamic":  # the context in the file is what the model was first trained at
+    if kind == "dynamic":  # the file's context is the length that the model was pretrained at
         settings["original_max_seq_len"] = context
     return theta, RopeScaling(cast(RopeScalingKind, kind), settings.pop("factor"), **settings)
 
@@ -240,7 +240,7 @@ def _plain(scaling: Mapping[str, Any]) -> dict[str, Any]:
 def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
     """The settings of ``config.json`` for a configuration, in the spelling that old and new transformers read.
 
-    A rope scaling that transformers does not have is written as an equivalent one that it has, with a note of its kind here.
+    A rope scaling that transformers lacks is written as an equivalent one, with a note of its kind here.
     """
     config = replace(config, parts=config.parts.names)
     found = _plain_settings(in_known_kinds(config))
@@ -249,7 +249,7 @@ def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
     back = config_from_dict(found)
     for name in (field.name for field in fields(config)):
         if getattr(back, name) != getattr(config, name):
-            raise ConfigError(f"{name}={shown(getattr(config, name))} has no place in the config.json of a {config.kind}")
+            raise ConfigError(f"{name}={shown(getattr(config, name))} cannot be stored in the config.json of {config.kind}")
     return found
 
 
@@ -280,21 +280,21 @@ def _plain_settings(config: LlamaConfig) -> dict[str, Any]:
 
 
 NAMES = {part: names.huggingface for part, names in TENSOR_NAMES.items()}
-# Where one tensor holds several of the table's, by rows in this order (Phi-3): its name, and theirs.
+# Tensors that fuse several of the table's, by rows in this order (Phi-3).
 FUSED = {
     "model.layers.{}.self_attn.qkv_proj.weight": ("q", "k", "v"),
     "model.layers.{}.mlp.gate_up_proj.weight": ("gate", "up"),
 }
-# Buffers that old versions of transformers saved with the weights; the configuration says the same.
+# Buffers that old versions of transformers saved with the weights; the configuration implies them.
 IGNORED_TENSORS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-# The two ways to store the weights, the better first: name of a single file, and of the index of several.
+# The two ways to store the weights, the preferred one first: name of a single file, and of the index of several.
 SAFETENSORS = "model.safetensors", "model.safetensors.index.json"
 CONFIG_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def open_folder(path: Location) -> Opened:
-    """The model in a folder, or in that of one of its files; its weights are not read."""
+    """The model in a folder, or in the folder of one of its files; its weights are not read."""
     folder = path if path.is_dir() else path.parent
     config = read_config(folder)
     quantization = read_object(folder / "config.json", CheckpointError).get("quantization_config")
@@ -314,7 +314,7 @@ def open_folder(path: Location) -> Opened:
         tensors = split_fused(config, tensors, FUSED, NAMES)
         if scheme is not None:
             if what != "safetensors":
-                raise CheckpointError(f"{folder} has quantized weights in {what}; they are read from safetensors")
+                raise CheckpointError(f"{folder} has quantized weights in {what}; save them as safetensors")
             tensors = with_weights(str(folder), tensors, scheme)
         return Opened(
             format=f"Hugging Face {what}" + (f", {scheme.method}" if scheme else ""),
@@ -326,9 +326,7 @@ def open_folder(path: Location) -> Opened:
             tokenizer=partial(find_tokenizer, folder, config.vocab_size),
             about=partial(read_about, folder),
         )
-    raise CheckpointError(
-        f"{folder} has a config.json but none of the weights it should have: {', '.join(SAFETENSORS + PICKLED)}"
-    )
+    raise CheckpointError(f"{folder} has a config.json, but no weights: {', '.join(SAFETENSORS + PICKLED)}")
 
 
 LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(lm_head\.|.*)")
@@ -349,8 +347,8 @@ def _language_model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 QWEN_EXPERTS = {"router": "model.layers.{}.mlp.gate.weight"}
-# Llama 4's files hold the experts of a layer as one tensor, transposed: [E, D, 2F] of gate and up, which are parted, and
-# [E, F, D] of down.
+# Llama 4's files store the experts of a layer as one transposed tensor: [E, D, 2F] for gate and up, which are split here,
+# and [E, F, D] for down.
 LLAMA4_FUSED = {"model.layers.{}.feed_forward.experts.gate_up_proj": ("expert_gate", "expert_up")}
 LLAMA4_TENSOR = re.compile(r"(model\.layers\.\d+\.feed_forward\.experts\.)(gate_up|down)_proj")
 LLAMA4_EXPERTS = {"router": "model.layers.{}.feed_forward.router.weight"}
@@ -361,7 +359,7 @@ QWEN_EXPERTS |= {f"expert_{name}": f"model.layers.{{}}.mlp.experts.{name}_proj.w
 
 
 def names_of(config: LlamaConfig) -> dict[str, str]:
-    """The names of a model's tensors; some depend on its norms, or on the family of its experts."""
+    """The tensor names of a model; some depend on its norms, or on the family of its experts."""
     found = NAMES | ({"ffn_norm": "model.layers.{}.pre_feedforward_layernorm.weight"} if config.norm == "both" else {})
     if config.experts:
         found |= {"qwen3_moe": QWEN_EXPERTS, "llama4_text": LLAMA4_EXPERTS}.get(config.kind, {})
@@ -369,10 +367,10 @@ def names_of(config: LlamaConfig) -> dict[str, str]:
 
 
 def is_interleaved(config: LlamaConfig) -> bool:
-    """Whether files of a model hold the rows of q and k in the interleaved rotary layout."""
+    """Whether a model's files have the rows of q and k in the interleaved rotary layout."""
     try:
         return FAMILIES[config.kind].interleaved
-    except ConfigError:  # of no family: as a Llama's
+    except ConfigError:  # no family: as in Llama
         return False
 
 
@@ -380,7 +378,7 @@ EXPERT = re.compile(r"(model\.layers\.\d+\.(?:block_sparse_moe|mlp)\.experts)\.(
 
 
 def _join_experts(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, with those of a layer's experts as [E, rows, columns] under the names in the table."""
+    """The tensors, with a layer's experts stacked as [E, rows, columns] under the names in the table."""
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -396,7 +394,7 @@ def _join_experts(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, 
         parts = [of_layer[i] for i in sorted(of_layer)]
         if sorted(of_layer) != list(range(len(parts))):
             raise CheckpointError(
-                f"{folder}: of the experts of {shown(name, 80)} there are only {shown(sorted(of_layer))}; copy all files"
+                f"{folder}: {shown(name, 80)} has only the experts {shown(sorted(of_layer))}; copy all files"
             )
         if any((part.shape, part.kind) != (parts[0].shape, parts[0].kind) for part in parts):
             raise CheckpointError(
@@ -407,7 +405,7 @@ def _join_experts(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _check_experts(folder: Location, config: LlamaConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors; CheckpointError if a layer has no experts, by the names in files."""
+    """Return the tensors; raise CheckpointError if a layer lacks experts, naming the tensor as files do."""
     names = names_of(config)
     for layer in range(config.n_layers if config.experts else 0):
         for part in ("expert_gate", "expert_up", "expert_down"):
@@ -420,7 +418,7 @@ def _check_experts(folder: Location, config: LlamaConfig, tensors: dict[str, Ten
 
 
 def _split_experts(piece: WrittenTensor) -> list[WrittenTensor]:
-    """A tensor to be written, or the experts' tensors if it holds several."""
+    """A tensor to be written, or one for each expert if it holds several."""
     if len(piece.tensor.shape) < 3:
         return [piece]
     tensor: Any = piece.tensor
@@ -433,7 +431,7 @@ def _name(names: Mapping[str, str], piece: WrittenTensor) -> str:
 
 
 def recognizes(path: Location) -> bool:
-    """Whether a folder holds a config.json and weights by transformers' names; or a file of such a folder, by any name."""
+    """Whether a folder holds a config.json and weights by transformers' names, or a file is in such a folder."""
     if path.is_dir():
         return (path / "config.json").exists() and any((path / name).exists() for name in (*SAFETENSORS, *PICKLED))
     if not (path.parent / "config.json").exists():
@@ -455,19 +453,19 @@ def files(names: Collection[str], read: Callable[[str], bytes], place: str) -> l
 
 
 def _index_files(content: bytes, there: Collection[str], index: str) -> list[str]:
-    """The files that an index of weights names."""
+    """The files that an index of weights lists."""
     try:
         names = sorted(set(json.loads(content)["weight_map"].values()))
         missing = [name for name in names if name not in there]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{index} is not an index of weights; choose another revision") from None
     if missing:
-        raise CheckpointError(f"{index} names {shown(missing[0], 80)}, which is not there; choose another revision")
+        raise CheckpointError(f"{index} names {shown(missing[0], 80)}, which does not exist; choose another revision")
     return names
 
 
 def is_safetensors(path: Location) -> bool:
-    """Whether a file begins like one of safetensors: with the length of a header, and an object."""
+    """Whether a file begins like safetensors: with the length of a header, and a JSON object."""
     with path.open("rb") as file:
         return file.read(9)[8:] == b"{"
 
@@ -484,8 +482,8 @@ def write_folder(
     """Write a model into an empty folder, tensor by tensor.
 
     Args:
-      kind: the type of all tensors, by its name in safetensors; None keeps each tensor's own.
-      largest_file: bytes of tensors in a file; more become several files and an index.
+      kind: the type of all tensors, by its name in safetensors; None keeps each tensor's type.
+      largest_file: maximum bytes of tensors in a file; larger models are split into several files and an index.
     """
     names = names_of(opened.config)
     todo = tensors_to_write(opened, interleaved=is_interleaved(opened.config))
@@ -521,7 +519,7 @@ def write_folder(
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         (folder / SAFETENSORS[1]).write_text(json.dumps(index, indent=2) + "\n")
-    ids: dict[str, Any] = {"pad_token_id": None}  # and not transformers' default
+    ids: dict[str, Any] = {"pad_token_id": None}  # overrides transformers' default
     if tokenizer is not None:
         tokenizer.save(folder)
         ids |= token_ids(tokenizer)
@@ -530,8 +528,8 @@ def write_folder(
 
 
 def header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
-    """The beginning of a safetensors file: the length of a JSON text, and the text, padded to eight bytes."""
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    """The beginning of a safetensors file: the length of the JSON header, and the header, padded to eight bytes."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers rejects files without it
     end = 0
     for name, (kind, shape, size) in tensors.items():
         described[name] = {"dtype": kind, "shape": shape, "data_offsets": (end, end + size)}
@@ -542,10 +540,10 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
 
 
 def read_safetensors(path: Location) -> dict[str, Tensor]:
-    """The tensors of a file. The library checks its header, but does not tell where the data begin."""
+    """The tensors of a file. The library checks its header, but does not say where the data begins."""
     size = int.from_bytes(read_bytes(path, 0, 8).tobytes(), "little") if path.stat().st_size >= 8 else 0
     if MAX_JSON_BYTES < size < path.stat().st_size:
-        raise CheckpointError(f"{path} has a header of {size} bytes, too large to be a model's; copy it again")
+        raise CheckpointError(f"{path} has a header of {size} bytes, too large for a model; copy it again")
     try:
         with _local_header(path, size) as local, safe_open(local, framework="numpy"):
             pass
@@ -561,7 +559,7 @@ def read_safetensors(path: Location) -> dict[str, Tensor]:
 
 @contextmanager
 def _local_header(path: Location, size: int) -> Iterator[Path]:
-    """A file that the library can open: for an object in a store a sparse file of equal length with the header alone."""
+    """A file that the library can open: for an object in a store, a sparse file of equal size with only the header."""
     if not isinstance(path, StoredPath):
         yield path
         return
@@ -573,7 +571,7 @@ def _local_header(path: Location, size: int) -> Iterator[Path]:
 
 
 def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of all files that an index names, after checking it against what each file holds."""
+    """The tensors of all files that an index lists, after checking it against each file's contents."""
     folder = index.parent
     found = read_object(index, CheckpointError)
     try:
@@ -583,9 +581,9 @@ def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]
         raise CheckpointError(f"{index} is not an index of weights ({shown(error, 80)}); copy it again") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index} names {shown(name, 80)}, which is not a file of its own folder")
+            raise CheckpointError(f"{index} names {shown(name, 80)}, which is not in the same folder")
         there = folder / name
-        # Path.is_file raises for a name that no file can have.
+        # Path.is_file raises for invalid file names.
         if not (there.is_file() if isinstance(there, StoredPath) else os.path.isfile(there)):
             raise CheckpointError(f"{index} names {shown(name, 80)}, which is missing from {folder}; copy it there")
     tensors: dict[str, Tensor] = {}
@@ -594,13 +592,13 @@ def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]
         listed = {tensor for tensor, file in weight_map.items() if file == name}
         if held.keys() != listed:
             odd = sorted(held.keys() ^ listed)[0]
-            raise CheckpointError(f"{index} and {name} disagree about tensor {shown(odd, 80)}; copy both from one release")
+            raise CheckpointError(f"{index} and {name} disagree on tensor {shown(odd, 80)}; copy both from one release")
         tensors |= held
     return tensors
 
 
 def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None, about: About = About()) -> Opened:
-    """The parameters under Hugging Face's names, as if they had been opened."""
+    """Parameters in memory as an `Opened` checkpoint with Hugging Face's names."""
     on_host = params.replace(blocks=jax.tree.map(np.asarray, params.blocks))
     tensors: dict[str, ArrayTensor | QuantizedArrayTensor] = {}
     names = names_of(config)
@@ -609,7 +607,7 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None,
         leaf = jax.tree.map(np.asarray, attrgetter(row.path.removeprefix(BLOCKS))(node))
         for i, (share, columns) in enumerate(shares_in(row, config)):
             held, shape = leaf, shape_of(share.axes, config)
-            if isinstance(leaf, JoinedWeight):  # its parts are the shares
+            if isinstance(leaf, JoinedWeight):  # the parts are the shares
                 held = leaf.parts[i]
             elif columns is not None:
                 held = jax.tree.map(lambda array, some=columns: array[:, some], leaf)

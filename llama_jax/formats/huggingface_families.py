@@ -1,6 +1,6 @@
-"""What families of models add to the settings of a Llama in ``config.json``, one record for each.
+"""The settings that model families add to those of a Llama in ``config.json``, one record per family.
 
-Source: transformers' configuration class of each family, for the names, and for what a missing setting means.
+Source: transformers' configuration class of each family, for the names and the defaults of missing settings.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 
 @dataclass(frozen=True)
 class Family:
-    """A family's own part of a ``config.json``.
+    """The settings of a family in ``config.json``.
 
     Attributes:
-      architecture: transformers' class.
-      absent: what transformers takes for a setting that is not there.
-      reads: settings that `PLAIN` refuses in other families and `fields` reads, or that mean nothing to this one.
-      fields: the fields of `LlamaConfig` beyond Llama's, from all settings.
-      constants: those that are the same in all its models, in every file format.
-      settings: the inverse, from the configuration and its rope settings as a Llama has them.
-      rope: theta and scaling of the model, and the rest of what `fields` reads, where they are not given as in a Llama.
-      interleaved: whether pairs of adjacent features are rotated, so that the rows of q and k are stored interleaved; of the
-        others the halves of a head are.
+      architecture: class name in transformers.
+      absent: transformers' defaults for missing settings.
+      reads: settings that `fields` reads or that have no effect here, and that `SUPPORTED` rejects in other families.
+      fields: maps all settings to fields of `LlamaConfig` other than Llama's.
+      constants: fields with the same value in all models of the family, in every file format.
+      settings: the inverse of `fields`, from the configuration and its rope settings in Llama's form.
+      rope: rewrites rope settings into Llama's form, and others as `fields` reads them.
+      interleaved: whether pairs of adjacent features are rotated, so that the rows of q and k are stored interleaved;
+        otherwise the halves of a head are rotated.
     """
 
     architecture: str
@@ -44,13 +44,13 @@ class Family:
 
 
 def number_in(found: ConfigJson, name: str) -> float:
-    """A setting with which something is computed before the configuration checks it."""
+    """A setting that is used in arithmetic before the configuration checks it."""
     require_number(name, found[name], above=0.0)
     return float(found[name])
 
 
 def object_in(found: ConfigJson, name: str) -> dict[str, Any]:
-    """A setting that is an object, without its null entries; empty if it is null itself."""
+    """A setting that is an object, without its null entries; empty if it is null."""
     value = found.get(name)
     if not isinstance(value, Mapping | None):
         raise ConfigError(f"{name}={shown(value)} must be an object")
@@ -58,7 +58,7 @@ def object_in(found: ConfigJson, name: str) -> dict[str, Any]:
 
 
 def _layer_types(found: ConfigJson, usual: Callable[[int], str], other: str = SLIDING) -> list[str]:
-    """The kind of attention of each layer."""
+    """Each layer's kind of attention."""
     n, kinds = found["num_hidden_layers"], found.get("layer_types")
     if kinds is None:
         return [usual(i) for i in range(n)]
@@ -80,7 +80,7 @@ def _every(n: int, last: str, others: str) -> Callable[[int], str]:
 
 
 def _check_uniform(found: ConfigJson, needed: str) -> None:
-    """Raise unless all layers attend in the same way."""
+    """Raise unless all layers have the same kind of attention."""
     kinds = found.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != needed for kind in kinds)):
         raise ConfigError(f"layer_types={shown(kinds)} is not supported; all layers must be {needed!r}")
@@ -136,7 +136,7 @@ def _smollm3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
 
 
 def _mixed_windows(usual: Callable[[int], str]) -> Callable[[ConfigJson], dict[str, Any]]:
-    """Layers of two kinds, with a window and without, and otherwise alike."""
+    """Layers with a window and layers without, otherwise alike."""
 
     def fields(found: ConfigJson) -> dict[str, Any]:
         window = found.get("sliding_window")
@@ -150,10 +150,10 @@ def _mixed_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
 
 
 def _rope_by_kind(local: str | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Rope settings per kind of layer: those of full attention are the model's; windows have only a theta.
+    """Rope settings per kind of layer: full attention has the model's; windows have only a theta.
 
     Args:
-      local: how older files call the theta of layers with a window; None where it is that of the others.
+      local: name of the theta of windowed layers in older files; None if they share the other layers' theta.
     """
 
     def rope(found: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _rope_by_kind(local: str | None) -> Callable[[dict[str, Any]], dict[str, Any
         full, sliding = (object_in(both, kind) for kind in (FULL, SLIDING))
         kind = sliding.get("rope_type", sliding.get("type", "default"))
         if kind != "default":
-            raise ConfigError(f"rope scaling {shown(kind, 40)} of layers with a window is not supported; 'default' is")
+            raise ConfigError(f"rope scaling {shown(kind, 40)} of windowed layers is not supported; it must be 'default'")
         full.setdefault("rope_theta", found.get("rope_theta"))
         return found | {
             "rope_parameters": full,
@@ -193,7 +193,7 @@ def _gemma3(found: ConfigJson) -> dict[str, Any]:
         require_positive_int("sliding_window_pattern", period)
     activation = found.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
-        raise ConfigError(f"hidden_activation={shown(activation)} is not supported; a gemma3_text has 'gelu_pytorch_tanh'")
+        raise ConfigError(f"hidden_activation={shown(activation)} is not supported; gemma3_text has 'gelu_pytorch_tanh'")
     return {
         "layers": _unscaled_windows(found, _every(period or 6, FULL, SLIDING)),
         "embedding_multiplier": float(found["hidden_size"]) ** 0.5,
@@ -203,7 +203,7 @@ def _gemma3(found: ConfigJson) -> dict[str, Any]:
 
 def _gemma3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     if config.embedding_multiplier != float(config.dim) ** 0.5:
-        raise ConfigError(f"embedding_multiplier={config.embedding_multiplier} of a gemma3_text must be sqrt(dim)")
+        raise ConfigError(f"embedding_multiplier={config.embedding_multiplier} of gemma3_text must be sqrt(dim)")
     scalar = config.score_scale**-2
     return _local_rope(config, rope) | {
         "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
@@ -287,7 +287,7 @@ def _qwen3_moe(found: ConfigJson) -> dict[str, Any]:
 
 def _qwen3_moe_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return _no_window(config, rope) | {
-        "intermediate_size": config.hidden_dim * config.experts_per_token,  # of layers without experts: as released models
+        "intermediate_size": config.hidden_dim * config.experts_per_token,  # without experts: as in released models
         "moe_intermediate_size": config.hidden_dim,
         "num_experts": config.experts,
         "num_experts_per_tok": config.experts_per_token,
@@ -306,7 +306,7 @@ def _llama4(found: ConfigJson) -> dict[str, Any]:
     ropes, chunk = _ropes({**found, "no_rope_layers": found.get("no_rope_layers") or None}), found["attention_chunk_size"]
     kinds = _layer_types(found, lambda i: CHUNKED if ropes[i] else FULL, CHUNKED)
     if CHUNKED in kinds and chunk is None:
-        raise ConfigError(f"attention_chunk_size=None must be a positive integer where layers have {CHUNKED!r}")
+        raise ConfigError(f"attention_chunk_size=None must be a positive integer if layers have {CHUNKED!r}")
     layers = zip(kinds, ropes, strict=False)
     scaled = found["attn_temperature_tuning"]
     return {
@@ -324,7 +324,7 @@ def _llama4_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     layers = [config.layer(i) for i in range(config.n_layers)]
     scaling = config.query_scaling
     return {
-        "intermediate_size_mlp": 2 * config.hidden_dim,  # of layers without experts: as released models
+        "intermediate_size_mlp": 2 * config.hidden_dim,  # without experts: as in released models
         "interleave_moe_layer_step": 1,
         "moe_layers": list(range(config.n_layers)),
         "no_rope_layers": [int(layer.rope != "none") for layer in layers],
@@ -358,7 +358,7 @@ FAMILIES: dict[str, Family] = {
         _windowed,
         _own_window,
     ),
-    # Where use_sliding_window is set, which is refused, Qwen reads sliding_window.
+    # Qwen reads sliding_window only with use_sliding_window, which is rejected.
     "qwen2": Family("Qwen2ForCausalLM", _QWEN, ("sliding_window",), _alike, _no_window, constants={"qkv_bias": True}),
     "qwen3": Family(
         "Qwen3ForCausalLM", _QWEN | _HEADS, ("sliding_window",), _alike, _no_window, constants={"qk_norm": "head"}

@@ -1,4 +1,4 @@
-"""Tensors in files that are read in runs of rows, and what is made of them without reading them."""
+"""Tensors in files that are read in runs of rows, and tensors derived from them without reading them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from llama_jax.storage import Location, StoredPath
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
-# By their names in safetensors. No parameter has the types that are no floats, but quantized weights are made of them. Those
-# that are not here count as bytes.
+# By name in safetensors. Parameters have float types only, but quantized weights are made of the others. Types that are not
+# listed count as bytes.
 DTYPES = FLOATS | {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "BOOL": np.dtype("u1"),
@@ -37,12 +37,12 @@ DTYPES = FLOATS | {
 
 
 def kind_of(dtype: np.dtype) -> str:
-    """The name of a type of numbers in files, such as BF16; for other types NumPy's own."""
+    """The name of a storage type, such as BF16; NumPy's name for types other than floats."""
     return next((kind for kind, known in FLOATS.items() if known == dtype), str(dtype))
 
 
 def target_dtype(path: Location, dtype: jax.typing.DTypeLike | None, stored: np.dtype) -> np.dtype:
-    """The type that parameters are read in: `dtype`, or for None the stored one."""
+    """The dtype that parameters are read in: `dtype`, or for None the stored one."""
     target = stored if dtype is None else jnp.dtype(dtype)
     if jax.dtypes.canonicalize_dtype(target) != target:
         raise CheckpointError(f"{path}: {target} needs jax_enable_x64; load with dtype='float32'")
@@ -50,12 +50,12 @@ def target_dtype(path: Location, dtype: jax.typing.DTypeLike | None, stored: np.
 
 
 def default_dtype(embedding: TensorInfo, stored: np.dtype) -> np.dtype:
-    """The default type of the parameters that are floats, and of the computation.
+    """The default dtype of unquantized parameters, and of the computation.
 
     Args:
       embedding: if it is quantized, the result is bfloat16 on accelerators and float32, in which kernels compute, on a CPU.
-      stored: its type, which is the result if it is not quantized; except that float16 gives float32 on a CPU, where XLA has
-        no fast matmul for it (a 135M model decodes at an eighth of the speed of float32).
+      stored: its dtype, which is the result if it is not quantized; except that float16 gives float32 on a CPU, where XLA
+        has no fast matmul for it (a 135M model decodes at an eighth of the speed of float32).
     """
     if lowering_platform() == "cpu":
         return FLOATS["F32"] if stored == FLOATS["F16"] else stored
@@ -70,17 +70,17 @@ class TensorInfo(Protocol):
 
     @property
     def kind(self) -> str:
-        """Its storage type, by the format's name: F32, BF16, Q4_K ..."""
+        """Its storage type by the format's name: F32, BF16, Q4_K ..."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Its size in the file."""
         ...
 
 
 class Unquantized:
-    """Base of tensors with one number per entry: `kind` and `nbytes` follow from shape and dtype."""
+    """Base of unquantized tensors: `kind` and `nbytes` follow from shape and dtype."""
 
     @property
     def kind(self: Any) -> str:
@@ -102,11 +102,11 @@ class OrbaxWeightInfo:
 
 
 class Tensor(TensorInfo, Protocol):
-    """A tensor [rows, ...] in a file. Nothing of it is in memory until `read`."""
+    """A tensor [rows, ...] in a file. Nothing is in memory until `read`."""
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of what `read` returns."""
+        """The dtype that `read` returns."""
         ...
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -115,12 +115,12 @@ class Tensor(TensorInfo, Protocol):
 
 
 def min_rows(tensor: TensorInfo) -> int:
-    """The least number of rows to read at a time; fewer take as long."""
+    """The minimum number of rows to read at a time; fewer take as long."""
     return getattr(tensor, "rows_at_once", 1)
 
 
 def blocks_of(tensor: TensorInfo) -> Tensor | None:
-    """The rows of a quantized tensor as bytes, uint8[rows, ..., bytes], for `QuantFormat.from_rows`; None of any other."""
+    """The rows of a quantized tensor as bytes, uint8[rows, ..., bytes], for `QuantFormat.from_rows`; None for others."""
     return getattr(tensor, "blocks", None)
 
 
@@ -128,8 +128,8 @@ def blocks_of(tensor: TensorInfo) -> Tensor | None:
 class Dense:
     """A tensor that is contiguous in a file.
 
-    It is read with plain reads rather than a memory map: the pages of a map count as this process's memory until they are
-    released, and each costs a page fault.
+    It is read without a memory map, whose pages would count as this process's memory until they are released, and cost a
+    page fault each.
     """
 
     path: Location
@@ -151,18 +151,18 @@ class Dense:
         return found.view(self.dtype).reshape(stop - start, *self.shape[1:])
 
     def read_into(self, start: int, out: np.ndarray) -> None:
-        """The rows from `start` on that fill contiguous memory of the tensor's type."""
+        """Fill `out`, which is contiguous and of the tensor's dtype, with the rows from `start` on."""
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         read_bytes(self.path, self.offset + start * row, out.nbytes, out.reshape(-1).view(np.uint8))
 
     def entry(self, index: int) -> Dense:
-        """One of the tensors that a tensor with three axes holds."""
+        """One matrix of a tensor with three axes."""
         return replace(self, offset=self.offset + index * self.nbytes // self.shape[0], shape=self.shape[1:])
 
 
 @dataclass(frozen=True)
 class Derived:
-    """Base of a tensor made from another: whatever a subclass does not define is the other's."""
+    """Base of a tensor made from another: attributes that a subclass does not define are the other's."""
 
     tensor: Tensor
 
@@ -188,14 +188,14 @@ class Derived:
 
     @property
     def blocks(self) -> Tensor | None:
-        """The same of the other's `blocks`: rows are moved with all that they hold."""
+        """The same derivation of the other tensor's `blocks`: rows are moved whole."""
         found = blocks_of(self.tensor)
         return None if found is None else replace(self, tensor=found)  # type: ignore[return-value]  # subclasses have `read`
 
 
 @dataclass(frozen=True, eq=False)
 class MappedRows(Derived):
-    """A tensor whose row i is row `index[i]` of another, or zeros where that is -1."""
+    """A tensor whose row i is row `index[i]` of another, or zeros if that is -1."""
 
     index: np.ndarray
 
@@ -220,19 +220,19 @@ class MappedRows(Derived):
 
 
 def pad_tensor(tensor: Tensor, rows: int) -> Tensor:
-    """The tensor, followed by zeros up to a number of rows."""
+    """The tensor, padded with zeros to a number of rows."""
     index = np.arange(rows)
     return MappedRows(tensor, np.where(index < tensor.shape[0], index, -1))
 
 
 def repeat_heads(tensor: Tensor, head_dim: int, copies: int) -> Tensor:
-    """A key or value projection with each head repeated: its copies follow one another."""
+    """A key or value projection with each head repeated; the copies of a head are adjacent."""
     heads = np.arange(tensor.shape[0]).reshape(-1, head_dim)
     return MappedRows(tensor, np.repeat(heads, copies, axis=0).reshape(-1))
 
 
 def permute_rope(tensor: Tensor, head_dim: int, *, interleave: bool) -> Tensor:
-    """A query or key projection with the rows of each head in the interleaved rotary layout, or in the half layout."""
+    """A query or key projection with the rows of each head in the interleaved or half rotary layout."""
     return MappedRows(tensor, _rope_order(tensor.shape[0], head_dim, interleave))
 
 
@@ -244,7 +244,7 @@ def _rope_order(rows: int, head_dim: int, interleave: bool) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Offset(Derived):
-    """A tensor with a number added to every entry."""
+    """A tensor with a constant added to every entry."""
 
     shift: float
     blocks = None
@@ -256,7 +256,7 @@ class Offset(Derived):
 
 @dataclass(frozen=True)
 class Transposed(Derived):
-    """A tensor of matrices, each transposed and cut to its rows [first, last); None is the end."""
+    """A tensor of matrices, each transposed and sliced to its rows [first, last); None is the end."""
 
     first: int = 0
     last: int | None = None
@@ -273,7 +273,7 @@ class Transposed(Derived):
 
 @dataclass(frozen=True)
 class Combined:
-    """Base of a tensor made of several of one type."""
+    """Base of a tensor made of several of one dtype."""
 
     parts: Sequence[Tensor]
 
@@ -292,7 +292,7 @@ class Combined:
 
 @dataclass(frozen=True)
 class Joined(Combined):
-    """Parts of one tensor, each in a file of its own, concatenated along `axis` (0 or 1)."""
+    """Parts of one tensor, each in a separate file, concatenated along `axis` (0 or 1)."""
 
     axis: int
 
@@ -316,7 +316,7 @@ class Joined(Combined):
 
     @property
     def blocks(self) -> Joined | None:
-        """Those of its parts, if all are quantized and joined by rows."""
+        """The parts' blocks, if all are quantized and joined by rows."""
         found = [each for part in self.parts if (each := blocks_of(part)) is not None]
         whole = self.axis == 0 and len(found) == len(self.parts) and len({part.kind for part in self.parts}) == 1
         return Joined(found, 0) if whole else None
@@ -324,7 +324,7 @@ class Joined(Combined):
 
 @dataclass(frozen=True)
 class Stacked(Combined):
-    """Tensors of one shape as one, with a leading axis."""
+    """Tensors of one shape, stacked along a new leading axis."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -335,7 +335,7 @@ class Stacked(Combined):
 
     @property
     def blocks(self) -> Stacked | None:
-        """Those of its parts, if all are quantized."""
+        """The parts' blocks, if all are quantized."""
         found = [blocks_of(part) for part in self.parts]
         return None if any(each is None for each in found) else Stacked([each for each in found if each is not None])
 
@@ -345,7 +345,7 @@ class Stacked(Combined):
 
 @dataclass(frozen=True)
 class ArrayTensor(Unquantized):
-    """An array in memory, reshaped to a tensor without a copy: the tensor's rows are the array's leading axes."""
+    """An array in memory, viewed as a tensor: the tensor's rows are the array's leading axes."""
 
     array: np.ndarray
     view_shape: tuple[int, ...] | None = None
@@ -363,13 +363,13 @@ class ArrayTensor(Unquantized):
         return self.array[np.unravel_index(np.arange(start, stop), leading)]
 
     def entry(self, index: int) -> ArrayTensor:
-        """One of the tensors that a tensor with three axes holds."""
+        """One matrix of a tensor with three axes."""
         return ArrayTensor(self.array[index])
 
 
 @dataclass(frozen=True)
 class QuantizedArrayTensor:
-    """A quantized weight in memory as a tensor: `read` gives floats, `blocks` the bytes of a GGUF."""
+    """A quantized weight in memory as a tensor: `read` returns floats, `blocks` the bytes of a GGUF."""
 
     weight: QuantizedWeight
     shape: tuple[int, ...]
@@ -411,7 +411,7 @@ class RowBytes:
     """The rows of a quantized weight as bytes, see `blocks_of`.
 
     Attributes:
-      weight: a tensor of one `form`, whose `planes(start, stop)` are those of some of its rows.
+      weight: a tensor with a `form`, whose `planes(start, stop)` returns the planes of some rows.
     """
 
     weight: Any
@@ -437,7 +437,7 @@ class RowBytes:
 
 
 def read_bytes(path: Location, offset: int, count: int, out: np.ndarray | None = None) -> np.ndarray:
-    """`count` bytes of a file from `offset`: uint8[count], in `out` if it is given."""
+    """`count` bytes of a file from `offset`: uint8[count], in `out` if given."""
     found = np.empty(count, np.uint8) if out is None else out
     filled = 0
     with reading(path, CheckpointError), path.open("rb", buffering=0) as file:
@@ -445,14 +445,16 @@ def read_bytes(path: Location, offset: int, count: int, out: np.ndarray | None =
         while filled < count:
             got = file.readinto(found[filled:].data)
             if not got:
-                raise CheckpointError(f"{path} ends at byte {offset + filled}, {offset + count} are needed; copy it again")
+                raise CheckpointError(
+                    f"{path} ends at byte {offset + filled}, but {offset + count} bytes are needed; copy it again"
+                )
             filled += got
     return found
 
 
 def read_strips(path: Location, offsets: Sequence[int], count: int) -> np.ndarray:
     """`count` bytes of a file from each of ascending offsets: uint8[offsets, count]. For errors see `read_bytes`."""
-    if isinstance(path, StoredPath):  # one request brings what lies between as well, where others would be thousands
+    if isinstance(path, StoredPath):  # one request for the whole span instead of thousands
         span = read_bytes(path, offsets[0], offsets[-1] + count - offsets[0])
         return np.stack([span[offset - offsets[0] :][:count] for offset in offsets])
     found = np.empty((len(offsets), count), np.uint8)
@@ -460,5 +462,5 @@ def read_strips(path: Location, offsets: Sequence[int], count: int) -> np.ndarra
         for strip, offset in zip(found, offsets, strict=True):
             file.seek(offset)
             if file.readinto(strip.data) != count:
-                raise CheckpointError(f"{path} ends before byte {offset + count}, which is needed; copy it again")
+                raise CheckpointError(f"{path} ends before byte {offset + count}; copy it again")
     return found

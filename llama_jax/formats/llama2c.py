@@ -1,7 +1,7 @@
 """llama2.c's files: ``.bin`` of version 0 (legacy, float32), 1 (float32) and 2 (int8), and its training ``ckpt.pt``.
 
-Source: karpathy/llama2.c, export.py (legacy_export, version1_export, version2_export) and train.py. None of them stores
-norm_eps or theta: the code that reads and writes them has 1e-5 and 10,000.
+Source: karpathy/llama2.c, export.py (legacy_export, version1_export, version2_export) and train.py. No file stores norm_eps
+or theta: the code that reads and writes them uses 1e-5 and 10,000.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 LLAMA2C_MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none
 HEADER_BYTES = 256  # bytes, from version 1 on
-NORM_EPS, THETA = 1e-5, 10_000.0  # which no file says
-MAX_LLAMA2C_LAYERS = 4096  # a layer can take less room in a file than here
-# The parts in the order in which each version stores them, those of a layer for all layers in a row. The files name nothing:
-# the names, of the two tables of angles as well, are those in llama2.c's run.c.
+NORM_EPS, THETA = 1e-5, 10_000.0  # not stored in any file
+MAX_LLAMA2C_LAYERS = 4096  # a layer can take less space in a file than in memory
+# The parts in each version's order; a part of all layers is contiguous. The files have no names: these, including those of
+# the two tables of angles, are from llama2.c's run.c.
 NAMES = {
     "embedding": "token_embedding_table",
     "attention_norm": "rms_att_weight.{}",
@@ -57,14 +57,14 @@ IN_LAYER = ("attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "down", 
 LEGACY = ("embedding", *IN_LAYER, "final_norm", "cos", "sin", "lm_head")
 NORMS = ("attention_norm", "ffn_norm", "final_norm")
 VERSIONED = (*NORMS, "embedding", "q", "k", "v", "out", "gate", "down", "up", "lm_head")
-# In a ckpt.pt: what torch.compile puts before each name, and the mask that attention without a kernel registers.
+# In a ckpt.pt: the prefix that torch.compile adds to names, and the mask that attention without a kernel registers.
 COMPILED_PREFIX = "_orig_mod."
 MASK_TENSOR = re.compile(r"layers\.\d+\.attention\.mask")
 
 
 @dataclass(frozen=True)
 class GroupedTensor:
-    """A tensor of version 2: int8[rows, columns], then a float32 scale for each run of `group` numbers."""
+    """A tensor of version 2: int8[rows, columns], then a float32 scale for each run of `group` values."""
 
     path: Location
     offset: int
@@ -81,17 +81,17 @@ class GroupedTensor:
     def read(self, start: int, stop: int) -> np.ndarray:
         columns = self.shape[1]
         first, last = start * columns, stop * columns
-        low, high = first // self.group, -(-last // self.group)  # groups may reach over the end of a row
+        low, high = first // self.group, -(-last // self.group)  # groups may span rows
         numbers = read_bytes(self.path, self.offset + first, last - first).view(np.int8)
         at = self.offset + math.prod(self.shape) + 4 * low
         scales = read_bytes(self.path, at, 4 * (high - low)).view("<f4")
         spread = np.repeat(scales, self.group)[first - low * self.group :][: last - first]
-        with np.errstate(all="ignore"):  # a damaged scale gives NaN, which is found where all tensors are checked
+        with np.errstate(all="ignore"):  # a damaged scale gives NaN, reported later
             return (numbers * spread).reshape(stop - start, columns)
 
 
 def recognizes(path: Location) -> bool:
-    """Whether the header and the size are those of a ``.bin`` file, or the content is that of a ``ckpt.pt``."""
+    """Whether header and size are those of a ``.bin`` file, or the content is that of a ``ckpt.pt``."""
     if not path.is_file():
         return False
     if is_torch(path):
@@ -122,7 +122,7 @@ def open_file(path: Location) -> Opened:
         raise CheckpointError(f"{path} ends inside its header; copy it again")
     version, *sizes, tied, group = struct.unpack("<i7iBi", start[4:41])
     if version not in (1, 2):
-        raise CheckpointError(f"{path}: version {version} of llama2.c's format is not supported; 0, 1 and 2 are")
+        raise CheckpointError(f"{path}: version {version} of llama2.c's format is not supported; use 0, 1 or 2")
     try:
         config = _config(sizes, bool(tied))
     except ConfigError as error:
@@ -133,7 +133,7 @@ def open_file(path: Location) -> Opened:
     tensors = dict(_tensors(path, config, VERSIONED, HEADER_BYTES, group if version == 2 else None))
     end = max(tensor.offset + tensor.nbytes for tensor in tensors.values())
     if end != largest:
-        raise CheckpointError(f"{path} has {largest} bytes, its header asks for {end}; copy it again")
+        raise CheckpointError(f"{path} has {largest} bytes, but its header implies {end}; copy it again")
     return _opened(f"llama2.c version {version}", path, config, tensors)
 
 
@@ -173,7 +173,7 @@ def _legacy(path: Location) -> LlamaConfig | None:
     if len(start) < 28:
         return None
     sizes = list(struct.unpack("<7i", start))
-    tied = sizes[5] > 0  # a negative vocabulary is the format's sign for a classifier of its own
+    tied = sizes[5] > 0  # a negative vocabulary means a separate classifier
     sizes[5] = abs(sizes[5])
     try:
         config = _config(sizes, tied)
@@ -188,7 +188,7 @@ def _legacy(path: Location) -> LlamaConfig | None:
 
 
 def _shapes(c: LlamaConfig, order: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """Shape of each part, of one layer, in the file's order."""
+    """The shape of each part in one layer, in the file's order."""
     shapes = {share.name: shape_of(share.axes, c) for row in specs_for(c) for share in shares_of(row)}
     shapes |= dict.fromkeys(("cos", "sin"), (c.max_seq_len, c.head_dim // 2))
     return {part: shapes[part] for part in order if part in shapes}
@@ -197,7 +197,7 @@ def _shapes(c: LlamaConfig, order: tuple[str, ...]) -> dict[str, tuple[int, ...]
 def _tensors(
     path: Location, config: LlamaConfig, order: tuple[str, ...], offset: int, group: int | None = None
 ) -> Iterator[tuple[str, Dense | GroupedTensor]]:
-    """Name and place of every tensor, in the file's order; with a `group` matrices are those of version 2."""
+    """Name and location of every tensor, in the file's order; with a `group`, matrices are those of version 2."""
     for part, shape in _shapes(config, order).items():
         for i in range(config.n_layers if "{}" in NAMES[part] else 1):
             name = NAMES[part].format(i)
@@ -213,7 +213,7 @@ def _tensors(
 
 
 def _check_rotary(path: Location, config: LlamaConfig, cos: Tensor, sin: Tensor) -> None:
-    """Refuse a file made with another theta: its stored angles differ, and the header has no theta."""
+    """Reject a file made with another theta: its stored angles differ, and the header has no theta."""
     rows = min(16, config.max_seq_len)
     angles = np.outer(np.arange(rows), rotary_frequencies(config)[0])
     stored = cos.read(0, rows) + 1j * sin.read(0, rows)
@@ -239,7 +239,7 @@ def _open_training(path: Location) -> Opened:
     if table is None or gate is None:
         raise CheckpointError(f"{path}: it has no {names['embedding']!r}; this is not llama2.c's ckpt.pt")
     if len(table.shape) != 2 or len(gate.shape) != 2:
-        raise CheckpointError(f"{path}: its embedding and its gate must be matrices; copy it again")
+        raise CheckpointError(f"{path}: its embedding and gate must be matrices; copy it again")
     try:
         config = LlamaConfig(
             vocab_size=table.shape[0],
@@ -254,7 +254,7 @@ def _open_training(path: Location) -> Opened:
             tie_embeddings=head is None or head == table,
         )
     except (KeyError, ConfigError) as error:
-        raise CheckpointError(f"{path}: model_args are not those of a Llama ({error}); copy it again") from None
+        raise CheckpointError(f"{path}: model_args do not describe a Llama ({error}); copy it again") from None
     return _opened("llama2.c ckpt.pt", path, config, tensors, names)
 
 
@@ -266,17 +266,17 @@ def write_file(
     *,
     progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
 ) -> None:
-    """Write a model as a legacy ``.bin``, float32, as run.c reads it; the vocabulary lies beside it."""
+    """Write a model as a legacy ``.bin``, float32, as run.c reads it; the vocabulary is written next to it."""
     c = opened.config
     if beyond := features(c):
         raise CheckpointError(
-            f"{' and '.join(sorted(beyond))} has no place in llama2.c's format, whose code has Llamas alone"
+            f"{' and '.join(sorted(beyond))} cannot be stored in llama2.c's format, which supports only Llama"
         )
     fixed: dict[str, Any] = {"norm_eps": NORM_EPS, "rope_theta": THETA, "rope_scaling": None, "head_dim": c.dim // c.n_heads}
     for name, value in fixed.items():
         if getattr(c, name) != value:
             found = c.rope_scaling.kind if name == "rope_scaling" and c.rope_scaling else getattr(c, name)
-            raise CheckpointError(f"{name}={found} has no place in llama2.c's format, whose code has {value}")
+            raise CheckpointError(f"{name}={found} cannot be stored in llama2.c's format, whose code uses {value}")
     angles = np.outer(np.arange(c.max_seq_len), rotary_frequencies(c)[0])
     todo = sorted(tensors_to_write(opened, interleaved=True), key=lambda piece: (LEGACY.index(piece.part), piece.layer))
     with path.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Loading a model of any format."""
+"""Loading models of any format."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ BUNDLED_NAME = "the bundled stories model"
 
 
 def bundled() -> Path:
-    """The folder of a small Llama trained on TinyStories, for `load`; its README.md says how well it does and its license.
+    """Folder of a small Llama trained on TinyStories, for `load`; its README.md has its quality and license.
 
     Raises:
-      CheckpointError: an installation without its assets.
+      CheckpointError: an installation without the package's assets.
     """
     folder = Path(str(files("llama_jax"))) / "assets"
     if not (folder / "model.safetensors").is_file():
         raise CheckpointError(
-            f"{folder} does not hold {BUNDLED_NAME}; install llama_jax again, or give a model with --model"
+            f"{folder} does not hold {BUNDLED_NAME}; install llama_jax again, or pass a model with --model"
         )
     return folder
 
 
-# By name, in the order in which a path is compared with them.
+# By name, in the order in which they are tried on a path.
 FORMATS: dict[str, WeightFormat] = {
     module.FORMAT.name: module.FORMAT for module in (orbax_format, gguf, llama2c, huggingface, meta)
 }
@@ -68,11 +68,11 @@ FORMATS: dict[str, WeightFormat] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model and its vocabulary, which unpacks as ``config, params, tokenizer``.
+    """A model and its vocabulary, which unpack as ``config, params, tokenizer``.
 
     Attributes:
-      read_tokenizer: returns the vocabulary; see `tokenizer`.
-      read_about: returns what else lies beside the weights; see `about`.
+      read_tokenizer: reads the vocabulary; see `tokenizer`.
+      read_about: reads the other files next to the weights; see `about`.
     """
 
     config: LlamaConfig
@@ -82,7 +82,7 @@ class Checkpoint:
 
     @cached_property
     def about(self) -> About:
-        """What else lies beside the weights, for `save`: how to sample, the model's name and license."""
+        """Descriptions next to the weights, for `save`: sampling settings, the model's name and license."""
         return self.read_about()
 
     @cached_property
@@ -114,40 +114,39 @@ def load(
     shardings: Llama | None = None,
     progress: Progress | None = None,
 ) -> Checkpoint:
-    """Read a model, recognized by its content, and the tokenizer inside it or beside it.
+    """Read a model, recognized by its content, and the tokenizer inside it or next to it.
 
     Args:
-      path: a model's folder or file, or the URL of one in a store, in a format of `open_checkpoint`; None is the small
-        stories model that comes with the package (`bundled`).
-      dtype: of the parameters, which are then floats whatever the file holds. None keeps the file's own: quantized tensors
-        of a GGUF, a Hugging Face folder or an orbax checkpoint stay in their blocks, and the rest and the computation have
-        the type of the stored embedding. Where that is quantized too it is float32 on a CPU and bfloat16 on accelerators;
-        where it is float16, which no CPU is fast in, float32 on a CPU. What no kind can keep (the other IQ types, columns in
-        another order) becomes floats, and a line is logged.
-      quantize: quantize the matrices while they are read: "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k" and others
-        (`ops.weights`), with a wider kind for the embedding and the output projection, and with "q4_k" and "q5_k" for some
-        layers (`model.mixtures`), unless "-pure" follows, as in "q4_0-pure". "keep" keeps the file's blocks as None without
-        a `dtype` does, and is an error where there are none. `dtype` is with both that of the computation.
-      tokenizer: a vocabulary's file or folder, in place of the one with the weights.
-      adapter: a folder of PEFT's or of a run, see `load_adapter`; the parameters then include it
-        (`model.lora.adapted`).
+      path: a model's folder or file, or a URL in a store, in a format of `open_checkpoint`; None is the small stories
+        model that comes with the package (`bundled`).
+      dtype: of the parameters, which are then floats whatever the file holds. None keeps the file's: quantized tensors of a
+        GGUF, a Hugging Face folder or an orbax checkpoint stay quantized, and the rest and the computation have the dtype of
+        the stored embedding. If that is quantized, the dtype is float32 on a CPU and bfloat16 on accelerators; if it is
+        float16, which is slow on CPUs, float32 on a CPU. Unsupported quantized tensors (the other IQ types, reordered
+        columns) become floats, with a warning.
+      quantize: quantize the matrices while reading: "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k" and others
+        (`ops.weights`), with a wider format for the embedding and the output projection, and with "q4_k" and "q5_k" for some
+        layers (`model.mixtures`), unless "-pure" follows, as in "q4_0-pure". "keep" keeps the file's blocks, like None with
+        no `dtype`, and is an error if there are none. With either, `dtype` is the dtype of the computation.
+      tokenizer: a vocabulary's file or folder, instead of the one with the weights.
+      adapter: a PEFT or training run folder, see `load_adapter`; the parameters then include it (`model.lora.adapted`).
       adapters: several such folders: the parameters then have a table of adapters, and each row of a batch may use one
-        (`model.multi_lora.choose_adapters`, by their number here).
-      mesh: shard the model over devices, to generate there. Its vocabulary and key/value heads are padded or copied to fit
-        (`parallel.padding`), and the configuration is then the padded one. Each device gets its share as it is read;
-        for orbax alone the padding and copying is done on the devices, one array at a time.
-      shardings: for a layout of your own, without fitting: a `Llama` of `jax.sharding.Sharding`. Without mesh and shardings
-        everything is put on the default device.
+        (`model.multi_lora.choose_adapters`, by its index in this list).
+      mesh: shard the model over devices for generation. Its vocabulary is padded and its key/value heads are copied to fit
+        (`parallel.padding`), and the configuration is then the padded one. Each device receives its share as it is read;
+        only for orbax, padding and copying is done on the devices, one array at a time.
+      shardings: a custom layout without padding: a `Llama` of `jax.sharding.Sharding`. Without mesh and shardings everything
+        is put on the default device.
       progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once).
 
     Returns:
       The configuration, the parameters, and the tokenizer, which is read on first access. On a GPU each layer's matrices are
-      arrays of their own (`ops.weights.apart`) unless `shardings` says where they lie; elsewhere all layers are one array.
+      separate arrays (`ops.weights.apart`) unless `shardings` is set; elsewhere all layers are one array.
 
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.
-      TokenizerError: the given vocabulary is damaged; for the model's own on first access.
-      MeshError: a model that cannot be divided over the mesh, or fewer devices than it has; nothing was read.
+      TokenizerError: the given vocabulary is damaged; for the model's own, on first access.
+      MeshError: the model cannot be divided over the mesh, or there are too few devices; nothing was read.
     """
     _check_dtype(dtype)
     check_quantize(quantize)
@@ -158,12 +157,12 @@ def load(
             f"adapters={shown(os.fspath(adapters))} is one path; pass a list of them, or adapter for all rows"
         )
     if adapter is not None and adapters:
-        raise CheckpointError("adapter is for all rows, and adapters are a table to choose from; pass one of the two")
+        raise CheckpointError("adapter is for all rows, and adapters is a table to choose from; pass only one of them")
     if (adapter is not None or adapters) and shardings is not None:
-        raise MeshError("an adapter can be laid out over a mesh, but not by shardings of your own; pass mesh in their place")
+        raise MeshError("adapters cannot be sharded by custom shardings; pass mesh instead")
     if mesh is not None and shardings is not None:
-        raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; pass one")
-    # A caller's own shardings are for training, which scans the layers.
+        raise MeshError(f"mesh {mesh} and shardings both say how the parameters are sharded; pass only one")
+    # Custom shardings are for training, which scans the layers.
     split_layers = shardings is None and lowering_platform() == "gpu"
     opened = open_checkpoint(bundled() if path is None else path)
     config = opened.config
@@ -210,10 +209,10 @@ def load(
 def planned_weights(
     opened: Opened | OrbaxCheckpoint, dtype: jax.typing.DTypeLike | None = None, quantize: Quantization | None = None
 ) -> tuple[np.dtype, int]:
-    """The compute dtype and the bytes of the weights that `load` would return for these arguments; nothing is read."""
+    """The compute dtype and the size in bytes of the weights that `load` would return, without reading them."""
     names = opened.names if isinstance(opened, Opened) else {}
     tables = (names.get(name, name) for name in ("embedding", "lm_head"))
-    embedding = next((opened.tensors[name] for name in tables if name in opened.tensors), None)  # None is damaged
+    embedding = next((opened.tensors[name] for name in tables if name in opened.tensors), None)  # None: damaged
     own = jnp.float32 if embedding is None else default_dtype(embedding, embedding.dtype)
     target = jnp.dtype(own if dtype is None else dtype)
     if quantize is not None and quantize != "keep":
@@ -228,15 +227,15 @@ def planned_weights(
 
 @retry_with_newest_step
 def open_checkpoint(path: str | os.PathLike[str]) -> Opened | OrbaxCheckpoint:
-    """Recognize a model by its content and read all but its weights.
+    """Recognize a model by its content and read everything except its weights.
 
     Args:
       path: a Hugging Face folder (``config.json`` and safetensors or ``pytorch_model.bin``, single or sharded) or one of its
-        files; a folder of Meta's (``params.json`` and ``consolidated.NN.pth``) or one of its files; a GGUF file (any part of
-        a split one); a llama2.c ``.bin`` or ``ckpt.pt``; a folder that `save` wrote as orbax; a training run's folder, whose
-        newest step is read, or one of its steps; or a folder that holds one such file. If a run keeps a moving average of
-        the parameters, that is the model. Or a URL in a store (`storage.locate`) of any of these, except folders that `save`
-        wrote as orbax.
+        files; Meta's folder (``params.json`` and ``consolidated.NN.pth``) or one of its files; a GGUF file (any part of a
+        split one); a llama2.c ``.bin`` or ``ckpt.pt``; a folder that `save` wrote as orbax; a training run's folder, whose
+        newest step is read, or one of its steps; or a folder with exactly one such file. If a run keeps a moving
+        average of the parameters, that is the model. Or a URL in a store (`storage.locate`) of any of these, except folders
+        that `save` wrote as orbax.
 
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.
@@ -247,7 +246,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened | OrbaxCheckpoint:
 
 def check_names(opened: Opened | OrbaxCheckpoint) -> None:
     """Raise CheckpointError for a tensor that is missing, unexpected or of the wrong shape."""
-    if not isinstance(opened, OrbaxCheckpoint):  # whose arrays were checked when it was opened
+    if not isinstance(opened, OrbaxCheckpoint):  # its arrays were checked when it was opened
         plan(opened)
 
 
@@ -256,7 +255,7 @@ def _open(path: Location) -> Opened | OrbaxCheckpoint:
         if isinstance(path, StoredPath):
             raise CheckpointError(f"{path}: nothing is stored there; pass a model's folder or file in the store")
         if path.is_symlink():
-            raise CheckpointError(f"{path} is a symbolic link that leads to no file; pass a model's folder or file")
+            raise CheckpointError(f"{path} is a broken symbolic link; pass a model's folder or file")
         raise CheckpointError(
             f"{path} does not exist; pass a model's folder or file (llama-jax fetch downloads one), or hf://ORGANIZATION/NAME"
         )
@@ -269,7 +268,7 @@ def _open(path: Location) -> Opened | OrbaxCheckpoint:
 
 
 def _open_within(folder: Location) -> Opened | OrbaxCheckpoint:
-    """The only model in a folder that is not itself one, or the newest step if it is that of a run."""
+    """The only model file in a folder that is not a model itself, or the newest step of a run's folder."""
     inside: list[Location] = [*folder.iterdir()]
     found = [file for file in sorted(inside, key=lambda file: file.name) if file.is_file() and _is_whole(file)]
     if len(found) > 1:
@@ -282,13 +281,13 @@ def _open_within(folder: Location) -> Opened | OrbaxCheckpoint:
         return huggingface.open_folder(folder)  # says which weights are missing
     if (folder / ADAPTER_CONFIG).exists():
         raise CheckpointError(
-            f"{folder} holds an adapter and no model; pass its base as the model, and this as its adapter (--adapter)"
+            f"{folder} holds an adapter, not a model; pass its base as the model, and this as the adapter (--adapter)"
         )
     raise CheckpointError(f"{folder} holds no model: no config.json, no params.json, no GGUF and no whole llama2.c file")
 
 
 def _is_whole(file: Location) -> bool:
-    """Whether a file is a whole model by itself. In a store, files without a known suffix are not looked at: each look is a
+    """Whether a file is a whole model by itself. In a store, only files with a known suffix are examined: each takes a
     request."""
     formats = [format for format in FORMATS.values() if format.is_whole is not None]
     if isinstance(file, StoredPath):
@@ -299,9 +298,9 @@ def _is_whole(file: Location) -> bool:
 def _open_unknown(path: Location) -> Opened:
     """Say why a file is not a model."""
     if huggingface.is_safetensors(path):
-        raise CheckpointError(f"{path} is a safetensors file; its config.json must lie beside it")
+        raise CheckpointError(f"{path} is a safetensors file; its config.json must be next to it")
     if is_torch(path):
-        raise CheckpointError(f"{path} holds weights without settings; its config.json or params.json must lie beside it")
+        raise CheckpointError(f"{path} holds weights without settings; its config.json or params.json must be next to it")
     if path.suffix == ".bin":
         return llama2c.open_file(path)  # says what is wrong with it
     raise CheckpointError(
@@ -316,5 +315,6 @@ def _check_dtype(dtype: jax.typing.DTypeLike | None) -> None:
         known = False
     if not known:
         raise CheckpointError(
-            f"dtype={dtype!r} is not a floating-point type; use 'float32', 'bfloat16' or 'float16'; fewer bits are quantize="
+            f"dtype={dtype!r} is not a floating-point type; use 'float32', 'bfloat16' or 'float16'; for fewer bits set"
+            " quantize="
         )

@@ -23,18 +23,18 @@ from llama_jax.storage.paths import read_object
 from llama_jax.tokenizers import find_tokenizer
 
 NAMES = {part: names.meta for part, names in TENSOR_NAMES.items() if names.meta}
-# Axis along which the ranks' parts are concatenated; every rank has the whole of tensors that are not named (norms).
+# Axis along which the ranks' parts are concatenated; every rank has all of the tensors that are not listed (norms).
 SPLIT_AXES = dict.fromkeys(("q", "k", "v", "gate", "up", "lm_head"), 0) | dict.fromkeys(("out", "down"), 1)
-# Buffers that some releases store; the configuration says the same.
+# Buffers that some releases store; the configuration implies them.
 IGNORED_TENSORS = re.compile(r"rope\.freqs|layers\.\d+\.attention\.(inner_attention\.rope\.freqs|mask|cache_[kv])")
-# What params.json must say, and all that it may.
+# Required settings of params.json, and all known ones.
 REQUIRED_SETTINGS = ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps")
 KNOWN_SETTINGS = {*REQUIRED_SETTINGS, "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "max_seq_len", "max_batch_size"}
 KNOWN_SETTINGS |= {"rope_theta", "use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor"}
 
 
 def open_folder(path: Location) -> Opened:
-    """The model in a folder, or in that of one of its files; its weights are not read."""
+    """The model in a folder, or in the folder of one of its files; its weights are not read."""
     folder = path if path.is_dir() else path.parent
     stored = map(read_tensors, _files(folder))
     ranks = [{name: rank[name] for name in rank if not IGNORED_TENSORS.fullmatch(name)} for rank in stored]
@@ -53,7 +53,7 @@ def open_folder(path: Location) -> Opened:
         if any(part.shape != parts[0].shape or part.kind != parts[0].kind for part in parts) or len(parts[0].shape) != 2:
             raise CheckpointError(f"{folder}: the parts of tensor {shown(name, 80)} do not fit together; copy them again")
         if axis is None:
-            # Split by vocabulary where each part has the width of a norm, which no rank splits.
+            # Split by vocabulary if each part is as wide as a norm, which ranks do not split.
             norm = ranks[0].get(NAMES["final_norm"])
             axis = 0 if norm is not None and parts[0].shape[1:] == norm.shape else 1
         tensors[name] = Joined(parts, axis)
@@ -72,7 +72,7 @@ def open_folder(path: Location) -> Opened:
 
 
 def recognizes(path: Location) -> bool:
-    """Whether a folder holds a params.json and at least one .pth file; or a file of torch's lies beside a params.json."""
+    """Whether a folder holds a params.json and at least one .pth file, or a torch file is next to a params.json."""
     if path.is_dir():
         return (path / "params.json").exists() and any(path.glob("*.pth"))
     return is_torch(path) and (path.parent / "params.json").exists()
@@ -87,14 +87,14 @@ def files(names: Collection[str], read: Callable[[str], bytes], place: str) -> l
 def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: int, tied: bool = False) -> LlamaConfig:
     """The configuration that a parsed ``params.json`` describes.
 
-    Some of it is fixed by Meta's code rather than the file. The rope scaling of Llama 3.1 has factor 8, that of 3.2,
-    recognized by its sizes, factor 32. The context is not stored: 2,048 for Llama 1, 4,096 for 2, 8,192 for 3, 131,072 with
-    scaled rope, 16,384 for CodeLlama (theta 1e6).
+    Some of it is fixed by Meta's code rather than the file. The rope scaling factor is 8 for Llama 3.1 and 32 for 3.2, which
+    is recognized by its sizes. The context is not stored: 2,048 for Llama 1, 4,096 for 2, 8,192 for 3, 131,072 with scaled
+    rope, 16,384 for CodeLlama (theta 1e6).
 
     Args:
       found: the settings.
-      vocab_size: V of the embedding; early releases say -1, "as the tokenizer has".
-      hidden_dim: F of the weights, which `multiple_of` and `ffn_dim_multiplier` give by a rule that changed.
+      vocab_size: V of the embedding; early releases store -1, the tokenizer's size.
+      hidden_dim: F of the weights, which `multiple_of` and `ffn_dim_multiplier` imply by a rule that changed.
       tied: whether there is no output projection.
     """
     unknown = [name for name in found if name not in KNOWN_SETTINGS]
@@ -124,7 +124,7 @@ def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: in
         context = 8192
     elif theta == 1_000_000:
         context = 16_384
-    else:  # Llama 1 has eps 1e-6, but for 65B: 64 heads without grouping, which no Llama 2 has
+    else:  # Llama 1 has eps 1e-6, except 65B: 64 heads without grouping, unlike any Llama 2
         first = found["norm_eps"] == 1e-6 or (n_heads == 64 and n_kv_heads is None)
         context = 2048 if first else 4096
     return LlamaConfig(
@@ -153,7 +153,7 @@ def _config(folder: Location, tensors: Mapping[str, Tensor]) -> LlamaConfig:
         shapes[part] = tensors[name].shape
         if len(shapes[part]) != 2:
             raise CheckpointError(
-                f"{folder}: tensor {name!r} has shape {list(shapes[part])}, where a matrix is needed; copy it again"
+                f"{folder}: tensor {name!r} has shape {list(shapes[part])}; a matrix is needed; copy it again"
             )
     try:
         tied = NAMES["lm_head"] not in tensors
@@ -163,7 +163,7 @@ def _config(folder: Location, tensors: Mapping[str, Tensor]) -> LlamaConfig:
 
 
 def _check_ranks(folder: Location, rank: Mapping[str, Tensor], config: LlamaConfig, found: int) -> None:
-    """The number of files there should be: each holds its part of the rows of the query projection."""
+    """Check the number of files: each holds its part of the rows of the query projection."""
     query = rank.get(NAMES["q"].format(0))
     rows = config.n_heads * config.head_dim
     if query is not None and query.shape and query.shape[0] < rows and rows % query.shape[0] == 0:
@@ -178,7 +178,7 @@ def _files(folder: Location) -> list[Location]:
     for i, path in enumerate(found):
         if path.name != f"consolidated.{i:02}.pth":
             raise CheckpointError(f"{folder} has {path.name} where consolidated.{i:02}.pth should be; copy all of the model")
-        if not path.is_file():  # reading a pipe would wait for ever
+        if not path.is_file():  # reading a pipe would block
             raise CheckpointError(f"{path} is not a file; copy the model again")
     return found
 

@@ -1,8 +1,8 @@
-"""The folder of a model: what lies beside the weights in it (the vocabulary with its settings, how to sample, the name and
-license), and when it may be written or replaced.
+"""The folder of a model: the files next to the weights (the vocabulary with its settings, sampling settings, name and
+license), and when a folder may be written or replaced.
 
-Every format holds it in its own way, a GGUF in its metadata and all others in files of the folder, and is read into the same
-description, an `About` and a tokenizer. So what a conversion loses is what differs when the new model is read.
+A GGUF stores them in its metadata, all other formats in files of the folder; both are read into the same description, an
+`About` and a tokenizer. What a conversion loses is therefore the difference after the new model is read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llama_jax.tokenizers.gguf import SWALLOWING
 from llama_jax.tokenizers.tokenizer_config import PER_FILE_SETTINGS, Settings, pad_id_of
 
 VOCABULARIES = ("tokenizer.model", "tokenizer.json")
-# What is read with a vocabulary from its folder.
+# Files that are read with a vocabulary in the same folder.
 SETTINGS_FILES = (
     "tokenizer_config.json",
     "generation_config.json",
@@ -37,9 +37,9 @@ SETTINGS_FILES = (
     "chat_template.jinja",
 )
 GENERATION_FILE, CARD_FILE = "generation_config.json", "README.md"
-PROVENANCE = {"transformers_version", "_from_model_config"}  # what wrote the file
-TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # the tokenizer's
-# Settings of ``generation_config.json`` by the last part of their keys in a GGUF, general.sampling.*.
+PROVENANCE = {"transformers_version", "_from_model_config"}  # who wrote the file
+TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # the tokenizer has them
+# Settings of ``generation_config.json`` by the last part of their GGUF keys, general.sampling.*.
 SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 SAMPLING |= {key: key for key in ("top_k", "top_p", "min_p")}
 # Settings under general.sampling.* that transformers has no name for.
@@ -47,29 +47,29 @@ OTHER_SAMPLING = (
     *("sequence", "xtc_probability", "xtc_threshold", "penalty_last_n"),
     *("mirostat", "mirostat_tau", "mirostat_eta"),
 )
-# Entries of a model card by their keys in a GGUF, general.*, where those differ.
+# Entries of a model card by their GGUF keys, general.*, if those differ.
 CARD_NAMES = {"license.name": "license_name", "license.link": "license_link", "languages": "language"}
 CARD_KEYS = (
     *("name", "author", "version", "organization", "description", "finetune", "basename", "size_label", "license", "tags"),
     *("url", "doi", "uuid", "repo_url", "quantized_by", *CARD_NAMES),
 )
-PER_FILE_FIELDS = ("architecture", "type", "file_type", "quantization_version", "alignment")  # of general.*
+PER_FILE_FIELDS = ("architecture", "type", "file_type", "quantization_version", "alignment")  # under general.*
 LICENSES = re.compile(r"(?i)(licen[cs]e|notice|use_policy)(\.(txt|md))?")
-# What a folder of a model may hold: one that holds anything else is never replaced.
+# Files that a model's folder may contain: a folder with any other file is never replaced.
 WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|params")
-DECISIVE_FILES = ("config.json", "adapter_config.json")  # without which nobody takes a folder for a model, or an adapter
+DECISIVE_FILES = ("config.json", "adapter_config.json")  # which make a folder a model, or an adapter
 OTHER_FILES = {"config.json", "adapter_config.json", "adapter_model.safetensors", *VOCABULARIES, *SETTINGS_FILES}
 EXPORTED_FILES = "prefill.stablehlo", "decode.stablehlo", "weights.safetensors", "export.json", "run.py"  # `stablehlo`
 
 
 @dataclass(frozen=True)
 class About:
-    """What lies beside the weights, apart from the vocabulary; none of it changes what a model computes.
+    """Files next to the weights, except the vocabulary; they do not affect what a model computes.
 
     Attributes:
       generation: the settings of ``generation_config.json``, without token ids.
-      card: the model's name, license, authors and the like, by their keys in a GGUF without "general.".
-      texts: the content of a model card and of licenses, by their names in a folder.
+      card: the model's name, license, authors and so on, by their GGUF keys without "general.".
+      texts: the contents of a model card and of licenses, by file name.
     """
 
     generation: Mapping[str, Any] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def read_about(folder: Location, *, card: bool = True) -> About:
     """The description in the files of a folder.
 
     Args:
-      card: whether a model card and licenses in it are the model's; not in a folder that a file of weights may share.
+      card: whether a model card and licenses belong to the model; not in a folder that a file of weights may share.
     """
     path = folder / GENERATION_FILE
     found = read_object(path, CheckpointError) if path.is_file() else {}
@@ -95,8 +95,8 @@ def read_about(folder: Location, *, card: bool = True) -> About:
 
 
 def _of_card(text: str) -> dict[str, Any]:
-    """The entries of a model card's head that have a key in a GGUF."""
-    import yaml  # type: ignore[import-untyped]  # of gguf's requirements
+    """The entries of a model card's front matter that have a key in a GGUF."""
+    import yaml  # type: ignore[import-untyped]  # required by gguf
 
     head = re.match(r"---\r?\n(.{,65536}?)\r?\n---", text, re.DOTALL)
     try:
@@ -113,7 +113,7 @@ def _of_card(text: str) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a text, a number, or a list of texts."""
+    """Whether a value is a string, a number, or a list of strings."""
     texts = isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
     return texts or type(value) in (str, bool, int, float)
 
@@ -141,7 +141,7 @@ def about_from_fields(fields: Mapping[str, Any]) -> About:
     general = {key.removeprefix("general."): value for key, value in plain.items() if key.startswith("general.")}
     sampling = {key.removeprefix("sampling."): value for key, value in general.items() if key.startswith("sampling.")}
     generation = {SAMPLING.get(key, key): value for key, value in sampling.items()}
-    if sampling:  # llama.cpp samples, and takes the most probable token where the temperature is 0
+    if sampling:  # llama.cpp samples, except greedily at temperature 0
         generation["do_sample"] = generation.get("temperature", 1.0) > 0
         if not generation["do_sample"]:
             del generation["temperature"]
@@ -150,10 +150,10 @@ def about_from_fields(fields: Mapping[str, Any]) -> About:
 
 
 def about_to_fields(about: About, swallows: bool) -> dict[str, Any]:
-    """The fields of a GGUF that `about_from_fields` reads.
+    """The GGUF fields that `about_from_fields` reads.
 
     Args:
-      swallows: whether special tokens swallow white space, which llama.cpp takes from some names.
+      swallows: whether special tokens swallow white space, which llama.cpp infers from some names.
     """
     known = {name: key for key, name in SAMPLING.items()} | {key: key for key in OTHER_SAMPLING}
     sampling = {known[name]: value for name, value in about.generation.items() if name in known and _is_plain(value)}
@@ -170,7 +170,7 @@ def about_to_fields(about: About, swallows: bool) -> dict[str, Any]:
 
 
 def all_settings(tokenizer: Tokenizer | None, about: About) -> dict[str, Any]:
-    """Everything that lies beside the weights, by the names that `transformers` has for it."""
+    """All settings next to the weights, by their names in `transformers`."""
     found: dict[str, Any] = {}
     if tokenizer is not None:
         settings = _settings(tokenizer)
@@ -195,7 +195,7 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _settings(tokenizer: Tokenizer) -> Settings:
-    """The settings that a tokenizer was made with; none of a user's own tokenizer."""
+    """The settings that a tokenizer was made with; the defaults for a user's tokenizer."""
     found: Settings = getattr(tokenizer, "settings", Settings())
     return found
 
@@ -214,7 +214,7 @@ def missing_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dic
 
 
 def describe_missing(where: object, missing: Mapping[str, Any]) -> str:
-    """One line with the settings that a written model does not hold."""
+    """One line listing the settings that a written model does not store."""
     parts = (
         name
         if isinstance(value, str) and (len(value) > 60 or "\n" in value)
@@ -223,12 +223,12 @@ def describe_missing(where: object, missing: Mapping[str, Any]) -> str:
         else f"{name}={shown(value)}"
         for name, value in sorted(missing.items())
     )
-    return f"{where} has no place for {'; '.join(parts)}"
+    return f"{where} cannot store {'; '.join(parts)}"
 
 
 def vocabulary_files(tokenizer: Tokenizer, path: Path, vocab_size: int, about: About) -> dict[Path, bytes]:
-    """The files to write beside the weights at `path`, for a model of V = `vocab_size`, so that they are read with its
-    tokenizer; none if it is there already.
+    """The files to write next to the weights at `path`, for a model with V = `vocab_size`, so that its tokenizer is found;
+    none if it is there already.
     """
     folder = resolved(path).parent
     there = next((folder / name for name in VOCABULARIES if (folder / name).exists()), None)
@@ -236,12 +236,11 @@ def vocabulary_files(tokenizer: Tokenizer, path: Path, vocab_size: int, about: A
         found = find_tokenizer(folder, vocab_size)
         if found is None or examine(found).fingerprint != examine(tokenizer).fingerprint:
             raise CheckpointError(
-                f"{there} is another vocabulary than this model's, and {path.name} would be read with it; write into"
-                " another folder"
+                f"{there} is not this model's vocabulary, but {path.name} would be read with it; write into another folder"
             )
         if set(found.stop_ids) != set(tokenizer.stop_ids) or read_about(folder, card=False).generation != about.generation:
             raise CheckpointError(
-                f"{folder} says when texts end, or how to sample, for another model, and {path.name} would be read with it;"
+                f"{folder} has another model's stop ids or sampling settings, but {path.name} would be read with them;"
                 " write into another folder"
             )
         return {}
@@ -252,13 +251,13 @@ def vocabulary_files(tokenizer: Tokenizer, path: Path, vocab_size: int, about: A
     for path in [folder / name for name in SETTINGS_FILES]:
         if path.exists() and not (path.is_file() and path.read_bytes() == files.get(path)):
             raise CheckpointError(
-                f"{path} is of another model, and this one's vocabulary would be read with it; write into another folder"
+                f"{path} belongs to another model, but this one's vocabulary would use it; write into another folder"
             )
     return {path: content for path, content in files.items() if not path.exists()}
 
 
 def write_vocabulary_files(files: dict[Path, bytes], written: list[Path]) -> None:
-    """Write the files of `vocabulary_files`, noting each in `written`; the vocabulary last: without it none is read."""
+    """Write the files of `vocabulary_files`, adding each to `written`; the vocabulary last: without it none is read."""
     for path in sorted(files, key=lambda path: path.name in VOCABULARIES):
         with write_atomically(path, raises=CheckpointError) as target:
             target.write_bytes(files[path])
@@ -267,24 +266,24 @@ def write_vocabulary_files(files: dict[Path, bytes], written: list[Path]) -> Non
 
 @contextmanager
 def new_output(path: Location, *, folder: bool, overwrite: bool, sources: Iterable[Location] = ()) -> Iterator[Path]:
-    """A new empty file or folder that becomes `path` when all of it is written, see `atomic_write.write_atomically`.
+    """A new empty file or folder that becomes `path` once completely written, see `atomic_write.write_atomically`.
 
     Args:
-      folder: whether a folder is written; it replaces only an empty one, or with `overwrite` one that holds only a model.
+      folder: whether to write a folder; it replaces only an empty one, or with `overwrite` one that contains only a model.
       overwrite: whether a file may be replaced by a file.
-      sources: paths that are read at the same time, and must not be touched.
+      sources: paths that are being read, and must not be overwritten.
     """
     path = resolved(path)
     check_room(path, folder=folder, overwrite=overwrite, sources=sources)
-    again = partial(check_room, path, folder=folder, overwrite=overwrite)  # somebody else may have written meanwhile
+    again = partial(check_room, path, folder=folder, overwrite=overwrite)  # someone else may have written it
     with write_atomically(path, folder=folder, check=again, raises=CheckpointError, last=DECISIVE_FILES) as target:
         yield target
 
 
 def check_room(path: Location, *, folder: bool, overwrite: bool, sources: Iterable[Location] = ()) -> None:
-    """Raise as `new_output` would, without writing anything."""
+    """Raise if `new_output` would, without writing anything."""
     if isinstance(path, StoredPath) and path.view.root.startswith("hf://"):
-        raise CheckpointError(f"{path} is on the hub: write to a path of this machine, and upload that with `hf upload`")
+        raise CheckpointError(f"{path} is on the Hub: write to a local path, and upload that with `hf upload`")
     with reading(path, CheckpointError):
         _check_room(resolved(path), folder, overwrite, sources)
 
@@ -292,16 +291,16 @@ def check_room(path: Location, *, folder: bool, overwrite: bool, sources: Iterab
 def _check_room(path: Location, folder: bool, overwrite: bool, sources: Iterable[Location]) -> None:
     for source in map(resolved, sources):
         if path == source or path in source.parents or source in path.parents:
-            raise CheckpointError(f"{path} is, contains or is inside the model that is read ({source}); write elsewhere")
+            raise CheckpointError(f"{path} is, contains or is inside the model being read ({source}); write elsewhere")
     if not path.exists():
         return
     if not path.is_dir() and not path.is_file():
         raise CheckpointError(f"{path} is neither a file nor a folder; use another path")
     if folder and isinstance(path, Path) and path.is_dir() and path.samefile("."):
-        raise CheckpointError(f"{path} is the current folder, and another would take its place; use a folder inside it")
+        raise CheckpointError(f"{path} is the current folder, which cannot be replaced; use a folder inside it")
     if path.is_dir() != folder:
         there, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
-        raise CheckpointError(f"{path} is a {there}, and this format is a {wanted}; use another path")
+        raise CheckpointError(f"{path} is a {there}, but this format is a {wanted}; use another path")
     inside = sorted(entry.name for entry in path.iterdir()) if folder else []
     if folder and not inside:
         return
@@ -309,4 +308,4 @@ def _check_room(path: Location, folder: bool, overwrite: bool, sources: Iterable
         raise CheckpointError(f"{path} exists; remove it, or replace it with overwrite=True (--overwrite)")
     foreign = [name for name in inside if name not in {*OTHER_FILES, *EXPORTED_FILES} and not WEIGHT_FILES.fullmatch(name)]
     if foreign:
-        raise CheckpointError(f"{path} holds more than a model ({foreign[0]}), so it is not replaced; use another path")
+        raise CheckpointError(f"{path} contains other files ({foreign[0]}), so it is not replaced; use another path")

@@ -1,4 +1,4 @@
-"""Models in the orbax format, of `save` and of training runs; its errors in one line, without its tracebacks."""
+"""Models in orbax format, written by `save` or training runs; orbax's errors in one line, without tracebacks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from llama_jax.storage.atomic_write import DISK_FULL_ERRNOS, cannot_write
 from llama_jax.storage.paths import read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
-# Memory, disks and networks that fail, stale mounts, rights, too many open files.
+# Errors of memory, disks and networks: stale mounts, permissions, too many open files.
 TRANSIENT_NAMES = (
     *("ENOMEM", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN"),
     *("EACCES", "EPERM", "EMFILE", "ENFILE", "EREMOTEIO"),
@@ -69,10 +69,10 @@ TRANSIENT_ERRNOS = tuple(getattr(errno, name) for name in TRANSIENT_NAMES if has
 
 @contextmanager
 def without_tracebacks() -> Iterator[None]:
-    """Suppress the tracebacks of errors that orbax raises as well: those that its threads log, and those of messages that
+    """Suppress the tracebacks that orbax's threads log for errors that are also raised, and those of messages that
     TensorStore sends to an event loop that the first error has closed.
 
-    TensorStore may send them later, so after an error that part stays in place. Two contexts may overlap in several threads.
+    TensorStore may send them later, so that part stays in place after an error. Contexts may overlap in several threads.
     """
 
     def is_of_others(record: logging.LogRecord) -> bool:
@@ -91,8 +91,8 @@ def without_tracebacks() -> Iterator[None]:
 
 
 class _WithoutClosedLoops:
-    """`sys.unraisablehook`, without what an event loop leaves when it has ended: messages to it, and orbax's coroutines,
-    which raise an error when they are collected."""
+    """`sys.unraisablehook`, without the leftovers of a closed event loop: messages to it, and orbax's coroutines, which
+    raise an error when they are collected."""
 
     def __init__(self, before: Callable[[Any], object]) -> None:
         self._before = before
@@ -112,9 +112,9 @@ def root_cause(error: BaseException, most: int = 300) -> str:
 
 
 def write_error(error: BaseException) -> OSError:
-    """The reason of a failed write, with its errno for a full disk or missing permissions.
+    """The cause of a failed write, with its errno for a full disk or missing permissions.
 
-    TensorStore's errors have only a text, which ends, after long paths, in the system's message.
+    TensorStore's errors have only a message, which ends, after long paths, in the system's message.
     """
     said = root_cause(error, most=10_000)
     number = next((number for number in WRITE_ERRNOS if os.strerror(number) in said), None)
@@ -122,7 +122,7 @@ def write_error(error: BaseException) -> OSError:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether an error is about the machine, a disk or a network rather than the contents of the files."""
+    """Whether an error concerns the machine, a disk or a network rather than the contents of the files."""
     chain: list[BaseException] = []
     at: BaseException | None = error
     while at is not None:
@@ -138,20 +138,20 @@ def is_transient(error: BaseException) -> bool:
 
 
 def wait_for_writers() -> None:
-    """Wait for the threads of a failed save: orbax raises the first error while they go on writing the other arrays."""
+    """Wait for the threads of a failed save: orbax raises the first error while they are still writing other arrays."""
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
-            threading.Thread.join(thread, 60)  # their own `join` raises the error of each
+            threading.Thread.join(thread, 60)  # orbax's `join` would raise their errors
 
 
 KINDS_FILE = "quantized.json"
-# By the name of a weight: its kind, None for floats; for a joined one the list of its parts' kinds; for layers that differ
-# {"layers": [the kind of each]}.
+# For each weight's name, its quantization format, or None for floats; for a joined weight, a list with one per part; for
+# layers that differ, {"layers": [one per layer]}.
 Kinds = Mapping[str, Any]
 
 
 def kind_in_file(leaf: Any) -> Any:
-    """The kind of a weight as `Kinds` has it."""
+    """A weight's entry in `Kinds`."""
     if isinstance(leaf, JoinedWeight):
         return [kind_in_file(part) for part in leaf.parts]
     if isinstance(leaf, MixedStack):
@@ -161,19 +161,17 @@ def kind_in_file(leaf: Any) -> Any:
 
 
 def read_kinds(folder: Path) -> tuple[Kinds, str]:
-    """The kinds, and the compute dtype; no kinds if there is no such file."""
+    """The kinds and the compute dtype; no kinds if the file does not exist."""
     if not (folder / KINDS_FILE).exists():
         return {}, "float32"
     found = read_object(folder / KINDS_FILE, CheckpointError)
     kinds, dtype = found.get("kinds"), found.get("dtype")
     if not isinstance(kinds, dict) or dtype not in {str(each) for each in FLOATS.values()}:
-        raise CheckpointError(f"{folder / KINDS_FILE} has no kinds, or no type ({shown(dtype, 40)}); copy it again")
+        raise CheckpointError(f"{folder / KINDS_FILE} has no kinds or no dtype ({shown(dtype, 40)}); copy it again")
     for name, kind in kinds.items():
         for each in _single_kinds(kind):
             if not (isinstance(each, str) and each in QUANT_FORMATS) and (each is not None or each is kind):
-                raise CheckpointError(
-                    f"{folder / KINDS_FILE} has {shown(name, 60)} in the kind {shown(each, 40)}, which is not known"
-                )
+                raise CheckpointError(f"{folder / KINDS_FILE} has {shown(name, 60)} in the unknown kind {shown(each, 40)}")
     return kinds, dtype
 
 
@@ -184,7 +182,7 @@ def _single_kinds(kind: Any) -> list[Any]:
 
 
 def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, where: Location) -> Llama:
-    """The shapes of a model's parameters, with those of the stored planes for each quantized weight."""
+    """The shapes of a model's parameters, with the shapes of the stored planes for each quantized weight."""
     unused = set(kinds)
 
     def change(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
@@ -198,9 +196,7 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, where: Location
         own = [one["layers"] if isinstance(one, dict) else [one] * layers for one in parts]
         possible = row.is_matrix and (not is_joined or (len(parts) == 3 and row.axes == "K G+2 H D"))
         if not possible or any(len(one) != layers for one in own):
-            raise CheckpointError(
-                f"{where / KINDS_FILE} has {name} in {shown(kind, 40)}, which is impossible; copy it again"
-            )
+            raise CheckpointError(f"{where / KINDS_FILE} has {name} in {shown(kind, 40)}, which is invalid; copy it again")
         return in_kinds(leaf, list(zip(*own, strict=True)), lambda leaf, kind: of_kind(leaf, kind, name))
 
     def of_kind(leaf: jax.ShapeDtypeStruct, kind: str | None, name: str) -> Any:
@@ -209,7 +205,7 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, where: Location
         form, shape = QUANT_FORMATS[kind], leaf.shape
         if shape[-1] % form.block:
             raise CheckpointError(
-                f"{where / KINDS_FILE} has {name} in {kind}, and its rows of {shape[-1]} are no whole blocks"
+                f"{where / KINDS_FILE} has {name} in {kind}, but its rows of {shape[-1]} are not whole blocks"
             )
         planes = (plane.packed_shape(shape) for plane in form.planes)
         stored = (jax.ShapeDtypeStruct(size, np.dtype(np.uint8) if dtype == FP8 else dtype) for size, dtype in planes)
@@ -217,14 +213,12 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, where: Location
 
     found = jax.tree_util.tree_map_with_path(change, shapes)
     if unused:
-        raise CheckpointError(
-            f"{where / KINDS_FILE} names {shown(min(unused), 60)}, which this model does not have; copy it again"
-        )
+        raise CheckpointError(f"{where / KINDS_FILE} names {shown(min(unused), 60)}, which this model lacks; copy it again")
     return found
 
 
 def placed(shape: Any, target: np.dtype, place: Any, where: Location) -> Any:
-    """The request to orbax for a parameter to be placed at `place`: floats cast, planes as they are."""
+    """The request to orbax to place a parameter at `place`: floats cast, planes unchanged."""
     if isinstance(shape, JoinedWeight | MixedStack):
         is_inner = lambda leaf: leaf is not shape and is_weight(leaf)
         return jax.tree.map(lambda part: placed(part, target, place, where), shape, is_leaf=is_inner)
@@ -235,7 +229,7 @@ def placed(shape: Any, target: np.dtype, place: Any, where: Location) -> Any:
     if columns % form.block:
         over = f" on each of {matrix[-1] // columns} devices"
         raise CheckpointError(
-            f"{where} has rows of {matrix[-1]} numbers, and {form.name} needs multiples of {form.block}{over}"
+            f"{where} has rows of {matrix[-1]} values, but {form.name} needs multiples of {form.block}{over}"
         )
     places = shardings_of_planes(form, place, len(matrix))
     planes = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=at) for one, at in zip(shape.planes, places, strict=True)]
@@ -243,7 +237,7 @@ def placed(shape: Any, target: np.dtype, place: Any, where: Location) -> Any:
 
 
 def matrix_of(stored: QuantizedWeight) -> tuple[int, ...]:
-    """The shape of the matrix that stored planes are of."""
+    """The shape of the matrix that planes are stored for."""
     first, array = stored.form.planes[0], stored.planes[0]
     if first.grouped:
         return (*array.shape[:-2], array.shape[-2] * first.numbers)
@@ -251,7 +245,7 @@ def matrix_of(stored: QuantizedWeight) -> tuple[int, ...]:
 
 
 def to_arrays(params: Llama) -> Llama:
-    """The parameters with their planes as they are written."""
+    """The parameters with planes as they are stored."""
 
     def stored(array: Any, plane: QuantField) -> Any:
         if plane.dtype == FP8:
@@ -286,15 +280,15 @@ def _map_planes(params: Llama, change: Callable[[Any, QuantField], Any]) -> Llam
     return jax.tree.map(changed, params, is_leaf=is_quantized)
 
 
-# One program for a shape and not one for each operation, nor a second array.
+# One program per shape instead of one per operation, and no second array.
 _all_finite = jax.jit(lambda array: jnp.isfinite(array).all())
 
-Wanted = TypeVar("Wanted")  # a tree of what is wanted, and of the arrays that are given for it
+Wanted = TypeVar("Wanted")  # a tree of requests, and of the arrays returned for it
 
 
 @dataclass(frozen=True)
 class OrbaxArrayInfo(Unquantized):
-    """An array in orbax's metadata; as a request to orbax, which has no sharding, one in the memory of the host."""
+    """An array in orbax's metadata; as a request to orbax without a sharding, an array in host memory."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -305,11 +299,11 @@ class OrbaxCheckpoint:
     """A checkpoint in the orbax format; its weights have not been read. See `Opened` for the other attributes.
 
     Attributes:
-      arrays: the folder that orbax wrote, and by which name the parameters are in it.
+      arrays: the folder that orbax wrote, and the name of the parameters in it.
       of_run: whether it is a step of a training run.
-      found: all arrays that are stored, by name; several may be one of the tensors.
-      kinds: of the weights that are quantized, see `Kinds`.
-      fetched: what `arrays` lie in, of a step in a store.
+      found: all stored arrays by name; several may belong to one of the tensors.
+      kinds: formats of the quantized weights, see `Kinds`.
+      fetched: the local files of a step in a store, which contain `arrays`.
     """
 
     format: str
@@ -326,7 +320,7 @@ class OrbaxCheckpoint:
 
 
 def recognizes(path: Location) -> bool:
-    """Whether a folder is a step of a run, or holds a configuration and what orbax finished writing."""
+    """Whether a folder is a step of a run, or holds a configuration and a finished orbax checkpoint."""
     if not path.is_dir():
         return False
     return is_step(path) or ((path / "config.json").exists() and (path / PARAMS / "_CHECKPOINT_METADATA").exists())
@@ -338,7 +332,7 @@ def open_path(path: Location) -> OrbaxCheckpoint:
     found = path if is_model else find_checkpoints(path)
     if found is None:
         raise CheckpointError(
-            f"{path} is an orbax checkpoint that is not a run's, and is read only from a path of this machine: copy it"
+            f"{path} is an orbax checkpoint outside of a run, which is read only from a local path: copy it"
             " here, or store it as safetensors (llama-jax convert)"
         )
     if isinstance(found, StoredPath):
@@ -352,7 +346,7 @@ def open_folder(folder: Path) -> OrbaxCheckpoint:
     if of_run:
         if adapters_of(folder) is not None:
             raise CheckpointError(
-                f"{folder} holds adapters and not a model; pass their base as the model, and this as its adapter (--adapter)"
+                f"{folder} holds an adapter, not a model; pass its base as the model, and this as the adapter (--adapter)"
             )
         about, arrays = folder / ABOUT, (folder, EMA if (folder / EMA).is_dir() else PARAMS)
     else:
@@ -376,19 +370,19 @@ def open_folder(folder: Path) -> OrbaxCheckpoint:
 
 
 def open_stored(place: StoredPath) -> OrbaxCheckpoint:
-    """The model of a run in a store: a step, or the newest of a folder of them. Only files without numbers are fetched."""
+    """A run's model in a store: a step, or the newest of a folder of steps. Only files without array data are fetched."""
     fetched = fetch_step(place, of_model, numbers=False)
     with fetched.named():
         try:
             stored = open_folder(fetched.folder)
-        except DamagedError:  # orbax keeps what describes an array apart from its numbers where that is short
+        except DamagedError:  # orbax stores short array metadata with the data
             fetched.complete()
             stored = open_folder(fetched.folder)
         return replace(stored, path=fetched.url, fetched=fetched)
 
 
 def adapters_of(step: Path) -> dict[str, Any] | None:
-    """The settings of the adapters that a step of a run holds; None where it holds a model."""
+    """The settings of the adapters in a step of a run; None if it holds a model."""
     note = step / ABOUT / NOTE
     recipe = read_object(note, CheckpointError).get("recipe") if note.is_file() else None
     settings = recipe.get("lora") if isinstance(recipe, dict) else None
@@ -398,7 +392,7 @@ def adapters_of(step: Path) -> dict[str, Any] | None:
 def _tensors(
     shapes: Llama, found: Mapping[str, OrbaxArrayInfo], dtype: np.dtype
 ) -> dict[str, OrbaxArrayInfo | OrbaxWeightInfo]:
-    """The stored arrays, with the planes of each quantized matrix as one."""
+    """The stored arrays, with the planes of each quantized matrix as one entry."""
     tensors: dict[str, OrbaxArrayInfo | OrbaxWeightInfo] = {}
     for path, leaf in jax.tree.leaves_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
         name = name_of(path)
@@ -411,7 +405,7 @@ def _tensors(
 
 
 def describe(folder: Path, name: str) -> dict[str, OrbaxArrayInfo]:
-    """The arrays that orbax wrote into a folder under a name, by the names that `read_arrays` uses."""
+    """The arrays that orbax wrote into a folder under a name, keyed as in `read_arrays`."""
     return {
         name_of(path): OrbaxArrayInfo(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree.leaves_with_path(_metadata(folder, name))
@@ -426,7 +420,7 @@ def read_arrays(folder: Path, name: str, wanted: Wanted) -> Wanted:
       wanted: a tree of `jax.ShapeDtypeStruct` with shardings, or of `OrbaxArrayInfo`, for all arrays of `describe`.
 
     Raises:
-      Exception: whatever orbax raises of damaged files.
+      Exception: any error that orbax raises for damaged files.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -449,13 +443,13 @@ def _metadata(folder: Path, name: str) -> Any:
 
     where = folder if name == "state" else folder / name
     metadata = with_short_errors(where, lambda: ocp.metadata(folder.absolute(), checkpointable_name=name).metadata)
-    if metadata is None:  # how orbax says that it could not read them
+    if metadata is None:  # orbax could not read it
         raise unreadable(where, ValueError("its metadata cannot be read"))
     return metadata
 
 
 def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = None) -> None:
-    """Write a model into an existing folder; errors name `path`, the folder's final name, if that is another.
+    """Write a model into an existing folder; errors name `path`, the folder's final name, if it differs.
 
     Raises:
       CheckpointError: `path` cannot be written.
@@ -471,7 +465,7 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
     with without_tracebacks():
         try:
             ocp.save(folder.absolute() / PARAMS, to_arrays(params))
-        except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
+        except Exception as error:  # orbax and its dependencies raise any type for a full disk
             wait_for_writers()
             raise CheckpointError(cannot_write(path or folder, write_error(error))) from None
 
@@ -482,12 +476,12 @@ def load_params(
     *,
     shardings: Llama | None = None,
 ) -> Llama:
-    """The parameters, cast to `dtype` (None: as the embedding is stored) and placed; see `build_params`."""
+    """The parameters, cast to `dtype` (None: the stored embedding's) and placed; see `build_params`."""
     if stored.fetched is None:
         return _load_params(stored, dtype, shardings)
     with stored.fetched.named():
         places = [] if shardings is None else [place.device_set for place in jax.tree.leaves(shardings)]
-        # Every process has to read some of an array that lies on devices of several.
+        # Every process must read part of an array that is sharded over several processes' devices.
         if shardings is not None and any(len({device.process_index for device in each}) > 1 for each in places):
             arrays = read_index(*stored.arrays, stored.fetched.url / stored.arrays[1])
             if arrays is not None and stored.found.keys() <= arrays.keys():
@@ -499,7 +493,7 @@ def load_params(
 def _load_shares(
     stored: OrbaxCheckpoint, arrays: Mapping[str, ChunkedArray], dtype: jax.typing.DTypeLike | None, shardings: Llama
 ) -> Llama:
-    """As `_load_params`, but each process fetches only the ranges that its devices hold; no checksum covers them."""
+    """Like `_load_params`, but each process fetches only the ranges that its devices hold, which no checksum covers."""
     _check_same_step(stored)
     target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
 
@@ -525,15 +519,15 @@ def _load_shares(
 
 
 def _check_same_step(stored: OrbaxCheckpoint) -> None:
-    """Raise CheckpointError if processes would read different steps, such as those of a run that goes on saving."""
+    """Raise CheckpointError if processes would read different steps, as of a run that is still saving."""
     from jax.experimental import multihost_utils
 
     step = int(stored.arrays[0].name)
     others = np.asarray(multihost_utils.process_allgather(np.int32(step))).reshape(-1).tolist()
     if len(set(others)) > 1:
         raise CheckpointError(
-            f"{stored.path} is what this process would read, and not all others: the run goes on, and they found the steps"
-            f" {', '.join(map(str, sorted(set(others))))}; pass all of them one that stays"
+            f"{stored.path} is what this process would read, but others found the steps"
+            f" {', '.join(map(str, sorted(set(others))))}, since the run is still saving; pass all of them one step"
         )
 
 
@@ -557,16 +551,16 @@ def _load_params(stored: OrbaxCheckpoint, dtype: jax.typing.DTypeLike | None, sh
         if jnp.issubdtype(array.dtype, jnp.floating) and not _all_finite(array):
             name = name_of(path)
             raise CheckpointError(
-                f"{stored.path}: array {name!r} holds NaN or infinity for {target}; the training went wrong, or {target} is"
-                " too small"
+                f"{stored.path}: array {name!r} holds NaN or infinity in {target}; the training diverged, or {target} has"
+                " too small a range"
                 if stored.of_run
-                else f"{stored.path}: array {name!r} holds NaN or infinity for {target}; the file is damaged"
+                else f"{stored.path}: array {name!r} holds NaN or infinity in {target}; the file is damaged"
             )
     return params
 
 
 def _shape(stored: OrbaxCheckpoint) -> Llama:
-    """The shapes of the configuration's parameters, with quantized weights as they are stored."""
+    """The shapes of the configuration's parameters, with quantized weights as stored."""
     config, found = stored.config, stored.found
     if config.n_layers > 1 << 16:
         raise CheckpointError(f"{stored.path}: its config.json has {config.n_layers} layers; copy it again")
@@ -579,31 +573,31 @@ def _shape(stored: OrbaxCheckpoint) -> Llama:
         wanted = list(needed[name]) if name in needed else None
         if held != wanted:
             raise CheckpointError(
-                f"{stored.path}: array {name!r} has shape {held}, the configuration needs {wanted}; are both of one model?"
+                f"{stored.path}: array {name!r} has shape {held}; the configuration needs {wanted}; are both of one model?"
             )
     for path, leaf in jax.tree.leaves_with_path(shape) if stored.kinds else ():
         name, inside = name_of(path), name_of(path).rpartition(".planes.")[0]
         if inside and found[name].dtype != leaf.dtype:
-            raise CheckpointError(f"{stored.path}: array {name!r} is {found[name].dtype}, its kind needs {leaf.dtype}")
+            raise CheckpointError(f"{stored.path}: array {name!r} is {found[name].dtype}, but its format needs {leaf.dtype}")
     return shape
 
 
 def with_short_errors(path: Path, ask: Callable[[], Any]) -> Any:
-    """Call `ask`; an error of orbax becomes a CheckpointError of one line, with `path` and the cause."""
+    """Call `ask`; errors of orbax become a one-line CheckpointError with `path` and the cause."""
     try:
         with without_tracebacks():
             return ask()
     except CheckpointError:
         raise
-    except Exception as error:  # of damaged files orbax and what lies under it raise whatever comes up
+    except Exception as error:  # orbax and its dependencies raise any type for damaged files
         raise unreadable(path, error) from None
 
 
 def unreadable(path: Path, error: BaseException) -> CheckpointError:
-    """Why a folder of arrays cannot be read: damaged only where that is proven, a DamagedError then.
+    """The error for a folder of arrays that cannot be read; a DamagedError only if damage is proven.
 
     Args:
-      path: a step, or a folder with arrays in one or elsewhere.
+      path: a step, or a folder with arrays, in a step or elsewhere.
     """
     reason = root_cause(error)
     step = path if is_step(path) else path.parent
@@ -617,12 +611,12 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
         return DamagedError(f"{path} is not a whole orbax checkpoint ({damage}); {_remedy(step)}")
     except CheckpointError as problem:
         return problem
-    proof = "although its files are what was saved" if known else "and has no checksums, by which damage would be known"
+    proof = "although its files are as they were saved" if known else "and has no checksums that would show damage"
     return CheckpointError(f"{path} cannot be read ({reason}), {proof}; {_remedy(step)}")
 
 
 def _remedy(step: Path) -> str:
-    """The remedy for a step that cannot be read: another step."""
+    """The remedy for an unreadable step: another step."""
     others = [str(other) for other in steps_in(step.parent) if str(other) != step.name]
     return f"try another step: {', '.join(others)}" if others else "copy it again"
 

@@ -1,9 +1,9 @@
-"""Where the numbers of a step's arrays lie in its files, by orbax's index alone, so that a host fetches only its share.
+"""Locates the data of a step's arrays in its files from orbax's index, so that a host fetches only its share.
 Also merges the indexes of several hosts.
 
-Orbax keeps arrays as zarr, in the key-value store OCDBT of TensorStore: each chunk, as a device held it, in one run in a
-file ``ocdbt.process_N/d/...``, and an index of all chunks in files of its own. As runs here write them (`CheckpointManager`)
-chunks are not compressed, so that rows of one are a range of bytes.
+Orbax keeps arrays as zarr, in TensorStore's key-value store OCDBT: each chunk, as a device held it, is contiguous in a file
+``ocdbt.process_N/d/...``, and an index of all chunks is in separate files. `CheckpointManager` does not compress chunks, so
+that the rows of a chunk are a range of bytes.
 
 https://google.github.io/tensorstore/kvstore/ocdbt/, https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/
 """
@@ -25,13 +25,13 @@ from llama_jax.storage import StoredPath
 
 DESCRIPTION = "zarr.json"  # after the name of an array
 MANIFEST = "manifest.ocdbt"  # names the newest version of an index
-CHUNK_INDEX_BYTES = 8 + 8 + 4  # bytes after the only part of a chunk: its offset, its length, and the CRC of both
-MIN_READ_BYTES = 1 << 17  # bytes of a chunk to ask for at a time
+CHUNK_INDEX_BYTES = 8 + 8 + 4  # bytes after a chunk's data: its offset, its length, and the CRC of both
+MIN_READ_BYTES = 1 << 17  # bytes of a chunk to request at a time
 ZARR_DTYPES = {str(dtype): dtype for dtype in FLOATS.values()}
 
 
 class _Chunk(NamedTuple):
-    """Where the numbers of a chunk are: in a file, from an offset on."""
+    """The location of a chunk's data: a file and an offset."""
 
     file: str
     offset: int
@@ -39,13 +39,13 @@ class _Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkedArray:
-    """An array in chunks anywhere in a store, seen as rows along its last axis.
+    """An array stored in chunks, viewed as rows along its last axis.
 
     Attributes:
-      folder: that the files of its chunks are in.
-      shape: with at least two axes: a vector is one row.
-      chunk: the shape of each, which divides that of the array.
-      chunks: by their numbers along each axis; of one that is in the index itself its bytes.
+      folder: contains the files of its chunks.
+      shape: has at least two axes: a vector is one row.
+      chunk: the shape of a chunk, which divides that of the array.
+      chunks: by their indices along each axis; a chunk that is stored in the index itself is given as its bytes.
     """
 
     folder: StoredPath
@@ -55,10 +55,10 @@ class ChunkedArray:
     chunks: Mapping[tuple[int, ...], _Chunk | bytes]
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) of all of its axes but the last taken as one: [stop - start, columns]."""
+        """Rows [start, stop), with all axes except the last flattened: [stop - start, columns]."""
         outer, inner, columns = self.shape[:-1], self.chunk[:-1], self.chunk[-1]
         found = np.empty((stop - start, self.shape[-1]), self.dtype)
-        # Rows that follow one another do so in a chunk as well, up to the end of the last axis that chunks divide.
+        # Consecutive rows are consecutive in a chunk as well, up to the end of the last axis that chunks divide.
         divided = max((i for i in range(len(outer)) if inner[i] < outer[i]), default=0)
         together = math.prod(inner[divided:])
         while start < stop:
@@ -82,7 +82,7 @@ class ChunkedArray:
 
 @dataclass(frozen=True)
 class ArrayRows(Unquantized):
-    """A `Tensor`: rows of an array from `first` on, or as a vector that row alone."""
+    """A `Tensor`: rows of an array from `first` on; as a vector, only that row."""
 
     array: ChunkedArray
     first: int
@@ -94,7 +94,7 @@ class ArrayRows(Unquantized):
 
     @property
     def rows_at_once(self) -> int:
-        """Many of narrow chunks, since each read is a request."""
+        """Many rows if chunks are narrow, since each read is a request."""
         rows = -(-MIN_READ_BYTES // (self.array.chunk[-1] * self.dtype.itemsize))
         return self.shape[0] if len(self.shape) == 1 else min(rows, self.shape[0])
 
@@ -108,12 +108,12 @@ def read_index(folder: Path, name: str, place: StoredPath) -> dict[str, ChunkedA
     """The arrays that orbax wrote under a name into a step; None if they are compressed, or partly in the index.
 
     Args:
-      folder: of this machine, with the files of the step that hold no numbers.
-      place: where the folder of that name is in the store.
+      folder: a local folder with those files of the step that hold no array data.
+      place: location of the folder of that name in the store.
     """
     try:
         entries = dict(_entries(folder / name))
-    except (ValueError, KeyError, TypeError):  # what TensorStore raises where a part of the index lies among the numbers
+    except (ValueError, KeyError, TypeError):  # raised if part of the index is stored with the data
         return None
     found: dict[str, ChunkedArray] = {}
     for key, entry in entries.items():
@@ -130,12 +130,12 @@ def add_index(folder: Path, manifest: bytes) -> None:
     """Merge another host's index into the one that orbax wrote into `folder`. No chunk is read.
 
     Args:
-      folder: it also has the files of the other index, except its manifest; chunks may be elsewhere.
+      folder: also contains the files of the other index, except its manifest; chunks may be elsewhere.
       manifest: the content of the other index's manifest.
     """
     import tensorstore
 
-    # Only between stores of one context and base does TensorStore copy the places of chunks, and not their content.
+    # TensorStore copies the locations of chunks, instead of their contents, only between stores of one context and base.
     context, base = tensorstore.Context(), {"driver": "file", "path": f"{folder.absolute()}/"}
 
     def index(manifest: dict[str, str]) -> Any:
@@ -149,7 +149,7 @@ def add_index(folder: Path, manifest: bytes) -> None:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The keys of the key-value store in a folder, each with its value or the place of its value."""
+    """The keys of the key-value store in a folder, each with its value or the location of its value."""
     import tensorstore
 
     files = tensorstore.KvStore.open({"driver": "file", "path": f"{folder.absolute()}/"}).result()
@@ -169,7 +169,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _array(
     name: str, entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]], place: StoredPath
 ) -> ChunkedArray | None:
-    """An array by its description; None if that is not in the index, or its chunks are of another kind."""
+    """An array from its description; None if that is not in the index, or its chunks have another format."""
     try:
         described = json.loads(entry["inline_value"])
         shape, dtype = tuple(described["shape"]), ZARR_DTYPES[described["data_type"]]

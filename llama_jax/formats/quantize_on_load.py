@@ -1,4 +1,4 @@
-"""Weights quantized while they are read, or kept as their files have them: the dense model is never in memory."""
+"""Weights quantized while they are read, or kept as stored: the dense model is never in memory."""
 
 from __future__ import annotations
 
@@ -39,36 +39,34 @@ from llama_jax.storage import Location
 
 Quantization = Literal[FormatName, PureFormatName, "keep"]
 _log = logging.getLogger("llama_jax.formats")
-ENCODED_AT_ONCE = 1 << 16  # numbers that are encoded at a time: 256 KB, which a core's second cache holds several times
+ENCODED_AT_ONCE = 1 << 16  # values encoded at a time: 256 KB, a fraction of a core's L2 cache
 
 
 def check_quantize(quantize: str | None) -> None:
-    """Raise CheckpointError for a kind that a model cannot be quantized to while it is read."""
+    """Raise CheckpointError for a format that a model cannot be quantized to while it is read."""
     if quantize is None or quantize == "keep" or quantize in MIXTURES:
         return
     if quantize in QUANT_FORMATS:
         raise CheckpointError(
-            f"quantize={quantize!r}: blocks of this kind are only kept, from a GGUF that has them; use 'keep',"
+            f"quantize={quantize!r}: this format is only kept, from a GGUF that has it; use 'keep',"
             f" or one of {', '.join(ENCODABLE)}"
         )
     raise CheckpointError(f"quantize={quantize!r} is not one of {', '.join(MIXTURES)}, keep")
 
 
 def check_kept(tensors: Sequence[TensorInfo], where: Location) -> None:
-    """Raise CheckpointError if no tensor of a model is quantized in a kind that can be kept, or its columns are permuted."""
+    """Raise CheckpointError if no tensor of a model is in a supported quantization format, or its columns are permuted."""
     if any(isinstance(tensor, Reordered) for tensor in tensors):
-        raise CheckpointError(
-            f"quantize='keep': {where} has columns in another order than their groups (desc_act); use {', '.join(ENCODABLE)}"
-        )
+        raise CheckpointError(f"quantize='keep': {where} has reordered columns (desc_act); use {', '.join(ENCODABLE)}")
     if not any(map(can_be_kept, tensors)):
         kinds = ", ".join(sorted({tensor.kind for tensor in tensors}))
         raise CheckpointError(
-            f"quantize='keep': {where} has no quantized tensor of those that are kept ({kinds}); use {', '.join(ENCODABLE)}"
+            f"quantize='keep': {where} has no tensor in a supported format ({kinds}); use {', '.join(ENCODABLE)}"
         )
 
 
 def quantized_kinds(tensors: Mapping[str, TensorInfo], among: Callable[[TensorInfo], bool] = lambda tensor: True) -> str:
-    """The kinds of a model's quantized tensors, the most bytes first, as in "q4_1 and q8_0"; "" where there are none."""
+    """The kinds of a model's quantized tensors, those with the most bytes first: "q4_1 and q8_0"; "" if there are none."""
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
         if tensor.kind not in FLOATS and among(tensor):
@@ -77,18 +75,18 @@ def quantized_kinds(tensors: Mapping[str, TensorInfo], among: Callable[[TensorIn
 
 
 def log_what_becomes_floats(tensors: Mapping[str, TensorInfo], where: Location) -> None:
-    """Log a line for quantized tensors that cannot be kept."""
+    """Log a warning for quantized tensors that cannot be kept."""
     if kinds := quantized_kinds(tensors, lambda tensor: not can_be_kept(tensor)):
-        _log.warning("%s: tensors in %s become floats: such blocks, or their order of columns, are not kept", where, kinds)
+        _log.warning("%s: tensors in %s become floats: these blocks, or their column order, are not supported", where, kinds)
 
 
 def can_be_kept(tensor: TensorInfo) -> bool:
-    """Whether a tensor is quantized in a kind that the parameters may have."""
+    """Whether a tensor is in a quantization format that parameters may have."""
     return isinstance(tensor, OrbaxWeightInfo) or (tensor.kind.lower() in QUANT_FORMATS and blocks_of(tensor) is not None)
 
 
 def kinds_of(array: ArrayParts) -> tuple[str | None, ...]:
-    """The kinds in which `load` keeps the parts of a parameter, None for floats; of parts of one kind that alone."""
+    """The formats in which `load` keeps the parts of a parameter, None for floats; one entry if all are equal."""
     kinds = tuple(part.tensor.kind.lower() if can_be_kept(part.tensor) else None for part in array.parts)
     return kinds if array.is_matrix and len(set(kinds)) > 1 else (kinds[0] if array.is_matrix else None,)
 
@@ -97,8 +95,8 @@ class ParameterFill(NamedTuple):
     """A parameter that is filled layer by layer.
 
     Attributes:
-      fill: reads a layer; 0 of what has no axis of layers.
-      done: gives the parameter.
+      fill: reads a layer; called with 0 if there is no layer axis.
+      done: returns the parameter.
     """
 
     fill: Callable[[int], None]
@@ -118,11 +116,11 @@ def parameter_fill(
 
     Args:
       dtype: of the computation, and of parameters that are not quantized.
-      quantize: gives the kind into which a matrix of a layer is rounded, or that of each part; or "keep": quantized tensors
-        as they are in the files, floats for other tensors. In several parts if queries, keys and values are of different
-        kinds, and in a stack for each kind if layers are.
-      sharding: with the axis of layers where there is one.
-      unstack_layers: each layer of a matrix in arrays of its own, see `ops.weights.apart`.
+      quantize: maps a matrix of a layer to its quantization format, or those of its parts; or "keep": quantized tensors stay
+        as in the files, and others become floats. The result has several parts if queries, keys and values have different
+        formats, and a stack for each format if layers differ.
+      sharding: includes the layer axis if there is one.
+      unstack_layers: store each layer of a matrix in separate arrays, see `ops.weights.apart`.
     """
     stacked = isinstance(parts, StackParts)
     layers: tuple[ArrayParts, ...] = parts.layers if isinstance(parts, StackParts) else (parts,)
@@ -170,12 +168,12 @@ def parameter_fill(
 
 
 def of_layer(sharding: Any) -> Any:
-    """The sharding of a layer, of that of all layers."""
+    """The sharding of one layer, from that of all layers."""
     return sharding.update(spec=P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding
 
 
 def _split_parts(array: ArrayParts) -> list[ArrayParts]:
-    """The parts of an array as arrays of their own."""
+    """The parts of an array as separate arrays."""
     parts = [replace(part, columns=None) for part in array.parts]
     shapes = [(array.shape[0], _width(part), *array.shape[2:]) for part in array.parts]
     return [replace(array, shape=shape, parts=(part,)) for shape, part in zip(shapes, parts, strict=True)]
@@ -225,7 +223,7 @@ def _quantized(
 
 
 def _joined(parts: Sequence[ParameterFill]) -> ParameterFill:
-    """Parts side by side, each of its own kind."""
+    """Parts next to each other, each in its own format."""
 
     def fill(layer: int) -> None:
         for part in parts:
@@ -235,7 +233,7 @@ def _joined(parts: Sequence[ParameterFill]) -> ParameterFill:
 
 
 def _mixed(stacks: Sequence[ParameterFill], places: tuple[tuple[int, int], ...]) -> ParameterFill:
-    """Layers of several kinds, in a stack for each."""
+    """Layers in several formats, with a stack for each."""
 
     def fill(layer: int) -> None:
         stack, at = places[layer]
@@ -245,8 +243,8 @@ def _mixed(stacks: Sequence[ParameterFill], places: tuple[tuple[int, int], ...])
 
 
 def placed(params: Any) -> Any:
-    """Parameters of NumPy's arrays on the default device, which takes over their memory if it can: in one call, since each
-    costs as much as ten arrays in it."""
+    """Parameters in NumPy arrays on the default device, which takes over their memory if it can: in one call, whose overhead
+    is that of ten arrays."""
     is_weight = lambda leaf: isinstance(leaf, QuantizedWeight)
     found = jax.device_put(params, may_alias=True)
     return jax.tree.map(lambda leaf: leaf.arranged() if is_weight(leaf) else leaf, found, is_leaf=is_weight)
@@ -260,7 +258,7 @@ def _blocks(part: Part) -> Tensor:
 
 def _encoded(form: QuantFormat, array: ArrayParts, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
     """Fill planes with entries [start, stop), few rows at a time: encoding makes several arrays as large as its input."""
-    assert form.encode is not None  # `check_quantize` refuses the others
+    assert form.encode is not None  # `check_quantize` rejects others
     columns = array.shape[-1]
     matrix = array.rows(start, stop, np.dtype(np.float32)).reshape(-1, columns)
     flat = [memory.reshape(plane.packed_shape(matrix.shape)[0]) for plane, memory in zip(form.planes, planes, strict=True)]
@@ -281,7 +279,7 @@ def _check_columns(array: ArrayParts, form: QuantFormat, sharding: Any) -> None:
     if columns % (form.block * parts):
         over = f" on each of {parts} devices" if parts > 1 else ""
         raise CheckpointError(
-            f"{array.parts[0].label} has rows of {columns} numbers, and {form.name} needs multiples of {form.block}{over};"
+            f"{array.parts[0].label} has rows of {columns} values, but {form.name} needs multiples of {form.block}{over};"
             " pass dtype= (--dtype) for floats"
         )
 
@@ -289,9 +287,9 @@ def _check_columns(array: ArrayParts, form: QuantFormat, sharding: Any) -> None:
 def _kept(
     kept: QuantFormat, form: QuantFormat, array: ArrayParts, start: int, stop: int, planes: Sequence[np.ndarray]
 ) -> None:
-    """Fill planes of `form`, which may have smaller groups, with entries [start, stop) of tensors of a kind.
+    """Fill planes of `form`, which may have smaller groups than the tensors' format, with entries [start, stop).
 
-    Blocks lie along the columns, so that rows may be moved as those of floats are.
+    Blocks run along the columns, so that rows can be permuted like those of floats.
     """
     for part in array.parts:
         per_entry = part.tensor.shape[0] // array.shape[0]

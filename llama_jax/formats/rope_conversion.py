@@ -1,10 +1,9 @@
 """Rope scalings in the settings of other formats.
 
-A scaling that a format does not have is written as an equivalent one of its own, with a note of ours. A GGUF has settings,
-and factors of each frequency as tensors (ggml-org/llama.cpp, src/llama-model.cpp and src/llama-context.cpp): for the
-architecture "llama" none, linear, yarn with 32 and 1 turns, longrope, and, without a name, Llama 3.1's. llama.cpp's longrope
-depends on the size of the context that it was started with; that of this library and of transformers on the length of the
-sequence.
+A scaling that a format lacks is written as an equivalent one, with a note of ours. A GGUF has settings, and per-frequency
+factors as tensors (ggml-org/llama.cpp, src/llama-model.cpp and src/llama-context.cpp): for the architecture "llama" none,
+linear, yarn with 32 and 1 turns, longrope, and, without a name, Llama 3.1's. llama.cpp's longrope depends on the context
+size that it was started with; ours and that of transformers on the length of the sequence.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from llama_jax.model.rope import rotary_frequencies
 from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
 from llama_jax.ops.rotary import inverse_frequencies
 
-SCALING_NOTE = "llama_jax"  # under which a file keeps it
+SCALING_NOTE = "llama_jax"  # its key in a file
 
 
 def in_known_kinds(config: LlamaConfig) -> LlamaConfig:
-    """A configuration of the same frequencies and attention factor without the kinds that only this library names.
+    """An equivalent configuration without the kinds that exist only in this library.
 
     "ntk" is a larger theta, and "by_parts" is "yarn" with an attention factor of 1.
     """
@@ -46,14 +45,14 @@ def in_known_kinds(config: LlamaConfig) -> LlamaConfig:
 
 
 def note_of(config: LlamaConfig) -> dict[str, Any]:
-    """The JSON note from which `with_note` restores the configuration."""
+    """The JSON note that `with_note` restores the configuration from."""
     assert config.rope_scaling is not None
     scaling = {name: value for name, value in asdict(config.rope_scaling).items() if value is not None}
     return {"max_seq_len": config.max_seq_len, "rope_theta": config.rope_theta, "rope_scaling": scaling}
 
 
 def with_note(found: LlamaConfig, note: Any) -> LlamaConfig:
-    """The configuration of a file from its own settings and our note."""
+    """The configuration of a file from its settings and our note."""
     try:
         scaling = RopeScaling(**note["rope_scaling"])
         noted = replace(found, max_seq_len=note["max_seq_len"], rope_theta=note["rope_theta"], rope_scaling=scaling)
@@ -62,17 +61,17 @@ def with_note(found: LlamaConfig, note: Any) -> LlamaConfig:
         whole = False
     if not whole:
         raise ConfigError(f"{SCALING_NOTE}={shown(note, 80)} is not a note of this library; remove it")
-    # For a dynamic scaling other libraries store the original context alone.
+    # For a dynamic scaling, other libraries store only the original context.
     same_context = found.max_seq_len == (scaling.extended_max_seq_len if scaling.kind == "dynamic" else noted.max_seq_len)
     if not same_context or not same_rotation(found, noted):
         raise ConfigError(
-            f"{SCALING_NOTE}={shown(note, 200)} contradicts the rope settings beside it; remove it, or correct them"
+            f"{SCALING_NOTE}={shown(note, 200)} contradicts the other rope settings; remove it, or correct them"
         )
     return noted
 
 
 def same_rotation(a: LlamaConfig, b: LlamaConfig) -> bool:
-    """Whether two configurations have the same rotations at short and long lengths, except for rounding to float32."""
+    """Whether two configurations have the same rotations at short and long lengths, up to rounding to float32."""
     for length in (1, 1 << 30):
         (ours, our_factor), (theirs, their_factor) = (rotary_frequencies(config, length) for config in (a, b))
         if not np.allclose(ours, theirs, rtol=1e-5, atol=0) or not np.isclose(our_factor, their_factor, rtol=1e-5):
@@ -83,12 +82,12 @@ def same_rotation(a: LlamaConfig, b: LlamaConfig) -> bool:
 LLAMA3_FACTORS = "rope_freqs.weight"  # the divisors of the frequencies of Llama 3.1's scaling, which has no key
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 NOTE_KEY = f"{SCALING_NOTE}.rope_scaling"  # a JSON text
-LLAMA3_KEYS = {  # Llama 3.1's parameters, since a GGUF stores only their factors; and the values where a file has none
+LLAMA3_KEYS = {  # Llama 3.1's parameters, since a GGUF stores only their factors, and their defaults
     f"{SCALING_NOTE}.rope.low_freq_factor": ("low_freq_factor", 1.0),
     f"{SCALING_NOTE}.rope.high_freq_factor": ("high_freq_factor", 4.0),
     f"{SCALING_NOTE}.rope.original_max_seq_len": ("original_max_seq_len", 8192),
 }
-# Settings that llama.cpp does not read for this architecture, and what it takes instead.
+# Settings that llama.cpp does not read for this architecture, with the values it uses instead.
 FIXED_YARN = {
     "yarn_beta_fast": 32.0,
     "yarn_beta_slow": 1.0,
@@ -96,7 +95,7 @@ FIXED_YARN = {
     "yarn_attn_factor": 1.0,
     "yarn_log_multiplier": 0,
 }
-# Those that architectures with all of yarn read, and our names of them.
+# Those that architectures with all yarn settings read, and our names for them.
 YARN_KEYS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_log_multiplier": ""}
 MAX_NOTE = 1 << 20  # characters
 
@@ -113,7 +112,7 @@ def with_scaling(
 
     Args:
       architecture: the prefix of the keys.
-      whole_yarn: whether the architecture reads all settings of yarn.
+      whole_yarn: whether the architecture reads all yarn settings.
     """
     found = replace(plain, rope_scaling=_found(fields, plain, tensors, f"{architecture}.rope.scaling.", whole_yarn))
     if NOTE_KEY not in fields:
@@ -128,26 +127,26 @@ def with_scaling(
 def _found(
     fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str, Tensor], prefix: str, whole_yarn: bool
 ) -> RopeScaling | None:
-    # llama.cpp's converter stores a longrope without a type: its readers know it by the two tensors.
+    # llama.cpp's converter stores a longrope without a type; its readers recognize it by the two tensors.
     silent = "longrope" if LONG_FACTORS in tensors and SHORT_FACTORS in tensors else "none"
     kind = fields.get(f"{prefix}type", silent)
     if kind not in ("none", "linear", "yarn", "longrope"):
-        raise ConfigError(f"{prefix}type={shown(kind, 40)} is not supported; none, linear, yarn and longrope are")
+        raise ConfigError(f"{prefix}type={shown(kind, 40)} is not supported; use none, linear, yarn or longrope")
     for name, supported in FIXED_YARN.items():
         if fields.get(prefix + name, supported) != supported and not (whole_yarn and name in YARN_KEYS):
             raise ConfigError(
-                f"{prefix}{name}={shown(fields[prefix + name], 40)} is not supported; llama.cpp takes {supported}"
+                f"{prefix}{name}={shown(fields[prefix + name], 40)} is not supported; llama.cpp uses {supported}"
             )
     sharper = short_decimal(fields.get(f"{prefix}attn_factor", 1.0))
     require_number(f"{prefix}attn_factor", sharper)
     if sharper != 1 and kind not in ("yarn", "longrope"):
-        raise ConfigError(f"{prefix}attn_factor={shown(sharper, 40)} is not supported where the type is {kind!r}")
+        raise ConfigError(f"{prefix}attn_factor={shown(sharper, 40)} is not supported with type {kind!r}")
     for name in (LLAMA3_FACTORS,) if kind in ("yarn", "longrope") else ():
         if name in tensors:
-            raise ConfigError(f"tensor {name!r} is not supported beside {prefix}type={kind!r}")
+            raise ConfigError(f"tensor {name!r} is not supported with {prefix}type={kind!r}")
     for name in (LONG_FACTORS, SHORT_FACTORS):
         if (name in tensors) != (kind == "longrope"):
-            there = "there" if name in tensors else "missing"
+            there = "present" if name in tensors else "missing"
             raise ConfigError(f"tensor {name!r} is {there}, but {prefix}type={kind!r}")
     factor = short_decimal(fields.get(f"{prefix}factor", fields.get(f"{prefix.removesuffix('scaling.')}scale_linear")))
     original = fields.get(f"{prefix}original_context_length", config.max_seq_len)
@@ -163,13 +162,13 @@ def _found(
             settings |= {name: short_decimal(value) for name, value in turns.items()}
         if weight := fields.get(f"{prefix}yarn_log_multiplier", 0.0):
             if sharper != 1:
-                raise ConfigError(f"{prefix}attn_factor={shown(sharper, 40)} is not supported beside yarn_log_multiplier")
+                raise ConfigError(f"{prefix}attn_factor={shown(sharper, 40)} is not supported with yarn_log_multiplier")
             return RopeScaling("yarn", factor, **settings, mscale=1.0, mscale_all_dim=short_decimal(weight))
         sharp = None if sharper == 1 else short_decimal(yarn_attention_factor(max(factor, 1.0)) * sharper)
         return RopeScaling("yarn", factor, **settings, attention_factor=sharp)
     if kind == "longrope":
         if factor not in (None, 0, 1):
-            raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported where the type is 'longrope'")
+            raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported with type 'longrope'")
         short, long = (tuple(map(short_decimal, _numbers(tensors[name]).tolist())) for name in (SHORT_FACTORS, LONG_FACTORS))
         longrope = RopeScaling(
             "longrope",
@@ -183,9 +182,9 @@ def _found(
         scaled = kind == "linear" or f"{prefix}type" not in fields
         return RopeScaling("linear", factor) if scaled and factor not in (None, 1) else None
     if factor not in (None, 1):
-        raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported beside the tensor {LLAMA3_FACTORS!r}")
-    # The stored factors are those of Llama 3.1's scaling: its parameters are found from them, or from our own keys, and must
-    # give what is stored.
+        raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported with tensor {LLAMA3_FACTORS!r}")
+    # The stored factors are those of Llama 3.1's scaling: its parameters follow from them, or from our keys, and must
+    # reproduce them.
     stored = _numbers(tensors[LLAMA3_FACTORS])
     settings = {name: fields.get(key, default) for key, (name, default) in LLAMA3_KEYS.items()}
     llama3 = RopeScaling("llama3", short_decimal(stored.max()), **settings)
@@ -209,14 +208,14 @@ def settings_and_tensors(
         return settings, {}
     if known.kind == "dynamic":
         raise CheckpointError(
-            "rope scaling kind='dynamic' has no place in GGUF, whose readers have no frequencies that depend on the"
+            "rope scaling kind='dynamic' cannot be stored in GGUF, whose readers support no frequencies that depend on the"
             " length; write Hugging Face's format or orbax"
         )
     if known.kind == "llama3":
         settings |= {key: getattr(known, name) for key, (name, _) in LLAMA3_KEYS.items()}
         return settings, {LLAMA3_FACTORS: factors_of(config, known).astype(np.float32)}
     settings[f"{prefix}type"] = known.kind
-    if known.kind != "longrope":  # to which llama.cpp would apply it as well
+    if known.kind != "longrope":  # llama.cpp would apply it to longrope as well
         settings[f"{prefix}factor"] = float(known.factor)
     if known.kind == "linear":
         return settings, {}
@@ -225,8 +224,8 @@ def settings_and_tensors(
             settings[f"{prefix}yarn_{name}"] = float(getattr(known, name))
         elif known.kind == "yarn" and getattr(known, name) != only:
             raise CheckpointError(
-                f"rope scaling kind={scaling.kind!r} with {name}={getattr(known, name)} has no place in GGUF,"
-                f" whose readers take {only}; write Hugging Face's format or orbax"
+                f"rope scaling kind={scaling.kind!r} with {name}={getattr(known, name)} cannot be stored in GGUF,"
+                f" whose readers assume {only}; write Hugging Face's format or orbax"
             )
     settings[f"{prefix}original_context_length"] = known.original_max_seq_len
     if whole_yarn and known.mscale == 1.0:
@@ -234,7 +233,7 @@ def settings_and_tensors(
         return settings, {}
     settings[f"{prefix}attn_factor"] = sharpening(config, known)
     if known.kind == "yarn":
-        settings[f"{prefix}attn_factor"] /= yarn_attention_factor(known.factor)  # by which llama.cpp multiplies it
+        settings[f"{prefix}attn_factor"] /= yarn_attention_factor(known.factor)  # llama.cpp multiplies by it
         return settings, {}
     return settings, {
         LONG_FACTORS: np.array(known.long_factor, np.float32),
@@ -243,7 +242,7 @@ def settings_and_tensors(
 
 
 def factors_of(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
-    """The divisors of the frequencies by a scaling: float64[H/2]."""
+    """The divisors of the frequencies in a scaling: float64[H/2]."""
     plain = inverse_frequencies(config.rope_dim, config.rope_theta)
     return plain / _scaled(config, scaling)[0]
 

@@ -1,9 +1,9 @@
-"""Continue texts, or lists of token ids, with the exported model beside this file. It needs jax and flatbuffers.
+"""Continue texts, or lists of token ids, with the exported model in this file's folder. It needs jax and flatbuffers.
 
     python run.py --max-new-tokens 200 1,403,407,261
     python run.py --temperature 0.8 --seed 1 "Once upon a time"
 
-A text also needs the library of the tokenizer's file: tokenizers for tokenizer.json, sentencepiece for tokenizer.model.
+Texts also need the library for the tokenizer's file: tokenizers for tokenizer.json, sentencepiece for tokenizer.model.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def load(folder):
     programs = [export.deserialize(bytearray((folder / f"{name}.stablehlo").read_bytes())) for name in ("prefill", "decode")]
     (shapes, state, *_), _ = jax.tree.unflatten(programs[0].in_tree, programs[0].in_avals)
     file = np.memmap(folder / "weights.safetensors", np.uint8, "r")
-    begin = 8 + int(file[:8].view("<u8")[0])  # the length of a JSON text, the text, the tensors
+    begin = 8 + int(file[:8].view("<u8")[0])  # the length of the JSON header, the header, the tensors
     places = json.loads(file[8:begin].tobytes())
     offsets = {name: places[name]["data_offsets"] for name in shapes}
     raw = {name: file[begin + first : begin + last] for name, (first, last) in offsets.items()}
@@ -35,18 +35,18 @@ def generate(about, model, prompts, max_new_tokens, **sampling):
     rows = [*prompts, *[[0]] * (about["batch"] - len(prompts))]
     lengths, size = np.array([len(row) for row in rows], np.int32), about["prefill"]
     if len(rows) > about["batch"] or min(lengths) < 1 or max(lengths) + max_new_tokens > about["context"]:
-        raise ValueError(f"at most {about['batch']} prompts, with their continuations {about['context']} tokens each")
+        raise ValueError(f"at most {about['batch']} prompts, each of {about['context']} tokens with its continuation")
     if unknown := [name for name in sampling if name not in about["sampling"]]:
         raise ValueError(f"{unknown[0]} is not one of {', '.join(about['sampling'])}")
     if max_new_tokens < 1 or not all(0 <= token < about["vocabulary"] for row in rows for token in row):
-        raise ValueError(f"max_new_tokens must be at least 1, and token ids below {about['vocabulary']}")
+        raise ValueError(f"max_new_tokens must be at least 1, and token ids must be below {about['vocabulary']}")
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     values = {name: sampling.get(name, x["default"]) for name, x in about["sampling"].items()}
     values = {name: np.full(len(rows), value, about["sampling"][name]["dtype"]) for name, value in values.items()}
     for begin in range(0, max(lengths), size):
         part = [row[begin : begin + size] for row in rows]
         tokens = np.array([row + [0] * (size - len(row)) for row in part], np.int32)
-        state, _ = prefill(weights, state, tokens, lengths, values)  # and the logits, for a sampler of your own
+        state, _ = prefill(weights, state, tokens, lengths, values)  # also returns the logits, for a custom sampler
     steps, ended = [np.asarray(state["token"])], np.arange(len(rows)) >= len(prompts)
     while len(steps) < max_new_tokens and not (ended := ended | np.isin(steps[-1], about["stop"])).all():
         state, _ = decode(weights, state, values)
@@ -56,7 +56,7 @@ def generate(about, model, prompts, max_new_tokens, **sampling):
 
 
 def tokenizer(folder, prefix):
-    """The functions from a text to ids and back."""
+    """The functions that encode a text to ids and decode ids."""
     if (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Writing parameters, or a checkpoint of any format, in a chosen format."""
+"""Writing parameters, or a checkpoint of any format, in another format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from llama_jax.errors import CheckpointError, reading, shown
 from llama_jax.formats import orbax_format
 from llama_jax.formats.adapters import OpenedAdapter, load_adapter, open_adapter, save_adapter, with_adapter_parts
 from llama_jax.formats.build_params import WrittenTensor
-from llama_jax.formats.gguf import Blocks
+from llama_jax.formats.gguf import NAMES as GGUF_NAMES
+from llama_jax.formats.gguf import Blocks, kinds_in
 from llama_jax.formats.huggingface import from_params
 from llama_jax.formats.lazy_tensors import FLOATS
 from llama_jax.formats.loading import FORMATS, load, open_checkpoint
@@ -71,39 +72,50 @@ def save(
     format: WrittenFormat | None = None,
     dtype: WrittenDtype | None = None,
     overwrite: bool = False,
+    like: str | os.PathLike[str] | None = None,
     progress: WritingProgress | None = None,
     about: About = About(),
 ) -> None:
-    """Write a model: the whole of it appears under `path` at once, or nothing does.
+    """Write a model: it appears under `path` only when completely written.
 
     Args:
-      config, params: the model. Padding and copies made for a mesh are left out (`parallel.padding`); if heads were copied,
-        give the configuration of the model's file, not the one that `load` returned for the mesh.
+      config, params: the model. Padding and copies made for a mesh are removed (`parallel.padding`); if heads were copied,
+        pass the configuration of the model's file, not the one that `load` returned for the mesh.
       path: a folder for "safetensors" (the Hugging Face layout, several files above 5 GB) and "orbax", a file for "gguf"
         and "llama2c" (legacy ``.bin``, which run.c reads).
       format: None chooses by the name: "gguf" for ``.gguf``, "llama2c" for ``.bin``, else "safetensors".
-      tokenizer: written into a GGUF, or beside the weights (for "llama2c" into the file's folder, where no other may be).
-      dtype: of the written tensors; None keeps that of the parameters, and in a GGUF their blocks. Blocks ("q8_0",
-        "q4_k") are for GGUF alone, "llama2c" is float32. "orbax" keeps quantized parameters as they are; other formats and
-        types hold the dequantized numbers.
-      overwrite: replace a file, or a folder that holds a model and nothing else.
-      progress: wraps the list of tensors, as `tqdm.tqdm` does, to see them go by ("orbax" writes all at once).
-      about: what else lies beside the weights (`load(path).about`). A line is logged that names what the format has no place
-        for, of this and of the tokenizer.
+      tokenizer: written into a GGUF, or next to the weights (for "llama2c" the file's folder must not have another).
+      dtype: of the written tensors; None keeps that of the parameters, and in a GGUF their blocks. Blocks ("q8_0", "q4_k")
+        are only for GGUF; "llama2c" is float32. "orbax" keeps quantized parameters as they are; other formats and dtypes
+        store the dequantized values.
+      overwrite: replace a file, or a folder that contains only a model.
+      like: for "gguf", the quantized GGUF that `params` differ from by small changes, as after `merge`. Without a dtype,
+        matrices are quantized as in it. In the same blocks they are rounded up or down at random, which keeps the changes
+        on average; rounding to nearest would lose changes below half a step.
+      progress: wraps the list of tensors, as `tqdm.tqdm` does, to show progress ("orbax" writes all at once).
+      about: descriptions next to the weights (`load(path).about`). Settings of it and of the tokenizer that the format
+        cannot store are logged.
 
     Raises:
-      CheckpointError: something is at `path`; or the format cannot hold this model (its message says what).
+      CheckpointError: something is at `path`; or the format cannot store this model (the message gives the reason).
       ConfigError: parameters with hooks.
     """
     format = format_of(path) if format is None else format
     _check(path, format, dtype)
+    kinds: dict[str, str] = {}
+    if like is not None:
+        model = open_checkpoint(like)
+        if format != "gguf" or not isinstance(model, Opened) or model.names is not GGUF_NAMES:
+            raise CheckpointError(f"like={os.fspath(like)!r} is a GGUF for format='gguf'; leave it out")
+        kinds = kinds_in(model.path)
     _check_vocabulary(tokenizer, config)
     _check_leaves(params)
     check_no_hooks(params)
     params = unpad_params(config, params)
     write_params = FORMATS[format].write_params
     if write_params is None:
-        _write(locate(path), from_params(config, params, tokenizer, about), format, dtype, overwrite, progress)
+        opened = from_params(config, params, tokenizer, about)
+        _write(locate(path), opened, format, dtype, overwrite, progress, kinds=kinds)
         return
     with new_output(Path(path), folder=True, overwrite=overwrite) as target:
         write_params(target, config, _checked(params if dtype is None else dequantize(params), dtype), Path(path))
@@ -114,7 +126,7 @@ def save(
 
 
 def _log_lost(path: object, before: Mapping[str, Any], written: Location) -> None:
-    """Log a line with the settings that the format of a written model has no place for."""
+    """Log the settings that the format of a written model cannot store."""
     if before:
         again = open_checkpoint(written)
         if missing := missing_settings(before, all_settings(again.tokenizer(), again.about())):
@@ -134,18 +146,18 @@ def convert(
     overwrite: bool = False,
     progress: WritingProgress | None = None,
 ) -> None:
-    """Write the model at `source`, of any format, in another: tensor by tensor, so that it need not fit into memory.
+    """Write the model at `source`, of any format, in another format: tensor by tensor, so that it need not fit into memory.
 
-    An adapter, of PEFT's, in a GGUF or of a run, is written as an adapter: for PEFT, or as "gguf" for llama.cpp.
+    An adapter, from PEFT, a GGUF or a run, is written as an adapter: for PEFT, or as "gguf" for llama.cpp.
 
-    From and to "orbax", and with `calibrate`, the model does go through memory. See `save` for the arguments and errors;
-    None for `dtype` keeps each tensor's own, and from GGUF to GGUF or orbax its blocks, which become float32 in other
-    formats. For `quantize`, which is for "orbax" alone, see `load`.
+    From and to "orbax", and with `calibrate`, the model is loaded into memory. See `save` for the arguments and errors; None
+    for `dtype` keeps each tensor's dtype, and from GGUF to GGUF or orbax its blocks, which become float32 in other formats.
+    For `quantize`, which is only for "orbax", see `load`.
 
     Args:
       calibrate: a text; its first 2,048 tokens are used to scale channels before the matrices are quantized, see
         `model.awq`.
-      tokenizer: a vocabulary's file or folder, written in place of the source's.
+      tokenizer: a vocabulary's file or folder, written instead of the source's.
       base: for an adapter, the model that it was trained on; only its settings are read. By default the one it names.
     """
     format = format_of(path) if format is None else format
@@ -158,28 +170,24 @@ def convert(
             or quantize is not None
             or calibrate is not None
         ):
-            raise CheckpointError(
-                f"{source} is an adapter: it is written as safetensors or gguf, in a float of 16 or 32 bits"
-            )
+            raise CheckpointError(f"{source} is an adapter: write it as safetensors or gguf, in a 16- or 32-bit float")
         if tokenizer is not None:
-            raise CheckpointError(
-                f"tokenizer={os.fspath(tokenizer)!r} is for a model, and {source} is an adapter; leave it out"
-            )
+            raise CheckpointError(f"tokenizer={os.fspath(tokenizer)!r} is for a model, but {source} is an adapter; omit it")
         if (format == "gguf") != (Path(path).suffix.lower() == ".gguf"):
-            raise CheckpointError(f"{os.fspath(path)}: an adapter in GGUF is a file named .gguf, and for PEFT a folder")
+            raise CheckpointError(f"{os.fspath(path)}: an adapter in GGUF is a file named .gguf; for PEFT it is a folder")
         _convert_adapter(source, opened_adapter, path, dtype, base, overwrite)
         return
     if base is not None:
-        raise CheckpointError(f"base={os.fspath(base)!r} is for an adapter, and {source} is a model; leave it out")
+        raise CheckpointError(f"base={os.fspath(base)!r} is for an adapter, but {source} is a model; omit it")
     if quantize is not None and (format != "orbax" or dtype is not None):
         raise CheckpointError(
-            f"quantize={quantize!r} is for format='orbax' without a dtype; a GGUF takes blocks as dtype='q4_k'"
+            f"quantize={quantize!r} is for format='orbax' without a dtype; for blocks in a GGUF set dtype, such as 'q4_k'"
         )
     check_quantize(quantize)
     kind = dtype if quantize is None else quantize
     if calibrate is not None and kind not in MIXTURES:
         raise CheckpointError(
-            f"calibrate={os.fspath(calibrate)!r} is for fewer bits: dtype='q4_k' for a GGUF, or quantize='int4' for orbax"
+            f"calibrate={os.fspath(calibrate)!r} needs quantization: dtype='q4_k' for a GGUF, or quantize='int4' for orbax"
         )
     opened = open_checkpoint(source)
     if tokenizer is not None:
@@ -194,7 +202,7 @@ def convert(
     check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=sources)
     if calibrate is None:
         halves = isinstance(opened, Opened) and opened.tensors[opened.names["embedding"]].kind == "F16"
-        # A copy keeps the type that a CPU does not compute in, see `lazy_tensors.default_dtype`.
+        # A copy keeps float16, although CPUs do not compute in it, see `lazy_tensors.default_dtype`.
         stored = jnp.float16 if halves and quantize is None else None
         found = load(source, stored, quantize=quantize, tokenizer=tokenizer)
         params = found.params
@@ -210,22 +218,22 @@ def convert(
 def _calibration(text: str | os.PathLike[str], config: LlamaConfig, tokenizer: Tokenizer | None) -> np.ndarray:
     """The first tokens of a text, int32[rows, length]."""
     if tokenizer is None:
-        raise CheckpointError(f"calibrate={os.fspath(text)!r}: the model has no vocabulary to read a text with")
+        raise CheckpointError(f"calibrate={os.fspath(text)!r}: the model has no vocabulary to encode a text with")
     with reading(text, CheckpointError), locate(text).open("rb") as file:
         found = tokenizer.encode(file.read(16 * CALIBRATION).decode("utf-8", "ignore"))[:CALIBRATION]
     length = min(len(found), 512, config.max_seq_len)
     if length < 16:
-        raise CheckpointError(f"calibrate={os.fspath(text)!r} has {len(found)} tokens; a few hundred are needed")
+        raise CheckpointError(f"calibrate={os.fspath(text)!r} has {len(found)} tokens; at least a few hundred are needed")
     return np.asarray(found[: len(found) // length * length], np.int32).reshape(-1, length)
 
 
 def about_blocks(
     source: str | os.PathLike[str], path: str | os.PathLike[str], format: WrittenFormat | None, rounded: str | None
 ) -> list[str]:
-    """A line about what `convert` does with the quantized tensors of a model; no line if there are none.
+    """A line about how `convert` treats the quantized tensors of a model; no line if there are none.
 
     Args:
-      rounded: the requested type or kind.
+      rounded: the requested dtype or quantization format.
     """
     if open_adapter(source) is not None:
         return []
@@ -235,7 +243,7 @@ def about_blocks(
     kept = quantized_kinds(tensors, lambda tensor: rounded is None and is_kept(tensor))
     others = quantized_kinds(tensors, lambda tensor: rounded is not None or not is_kept(tensor))
     lines = [f"{kept} kept as they are"] if kept else []
-    again = f"float32 and quantized anew as {rounded}" if rounded in MIXTURES else rounded or "float32"
+    again = f"float32 and requantized as {rounded}" if rounded in MIXTURES else rounded or "float32"
     lines += [f"{others} dequantized to {again}"] if others else []
     return [f"{os.fspath(source)}: {', '.join(lines)}"] if lines else []
 
@@ -252,7 +260,7 @@ def _convert_adapter(
     where = locate(base or named or "")
     config = opened.base_config if base is None else None
     if config is None and base is None and (named is None or not where.exists()):
-        reason = "says nothing of its base" if named is None else f"was trained on {shown(named)}, which is not here"
+        reason = "does not name its base" if named is None else f"was trained on {shown(named)}, which is not here"
         raise CheckpointError(f"{source} {reason}; pass the base's folder or file as base (--base)")
     folder = Path(path).suffix.lower() != ".gguf"
     check_room(locate(path), folder=folder, overwrite=overwrite, sources=[locate(source), where])
@@ -263,7 +271,7 @@ def _convert_adapter(
 
 
 def format_of(path: str | os.PathLike[str]) -> WrittenFormat:
-    """The format by a path's name; safetensors if it has no other's suffix."""
+    """The format for a path's suffix; safetensors for any other suffix."""
     suffix = Path(path).suffix.lower()
     found = (format.name for format in FORMATS.values() if format.write is not None and suffix in format.suffixes[:1])
     return cast(WrittenFormat, next(found, "safetensors"))
@@ -277,11 +285,11 @@ def _write(
     overwrite: bool,
     progress: WritingProgress | None,
     sources: Iterable[Location] = (),
+    kinds: Mapping[str, str] | None = None,
 ) -> None:
     if opened.config.parts and not FORMATS[format].names_parts:
         raise CheckpointError(
-            f"{opened.config.parts} have no place in {format}, whose readers have parts of their own; write safetensors or"
-            " orbax"
+            f"{opened.config.parts} cannot be stored in {format}, whose readers have fixed parts; write safetensors or orbax"
         )
     kind, write = None if dtype is None else TENSOR_TYPES[dtype], FORMATS[format].write
     assert write is not None
@@ -292,8 +300,8 @@ def _write(
     written: list[Path] = []
     try:
         with new_output(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
-            write(target, opened, tokenizer, kind, progress=progress)
-            # Before the weights have their name: without a vocabulary they are half a model.
+            write(target, opened, tokenizer, kind, progress=progress, **({"before": kinds} if kinds else {}))
+            # Before the weights get their name: without a vocabulary the model is incomplete.
             write_vocabulary_files(beside, written)
             _log_lost(path, all_settings(tokenizer, opened.about()), target)
     except BaseException:
@@ -301,7 +309,7 @@ def _write(
             remove(each)
         raise
     if format == "gguf" and tokenizer is None:
-        _log.warning("%s has no vocabulary, so that llama.cpp does not open it; set one as tokenizer (--tokenizer)", path)
+        _log.warning("%s has no vocabulary, so llama.cpp cannot open it; set one as tokenizer (--tokenizer)", path)
 
 
 def _check(path: str | os.PathLike[str], format: WrittenFormat, dtype: WrittenDtype | None) -> None:
@@ -311,15 +319,15 @@ def _check(path: str | os.PathLike[str], format: WrittenFormat, dtype: WrittenDt
         raise CheckpointError(f"dtype={dtype!r} is not one of {', '.join(TENSOR_TYPES)}")
     name, own = os.fspath(path), FORMATS[format]
     if isinstance(locate(path), StoredPath) and not own.in_stores:
-        raise CheckpointError(f"{name} is in a store; {format} is written to a path of this machine")
+        raise CheckpointError(f"{name} is in a store, but {format} can only be written to a local path")
     if format in FOLDERS and Path(name).suffix in (".gguf", ".bin", ".safetensors", ".pth", ".pt"):
-        raise CheckpointError(f"{name} is named like a file, and {format} is a folder; use another name, or another format")
+        raise CheckpointError(f"{name} is named like a file, but {format} is a folder; use another name or format")
     if format not in FOLDERS and name.endswith(os.sep):
-        raise CheckpointError(f"{name} is named like a folder, and {format} is a file; pass its name")
+        raise CheckpointError(f"{name} is named like a folder, but {format} is a file; pass its name")
     if dtype is not None and dtype not in own.dtypes:
         others = " or ".join(repr(name) for name in get_args(WrittenFormat) if dtype in FORMATS[name].dtypes)
         raise CheckpointError(
-            f"dtype={dtype!r}: the {format} format holds {', '.join(own.dtypes)} only; choose format={others}, or another"
+            f"dtype={dtype!r}: the {format} format supports only {', '.join(own.dtypes)}; choose format={others}, or another"
             " dtype"
         )
 
@@ -327,31 +335,31 @@ def _check(path: str | os.PathLike[str], format: WrittenFormat, dtype: WrittenDt
 def _check_vocabulary(tokenizer: Tokenizer | None, config: LlamaConfig) -> None:
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(
-            f"the tokenizer has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size};"
-            " give the model's own"
+            f"the tokenizer has {tokenizer.vocab_size} pieces, but the model's vocabulary has {config.vocab_size};"
+            " pass the model's tokenizer"
         )
 
 
 def _check_leaves(params: Llama) -> None:
-    """Raise CheckpointError for something in a weight's place that is not a weight, such as an adapter."""
+    """Raise CheckpointError for a leaf that is not a weight, such as an adapter."""
     is_leaf = lambda leaf: hasattr(leaf, "project")
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_leaf):
         if is_leaf(leaf) and not isinstance(leaf, QuantizedWeight | JoinedWeight):
             raise CheckpointError(
-                f"{name_of(path)} is a {type(leaf).__name__}; files hold weights: merge it with its weight"
+                f"{name_of(path)} is a {type(leaf).__name__}; files store only weights: merge it with its weight"
             )
 
 
-# One program for a shape, and not one for each operation.
+# One program per shape instead of one per operation.
 _largest = jax.jit(lambda array: jnp.maximum(array.max(), -array.min()))
 
 
 def _checked(params: Llama, dtype: WrittenDtype | None) -> Llama:
-    """The parameters in a type, checked to be finite in it, as the other formats do tensor by tensor."""
+    """The parameters cast and checked to be finite, as the other formats do tensor by tensor."""
 
     def cast(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
         if dtype is None and (not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1):
-            return array  # integers of a quantized weight; its factors are checked
+            return array  # integers of a quantized weight; its scales are checked
         target = array.dtype if dtype is None else FLOATS[TENSOR_TYPES[dtype]]
         largest = float(_largest(array))
         if not math.isfinite(largest):

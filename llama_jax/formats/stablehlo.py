@@ -1,16 +1,16 @@
-"""An exported model: its programs as StableHLO, the weights beside them, and a runner that needs JAX but not this library.
+"""An exported model: its programs as StableHLO, the weights, and a runner that needs JAX but not this library.
 
-Two programs, each for a fixed batch B, with a cache of a fixed capacity:
+Two programs, for a fixed batch B and a cache of a fixed capacity:
 
     state, logits = prefill(weights, state, tokens, lengths, sampling)
     state, logits = decode(weights, state, sampling)
 
-Every argument is an array or a flat dict of arrays, so that reading them needs no type of this library. `prefill` reads up
-to T further tokens of each row: `tokens` int32[B, T], padded on the right, of prompts with `lengths` int32[B] tokens in all;
-a row whose prompt has ended is left alone. `decode` reads the token of each row that was chosen last. Both choose the next
-one, `state["token"]`, and return the logits float32[B, V] that it was chosen by, for a sampler that replaces it.
+Every argument is an array or a flat dict of arrays, so that deserializing needs no type of this library. `prefill` reads
+up to T more tokens of each row: `tokens` int32[B, T], padded on the right, of prompts with `lengths` int32[B] tokens in
+total; rows whose prompt has ended do not change. `decode` reads the last sampled token of each row. Both sample the next
+one, `state["token"]`, and return its logits, float32[B, V], for a sampler that replaces it.
 
-They are traced for no platform in particular (`planned_for`), so that no kernel and no custom call is in them.
+They are traced for no particular platform (`planned_for`), so that they contain no custom kernels or calls.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 DEFAULT_CONTEXT = 2048
 PREFILL_ARGUMENTS = ("weights", "state", "tokens", "lengths", "sampling")
 WEIGHTS, ABOUT, RUNNER, SUFFIX = "weights.safetensors", "export.json", "run.py", ".stablehlo"
-KINDS = {dtype: kind for kind, dtype in DTYPES.items()}  # the names of types in safetensors
+KINDS = {dtype: kind for kind, dtype in DTYPES.items()}  # names of dtypes in safetensors
 Arrays = dict[str, Any]
 
 
@@ -68,7 +68,7 @@ class ExportedModel:
       programs: "prefill" and "decode".
       weights: the arrays of the parameters by their paths in the tree, such as blocks.attention.qkv.
       about: the content of ``export.json``.
-      tokenizer: its files are written beside the weights.
+      tokenizer: its files are written next to the weights.
     """
 
     programs: dict[str, export.Exported]
@@ -83,10 +83,10 @@ class ExportedModel:
         overwrite: bool = False,
         progress: Callable[[list[str]], Iterable[str]] = iter,
     ) -> None:
-        """Write the folder: all of it appears at once, or nothing does.
+        """Write the folder: it appears only when completely written.
 
         Args:
-          overwrite: replace a folder that holds a model, or an exported one, and nothing else.
+          overwrite: replace a folder that contains only a model, or an exported one.
           progress: wraps the list of names of the weights, as `tqdm.tqdm` does.
 
         Raises:
@@ -96,7 +96,7 @@ class ExportedModel:
         programs = {name: program.serialize() for name, program in self.programs.items()}
         needed, free = self.about["bytes"]["weights"] + sum(map(len, programs.values())), free_bytes(where)
         if needed > free:
-            raise CheckpointError(f"{path} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are left; make room there")
+            raise CheckpointError(f"{path} needs {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; make room there")
         with new_output(where, folder=True, overwrite=overwrite) as folder:
             for name, content in programs.items():
                 (folder / f"{name}{SUFFIX}").write_bytes(content)
@@ -116,7 +116,7 @@ class ExportedModel:
 
 @dataclass(frozen=True)
 class _Programs:
-    """The two functions, of a model and the static sizes.
+    """The two functions, for a model and static sizes.
 
     Attributes:
       names, tree: the paths of the parameters' arrays, and their tree.
@@ -146,8 +146,8 @@ class _Programs:
         return self._choose(params, state, PrefillState(cache, hidden[:, 0]), sampling, jnp.bool_(True))
 
     def state(self, params: Llama) -> Arrays:
-        """The state before any token: of each row the tokens in the cache, those generated before `token`, and which ids it
-        holds (for the repetition penalty)."""
+        """The state before any token: for each row the number of tokens in the cache, the number generated before `token`,
+        and the ids that it contains (for the repetition penalty)."""
         cache = self._empty(params).cache
         per_row = {name: jnp.zeros(self.batch, jnp.int32) for name in ("token", "count")}
         seen = jnp.zeros((self.batch, self.config.vocab_size), bool)
@@ -157,7 +157,7 @@ class _Programs:
         return init_prefill(self.config, params, self.batch, self.context, self.cache, at_once=self.chunk)
 
     def _open(self, weights: Arrays, state: Arrays) -> tuple[Llama, PrefillState]:
-        """The parameters, and the cache; every row has its own pages, so their table is a constant."""
+        """The parameters and the cache; every row has its own pages, so their table is a constant."""
         params = jax.tree.unflatten(self.tree, [weights[name] for name in self.names])
         empty = self._empty(params)
         names = _flat(empty.cache.pages, "pages")
@@ -185,25 +185,25 @@ def export_model(
     """Trace and lower the programs of a model; nothing is compiled or computed.
 
     Args:
-      config, params: the model; quantized weights stay as they are, and an adapter beside them.
-      tokenizer: written beside the weights; its stop ids end a row.
-      context: the capacity of the cache in tokens per row; by default the model's context, but at most 2,048.
+      config, params: the model; quantized weights stay as they are, and so does an attached adapter.
+      tokenizer: written next to the weights; its stop ids end a row.
+      context: capacity of the cache in tokens per row; by default the model's context, but at most 2,048.
       batch: the number of rows.
       chunk: tokens of each row that a call of `prefill` reads.
-      cache: its type, and a window.
+      cache: its dtype, and a window.
       platforms: those that the programs can be compiled for, of `PLATFORMS`. Several share one module, which then takes the
-        number of its platform as the first argument; JAX passes it.
+        platform's index as the first argument; JAX passes it.
 
     Raises:
-      GenerationError: an invalid size or platform; a capacity beyond a length at which the model's RoPE changes; adapters by
-        name.
-      ConfigError: hooks; functions of a model that are known by name alone; parameters that do not match the configuration.
+      GenerationError: an invalid size or platform; a capacity beyond a length at which the model's RoPE changes; a table of
+        named adapters.
+      ConfigError: hooks; functions of a model that are known only by name; parameters that do not match the configuration.
       UserError: the package flatbuffers is missing.
     """
     context = check_exportable(config, context, batch, chunk, cache, platforms)
     is_table = lambda leaf: isinstance(leaf, MultiLoraWeight)
     if any(map(is_table, jax.tree.leaves(params, is_leaf=is_table))):
-        raise GenerationError("adapters by name are not exported; load the one that is used, alone, as adapter")
+        raise GenerationError("a table of adapters cannot be exported; load the one you need with adapter=")
     check_no_hooks(params)
     params = restack_layers(unpad_params(config, params))
     check_params(config, params)
@@ -257,21 +257,21 @@ def check_exportable(
         raise GenerationError(f"platforms={shown(','.join(platforms))} must be some of {', '.join(PLATFORMS)}")
     if cache.window is None and context > config.max_seq_len:
         raise GenerationError(
-            f"context={context} exceeds the model's own of {config.max_seq_len}; export at most that, or with a window"
+            f"context={context} exceeds the model's context of {config.max_seq_len}; export at most that, or set a window"
         )
     check_parts_found(config)
     switch = longrope_switch_length(config)
     if switch is not None and context > switch:
         raise GenerationError(
-            f"context={context}: after {switch} tokens the frequencies of the model's longrope change and a row is read"
-            f" again, which an exported program cannot; export at most {switch}"
+            f"context={context}: after {switch} tokens the frequencies of the model's longrope change and a row must be"
+            f" prefilled again, which an exported program cannot do; export at most {switch}"
         )
     return context
 
 
 def _lower(function: Callable[..., Any], arguments: dict[str, Any], platforms: Sequence[str]) -> export.Exported:
-    """The program of a function that changes its second argument, the state, in place."""
-    frames = "jax_traceback_in_locations_limit"  # else a module holds the paths of this machine's files
+    """The program of a function that updates its second argument, the state, in place."""
+    frames = "jax_traceback_in_locations_limit"  # otherwise a module contains local file paths
     limit = getattr(jax.config, frames)
     jax.config.update(frames, 0)
     try:
@@ -283,7 +283,7 @@ def _lower(function: Callable[..., Any], arguments: dict[str, Any], platforms: S
 
 
 def _flat(tree: Any, prefix: str = "") -> Arrays:
-    """The arrays of a tree by their paths, such as "blocks.attention.qkv.planes.0", in the order of its leaves."""
+    """The arrays of a tree by path, such as "blocks.attention.qkv.planes.0", in the order of its leaves."""
     return {
         ".".join(filter(None, (prefix, jax.tree_util.keystr(path, simple=True, separator=".")))): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -291,6 +291,6 @@ def _flat(tree: Any, prefix: str = "") -> Arrays:
 
 
 def _described(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """Name, shape and type of each array, in the order in which a program takes or returns them."""
+    """Name, shape and dtype of each array, in the order in which a program takes or returns them."""
     arrays = [pair for name, tree in arguments.items() for pair in _flat(tree, name).items()]
     return [{"name": name, "shape": x.shape, "dtype": str(x.dtype)} for name, x in arrays]

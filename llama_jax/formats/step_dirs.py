@@ -1,12 +1,12 @@
-"""The checkpoints of a training run on the disk: a folder with a self-contained folder for each step.
+"""The checkpoints of a training run on disk: a folder with a self-contained folder for each step.
 
     checkpoints/40/params   the parameters (orbax)
                    ema      their moving average, if the run keeps one (orbax)
                    rest     the rest of the training state (orbax)
                    about    config.json, the tokenizer's files, note.json, and SHA256SUMS of all files of the step
 
-A folder whose name is a number is complete, since it gets that name when all of it is written. A store cannot rename: there
-the checksums are written last, and a folder without them is not a step.
+A folder whose name is a number is complete, since it is renamed to it after everything is written. Object stores cannot
+rename: there the checksums are written last, and a folder without them is not a step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOTE, SUMS = "note.json", "SHA256SUMS"
 
 
 class DamagedError(CheckpointError):
-    """A file of a step that is proven to differ from what was saved."""
+    """A file of a step provably differs from what was saved."""
 
 
 def steps_in(folder: Location) -> list[int]:
@@ -63,26 +63,26 @@ def existing_step(folder: Location, step: int | None) -> int:
 
 
 def read_note(folder: Location, step: int | None = None) -> dict[str, Any]:
-    """The note of a step, by default of the newest.
+    """The note of a step, by default the newest.
 
     Raises:
-      CheckpointError: no such step, or a note that cannot be read; a DamagedError where it is no note.
+      CheckpointError: no such step, or a note that cannot be read; a DamagedError if it is not a note.
     """
     path = folder / str(existing_step(folder, step)) / ABOUT / NOTE
     try:
-        path.stat()  # raises where it is missing, which proves no damage: the step may have been removed
+        path.stat()  # raises if missing, which is no damage: the step may have been removed
         return read_object(path, DamagedError)
     except OSError as error:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
 
 
 def cannot_read(path: Location, reason: str) -> str:
-    """The error that a path cannot be read, for a reason that says nothing about its contents."""
-    return f"{path} cannot be read ({reason}), which proves nothing about its contents; mend that, and try again"
+    """The error message for a path that cannot be read, for a reason unrelated to its contents."""
+    return f"{path} cannot be read ({reason}), which is no proof of damage; fix the cause and try again"
 
 
 def validation_loss(folder: Location, step: int) -> float:
-    """The validation loss in a step's note; infinity where it has none, or cannot be read."""
+    """The validation loss in a step's note; infinity if there is none, or it cannot be read."""
     try:
         loss = read_note(folder, step).get("validation_loss")
     except CheckpointError:
@@ -91,7 +91,7 @@ def validation_loss(folder: Location, step: int) -> float:
 
 
 def by_loss(folder: Location) -> list[int]:
-    """The steps that have a validation loss, the best first; of equal ones the later first."""
+    """The steps that have a validation loss, the best first; among equal ones the later first."""
     losses = {step: validation_loss(folder, step) for step in steps_in(folder)}
     return sorted((step for step in losses if losses[step] < math.inf), key=lambda step: (losses[step], -step))
 
@@ -104,14 +104,14 @@ def find_checkpoints(path: Location) -> Location | None:
 
 
 SUM_LINE = re.compile(r"(?P<sum>[0-9a-f]{64})  (?P<name>[^\\\n]+)")
-FILE_THREADS = 8  # files that are hashed or fetched at a time
+FILE_THREADS = 8  # files hashed or fetched concurrently
 
 
 def write_sums(step: Path, elsewhere: Mapping[str, str] = {}) -> None:
-    """Write the checksums of all files of a step, and flush them to the disk.
+    """Write the checksums of all files of a step, and flush the files to disk.
 
     Args:
-      elsewhere: {name: checksum} of files of the step that another host has.
+      elsewhere: {name: checksum} of files of the step that other hosts have.
     """
     sums = {**elsewhere, **sums_of(step, files_in(step))}
     text = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
@@ -127,21 +127,21 @@ def files_in(step: Path) -> list[str]:
 
 
 def sums_of(step: Path, names: Collection[str]) -> dict[str, str]:
-    """{name: checksum} of files of a step, which are on the disk afterwards."""
+    """{name: checksum} of files of a step, flushing them to disk."""
     with ThreadPoolExecutor(FILE_THREADS) as pool:
         return dict(zip(names, pool.map(lambda name: _sum_of(step / name, flush=True), names), strict=True))
 
 
 def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:
-    """Whether a step's files are known to be what was saved; False without checksums.
+    """Whether a step's files are verified to be what was saved; False without checksums.
 
     Args:
-      parts: the folders of the step to look at, besides the files that lie in no folder; None is all.
-      share: (i, n): every n-th file from the i-th on.
+      parts: the folders of the step to check, in addition to files that are in no folder; None is all.
+      share: (i, n): every n-th file, starting with the i-th.
 
     Raises:
       DamagedError: a file is missing or differs.
-      CheckpointError: a file cannot be read, which proves nothing.
+      CheckpointError: a file cannot be read, which does not prove damage.
     """
     sums = read_sums(step)
     if sums is None:
@@ -164,7 +164,7 @@ def _problem(path: Location, expected: str) -> CheckpointError | None:
         return DamagedError(f"{path} is missing")
     except OSError as error:
         return CheckpointError(cannot_read(path, error.strerror or str(error)))
-    return None if found == expected else DamagedError(f"{path} is not what was saved (its SHA-256 is another)")
+    return None if found == expected else DamagedError(f"{path} is not what was saved (its SHA-256 differs)")
 
 
 def read_sums(step: Location) -> dict[str, str] | None:
@@ -190,20 +190,20 @@ def _sum_of(path: Location, *, flush: bool = False) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-STEP_TRIES = 5  # so many steps are taken before the error of the last is raised
+STEP_TRIES = 5  # attempts before the last error is raised
 
 Arguments = ParamSpec("Arguments")
 Found = TypeVar("Found")
 
 
 class StepRemovedError(CheckpointError):
-    """The run has removed a step while it was read."""
+    """The run has removed a step while it was being read."""
 
 
 def retry_with_newest_step(read: Callable[Arguments, Found]) -> Callable[Arguments, Found]:
-    """Call `read` again if its first argument, `path`, is a run that has saved a newer step meanwhile.
+    """Call `read` again if its first argument, `path`, is a run that has saved a newer step in the meantime.
 
-    A run keeps its last few steps: one that was found may be removed before all of it is read.
+    A run keeps its last few steps: one that was found may be removed before it is completely read.
     """
 
     @functools.wraps(read)
@@ -213,14 +213,14 @@ def retry_with_newest_step(read: Callable[Arguments, Found]) -> Callable[Argumen
             before = _newest(path)
             try:
                 return read(*arguments, **named)
-            except StepRemovedError:  # a step itself is not found the next time
+            except StepRemovedError:  # unless `path` is the run, the next try cannot succeed
                 if not left:
                     raise
             except (UserError, OSError) as error:
                 now = None if before is None else _newest(path)
                 if left and now != before:
                     continue
-                if isinstance(error, FileNotFoundError):  # that it existed has been seen
+                if isinstance(error, FileNotFoundError):  # it existed before
                     raise CheckpointError(f"{error.filename} was removed while it was read; try again") from None
                 if before is None or isinstance(error, UserError):
                     raise
@@ -239,19 +239,19 @@ def _newest(path: object) -> Location | None:
     return folder / str(steps[-1]) if folder is not None and steps else None
 
 
-# The files in which orbax puts the numbers of arrays. All others of a step are small: what describes the arrays, the index
-# of where in these files they are, the configuration and the vocabulary.
+# The files in which orbax stores array data. All other files of a step are small: array metadata, the index of these files,
+# the configuration and the vocabulary.
 NUMBER_FILES = re.compile(r"[^/]+/ocdbt\.process_[^/]+/d/.+")
 
 
 @dataclass(frozen=True)
 class FetchedStep:
-    """Files of a step, as long as this lives.
+    """Local copies of a step's files, deleted with this object.
 
     Attributes:
-      folder: of this machine, in TMPDIR, with the number of the step as its name.
-      url: where they are from.
-      sums: {name: checksum} of the requested files, also of those that `complete` has yet to fetch.
+      folder: a local folder, in TMPDIR, with the number of the step as its name.
+      url: the step's URL.
+      sums: {name: checksum} of the requested files, including those that `complete` has yet to fetch.
     """
 
     folder: Path
@@ -261,17 +261,17 @@ class FetchedStep:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Let errors name the place in the store in place of the folder."""
+        """Make errors name the location in the store instead of the folder."""
         try:
             yield
         except UserError as error:
             raise type(error)(str(error).replace(str(self.folder), str(self.url))) from None
 
     def complete(self) -> None:
-        """Bring the files that are not here yet.
+        """Fetch the remaining files.
 
         Raises:
-          StepRemovedError: the run has removed the step meanwhile.
+          StepRemovedError: the run has removed the step in the meantime.
           CheckpointError, OSError: see `fetch_step`.
         """
         left = {name: found for name, found in self.sums.items() if not (self.folder / name).exists()}
@@ -284,23 +284,23 @@ class FetchedStep:
 
 
 def of_model(parts: Collection[str]) -> set[str]:
-    """Those folders of a step that make a model, without the rest of the training state."""
+    """The folders of a step that make up a model, without the rest of the training state."""
     return {ABOUT, EMA if EMA in parts else PARAMS}
 
 
 def fetch_step(
     place: StoredPath, choose: Callable[[Collection[str]], Collection[str]], *, numbers: bool = True
 ) -> FetchedStep:
-    """A step, or the newest one of a folder of checkpoints; see `retry_with_newest_step` for runs that go on saving there.
+    """Fetch a step, or the newest one in a folder of checkpoints; see `retry_with_newest_step` for runs in progress.
 
     Args:
-      choose: given the folders in a step those that are wanted.
-      numbers: whether to fetch the numbers of arrays at once, and not only in `FetchedStep.complete`.
+      choose: selects folders of the step.
+      numbers: whether to fetch array data at once, rather than in `FetchedStep.complete`.
 
     Raises:
-      StepRemovedError: the run has saved a newer one meanwhile, and may have removed this one.
-      CheckpointError: no step, or one that cannot be read; a DamagedError where a file is not what was saved.
-      OSError: the store gives no answer; it names the object.
+      StepRemovedError: the run has saved a newer step in the meantime, and may have removed this one.
+      CheckpointError: no step, or one that cannot be read; a DamagedError if a file is not what was saved.
+      OSError: the store does not respond; the message names the object.
     """
     now = place.resolve()
     step = now if is_step(now) else now / str(existing_step(now, None))
@@ -326,7 +326,7 @@ def _wanted(step: StoredPath, choose: Callable[[Collection[str]], Collection[str
     """{name: checksum} of the files in the chosen folders."""
     sums = read_sums(step)
     if sums is None:
-        raise DamagedError(f"{step} has no checksums, or others than were written; read another step")
+        raise DamagedError(f"{step} has missing or damaged checksums; read another step")
     if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in sums):
         raise DamagedError(f"{step}: its checksums name a file outside of it; read another step")
     wanted = set(choose({name.partition("/")[0] for name in sums}))
@@ -344,16 +344,16 @@ def _fetch_all(step: StoredPath, folder: Path, sums: Mapping[str, str]) -> None:
         except OSError as error:
             if isinstance(error.filename, str) and "://" in error.filename:
                 raise
-            raise CheckpointError(f"{cannot_write(target, error)}; the variable TMPDIR says where {step} is put") from None
+            raise CheckpointError(f"{cannot_write(target, error)}; TMPDIR sets the folder for {step}") from None
         if found != sums[name]:
-            raise DamagedError(f"{step / name} is not what was saved (its SHA-256 is another)")
+            raise DamagedError(f"{step / name} is not what was saved (its SHA-256 differs)")
 
     with ThreadPoolExecutor(FILE_THREADS) as pool:
         list(pool.map(fetch, sums))
 
 
 def _fetch(source: StoredPath, target: Path) -> str:
-    """Fetch a file, all of it or nothing; returns its SHA-256."""
+    """Fetch a file completely or not at all; returns its SHA-256."""
     digest, size = hashlib.sha256(), source.stat().st_size
     try:
         with target.open("wb") as file:

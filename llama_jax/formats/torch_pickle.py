@@ -1,8 +1,8 @@
-"""Files of `torch.save`, read without torch: a zip archive of a pickle and of the bytes of each tensor.
+"""Reads files of `torch.save` without torch: a zip archive of a pickle and the bytes of each tensor.
 
-A pickle is a program. It is interpreted here, one instruction at a time, by a machine that only has dictionaries, lists,
-tuples, numbers, strings and tensors; a file that asks for anything else is refused, and nothing runs. A restricted version
-of Python's own unpickler is not enough: hostile files make it hash tuples forever and allocate gigabytes.
+A pickle is a program. This module interprets its instructions with only dictionaries, lists, tuples, numbers, strings and
+tensors; a file that requests anything else is rejected, and nothing runs. A restricted version of Python's own unpickler is
+not enough: hostile files make it hash tuples forever and allocate gigabytes.
 
 Source: torch/serialization.py and torch/_utils.py, the format since torch 1.6; pickletools, for the instructions.
 """
@@ -26,11 +26,11 @@ from llama_jax.errors import CheckpointError, reason_of, shown
 from llama_jax.formats.lazy_tensors import Dense, Derived, Tensor, read_bytes
 from llama_jax.storage import Location, StoredPath
 
-# The kind of the numbers in each class of storage of torch; parameters are floats.
+# The dtype of each of torch's storage classes; parameters are floats.
 STORAGES = {"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
 STORAGES |= {"LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8"}
 STORAGES |= {"ByteStorage": "U8", "BoolStorage": "BOOL"}
-# Bytes of a pickle and of an archive's table; a 405B model's have half as many. Each costs up to a hundred in memory.
+# Bytes of a pickle and of an archive's table, twice those of a 405B model. Each may use a hundred bytes of memory.
 MAX_PICKLE_BYTES = 1 << 20
 MAX_TABLE_BYTES = 1 << 20
 MAX_TORCH_AXES = 8
@@ -55,7 +55,7 @@ ALLOWED = {REBUILD, PARAMETER, ORDERED} | {_Global("torch", name) for name in ST
 
 @dataclass(frozen=True)
 class Strided(Derived):
-    """A tensor whose rows are not contiguous, such as a saved transpose; `tensor` is the span of its numbers."""
+    """A tensor whose rows are not contiguous, such as a saved transpose; `tensor` is the span of its values."""
 
     tensor: Dense
     axes: tuple[int, ...]
@@ -67,12 +67,12 @@ class Strided(Derived):
 
     @property
     def rows_at_once(self) -> int:
-        """All of an object in a store, since any row needs the whole span."""
+        """All rows of an object in a store, since any row needs the whole span."""
         return self.axes[0] if isinstance(self.tensor.path, StoredPath) else 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
         path, first, size = self.tensor.path, self.tensor.offset, self.tensor.nbytes
-        # Mapped, where it can be, and not read: a run of rows has a few numbers in every part of the span.
+        # Memory-mapped if possible: a run of rows has a few values in every part of the span.
         stored = isinstance(path, StoredPath)
         span = read_bytes(path, first, size) if stored else np.memmap(path, np.uint8, "r", first, size)
         strides = [self.dtype.itemsize * stride for stride in self.strides]
@@ -80,32 +80,32 @@ class Strided(Derived):
 
 
 def is_torch(path: Location) -> bool:
-    """Whether the file begins like a zip archive."""
+    """Whether a file begins like a zip archive."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
 
 
 def read_tensors(path: Location) -> dict[str, Tensor]:
-    """The tensors by name in a file that holds nothing else, as weights do."""
+    """The tensors by name in a file that holds nothing else, as for weights."""
     return tensors_of(read_pickled(path), path)
 
 
 def tensors_of(found: Any, path: Location) -> dict[str, Tensor]:
-    """The dictionary that a pickle holds, if it is one of tensors by name."""
+    """The dictionary that a pickle holds, checked to map names to tensors."""
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__} where tensors by name should be")
+        raise CheckpointError(f"{path} holds a {type(found).__name__}; expected a dictionary of tensors by name")
     for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, Dense | Strided):
-            raise CheckpointError(f"{path}: {shown(name, 80)} is a {type(tensor).__name__} where a tensor should be")
-    # Twice, since a tied model may store its table under both names.
+            raise CheckpointError(f"{path}: {shown(name, 80)} is a {type(tensor).__name__}; expected a tensor")
+    # Twice, since a tied model may store its embedding under both names.
     total, size = sum(tensor.nbytes for tensor in found.values()), path.stat().st_size
     if total > 2 * size:
-        raise CheckpointError(f"{path} has {size} bytes and claims tensors of {total}; copy it again")
+        raise CheckpointError(f"{path} has {size} bytes, but its tensors need {total}; copy it again")
     return found
 
 
 def read_pickled(path: Location) -> Mapping[str, Any]:
-    """The dictionary in a file that torch saved; its tensors have not been read."""
+    """The dictionary in a file that torch saved; its tensors are not read yet."""
     if not is_torch(path):
         with path.open("rb") as file:
             old = file.read(2) == b"\x80\x02"
@@ -116,10 +116,10 @@ def read_pickled(path: Location) -> Mapping[str, Any]:
             entries = {info.filename: info for info in archive.infolist()}
             pickles = [name for name in entries if name.rpartition("/")[2] == "data.pkl" and name.count("/") < 2]
             if len(pickles) != 1:
-                raise CheckpointError(f"{path} is a zip archive without a data.pkl; it is not what torch.save writes")
+                raise CheckpointError(f"{path} is a zip archive without a data.pkl; torch.save did not write it")
             folder = pickles[0].removesuffix("data.pkl")
             if entries[pickles[0]].file_size > MAX_PICKLE_BYTES:
-                raise CheckpointError(f"{path}: its pickle is over {MAX_PICKLE_BYTES} bytes, too large to be a model's")
+                raise CheckpointError(f"{path}: its pickle is over {MAX_PICKLE_BYTES} bytes, too large for a model")
             order = entries.get(f"{folder}byteorder")
             if order is not None and _stored(order) and order.file_size > len("little"):
                 raise ValueError(f"{order.filename} has {order.file_size} bytes")
@@ -130,15 +130,15 @@ def read_pickled(path: Location) -> Mapping[str, Any]:
     except CheckpointError:
         raise
     except _DAMAGED as error:
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # a place before the file's beginning
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # EINVAL: a position before the file
             raise
         raise CheckpointError(f"{path} is not a whole torch file ({reason_of(error)}); copy it again") from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__} where a dictionary of tensors should be")
+        raise CheckpointError(f"{path} holds a {type(found).__name__}; expected a dictionary of tensors")
     return found
 
 
-# What zipfile, pickletools and the machine below raise for bytes that are not what they should be.
+# Raised by zipfile, pickletools and the interpreter below for malformed bytes.
 _DAMAGED = (
     zipfile.BadZipFile,
     ValueError,
@@ -170,7 +170,7 @@ class _ShortReads(io.RawIOBase):
 
     def read(self, size: int | None = -1, /) -> Any:
         if size is not None and size > MAX_TABLE_BYTES:
-            raise ValueError(f"its table of contents is over {MAX_TABLE_BYTES} bytes, too large to be a model's")
+            raise ValueError(f"its table of contents is over {MAX_TABLE_BYTES} bytes, too large for a model")
         return self._file.read(-1 if size is None else size)
 
 
@@ -181,7 +181,7 @@ def _stored(info: zipfile.ZipInfo) -> bool:
 
 
 def _run(program: bytes, path: Location, entries: Mapping[str, zipfile.ZipInfo]) -> Any:
-    """Interpret a pickle. Instructions: pickletools; those that torch does not write are refused."""
+    """Interpret a pickle. Instructions: pickletools; those that torch does not write are rejected."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     storages: dict[tuple, _Storage] = {}
@@ -244,34 +244,34 @@ def _run(program: bytes, path: Location, entries: Mapping[str, zipfile.ZipInfo])
                 stack.append(_global(f"{_as(str, module)} {_as(str, name)}", path))
             case "BINPERSID":
                 described = _description(stack.pop())
-                if described not in storages:  # to look one up opens the file
+                if described not in storages:  # each lookup opens the file
                     storages[described] = _storage(*described, path, entries)
                 stack.append(storages[described])
             case "REDUCE":
                 arguments, function = stack.pop(), stack.pop()
                 stack.append(_call(function, _as(tuple, arguments)))
-            case "BUILD":  # an OrderedDict's attributes: torch keeps versions of its modules there
+            case "BUILD":  # an OrderedDict's attributes, where torch stores module versions
                 _as(dict, stack.pop())
                 _as(dict, stack[-1])
             case "STOP":
                 return stack.pop()
             case name:
-                raise ValueError(f"the instruction {name} has no place in a model")
+                raise ValueError(f"the instruction {name} is not allowed in a model")
     raise ValueError("the pickle has no end")
 
 
 def _as(kind: type, value: Any) -> Any:
     if not isinstance(value, kind) or isinstance(value, _Global | _Storage):
-        raise ValueError(f"a {kind.__name__} is needed where a {type(value).__name__} stands")
+        raise ValueError(f"expected a {kind.__name__}, found a {type(value).__name__}")
     return value
 
 
 def _set(target: Any, items: list[Any]) -> None:
     target = _as(dict, target)
     for key, value in zip(items[::2], items[1::2], strict=True):
-        # To hash a tuple of tuples of tuples can take for ever; large numbers can be chosen to have one hash.
+        # Hashing a tuple of tuples of tuples can take forever; large numbers can be chosen to collide.
         if not isinstance(key, str) and not (isinstance(key, int) and abs(key) < MAX_PICKLE_KEY):
-            raise ValueError(f"a key is a {type(key).__name__}, neither a name nor an index")
+            raise ValueError(f"a key is a {type(key).__name__}, not a name or an index")
         target[key] = value
 
 
@@ -280,22 +280,22 @@ def _global(words: str, path: Location) -> _Global:
     found = _Global(module, name)
     if found not in ALLOWED:
         requested = shown(f"{module}.{name}", 100)
-        raise CheckpointError(f"{path} asks for {requested}; a model needs tensors only. Nothing was run")
+        raise CheckpointError(f"{path} asks for {requested}; a model needs only tensors. Nothing was run")
     return found
 
 
 def _description(found: Any) -> tuple[str, str, int]:
-    """Class, entry and count of the numbers of a storage that a persistent id describes."""
+    """Class, entry and number of values of the storage that a persistent id describes."""
     word, cls, key, _, count = _as(tuple, found)
     if word != "storage" or not isinstance(cls, _Global) or not isinstance(count, int):
-        raise ValueError("a persistent id is not that of a storage")
+        raise ValueError("a persistent id does not describe a storage")
     return cls.name, _as(str, key), count
 
 
 def _storage(name: str, key: str, count: int, path: Location, entries: Mapping[str, zipfile.ZipInfo]) -> _Storage:
     info = entries[key]
     _stored(info)
-    # The archive's table says where the entry's own header begins; two lengths at its end say where that ends.
+    # The archive's table gives the position of the entry's own header; two lengths at its end give its size.
     header = read_bytes(path, info.header_offset, 30).tobytes()
     if header[:4] != b"PK\x03\x04":
         raise ValueError(f"{info.filename} is not where the table says")
@@ -312,11 +312,11 @@ def _call(function: Any, arguments: tuple) -> Any:
     if function == PARAMETER and arguments and isinstance(arguments[0], Dense | Strided):
         return arguments[0]
     if function != REBUILD or not isinstance(arguments[0], _Storage):
-        raise ValueError("a call that does not make a tensor")
+        raise ValueError("a call does not make a tensor")
     storage, first, shape, strides = arguments[:4]
     numbers = (first, *_as(tuple, shape), *_as(tuple, strides))
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers) or len(shape) != len(strides):
-        raise ValueError("a tensor's shape is not made of integers from 0")
+        raise ValueError("a tensor's shape must consist of non-negative integers")
     if len(shape) > MAX_TORCH_AXES or max(numbers) >= 1 << 63:  # before they are multiplied
         raise ValueError(
             f"a tensor has {len(shape)} axes" if len(shape) > MAX_TORCH_AXES else "a tensor's shape is too large"

@@ -1,4 +1,4 @@
-"""What a format of weights is to the rest of the library, a checkpoint that it opened, and the tensors that these hold.
+"""The interface of a weight format, a checkpoint that it opened, and the tensors that checkpoints contain.
 
 `TENSOR_NAMES` has the names of these tensors in each format.
 """
@@ -22,14 +22,14 @@ class Opened:
     """A checkpoint that was recognized; its weights have not been read.
 
     Attributes:
-      format: in words, such as "Hugging Face safetensors".
-      path: for messages: the file, or the folder.
+      format: a description, such as "Hugging Face safetensors".
+      path: the file or folder, for messages.
       config: the configuration from the files.
-      tensors: all that are part of the model, by the format's names.
-      names: the format's name of each part of a Llama, "{}" standing for the layer.
-      interleaved: whether the rows of q and k are in the interleaved rotary layout (Meta's, llama2.c's, GGUF's).
-      tokenizer: reads the vocabulary inside the file or beside it; None where there is none.
-      about: reads what else lies beside the weights.
+      tensors: all tensors of the model, by the format's names.
+      names: the format's name for each part of a Llama, where "{}" is the layer.
+      interleaved: whether the rows of q and k are in the interleaved rotary layout (as in Meta, llama2.c and GGUF files).
+      tokenizer: reads the vocabulary inside the file or next to it; returns None if there is none.
+      about: reads the descriptions next to the weights.
     """
 
     format: str
@@ -44,24 +44,24 @@ class Opened:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A format of weights: all that the rest of the library asks about it. `loading.FORMATS` lists them.
+    """A weight format: all that the rest of the library needs to know about it. `loading.FORMATS` lists them.
 
     Attributes:
-      name: as `save` and the command line have it.
+      name: as in `save` and on the command line.
       recognizes: whether a path is a model of this format: a file, a folder, or a file of such a folder.
-      open: the model at such a path; its weights are not read.
-      write: given a new file or folder, an `Opened`, a tokenizer, the type of the tensors (None keeps their own) and
-        `progress`, which wraps the list of tensors; None where the format is only read.
-      write_params: writes parameters in memory in its place: given a new folder, the configuration, the parameters, and the
-        path for messages.
-      suffixes: of files that are whole models, the one that is written first; none where a model is a folder.
+      open: opens the model at such a path; its weights are not read.
+      write: takes a new file or folder, an `Opened`, a tokenizer, the type of the tensors (None keeps their own) and
+        `progress`, which wraps the list of tensors; None if the format is read-only.
+      write_params: writes parameters in memory instead: takes a new folder, the configuration, the parameters, and the path
+        for messages.
+      suffixes: suffixes of files that are whole models, the one that is written first; empty if a model is a folder.
       is_whole: whether a file with such a suffix in a folder is a model, or the first file of one.
-      files: given the names in a folder of the hub, what reads one of them, and the folder's name for messages: those of a
-        model of this format, without its vocabulary; None if there is none. Only where a model is a folder.
-      dtypes: the types in which `save` can write it.
-      can_keep: whether a tensor's blocks can be written as they are.
-      in_stores: whether it can be written into a store.
-      names_parts: whether it has a place for the names in `LlamaConfig.parts`.
+      files: takes the names in a folder of the Hub, a function that reads one of them, and the folder's name for messages;
+        returns the files of a model of this format, without its vocabulary, or None. Only if a model is a folder.
+      dtypes: the dtypes in which `save` can write it.
+      can_keep: whether a tensor's blocks can be written unchanged.
+      in_stores: whether it can be written to an object store.
+      names_parts: whether it can store the names in `LlamaConfig.parts`.
     """
 
     name: str
@@ -84,13 +84,13 @@ class WeightFormat:
 
 @dataclass(frozen=True)
 class Share:
-    """A tensor of a checkpoint that is a parameter, or a share of one.
+    """A tensor of a checkpoint that is a parameter, or part of one.
 
     Attributes:
       name: the key of its name in the formats' tables.
-      axes: of the tensor, as formats store it: rows are outputs.
-      width: its part of the parameter's second axis; "" if it is the whole parameter.
-      rotary: whether the rows of each head are in the order of the rotary layout, which differs between formats.
+      axes: axes of the tensor, as formats store it: rows are outputs.
+      width: its share of the parameter's second axis; "" if it is the whole parameter.
+      rotary: whether the rows of each head depend on the rotary layout, which differs between formats.
     """
 
     name: str
@@ -100,14 +100,14 @@ class Share:
 
 
 class TensorNames(NamedTuple):
-    """The names of a tensor in files, "{}" standing for the layer; "" where a format has no models with it."""
+    """The names of a tensor in files, where "{}" is the layer; "" if the format has no models with it."""
 
     huggingface: str
     gguf: str
     meta: str = ""
 
 
-# What several families of Hugging Face's call otherwise is in `huggingface.names_of`.
+# Names that differ between Hugging Face families are in `huggingface.names_of`.
 TENSOR_NAMES = {
     "embedding": TensorNames("model.embed_tokens.weight", "token_embd.weight", "tok_embeddings.weight"),
     "final_norm": TensorNames("model.norm.weight", "output_norm.weight", "norm.weight"),
@@ -142,8 +142,8 @@ TENSOR_NAMES = {
 }
 
 
-# By path and axes of the parameter: a feed-forward and its experts have the same place in the tree. First those that are one
-# tensor of the same shape. In files of Mixtral each expert is a tensor of its own, "experts.3.w1"; `huggingface` joins and
+# By path and axes of the parameter: a feed-forward and its experts have the same path in the tree. First those that are one
+# tensor of the same shape. In Mixtral's files each expert is a separate tensor, "experts.3.w1"; `huggingface` joins and
 # splits them, and transposes those of Llama 4.
 WHOLE_TENSORS = {
     ("embedding", "V D"): "embedding",
@@ -189,7 +189,7 @@ def shares_of(row: ParamSpec) -> tuple[Share, ...]:
 
 
 def shares_in(row: ParamSpec, config: LlamaConfig) -> Iterator[tuple[Share, slice | None]]:
-    """The tensors that make up a parameter, each with its part of the second axis; None where it is the whole parameter."""
+    """The tensors that make up a parameter, each with its slice of the second axis; None if it is the whole parameter."""
     first = 0
     for share in shares_of(row):
         last = first + (shape_of(share.width, config)[0] if share.width else 0)

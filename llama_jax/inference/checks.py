@@ -96,7 +96,7 @@ def check_logprobs(logprobs: Float32[np.ndarray, "B n"], valid: Bool[np.ndarray,
     bad = np.isnan(logprobs) & valid
     if bad.any():
         raise GenerationError(
-            f"the model's logits in row {int(np.argwhere(bad)[0, 0])} are not numbers: its weights overflow; try float32"
+            f"the model's logits in row {int(np.argwhere(bad)[0, 0])} are NaN: its numbers overflow; try float32"
         )
 
 

@@ -1,4 +1,4 @@
-"""Where the parameters of a model that generates lie on a mesh; the rest follows from them, see `inference.sharding`."""
+"""Sharding of the parameters for generation on a mesh; all other shardings follow from it, see `inference.sharding`."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from llama_jax.parallel.sharding import EXPERTS, param_specs, shardings, trainin
 
 
 def param_shardings(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = True) -> Llama:
-    """A `Llama` of shardings.
+    """A `Llama` of shardings for generation.
 
     Args:
-      padded: of the parameters that `pad_params` gives; otherwise of those of `config`.
+      padded: whether for the parameters that `pad_params` returns, or for those of `config`.
 
     Raises:
-      MeshError: the model cannot be made to fit, or there are fewer devices.
+      MeshError: the model cannot be padded to fit, or there are too few devices.
     """
     return shardings(make_mesh(sizes), param_specs(config, sizes, padded=padded))
 
 
 def pad_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
-    """What `pad_params` gives of parameters that lie on the mesh already, array by array: those given are deleted.
+    """`pad_params` for parameters that are already on the mesh, array by array: the given arrays are deleted.
 
-    Each device holds its share of the model, and beside it that of one array.
+    Each device holds its share of the model, plus its share of one array.
     """
     target, placement = padded_shapes_config(config, sizes), param_shardings(config, sizes)
 
     def move(spec: ParamSpec, array: Any) -> Any:
         place = attrgetter(spec.path)(placement)
-        if array.sharding == place or not (spec.has_vocabulary or has_groups(spec)):  # nothing was to be fitted
+        if array.sharding == place or not (spec.has_vocabulary or has_groups(spec)):  # nothing to pad
             return array
         if isinstance(array, QuantizedWeight):
             place = array.replace(planes=shardings_of_planes(array.form, place, array.ndim))
         if isinstance(array, JoinedWeight):
-            return pad_array(target, spec, array)  # as it is, or refused
+            return pad_array(target, spec, array)  # unchanged, or rejected
         padded = jax.block_until_ready(jax.jit(partial(pad_array, target, spec), out_shardings=place)(array))
         jax.tree.map(lambda given: given.delete(), array)
         return padded.arranged() if isinstance(padded, QuantizedWeight) else padded
@@ -56,10 +56,10 @@ def pad_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
 
 
 def generation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sharding]:
-    """The configuration and sharding with which a model that trains over a mesh generates on it.
+    """The configuration and sharding for generation with a model that trains over a mesh.
 
-    The parameters stay sharded as in training, and `Sharding.prepare_params` is that of training. Rows are sharded over
-    `data` and `fsdp`, heads and the vocabulary over `tensor`.
+    The parameters stay sharded as in training, with the same `Sharding.prepare_params`. Rows are sharded over `data` and
+    `fsdp`, heads and the vocabulary over `tensor`.
 
     Raises:
       MeshError: a dimension that cannot be split over the mesh.

@@ -1,4 +1,4 @@
-"""The mesh of devices: how many ways the batch, the parameters, the sequence and the heads are split."""
+"""The device mesh: the number of splits of the batch, the parameters, the sequence and the heads."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class MeshSizes:
 
     Attributes:
       data: copies of the model, each with its share of the batch.
-      fsdp: shares of the batch; the parameters are sharded over their devices, which gather a layer when it runs
+      fsdp: shares of the batch; parameters are sharded over these devices, which gather each layer when it runs
         (Rajbhandari et al. 2020, stage 3; fully sharded data parallelism).
-      tensor: parts of every matrix product, by heads and by features (Shoeybi et al. 2019, section 3).
-      context: parts of every row's tokens, whose keys and values go around a ring in attention (Liu et al. 2023; see
-        `parallel.ring_attention`). The parameters are sharded over their devices as over those of `fsdp`.
+      tensor: splits of every matrix product, by heads and by features (Shoeybi et al. 2019, section 3).
+      context: splits of every row's tokens, whose keys and values go around a ring in attention (Liu et al. 2023; see
+        `parallel.ring_attention`). Parameters are sharded over these devices as over those of `fsdp`.
 
     Raises:
       MeshError: a size that is not a positive integer.
@@ -41,26 +41,26 @@ class MeshSizes:
                 raise MeshError(f"mesh axis {axis}={size!r} must be a positive integer")
 
     def items(self) -> tuple[tuple[str, int], ...]:
-        """Axes and sizes in the mesh's order: neighbours along `tensor`, which exchange most, are neighbouring devices."""
+        """Axes and sizes in the mesh's order: neighbors along `tensor`, which communicate most, are neighboring devices."""
         return tuple((axis, getattr(self, axis)) for axis in AXES)
 
     @property
     def devices(self) -> int:
-        """How many devices the mesh has."""
+        """The number of devices of the mesh."""
         return self.data * self.fsdp * self.context * self.tensor
 
     @property
     def rows(self) -> int:
-        """How many ways the rows of a batch are split."""
+        """The number of splits of a batch's rows."""
         return self.data * self.fsdp
 
     @property
     def columns(self) -> int:
-        """How many ways the columns of the parameters, the axis D, are split."""
+        """The number of splits of the parameters' columns, the axis D."""
         return self.fsdp * self.context
 
     def __str__(self) -> str:
-        """As `parse_mesh` reads it; `context` is named only if it splits, for few runs use it."""
+        """As `parse_mesh` reads it; `context` is omitted if it is 1, since few runs use it."""
         return ",".join(f"{axis}={size}" for axis, size in self.items() if axis != "context" or size > 1)
 
 
@@ -68,7 +68,7 @@ def parse_mesh(text: str) -> MeshSizes:
     """The sizes in a text such as ``data=2,fsdp=4,tensor=1``, in any order; a missing axis is 1.
 
     Raises:
-      MeshError: another form of text, an unknown axis, or one given twice.
+      MeshError: invalid text, an unknown axis, or a repeated axis.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -81,23 +81,23 @@ def parse_mesh(text: str) -> MeshSizes:
         if axis not in AXES:
             raise MeshError(f"mesh {shown(text, 80)} has no axis {shown(axis, 40)}; the axes are {', '.join(AXES)}")
         if axis in sizes:
-            raise MeshError(f"mesh {shown(text, 80)} gives {axis} twice; name it once")
+            raise MeshError(f"mesh {shown(text, 80)} has {axis} twice; set it once")
         sizes[axis] = size
     return MeshSizes(**sizes)
 
 
 def make_mesh(sizes: MeshSizes, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of those sizes over the first devices there are, with axes that XLA propagates by itself.
+    """A mesh of these sizes over the first available devices, with axes whose shardings XLA propagates.
 
     Args:
-      devices: others than `jax.devices()`, such as those of `analysis.aot_compile`, which are not there.
+      devices: used instead of `jax.devices()`, such as those of `analysis.aot_compile`, which need not exist.
 
     Raises:
-      MeshError: there are fewer devices.
+      MeshError: there are too few devices.
     """
     devices = jax.devices() if devices is None else devices
     if sizes.devices > len(devices):
         simulated = f"; JAX_NUM_CPU_DEVICES={sizes.devices} simulates them" if devices[0].platform == "cpu" else ""
-        raise MeshError(f"mesh {sizes} needs {sizes.devices} devices; there are {len(devices)}{simulated}")
+        raise MeshError(f"mesh {sizes} needs {sizes.devices} devices, but there are {len(devices)}{simulated}")
     shape = tuple(size for _, size in sizes.items())
     return jax.make_mesh(shape, AXES, (AxisType.Auto,) * len(AXES), devices=devices[: sizes.devices])

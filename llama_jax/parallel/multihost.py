@@ -1,10 +1,11 @@
-"""Several processes as one job: they find each other, wait for each other, and end together.
+"""Several processes as one job: they find each other, synchronize, and end together.
 
-JAX connects processes by itself (`jax.distributed`), but if one is missing, was started with other arguments or dies, the
-others wait forever or end with a C++ stack trace. So process 0 first calls the roll, over plain TCP on the coordinator's own
-port, before JAX's service takes over that port. The connections stay open: the system closes them with the process, however
-that ends, so the others learn at once which process died. A silent host is given up after 30 seconds; a process that exists
-but hangs in the system, by JAX's own heartbeat after 45. Like JAX's service, all this trusts its network.
+JAX connects processes itself (`jax.distributed`), but if one is missing, was started with different arguments or dies, the
+others wait forever or end with a C++ stack trace. So the processes first connect to process 0 over plain TCP, on the
+coordinator's own port, before JAX's service takes over that port. The connections stay open: the system closes them with the
+process, however it ends, so the others learn at once which process died. A silent host is given up after 30 seconds; a
+process that exists but hangs in the system, by JAX's own heartbeat after 45. Like JAX's service, all this trusts its
+network.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ import jax
 from llama_jax.errors import MeshError, UserError
 from llama_jax.parallel.rendezvous import Member, Packet, Rank, accept_members, join_members, keep_alive
 
-OTHER_DIED = 75  # exit code of a process that ends because another is gone: EX_TEMPFAIL, starting again helps
+OTHER_DIED = 75  # exit code of a process that ends because another died: EX_TEMPFAIL, restarting helps
 START_TIMEOUT = 300.0  # seconds
-STUCK = 45  # seconds until JAX gives up a process that its host still keeps
+STUCK = 45  # seconds until JAX gives up a hanging process
 GIVEN = {"coordinator": "--coordinator", "processes": "--processes", "process_id": "--process-id"}
 END = "end of the run"
 
 
 class Processes:
-    """The processes of a job, as seen from one of them. Without arguments: a job of one, which waits for nobody."""
+    """The processes of a job, as seen from one of them. Without arguments: a job of one process."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Processes:
         links: Mapping[int, socket.socket] = {},
         resumes: bool = True,
     ) -> None:
-        """`links` are open connections: process 0 has one to each of the others, they have one to it."""
+        """`links` are open connections: process 0 has one to each other process; the others have one to it."""
         self.index = index
         self._remedy = "start them again" + " with --resume to go on from the last checkpoint" * resumes
         self._members = members
@@ -56,7 +57,7 @@ class Processes:
         self._sending = {index: threading.Lock() for index in links}
         self._told: queue.Queue[bytes] = queue.Queue()
         self._waiting: dict[str, dict[int, Mapping[str, Any]]] = {}
-        self._answers: dict[str, queue.Queue[Packet]] = {}  # by what is waited for: several threads may wait at once
+        self._answers: dict[str, queue.Queue[Packet]] = {}  # by name of the call: several threads may wait at once
         self._ended = not links
         self._thread = threading.Thread(target=self._watch, name="processes", daemon=True)
         if links:
@@ -64,48 +65,48 @@ class Processes:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of processes in the job."""
         return max(len(self._members), 1)
 
     @property
     def host(self) -> int:
-        """The number of the first process that runs on this one's host."""
+        """The index of the first process on this process's host."""
         return next((m.index for m in self._members if m.host == self._members[self.index].host), 0)
 
     @property
     def first_of_host(self) -> bool:
-        """Whether no process of a lower number runs on this host."""
+        """Whether this process has the lowest index on its host."""
         return self.host == self.index
 
     @property
     def on_one_host(self) -> bool:
-        """Whether all run on the same."""
+        """Whether all processes run on the same host."""
         return len({m.host for m in self._members}) <= 1
 
     def wait(self, what: str) -> None:
-        """Wait until all processes have come to the same call, however long that takes; no device takes part.
+        """Wait until all processes have made the same call, without a timeout or device communication.
 
-        Several threads may wait at once, each for something else.
+        Several threads may wait at once, for different calls.
         """
         self.agree(what, {})
 
     def agree(self, what: str, values: Mapping[str, Any]) -> None:
-        """Wait as `wait` does, and make sure that all processes have the same values, which JSON can hold.
+        """Wait as `wait` does, and check that all processes have the same values, which must be JSON.
 
         Raises:
-          MeshError: one has others than process 0.
+          MeshError: a process has values that differ from those of process 0.
         """
         answer = self._meet({"at": what, "values": values, "same": True})
         if answer["error"]:
             raise MeshError(answer["error"])
 
     def gather(self, what: str, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Wait as `wait` does; in process 0 the values of all processes, which JSON can hold, and nothing in the others."""
+        """Wait as `wait` does; in process 0 return the values of all, which must be JSON; elsewhere an empty list."""
         return self._meet({"at": what, "values": values, "same": False})["gathered"]
 
     def _meet(self, message: Packet) -> Packet:
-        """Say that this process has come to a call, and give the answer when all have."""
-        message = json.loads(json.dumps(message))  # the same types as from the others
+        """Report that this process has reached a call, and return the answer once all have."""
+        message = json.loads(json.dumps(message))  # the same types as the others' values
         if self.count == 1:
             return {"error": None, "gathered": [message["values"]]}
         answer = self._answers.setdefault(message["at"], queue.Queue())
@@ -118,15 +119,15 @@ class Processes:
         return reply
 
     def tell(self, content: bytes) -> None:
-        """In process 0: give something to all the others, from any thread."""
+        """In process 0: send bytes to all other processes, from any thread."""
         self._tell_all({"told": base64.b64encode(content).decode()})
 
     def hear(self) -> bytes:
-        """In the others: the next message of process 0; waits for it."""
+        """In other processes: wait for and return the next message from process 0."""
         return self._told.get()
 
     def fail(self, reason: str, code: int) -> None:
-        """Tell the others that this process ends, and why; they end as well, with the same exit code."""
+        """Tell the other processes why this one ends; they end as well, with the same exit code."""
         reason = f"process {self.index} of {self.count} failed: {' '.join(reason.split())[:2000]}; all processes end"
         with self._lock:
             ended, self._ended = self._ended, True
@@ -139,12 +140,12 @@ class Processes:
 
     def _send(self, index: int, message: Packet) -> None:
         line = json.dumps(message).encode() + b"\n"
-        # Of a broken connection the thread hears as well, and ends the process.
+        # A broken connection is also noticed by the thread, which ends the process.
         with suppress(OSError), self._sending[index]:
             self._links[index].sendall(line)
 
     def _watch(self) -> None:
-        """In the thread: what the others say, and whether they are there."""
+        """In the thread: receive messages, and notice processes that end."""
         unread = dict.fromkeys(self._links, b"")
         with selectors.DefaultSelector() as selector:
             for index, link in self._links.items():
@@ -175,7 +176,7 @@ class Processes:
             self._answers[message["go"]].put(message)
 
     def _arrived(self, index: int, message: Packet) -> None:
-        """In process 0: note that a process waits, and let all go on when it was the last."""
+        """In process 0: record that a process waits, and release all once the last one does."""
         what = message["at"]
         with self._lock:
             waiting = self._waiting.setdefault(what, {})
@@ -198,7 +199,7 @@ class Processes:
         )
 
     def _end_with(self, reason: str, code: int) -> None:
-        """Tell of a failure elsewhere, once, and leave: the main thread may be waiting for the failed process in vain."""
+        """Report a failure elsewhere, once, and exit: the main thread may be waiting for the failed process in vain."""
         with self._lock:
             if self._ended:
                 return
@@ -209,10 +210,10 @@ class Processes:
         os._exit(code)
 
     def close(self) -> None:
-        """End in order: all together, or with an error where another has failed meanwhile."""
+        """End together with all others, or with an error if another has failed."""
         self.wait(END)
         for link in self._links.values():
-            with suppress(OSError):  # the other side may have been quicker
+            with suppress(OSError):  # the other side may have closed first
                 link.shutdown(socket.SHUT_RDWR)
         if self._links:
             self._thread.join()
@@ -230,23 +231,23 @@ def join_job(
     timeout: float = START_TIMEOUT,
     resumes: bool = True,
 ) -> Iterator[Processes]:
-    """Join the job, before any other call of JAX, and leave it at the end of the block together with all others.
+    """Join the job, before any other call of JAX, and leave it at the end of the block together with all other processes.
 
-    An error inside the block is sent to the others, which end with it; this process prints it and ends at once, with 2 for a
-    `UserError` and 1 for any other, for an orderly end of JAX would wait for them. Where a process is gone without a word
-    the others end with 75. Without arguments, and for a job of one process, nothing of all this is done.
+    An error inside the block is sent to the other processes, which end with it; this process prints it and exits at once,
+    with 2 for a `UserError` and 1 for any other, since JAX's regular shutdown would wait for them. If a process dies
+    silently, the others exit with 75. Without arguments, and for a job of one process, none of this is done.
 
     Args:
-      coordinator: ``HOST:PORT`` of process 0, which takes the port on all its addresses.
-      processes: how many there are.
-      process_id: this one's number, from 0.
-      detect: find what is not given from Slurm, Open MPI, Kubernetes or a TPU pod, as `jax.distributed.initialize` does.
-      timeout: seconds until all must be there.
-      resumes: whether a job that ended can go on from where it was, which the others then say where one dies.
+      coordinator: ``HOST:PORT`` of process 0, which listens on the port on all its addresses.
+      processes: number of processes.
+      process_id: index of this process, from 0.
+      detect: take missing values from Slurm, Open MPI, Kubernetes or a TPU pod, as `jax.distributed.initialize` does.
+      timeout: seconds within which all processes must connect.
+      resumes: whether a job that ended can be resumed, which the error message for a process that died then says.
 
     Raises:
-      MeshError: missing or invalid values, a cluster that cannot be found, an address that cannot be bound or
-        reached, processes that were started otherwise or that did not come: the message names them.
+      MeshError: missing or invalid values, no detectable cluster, an address that cannot be bound or reached, or processes
+        that were started differently or did not connect; the message names them.
     """
     rank = _find_rank(coordinator, processes, process_id, detect, timeout)
     if rank is None or rank.processes == 1:
@@ -262,7 +263,7 @@ def join_job(
 
 
 def _leave(joined: Processes, error: BaseException) -> None:
-    """Where another process is gone this one's error is but a consequence: its thread has the time to say so."""
+    """Exit with an error. If another process died, this error is a consequence: its thread first has time to report that."""
     known = isinstance(error, UserError | OSError)
     if not known:
         time.sleep(2)
@@ -295,14 +296,14 @@ def _find_rank(
         return None
     if missing and detect:
         raise MeshError(
-            f"no Slurm, Open MPI, Kubernetes or TPU pod was found that says {', '.join(missing)}; pass"
+            f"no Slurm, Open MPI, Kubernetes or TPU pod was found that sets {', '.join(missing)}; pass"
             " --coordinator HOST:PORT --processes N --process-id I"
         )
     if coordinator is None or processes is None or process_id is None:
         raise MeshError(f"{', '.join(missing)} is missing; pass all of --coordinator, --processes and --process-id, or none")
     address = re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):(\d{1,5})", coordinator, re.ASCII)
     if not address or not 0 < int(address[2]) < 1 << 16:
-        raise MeshError(f"--coordinator {coordinator!r} is no HOST:PORT; write it as node1:29500")
+        raise MeshError(f"--coordinator {coordinator!r} is not HOST:PORT; write it as node1:29500")
     if processes < 1:
         raise MeshError(f"--processes {processes} must be at least 1")
     if not 0 <= process_id < processes:
@@ -313,34 +314,34 @@ def _find_rank(
 def _detect(
     coordinator: str | None, processes: int | None, process_id: int | None, timeout: float
 ) -> tuple[str | None, int | None, int | None, list[int] | None]:
-    """What JAX itself would find; only there is no public name for it."""
+    """The values that JAX would detect; it has no public function for that."""
     try:
         from jax._src.clusters import ClusterEnv
 
         detect = ClusterEnv.auto_detect_unset_distributed_params
     except (ImportError, AttributeError):
         raise MeshError(
-            f"how jax {jax.__version__} finds a cluster is not known here; pass --coordinator, --processes and --process-id"
+            f"no cluster can be detected with jax {jax.__version__}; pass --coordinator, --processes and --process-id"
         ) from None
     try:
         detected = detect(coordinator, processes, process_id, None, None, int(timeout))
     except (RuntimeError, ValueError, KeyError, OSError) as error:
         reason = " ".join(str(error).split())[:500]
         raise MeshError(
-            f"the cluster does not tell this process its number ({reason}); pass --coordinator, --processes, --process-id"
+            f"the cluster does not give this process its id ({reason}); pass --coordinator, --processes, --process-id"
         ) from None
     return detected[0], detected[1], detected[2], None if detected[3] is None else list(detected[3])
 
 
 def _join(rank: Rank, deadline: float, resumes: bool) -> Processes:
-    """Answer the roll call, then start JAX's own service and connections, whose messages name nobody."""
+    """Connect to process 0, then start JAX's own service and connections, whose messages do not name processes."""
     me = Member(rank.process_id, platform.node(), os.getpid())
     members, links = accept_members(rank, me, deadline) if rank.process_id == 0 else join_members(rank, me, deadline)
     for link in links.values():
         keep_alive(link)
     joined = Processes(rank.process_id, members, links, resumes)
-    # It would take SIGTERM for itself; `StopVote` agrees on a step also after Ctrl-C.
-    with suppress(AttributeError):  # a later JAX may have none
+    # It would handle SIGTERM itself; `StopVote` agrees on a step, also for Ctrl-C.
+    with suppress(AttributeError):  # a later JAX may lack it
         jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -362,7 +363,7 @@ def _difference(index: int, values: Mapping[str, Any], first: Mapping[str, Any])
         theirs, ours = values.get(name), first.get(name)
         if theirs != ours:
             return (
-                f"{name}: process {index} has {theirs!r}, process 0 {ours!r}; pass all processes the same command, data and"
-                " shared --workdir"
+                f"{name}: process {index} has {theirs!r}, but process 0 has {ours!r}; pass all the same command, data"
+                " and shared --workdir"
             )
     return None

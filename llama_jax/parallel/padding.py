@@ -1,7 +1,7 @@
-"""A model made to fit a mesh: padding of the vocabulary and copies of key/value heads, so that both can be divided.
+"""Fits a model to a mesh by padding the vocabulary and copying key/value heads, so that both can be divided.
 
-The model computes the same. Padding and copies exist in the sharded model only: `unembed` gives padding no probability, and
-`unpad_params` cuts parameters that are written or returned back to the model's own shape.
+The outputs do not change. Padding and copies exist only in the sharded model: `unembed` gives padding no probability, and
+`unpad_params` restores the model's own shape for parameters that are written or returned.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from llama_jax.ops.weights.lora import LowRank, LowRankWeight
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 from llama_jax.parallel.mesh import MeshSizes
 
-VOCAB_MULTIPLE = 128  # numbers that a TPU's vector unit takes at once; tiles of a GPU's matrix products divide it
+VOCAB_MULTIPLE = 128  # width of a TPU's vector unit; a multiple of a GPU's matrix tiles
 
 
 def padded_vocab(config: LlamaConfig, sizes: MeshSizes) -> int:
-    """Rows of the embedding and of the output projection on a mesh: V, or where `tensor` cuts them the next multiple of it
-    and of 128."""
+    """Rows of the embedding and the output projection on a mesh: V, or if `tensor` splits them, the next multiple of
+    `tensor` and of 128."""
     if sizes.tensor == 1:
         return config.vocab_size
     return -(-config.vocab_size // (multiple := math.lcm(VOCAB_MULTIPLE, sizes.tensor))) * multiple
 
 
 def padded_config(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
-    """The configuration of the model as a mesh holds it: with as many key/value heads as `tensor` has parts, if there are
-    fewer. Its vocabulary is the model's own: padding is no part of it.
+    """The configuration of the model on a mesh: with as many key/value heads as `tensor` has splits, if there are fewer. Its
+    vocabulary is the model's: padding is not part of it.
 
-    Each head is then held several times, and the G queries of its group are divided among its copies (Pope et al. 2022,
-    section 3.3, shard multi-query attention by batch instead; copies cost tensor / K times the cache, and no exchange).
+    Each head is then stored several times, and the G queries of its group are divided among its copies (Pope et al. 2022,
+    section 3.3, shard multi-query attention by batch instead; copies cost tensor / K times the cache, but no communication).
 
     Raises:
-      MeshError: heads, features or columns that cannot be divided; the message says which sizes would do.
+      MeshError: heads, features or columns cannot be divided; the message gives sizes that work.
     """
     c, tensor = config, sizes.tensor
     if not _divides(c, tensor):
@@ -60,44 +60,44 @@ def padded_config(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
 def _divides(config: LlamaConfig, tensor: int) -> bool:
     heads, queries = config.n_kv_heads, config.queries_per_kv_head
     enough = heads % tensor == 0
-    # A norm of all heads together has weights for each of them, which are not copied.
+    # A norm of all heads together has weights for each head, which are not copied.
     copied = tensor % heads == 0 and queries % (tensor // heads) == 0 and config.qk_norm != "all"
     return (enough or copied) and config.hidden_dim % tensor == 0
 
 
 def padded_shapes_config(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
-    """The configuration whose parameters have the shapes that the mesh holds: `padded_config`, with padding counted as
-    vocabulary. It is for shapes alone; to compute with it would make tokens of the padding.
+    """The configuration whose parameters have the shapes on the mesh: `padded_config`, with padding counted as vocabulary.
+    It is only for shapes: computing with it would treat padding as tokens.
 
     Raises:
-      MeshError: the model cannot be made to fit.
+      MeshError: the model cannot be padded to fit.
     """
     return replace(padded_config(config, sizes), vocab_size=padded_vocab(config, sizes))
 
 
 def pad_params(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
-    """The parameters as a mesh holds them, those of `fitted(config, sizes)`: padded with zeros, heads copied.
+    """The parameters on a mesh, those of `padded_shapes_config(config, sizes)`: padded with zeros, with heads copied.
 
-    A function of arrays, on the host (NumPy's stay there) or, under `jit` with shardings, on the mesh. `load` with a mesh
-    reads into this form at once.
+    Works on arrays on the host (NumPy arrays stay there) or, under `jit` with shardings, on the mesh. `load` with a mesh
+    reads directly into this form.
 
     Raises:
-      MeshError: the model cannot be made to fit.
+      MeshError: the model cannot be padded to fit.
     """
     return map_params(params, partial(pad_array, padded_shapes_config(config, sizes)))
 
 
 def has_groups(spec: ParamSpec) -> bool:
-    """Whether a parameter has an entry for each key/value head with its queries, and so may hold heads several times."""
+    """Whether a parameter has an entry for each key/value head with its queries, so that heads may be copied in it."""
     return spec.axes.startswith("K G+2")
 
 
 def pad_array(target: LlamaConfig, spec: ParamSpec, array: Any) -> Any:
-    """One parameter as a mesh holds it.
+    """One parameter, padded for a mesh.
 
     Args:
-      target: what `padded_shapes_config` gave.
-      spec: of the table.
+      target: the result of `padded_shapes_config`.
+      spec: the parameter's entry in the table.
     """
     if spec.has_vocabulary:
         return _over_planes(array, partial(pad_rows, rows=target.vocab_size))
@@ -116,18 +116,18 @@ def unpad_params(config: LlamaConfig, params: Llama) -> Llama:
 
 
 def map_params(params: Llama, change: Callable[[ParamSpec, Any], Any]) -> Llama:
-    """The parameters with a function applied to each, given its row of the table."""
+    """Apply a function to each parameter, given its entry in the table."""
     is_leaf = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | LowRankWeight | LowRank)
     return jax.tree_util.tree_map_with_path(lambda path, leaf: change(spec_at(path), leaf), params, is_leaf=is_leaf)
 
 
 def _over_planes(leaf: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` of an array, or of all planes of a quantized weight, of one kind or several: it moves whole rows."""
+    """Apply `change` to an array, or to all planes of a quantized weight, in one format or several: it moves whole rows."""
     return jax.tree.map(change, leaf)
 
 
 def over_rows_of(leaf: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` of everything with a matrix's rows: of an adapted matrix itself and B, of an adapter B, else the whole."""
+    """Apply `change` to all that has a matrix's rows: an adapted matrix and its B, an adapter's B, or the whole leaf."""
     if isinstance(leaf, LowRankWeight):
         factor = None if leaf.factor is None else _changed_vector(leaf.factor, leaf.ndim, change)
         return leaf.replace(base=change(leaf.base), low_rank=over_rows_of(leaf.low_rank, change), factor=factor)
@@ -138,7 +138,7 @@ def over_rows_of(leaf: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _changed_vector(vector: Any, ndim: int, change: Callable[[Any], Any]) -> Any:
-    """`change` of what has a number for each row of a matrix with `ndim` axes, or one for each of some adapters."""
+    """Apply `change` to a vector with a number for each row of a matrix with `ndim` axes, or one per adapter."""
     return change(vector[..., None])[..., 0] if vector.ndim < ndim else change(vector)
 
 
@@ -149,7 +149,7 @@ def _over_groups(change: Callable[..., Any], spec: ParamSpec, leaf: Any, heads: 
     if isinstance(leaf, JoinedWeight):
         if leaf.shape[leading] != heads:
             raise MeshError(
-                f"{spec.path} is kept in blocks of several kinds, so its heads cannot be copied; read it without a mesh"
+                f"{spec.path} has several quantization formats, so its heads cannot be copied; load it without a mesh"
             )
         return leaf
     return _over_planes(leaf, lambda array: change(array, heads=heads, leading=leading))
@@ -165,7 +165,7 @@ def copy_heads(qkv: Any, *, heads: int, leading: int) -> Any:
     """[..., K, G + 2, *rest] with K = `heads`: the queries divided among the copies of their key and value.
 
     Args:
-      leading: how many axes stand before K.
+      leading: number of axes before K.
     """
     layers, (held_heads, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
     queries, copies = entries - 2, heads // held_heads
@@ -178,7 +178,7 @@ def copy_heads(qkv: Any, *, heads: int, leading: int) -> Any:
 
 
 def _merge_heads(qkv: Any, *, heads: int, leading: int) -> Any:
-    """Undo `copy_heads`: of the copies of a key and value the first."""
+    """Undo `copy_heads`, keeping the first copy of each key and value."""
     layers, (held_heads, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
     queries, copies = entries - 2, held_heads // heads
     if held_heads % heads or copies < 2:
@@ -190,5 +190,5 @@ def _merge_heads(qkv: Any, *, heads: int, leading: int) -> Any:
 
 
 def _module_of(array: Any) -> Any:
-    """The module whose functions leave an array where it is."""
+    """The module whose functions keep an array where it is: NumPy or jax.numpy."""
     return np if isinstance(array, np.ndarray) else jnp

@@ -1,12 +1,12 @@
-"""Data parallelism by `jax.pmap`: every device has the whole state and its share of the rows.
+"""Data parallelism with `jax.pmap`: every device has the whole state and its share of the rows.
 
-It runs the same `train_step` that `jax.jit` runs, with an `axis_name` to sum over the devices, and the same prefill and
-decode loop. JAX keeps `pmap` but develops it no further; `parallel.sharding` does the same with data=N, and more.
+It runs the same `train_step` as `jax.jit`, with an `axis_name` to sum over the devices, and the same prefill and decode
+loop. JAX keeps `pmap` but no longer develops it; `parallel.sharding` does the same with data=N, and more.
 
-What pmap cannot do: divide a model, so that one which does not fit into the memory of a single device cannot be trained or
-run (`fsdp` and `tensor` of a mesh do that); give the devices different numbers of rows, or one of them none; share work
-between processes here; or be called inside `jax.set_mesh` of another mesh. A generation is one program per shape of its
-prompts and per length, compiled whole: its tokens come together at the end and cannot be streamed.
+Limitations of pmap: it cannot divide a model, so that one which does not fit into a single device's memory cannot be trained
+or run (`fsdp` and `tensor` of a mesh can); give devices different numbers of rows, or none; share work between processes
+here; or be called inside `jax.set_mesh` of another mesh. A generation is one program per prompt shape and length, compiled
+whole: its tokens arrive together at the end and cannot be streamed.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Tree = TypeVar("Tree")
 
 
 def replicate(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
-    """A copy of every array on every device, each array as one with the sharding P() over `devices`.
+    """A copy of every array on every device: a tree of arrays of the same shapes, with the sharding P() over `devices`.
 
-    The originals stay: a plain `jax.device_put` would share the first device's memory with them, and donating its result
-    would delete them too.
+    The originals stay: plain `jax.device_put` would share the first device's memory with them, and donating its result would
+    delete them too.
     """
     everywhere = NamedSharding(_mesh(devices), P())
     copy = jax.jit(jnp.copy)
-    # One array after the other, so that there is one array twice at a time and not all of them.
+    # One array at a time, so that only one array is held twice.
     return jax.tree.map(lambda array: jax.block_until_ready(copy(jax.device_put(array, everywhere))), tree)
 
 
@@ -55,20 +55,21 @@ def pmap_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """`train_step` on all devices at once, each with its share of the rows; the state is donated.
 
-    Must not be called inside `jax.set_mesh` of another mesh, which JAX refuses.
+    Must not be called inside `jax.set_mesh` of another mesh, which JAX rejects.
 
     Args:
-      step: `train_step` with all arguments bound but the state, the batch and the layout, which is given here with its
-        `axis_name`: what a step forgets to sum would otherwise differ from device to device, and nothing would notice.
-      devices: of this process.
+      step: `train_step` with all arguments bound except the state, the batch and the sharding, which is set here with its
+        `axis_name`: otherwise a sum that a step lacks would make devices differ silently.
+      devices: devices of this process.
 
     Returns:
-      A function of a state that `replicate` made, or that the function itself returned, and a batch of B rows in all.
-      It gives the next state and the metrics of all rows, both as ordinary arrays with the sharding P().
+      A function of a state from `replicate` or from the function itself, and a `Batch` of B rows in total, int32[B, T + 1]:
+      each device gets B / len(devices) of them. It returns the next state, whose arrays have their usual shapes, and the
+      metrics of all rows, float32[] each, both with the sharding P().
 
     Raises:
-      MeshError: several processes; rows that cannot be divided by the number of devices, or a state that does not lie on
-        these devices (from the returned function).
+      MeshError: several processes; rows that cannot be divided by the number of devices, or a state that is not on these
+        devices (from the returned function).
     """
     everywhere, shares = _placements(devices)
     mapped = pmap_over(step, devices)
@@ -96,16 +97,17 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
     """`generate` on all devices at once, each with its share of the prompts; it ends when the last device does.
 
     Args:
-      devices: of this process.
+      devices: devices of this process.
 
     Returns:
-      A function of parameters that `replicate` made, and of prompts, `max_new_tokens`, `sampling` and `stop_tokens` as
-      `generate` takes them; the cache keeps all, in the parameters' dtype. It gives the same tokens.
+      A function of parameters from `replicate`, and of prompts, `max_new_tokens`, `sampling` and `stop_tokens` as in
+      `generate`. The number of prompts is a multiple of the number of devices; the cache keeps all tokens, in the
+      parameters' dtype. It returns a `Generation` for each prompt, with the same tokens as `generate`.
 
     Raises:
-      MeshError: several processes; prompts that cannot be divided by the number of devices, or parameters that do not lie on
+      MeshError: several processes; prompts that cannot be divided by the number of devices, or parameters that are not on
         these devices (from the returned function).
-      GenerationError: as `generate` (from the returned function).
+      GenerationError: as for `generate` (from the returned function).
     """
     everywhere, shares = _placements(devices)
     mapped = jax.pmap(
@@ -140,9 +142,9 @@ def _mesh(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def _placements(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
-    """On all devices, and a share on each."""
+    """Shardings with a copy on every device, and with a share on each."""
     if jax.process_count() > 1:
-        raise MeshError(f"pmap runs in one process, this is one of {jax.process_count()}; use the backend jit")
+        raise MeshError(f"pmap needs a single process, but this is one of {jax.process_count()}; use the backend jit")
     mesh = _mesh(devices)
     return NamedSharding(mesh, P()), NamedSharding(mesh, P(PMAP_AXIS))
 
@@ -155,7 +157,7 @@ def _check_replicated(what: str, tree: Any, everywhere: NamedSharding) -> None:
 
 
 def _split(batch: Tree, rows: int, devices: int) -> Tree:
-    """[B, ...] as [devices, B / devices, ...], neighbouring rows on one device."""
+    """[B, ...] as [devices, B / devices, ...], with neighboring rows on one device."""
     if rows % devices:
         raise MeshError(f"batch={rows} rows cannot be divided over {devices} devices; use a multiple of {devices}")
     return jax.tree.map(lambda part: part.reshape(devices, rows // devices, *part.shape[1:]), batch)

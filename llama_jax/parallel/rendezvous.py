@@ -1,4 +1,4 @@
-"""The roll call of a job: its processes connect over plain TCP, and all learn who is present or what is wrong."""
+"""The rendezvous of a job: its processes connect over plain TCP, and all learn who is present or what is wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_jax.errors import MeshError
 
-SILENCE = 30  # seconds without a word from a host until it is given up
+SILENCE = 30  # seconds without an answer until a host is given up
 Packet = dict[str, Any]
 
 
@@ -30,7 +30,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a process stands in its job."""
+    """The position of a process in its job."""
 
     host: str
     port: int
@@ -44,7 +44,7 @@ class Rank:
 
 
 def accept_members(rank: Rank, me: Member, deadline: float) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
-    """In process 0: wait for the others, and say to all who is there, or what is wrong."""
+    """In process 0: wait for the other processes, and tell all of them who is present, or what is wrong."""
     present: dict[int, tuple[Member, socket.socket]] = {}
     strangers: list[socket.socket] = []
 
@@ -62,39 +62,39 @@ def accept_members(rank: Rank, me: Member, deadline: float) -> tuple[tuple[Membe
             except TimeoutError:
                 absent = [index for index in range(1, rank.processes) if index not in present]
                 raise refuse(
-                    f"of {rank.processes} processes {len(absent)} did not come to {rank.coordinator} in time:"
-                    f" {_in_words(absent)}; start them, or look at their output, or give a longer --start-timeout"
+                    f"{len(absent)} of {rank.processes} processes did not connect to {rank.coordinator} in time:"
+                    f" {_in_words(absent)}; start them, look at their output, or set a longer --start-timeout"
                 ) from None
             link.settimeout(5)
             hello = _receive(link)
-            if hello is None or hello.get("job") != "llama_jax":  # somebody who tries ports
+            if hello is None or hello.get("job") != "llama_jax":  # a port scanner
                 link.close()
                 continue
             other = Member(hello["index"], hello["host"], hello["pid"])
             if hello["count"] != rank.processes:
                 strangers.append(link)
                 raise refuse(
-                    f"{other} was started for {hello['count']} processes, process 0 for {rank.processes};"
+                    f"{other} was started for {hello['count']} processes, but process 0 for {rank.processes};"
                     " pass all the same --processes"
                 )
             if other.index in present and _has_ended(present[other.index][1]):
-                present.pop(other.index)[1].close()  # and was started again
+                present.pop(other.index)[1].close()  # it was restarted
             if other.index == 0 or other.index in present:
                 strangers.append(link)
                 twin = me if other.index == 0 else present[other.index][0]
-                raise refuse(f"{twin} and {other} have the same number; pass each its own --process-id")
+                raise refuse(f"{twin} and {other} have the same id; pass each a different --process-id")
             present[other.index] = other, link
     members = (me, *(present[index][0] for index in range(1, rank.processes)))
     links = {index: link for index, (_, link) in present.items()}
     welcome = json.dumps({"members": [[m.index, m.host, m.pid] for m in members]}).encode() + b"\n"
     for link in links.values():
-        with suppress(OSError):  # one that has died since is noticed when all are watched
+        with suppress(OSError):  # a process that died since is noticed later
             link.sendall(welcome)
     return members, links
 
 
 def _has_ended(link: socket.socket) -> bool:
-    """Whether the process at the other end is gone; of one that waits nothing is to be read."""
+    """Whether the process at the other end has closed the connection; a waiting process sends nothing."""
     link.setblocking(False)
     try:
         return not link.recv(1, socket.MSG_PEEK)
@@ -107,25 +107,25 @@ def _has_ended(link: socket.socket) -> bool:
 
 
 def join_members(rank: Rank, me: Member, deadline: float) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
-    """In every other process: introduce itself to process 0, and hear who is there."""
+    """In every other process: introduce itself to process 0, and receive the members."""
     hello = {"job": "llama_jax", "index": me.index, "count": rank.processes, "host": me.host, "pid": me.pid}
     pause = 0.05
     while True:
         left = max(deadline - time.monotonic(), 0)
         try:
             link = socket.create_connection((rank.host.strip("[]"), rank.port), max(left, 0.1))
-            link.settimeout(left + 10)  # process 0, who may have come later, knows who is missing
+            link.settimeout(left + 10)  # process 0, which may have started later, knows who is missing
             answer = _exchange(link, hello)
             if answer is not None:
                 break
-            link.close()  # process 0 is being started again, or it is the port of another program
-            reason = "no answer to the roll call"
+            link.close()  # process 0 is restarting, or another program has the port
+            reason = "it did not answer"
         except OSError as error:
             reason = error.strerror or str(error)
         if time.monotonic() + pause > deadline:
             raise MeshError(
-                f"process {me.index} of {rank.processes} cannot reach process 0 at {rank.coordinator} ({reason}); is that"
-                " running, and is it the address of its host? A longer --start-timeout waits longer"
+                f"process {me.index} of {rank.processes} cannot reach process 0 at {rank.coordinator} ({reason}); is it"
+                " running, and is this its host's address? A longer --start-timeout waits longer"
             )
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
@@ -136,7 +136,7 @@ def join_members(rank: Rank, me: Member, deadline: float) -> tuple[tuple[Member,
 
 
 def _exchange(link: socket.socket, message: Packet) -> Packet | None:
-    """Say one thing, and hear the answer, or None where none comes."""
+    """Send a message and return the answer, or None if there is none."""
     try:
         link.sendall(json.dumps(message).encode() + b"\n")
     except OSError:
@@ -145,7 +145,7 @@ def _exchange(link: socket.socket, message: Packet) -> Packet | None:
 
 
 def _listen(rank: Rank) -> socket.socket:
-    """On all addresses, as JAX's service does afterwards."""
+    """Listen on all addresses, as JAX's service does afterwards."""
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", rank.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=rank.processes)
@@ -153,13 +153,13 @@ def _listen(rank: Rank) -> socket.socket:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise MeshError(
-            f"port {rank.port} of --coordinator {rank.coordinator} cannot be taken ({reason}); use another port for all"
+            f"port {rank.port} of --coordinator {rank.coordinator} cannot be used ({reason}); use another port for all"
             " processes"
         ) from None
 
 
 def _receive(link: socket.socket) -> Packet | None:
-    """One message, or None where none comes; nothing is read beyond it."""
+    """One message, or None if there is none; nothing is read beyond it."""
     read = b""
     try:
         while not read.endswith(b"\n"):
@@ -174,10 +174,10 @@ def _receive(link: socket.socket) -> Packet | None:
 
 
 def keep_alive(link: socket.socket) -> None:
-    """Have the system ask a silent host whether it is there."""
+    """Have the system probe whether a silent host is alive."""
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Not every system has all of them.
+    # Not every system has all of these options.
     for name, value in (
         ("TCP_KEEPIDLE", SILENCE // 3),
         ("TCP_KEEPINTVL", SILENCE // 6),

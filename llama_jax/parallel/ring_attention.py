@@ -1,16 +1,16 @@
-"""Attention over rows whose tokens lie on several devices: keys and values go around a ring (Liu et al. 2023, section 3).
+"""Attention over rows whose tokens are divided over devices: keys and values go around a ring (Liu et al. 2023, section 3).
 
-Each device keeps its queries. Keys and values pass from device to device; the mixtures of the queries over each part are
-merged by the log-sum-exps of their scores, as the blocks of one device are (Dao et al. 2022, section 3.1). In the backward
-pass keys and values go around once more and their gradients with them, until they are back where they started.
+Each device keeps its queries. Keys and values pass from device to device; the outputs for each part are merged by the
+log-sum-exps of their scores, like blocks on one device (Dao et al. 2022, section 3.1). In the backward pass keys and values
+go around once more with their gradients, until they are back where they started.
 
 In causal attention the device with the first tokens would have little to compute and the one with the last nearly
-everything. A row is therefore cut into twice as many chunks as there are devices, and device i of n has the i-th chunk and
+everything. A row is therefore split into twice as many chunks as there are devices, and device i of n has the i-th chunk and
 the i-th from the end, in "zigzag" order (Grattafiori et al. 2024, section 3.3.2): at every hop all devices compute equally
 many scores.
 
 To the rest of the model the parts are rows. A batch of B rows of T tokens over n devices becomes n * B rows of T / n
-tokens, and only attention knows that they belong together; so they are divided like any other rows, and everything else is
+tokens, and only attention knows that they belong together; so they are split like any other rows, and everything else is
 the same as on a mesh without this axis.
 """
 
@@ -38,14 +38,14 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.training.batch import NextTokenBatch
 
 AXIS = "context"
-BATCH = ("data", "fsdp")  # what cuts the rows of a batch
-PARTS = (*BATCH, AXIS)  # what cuts the n * B rows that `split_sequence` gives
+BATCH = ("data", "fsdp")  # axes that split the rows of a batch
+PARTS = (*BATCH, AXIS)  # axes that split the n * B rows of `split_sequence`
 Segments = tuple[jax.Array, jax.Array]  # of the queries and of the keys of a device
 Travelling = tuple[Any, Any, jax.Array | None]  # keys and values, as `pack_bits` returns them, and their segments
 
 
 class _Ring(NamedTuple):
-    """What is the same for all devices and hops."""
+    """Settings that are the same for all devices and hops."""
 
     mesh: Mesh
     scale: float
@@ -53,12 +53,12 @@ class _Ring(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """How many are in it."""
+        """Number of devices in the ring."""
         return self.mesh.shape[AXIS]
 
 
 def check_length(sizes: MeshSizes, length: int) -> None:
-    """Raise MeshError for rows of T tokens that cannot be cut into two chunks for each device along `context`."""
+    """Raise MeshError for rows of T tokens that cannot be split into two chunks per device along `context`."""
     chunks = 2 * sizes.context
     if sizes.context > 1 and length % chunks:
         near = length - length % chunks
@@ -67,16 +67,16 @@ def check_length(sizes: MeshSizes, length: int) -> None:
 
 
 def positions_of(part: jax.Array | int, parts: int, length: int) -> jax.Array:
-    """The places in a row of T tokens that the device with one of n parts holds: int32[T / n]."""
+    """The positions in a row of T tokens that one of n devices holds: int32[T / n]."""
     size = length // (2 * parts)
     chunks = jnp.stack([jnp.asarray(part, jnp.int32), 2 * parts - 1 - part])
     return (size * chunks[:, None] + jnp.arange(size, dtype=jnp.int32)).reshape(-1)
 
 
 def split_sequence(mesh: Mesh, x: jax.Array) -> jax.Array:
-    """The parts of rows [B, T, ...], which lie whole over `data` and `fsdp`, as rows of their own: [n * B, T / n, ...].
+    """The parts of rows [B, T, ...], which are sharded only over `data` and `fsdp`, as rows: [n * B, T / n, ...].
 
-    Every device takes what is its own and nothing is sent. Rows of a device are neighbours: cut over `PARTS` they stay.
+    Every device keeps its part and nothing is sent. Rows of a device are neighbors: split over `PARTS` they stay in place.
     """
     parts = mesh.shape[AXIS]
 
@@ -90,12 +90,12 @@ def split_sequence(mesh: Mesh, x: jax.Array) -> jax.Array:
 
 
 def join_sequence(mesh: Mesh, x: jax.Array, *, axis: int = 1, spec: P = P()) -> jax.Array:
-    """Undo `split_sequence`, on every device along `context`: parts are gathered.
+    """Undo `split_sequence` on every device along `context`: parts are gathered.
 
     Args:
       x: [n * B, ..., T / n, ...].
       axis: of T.
-      spec: how the axes after the first one are cut, but for T.
+      spec: partition spec of the axes after the first, except T.
     """
     parts = mesh.shape[AXIS]
 
@@ -108,12 +108,12 @@ def join_sequence(mesh: Mesh, x: jax.Array, *, axis: int = 1, spec: P = P()) -> 
 
 
 def sequence_splitter(mesh: Mesh) -> Callable[[NextTokenBatch], NextTokenBatch]:
-    """The `Sharding.reorder_batch` for a mesh whose devices divide the sequence.
+    """The `Sharding.reorder_batch` for a mesh that divides the sequence.
 
-    It is done inside of the compiled step, so that neither data nor checkpoints know of it.
+    It runs inside the compiled step, so that it does not affect data and checkpoints.
 
     Raises:
-      MeshError: rows or tokens that cannot be divided (from the returned function).
+      MeshError: rows or tokens cannot be divided (from the returned function).
     """
     sizes = MeshSizes(**mesh.shape)
 
@@ -124,7 +124,7 @@ def sequence_splitter(mesh: Mesh) -> Callable[[NextTokenBatch], NextTokenBatch]:
             raise MeshError(f"batch={batch} cannot be split over data*fsdp={sizes.rows}; a multiple of it would do")
         places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         lengths = rows.rope_lengths
-        if lengths is None:  # a part does not know how long its row is
+        if lengths is None:  # a part does not know its row's length
             lengths = lengths_of(places, positions=rows.position_ids, segment_ids=rows.segment_ids)
             lengths = jnp.broadcast_to(lengths if lengths.ndim == 2 else lengths[:, None], (batch, length))
         position_ids = places if rows.position_ids is None else rows.position_ids
@@ -134,9 +134,9 @@ def sequence_splitter(mesh: Mesh) -> Callable[[NextTokenBatch], NextTokenBatch]:
 
 
 def ring_attention(mesh: Mesh) -> Attend:
-    """The `attend` of `forward` for rows that `split_sequence` made: causal attention in whole rows, to all devices' keys.
+    """The `attend` of `forward` for rows of `split_sequence`: causal attention in whole rows, to all devices' keys.
 
-    Keys and values are sent in their own type and n - 1 times forward and backward, the gradients, in float32, n times.
+    Keys and values are sent in their own dtype, n - 1 times forward and backward; their gradients, in float32, n times.
     """
 
     def attend(
@@ -144,7 +144,7 @@ def ring_attention(mesh: Mesh) -> Attend:
     ) -> jax.Array:
         """As `ops.attend`: queries [n * B, K, T / n, G, H], keys and values [n * B, K, T / n, H]."""
         if not mask.ordered:
-            raise MeshError("a sequence is divided over context where it is read whole; read it without a cache")
+            raise MeshError("a sequence can be divided over context only without a cache; run it without a cache")
         segments = None if mask.query_segments is None else (mask.query_segments, mask.key_segments)
         keys, values = view
         log_backend("ring", f"over context={mesh.shape[AXIS]}, each part by blocks")
@@ -180,10 +180,10 @@ def _forward(ring: _Ring, *arrays: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _per_device(function: Callable, ring: _Ring, *, results: int) -> Callable:
-    """A function of what each device has of queries, keys, values and segments: rows over `PARTS`, heads over `tensor`."""
+    """Map a function over each device's queries, keys, values and segments: rows over `PARTS`, heads over `tensor`."""
     heads, rows = P(PARTS, "tensor"), P(PARTS)
     run, specs = partial(function, ring), (heads, heads, heads, rows)
-    # Not checked: a branch that skips blocks is taken by some devices and not by others, and there is nothing to sum.
+    # Not checked: devices differ in whether they take a branch that skips blocks, and there is nothing to sum.
     return jax.shard_map(run, mesh=ring.mesh, in_specs=specs, out_specs=(heads,) * results, check_vma=False)
 
 
@@ -196,7 +196,7 @@ def _device_forward(
 
     def one_hop(carry: tuple[Travelling, Any], hop: jax.Array) -> tuple[tuple[Travelling, Any], None]:
         travelling, out_lse = carry
-        return (_sent(ring.devices, travelling), attend_to(hop, travelling, out_lse)), None  # neither waits for the other
+        return (_sent(ring.devices, travelling), attend_to(hop, travelling, out_lse)), None  # they can overlap
 
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     nothing = jnp.zeros(queries.shape, precise), jnp.full((*queries.shape[:-1], 1), -jnp.inf, precise)
@@ -222,11 +222,11 @@ def _device_backward(
     zeros = tuple(jnp.zeros(x.shape, inputs.lse.dtype) for x in (inputs.queries, keys, values))
     start = _departing(keys, values, segments), zeros
     (travelling, sums), _ = lax.scan(one_hop, start, jnp.arange(ring.devices - 1))
-    return add(ring.devices - 1, travelling, sums)  # sent once more, the sums are where their keys and values come from
+    return add(ring.devices - 1, travelling, sums)  # sent once more, the sums return to their keys and values
 
 
 def _departing(keys: jax.Array, values: jax.Array, segments: Segments | None) -> Travelling:
-    """Keys and values as bits: of 16-bit numbers XLA for CPU would send a float32 copy."""
+    """Keys and values as bits: for 16-bit floats XLA for CPU would send a float32 copy."""
     return pack_bits(keys), pack_bits(values), None if segments is None else segments[1]
 
 
@@ -237,7 +237,7 @@ def _arrived(
     segments: Segments | None,
     length: int,
 ) -> tuple[jax.Array, jax.Array, AttentionMask]:
-    """Keys and values that are here at a hop, from as many devices before, and their mask."""
+    """The keys and values that are here at a hop, from that many devices before, and their mask."""
     keys, values, key_segments = travelling
     here = lax.axis_index(AXIS)
     whole = devices * length
@@ -250,6 +250,6 @@ def _arrived(
 
 
 def _sent(devices: int, tree: Any) -> Any:
-    """Every device's arrays on the next one."""
+    """Send every device's arrays to the next device."""
     to_the_next = [(i, (i + 1) % devices) for i in range(devices)]
     return jax.tree.map(lambda x: lax.ppermute(x, AXIS, to_the_next), tree)

@@ -1,4 +1,4 @@
-"""Prefill of prompts with their tokens divided over devices: a long one in one pass, by ring attention."""
+"""Prefill with a prompt's tokens divided over devices: long prompts in one pass, by ring attention."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ RingPrefill = Callable[[Llama, jax.Array, jax.Array], tuple[KVCache, jax.Array]]
 def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
     """The `prefill` of whole prompts with their tokens over `context`; meant for `jax.jit`.
 
-    Each device computes its share of every layer. The cache is then what one device would have made, laid out by
-    `cache_specs`: whole on every device along `context`, for decoding has no sequence to divide.
+    Each device computes its share of every layer. The cache is as one device would have made it, sharded by `cache_specs`:
+    whole on every device along `context`, since decoding has no sequence to divide.
 
     Args:
-      config: of the model as the mesh holds it, see `padded_config`, and as `load` with a mesh returns it.
-      capacity: tokens that a row of the cache has room for.
+      config: the configuration of the model on the mesh, see `padded_config`; `load` with a mesh returns it.
+      capacity: capacity of a row of the cache in tokens.
 
     Returns:
-      A function of parameters that lie on the mesh; tokens int32[B, T], padded on the right; and how many of each row are
-      real, int32[B], at least 1. It gives the cache and the state [B, D] of each row's last token:
-      together a `PrefillState`, for `begin_decode` of `inference.decode`.
+      A function of parameters on the mesh; tokens int32[B, T], padded on the right; and the number of real tokens of each
+      row, int32[B], at least 1. It returns the cache and the state [B, D] of each row's last token: together a
+      `PrefillState`, for `begin_decode` of `inference.decode`.
 
     Raises:
-      MeshError: rows or tokens that cannot be divided over the mesh (from the returned function).
+      MeshError: rows or tokens cannot be divided over the mesh (from the returned function).
     """
     sizes, reorder = MeshSizes(**mesh.shape), sequence_splitter(mesh)
     gather = partial(join_sequence, mesh, axis=2, spec=P("tensor"))
@@ -74,7 +74,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
 
 
 def _last_of_rows(mesh: Mesh, hidden: jax.Array, lengths: jax.Array) -> jax.Array:
-    """The state [B, D] of the last real token of divided rows [n * B, T / n, D]; one device of each ring has it."""
+    """The state [B, D] of the last real token of split rows [n * B, T / n, D]; one device of each ring has it."""
     parts = mesh.shape[AXIS]
 
     def pick(hidden: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -1,12 +1,13 @@
-"""Which device holds what: a partition spec for every array, before anything is compiled.
+"""Sharding of all arrays: a partition spec for each, before anything is compiled.
 
-The sharding of a `Llama` is a `Llama` of `PartitionSpec`s. `tensor` cuts heads and features, so that a layer needs one sum
-over the devices after attention and one after the feed-forward (Shoeybi et al. 2019, section 3); `fsdp` cuts the axis D,
-which every matrix has; `data` and `fsdp` together cut the batch; `context` cuts its rows by tokens, see `ring_attention`.
+The sharding of a `Llama` is a `Llama` of `PartitionSpec`s. `tensor` splits heads and features, so that a layer needs one sum
+over the devices after attention and one after the feed-forward (Shoeybi et al. 2019, section 3); `fsdp` splits the axis D,
+which every matrix has; `data` and `fsdp` together split the batch; `context` splits its rows by tokens, see
+`ring_attention`.
 
-What `fsdp` cuts, `context` cuts with it. Its devices see different tokens and must sum their gradients in any case, as if
-they had rows of their own; so they can as well keep the state in parts, as those of `fsdp` do (Rajbhandari et al. 2020):
-of 8 billion parameters on context=8, 16 GB on each and not 128, and with 16-bit weights no more bytes are sent for it.
+What `fsdp` splits, `context` splits as well. Its devices see different tokens and must sum their gradients in any case, as
+if they had different rows; so they can also shard the state, like those of `fsdp` (Rajbhandari et al. 2020): for 8 billion
+parameters on context=8, 16 GB on each instead of 128, and with 16-bit weights without more communication.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring_attention import BATCH, PARTS, check_length, ring_attention, sequence_splitter
 from llama_jax.training.step import TrainState, init_state, train_step
 
-EXPERTS = ExpertSharding(PARTS, ("tensor",), ("fsdp", "context"))  # how a step's rows, and F and D of the experts, are cut
+EXPERTS = ExpertSharding(PARTS, ("tensor",), ("fsdp", "context"))  # splits of a step's rows, and of F and D of the experts
 
 
 def param_specs(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = False) -> Llama:
     """A `Llama` of partition specs.
 
-    Training keeps a model in its own shape, whatever the mesh, so that every checkpoint fits every mesh. What `tensor`
-    cannot cut by rows, because `pad_params` must fill it up or copy heads first, it cuts with `fsdp` by columns.
+    Training keeps a model in its own shape, whatever the mesh, so that every checkpoint fits every mesh. Rows that `tensor`
+    cannot split, because `pad_params` must pad them or copy heads first, are split by columns together with `fsdp`.
 
     Args:
-      padded: of the parameters that `pad_params` gave.
+      padded: whether for parameters from `pad_params`.
 
     Raises:
-      MeshError: a dimension that cannot be split over the mesh; the message says which sizes would do.
+      MeshError: a dimension cannot be split over the mesh; the message gives sizes that would do.
     """
     check_model(config, sizes)
     padded_paths = () if padded else _padded_paths(config, sizes)
@@ -71,7 +72,7 @@ def param_specs(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = False) 
 
 
 def _with_context(spec: P, sizes: MeshSizes) -> P:
-    """The same with `context` after `fsdp`, where a mesh splits over it."""
+    """The spec with `context` after `fsdp`, if the mesh splits over it."""
     if sizes.context == 1:
         return spec
     cut: list[Any] = []
@@ -83,13 +84,13 @@ def _with_context(spec: P, sizes: MeshSizes) -> P:
 
 
 def adapter_specs(config: LlamaConfig, sizes: MeshSizes, lora: Lora, *, padded: bool = False) -> Llama:
-    """Adapters of partition specs: A is cut by columns and B by rows as their matrices are, and neither by the rank.
+    """Partition specs of adapters: A is split by columns and B by rows like their matrices, and neither by the rank.
 
     Args:
       padded: as for `param_specs`.
 
     Raises:
-      MeshError: as `param_specs`.
+      MeshError: as for `param_specs`.
     """
     specs = param_specs(config, sizes, padded=padded)
 
@@ -97,7 +98,7 @@ def adapter_specs(config: LlamaConfig, sizes: MeshSizes, lora: Lora, *, padded: 
 
 
 def _specs_of_pair(matrix: P, pair: LowRank) -> LowRank:
-    """The partition specs of the adapter of a matrix; the spec of the matrix has an entry for each of its axes."""
+    """The partition specs of a matrix's adapter; the matrix's spec must have an entry for each of its axes."""
     magnitude = None if pair.magnitude is None else P(*matrix[:-1])
     return LowRank(P(*[None] * (pair.a.ndim - 1), matrix[-1]), P(*matrix[:-1], None), magnitude)
 
@@ -110,10 +111,13 @@ def train_state_specs(
     ema: bool = False,
     lora: Lora | None = None,
 ) -> TrainState:
-    """A `TrainState` of partition specs: what is kept for a parameter lies where the parameter lies.
+    """A `TrainState` of partition specs: optimizer state is sharded like its parameter.
+
+    With `NamedSharding(mesh, spec)` in the place of each spec, it is what `jax.jit` takes as `out_shardings`.
 
     Args:
-      lora: of a state whose parameters are adapters.
+      ema: whether the state has a moving average.
+      lora: the settings, if the parameters are adapters.
     """
     params = param_specs(config, sizes) if lora is None else adapter_specs(config, sizes, lora)
     shapes = param_shapes(config) if lora is None else adapter_shapes(config, lora)
@@ -131,7 +135,7 @@ def train_state_specs(
 
 
 def _left_out(kept: Any) -> bool:
-    """Whether a part of an optimizer keeps nothing of a parameter, as Muon of those that AdamW updates beside it."""
+    """Whether a part of an optimizer has no state for a parameter, such as Muon for those that AdamW updates."""
     return isinstance(kept, optax.MaskedNode)
 
 
@@ -139,11 +143,11 @@ def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, quantized:
     """A `KVCache` of partition specs: rows over `data` and `fsdp`, key/value heads over `tensor`.
 
     Args:
-      config: of the model as the mesh holds it, see `padded_config`.
-      quantized: of an int8 cache.
+      config: the configuration of the model on the mesh, see `padded_config`.
+      quantized: whether for an int8 cache.
 
     Raises:
-      MeshError: heads or rows that cannot be split over the mesh.
+      MeshError: heads or rows cannot be split over the mesh.
     """
     _check("n_kv_heads", config.n_kv_heads, "tensor", sizes.tensor, config.n_kv_heads)
     rows = batch_spec(sizes, batch)
@@ -152,13 +156,13 @@ def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, quantized:
 
 
 def batch_spec(sizes: MeshSizes, batch: int, length: int | None = None) -> P:
-    """How the first axis of a batch is split: over `data` and `fsdp`.
+    """The spec of a batch's first axis: split over `data` and `fsdp`.
 
     Args:
-      length: T, tokens of a row to be predicted, which a step divides over `context`; None where nothing does.
+      length: T, predicted tokens of a row, which a step divides over `context`; None if nothing does.
 
     Raises:
-      MeshError: the rows of the batch, or the tokens of a row, cannot be split so.
+      MeshError: the rows of the batch, or the tokens of a row, cannot be split that way.
     """
     _check("batch", batch, "data*fsdp", sizes.rows, batch)
     if length is not None:
@@ -167,7 +171,7 @@ def batch_spec(sizes: MeshSizes, batch: int, length: int | None = None) -> P:
 
 
 def check_model(config: LlamaConfig, sizes: MeshSizes) -> None:
-    """Raise MeshError for a dimension of the model that cannot be split over the mesh, naming the sizes that would do."""
+    """Raise MeshError for a dimension of the model that cannot be split over the mesh, giving sizes that would do."""
     padding.padded_config(config, sizes)
     if _padded_paths(config, sizes):
         axes = "fsdp*tensor" if sizes.context == 1 else "fsdp*context*tensor"
@@ -182,7 +186,7 @@ def _padded_paths(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
 
 
 def _check(name: str, value: int, axis: str, size: int, fit: int) -> None:
-    """`fit` is the number with the divisors that would do: the value itself, or what several values have in common."""
+    """Check that `size` divides `fit`, whose divisors would do: the value itself, or a common divisor of several values."""
     if value % size:
         small = [n for n in range(1, math.isqrt(fit) + 1) if fit % n == 0]
         nearest = sorted({*small, *(fit // n for n in small)}, key=lambda n: abs(n - size))[:12]
@@ -193,46 +197,46 @@ def _check(name: str, value: int, axis: str, size: int, fit: int) -> None:
 def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
     """The `constrain` of `forward` and `next_token_loss` for a mesh.
 
-    XLA propagates the parameters' shardings to most activations by itself. Without these constraints it would keep the
-    whole batch on every device instead of gathering the weights. Rows are here those of `ring_attention.split_sequence`,
-    where the mesh splits them.
+    XLA propagates the parameters' shardings to most activations. Without these constraints it would keep the whole batch on
+    every device instead of gathering the weights. If the mesh splits sequences, rows are those of
+    `ring_attention.split_sequence`.
     """
     sizes = MeshSizes(**mesh.shape)
     tensor, shares = sizes.tensor, sizes.rows * sizes.context
 
     def constrain(x: jax.Array, where: str) -> jax.Array:
         match where:
-            case "tokens":  # [B, T] as the rows that all devices with a part of the embedding's columns look up
+            case "tokens":  # [B, T]: looked up by all devices with a part of the embedding's columns
                 spec = P("data")
-            case "embedded":  # [B, T, D] as it lies in the table, which a lookup by batch would gather whole
+            case "embedded":  # [B, T, D] sharded like the table, which a lookup by batch would gather whole
                 spec = P("data", None, "fsdp")
-            case "residual":  # [B, T, D] between layers: what the backward pass keeps (Korthikanti et al. 2022, section 4.2)
-                # Of a single row on each device XLA would keep T split in the products, and gather their weights for that.
+            case "residual":  # [B, T, D] between layers: saved for the backward pass (Korthikanti et al. 2022, section 4.2)
+                # With one row per device XLA would keep T split in the products, and gather their weights for that.
                 split = x.shape[1] % tensor == 0 and x.shape[0] > shares
                 spec = P(BATCH, "tensor" if split else None)
-            # [B, T, D]: whole rows, forward and backward, or weights would be gathered
+            # [B, T, D]: whole rows, forward and backward, otherwise weights would be gathered
             case "hidden" | "sublayer_input" | "sublayer_output":
                 spec = P(BATCH)
             case "logits":  # [B, T, V]
                 spec = P(BATCH, None, "tensor")
-            case "lm_head_sharded":  # [V, D] as it lies: cast first and then gathered
+            case "lm_head_sharded":  # [V, D] as sharded: cast first and then gathered
                 spec = P("tensor", "fsdp")
             case "head":  # [V, D]: gathered once, for all chunks of logits
                 spec = P("tensor")
-            case "head_gradient":  # [shares, D, V]: of its own rows, on every device
+            case "head_gradient":  # [shares, D, V]: from its own rows, on every device
                 spec = P(BATCH, None, "tensor")
             case _:
-                raise ValueError(f"no point of the model is called {where!r}")
+                raise ValueError(f"the model has no constraint point {where!r}")
         return lax.with_sharding_constraint(x, NamedSharding(mesh, _with_context(spec, sizes)))
 
     return constrain
 
 
 def training_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sharding]:
-    """The sharding of training over a mesh, and the configuration of the model as the mesh holds it.
+    """The configuration of the model on the mesh, and the sharding for training.
 
     Raises:
-      MeshError: a dimension that cannot be split over the mesh.
+      MeshError: a dimension cannot be split over the mesh.
     """
     sizes = MeshSizes(**mesh.shape)
     if sizes.devices == 1:
@@ -245,7 +249,7 @@ def training_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sha
             return leaf
 
         def gather(array: jax.Array) -> jax.Array:
-            has_columns = len(spec.partition) > 1 and array.shape[-1] == config.dim  # and neither a bias nor B
+            has_columns = len(spec.partition) > 1 and array.shape[-1] == config.dim  # not a bias or B
             columns = P(*[None] * (array.ndim - 1), spec.partition[-1] if has_columns else None)
             return lax.with_sharding_constraint(array, NamedSharding(mesh, _with_context(columns, sizes)))
 
@@ -254,7 +258,7 @@ def training_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sha
     def fit_params(params: Llama) -> Llama:
         if not is_padded:
             return params
-        if config.n_kv_heads % sizes.tensor:  # else XLA cannot follow the heads to their copies and back
+        if config.n_kv_heads % sizes.tensor:  # otherwise XLA cannot follow the heads to their copies and back
             params = padding.map_params(params, gather_heads)
         fitted = padding.pad_params(config, sizes, params)
         return lax.with_sharding_constraint(fitted, shardings_like(fitted, specs))
@@ -274,13 +278,13 @@ def training_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sha
 
 
 def evaluation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sharding]:
-    """As `training_sharding`, of rows that are only evaluated: each is whole on a device, over `context` too.
+    """Like `training_sharding`, for evaluation only: each row is whole on a device, also along `context`.
 
-    Without a backward pass a row takes little memory, and no keys need go around a ring. The number of rows must be a
+    Without a backward pass a row takes little memory, and no keys need to go around a ring. The number of rows must be a
     multiple of `batch_shards`.
 
     Raises:
-      MeshError: a dimension that cannot be split over the mesh.
+      MeshError: a dimension cannot be split over the mesh.
     """
     config, sharding = training_sharding(config, mesh)
     if sharding.reorder_batch is identity:
@@ -291,17 +295,19 @@ def evaluation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, S
 
 
 def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """`train_step` for a state that lies as `train_state_specs` says: the configuration and the layout are bound.
+    """`train_step` over a mesh, with configuration and sharding bound; the remaining arguments start with the optimizer.
+
+    Call it under `jax.jit`, with a state sharded by `train_state_specs` and rows sharded by P(("data", "fsdp")).
 
     Raises:
-      MeshError: a dimension that cannot be split over the mesh.
+      MeshError: a dimension cannot be split over the mesh.
     """
     config, sharding = training_sharding(config, mesh)
     return partial(train_step, config, sharding=sharding)
 
 
 def shardings_like(params: Llama, matrices: Llama) -> Llama:
-    """Shardings for all that the parameters are made of, given those of the matrices they stand for."""
+    """Shardings for all arrays of the parameters, given those of the matrices they represent."""
 
     def of(leaf: Any, place: Any) -> Any:
         if isinstance(leaf, QuantizedWeight):
@@ -321,5 +327,5 @@ def shardings_like(params: Llama, matrices: Llama) -> Llama:
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
-    """The same tree with a `NamedSharding` for each partition spec: for `jax.device_put` and `jax.jit`."""
+    """The tree with a `NamedSharding` for each partition spec: for `jax.device_put` and `jax.jit`."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 
 class StopVote:
-    """Which signal any process has had: every one gives two numbers, all come to know the largest of each.
+    """A vote on stop signals: every process contributes two numbers, and all learn the maximum of each.
 
-    An all-reduce over one device of each process, put between two steps and read a step later, so that nothing waits for it.
+    An all-reduce over one device of each process, started between two steps and read a step later, so that nothing waits.
     """
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class StopVote:
         self._cast: jax.Array | None = None
 
     def cast(self, signal: int, microseconds: int) -> None:
-        """Give this process's numbers; all processes call this between the same steps."""
+        """Contribute this process's numbers; all processes must call this between the same steps."""
         mine = jax.device_put(np.array([[signal, min(microseconds, 2**31 - 1)]], np.int32), self._mine)
         self._cast = self._largest(jax.make_array_from_single_device_arrays(self._shape, self._each, [mine]))
 
     def read(self) -> tuple[int, int] | None:
-        """The largest numbers of the last vote, once; None where there was none."""
+        """The maxima of the last vote, once; None if there was none."""
         if self._cast is None:
             return None
         (signal, microseconds), self._cast = np.asarray(self._cast).tolist(), None

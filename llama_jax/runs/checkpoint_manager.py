@@ -1,8 +1,8 @@
-"""The checkpoints of a run while it trains: saved in the background, the last and the best kept, restored to the bit.
+"""The checkpoints of a run while it trains: saved in the background, the last and best kept, restored bit for bit.
 
-What lies on the disk is described in `llama_jax.formats.step_dirs`. A step's folder appears whole or not at all, for it is
-written under another name, with checksums of its files, and renamed; so whenever the process dies, the steps that were there
-can be restored. Where it gets its name, on a disk or in a store, is decided by a `CheckpointStore`.
+The files are described in `llama_jax.formats.step_dirs`. A step's folder appears only when complete: it is written under
+another name, with checksums of its files, and renamed; so whenever the process dies, earlier steps can be restored. A
+`CheckpointStore` decides where it gets its name, on disk or in an object store.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ from llama_jax.storage.atomic_write import remedy_for, remove_leftovers
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.step import TrainState
 
-# What follows the step's number in the name of a folder that is written or removed: no such folder is a checkpoint.
+# Suffixes to a step's number in the name of a folder being written or removed: such a folder is not a checkpoint.
 TEMPORARY = ".orbax-checkpoint-tmp"  # orbax is writing it
-SAVING = ".saving"  # its checksums are being written; or what was replaced by it
+SAVING = ".saving"  # its checksums are being written; or it was replaced
 SAVE_TIMEOUT = 1800.0  # seconds
 
 _log = logging.getLogger("llama_jax.runs")
 
 
 class CheckpointManager:
-    """The checkpoints of one run, for the process that trains it: two must not write into one folder at a time.
+    """The checkpoints of one run, for the process that trains it: two must not write into one folder at the same time.
 
-    With several processes each makes one and calls the same methods; the first of them writes what is not an array. They
+    With several processes, each makes one and calls the same methods; the first of them writes what is not an array. They
     share one folder, or each host has a folder of the same name (`CheckpointStore.shared`).
     """
 
@@ -82,15 +82,15 @@ class CheckpointManager:
         store: CheckpointStore | None = None,
         stuck: Callable[[StuckSaveError], object] | None = None,
     ) -> None:
-        """Open a folder, which need not exist, and clear up what a killed process left in it.
+        """Open a folder, which need not exist, and clean up after a killed process.
 
         Args:
-          keep_last: how many of the newest steps stay, at least 1.
-          keep_best: how many of those with the lowest validation loss stay besides.
-          timeout: seconds that a save may take: the call of `save`, and then its thread.
-          store: where whole steps are put; None is `folder`, in which they are written.
-          stuck: called in another thread with the error of a `save` that does not return in that time: no exception reaches
-            a thread that hangs. It may end the process; None logs the error.
+          keep_last: number of newest steps to keep, at least 1.
+          keep_best: number of additional steps to keep, those with the lowest validation loss.
+          timeout: maximum seconds of a save: first the call of `save`, and then its thread.
+          store: receives complete steps; None is `folder`, in which they are written.
+          stuck: called in another thread with the error of a `save` call that exceeds the timeout, since no exception
+            reaches a hanging thread. It may end the process; None logs the error.
 
         Raises:
           ConfigError: an invalid number of checkpoints to keep, or an invalid time.
@@ -108,7 +108,7 @@ class CheckpointManager:
         self._tell_stuck = stuck
         self._store = CheckpointStore(self.folder) if store is None else store
         self._pending: _Save | None = None
-        self._latest: int | None = None  # as it was last known
+        self._latest: int | None = None  # as last known
         try:
             if self._keeps_folder():
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -138,19 +138,19 @@ class CheckpointManager:
         *,
         validation_loss: float | None = None,
     ) -> None:
-        """Begin to write the checkpoint of a step; a save that is still going on is waited for.
+        """Start writing the checkpoint of a step, after waiting for a save in progress.
 
-        Returns as soon as nothing can change what will be written: the state may be donated, and `note` altered. A
-        checkpoint of the same step is replaced once the new one is whole.
+        Returns once the state may be donated and `note` changed. A checkpoint of the same step is replaced once the new one
+        is complete.
 
         Args:
-          note: what JSON can hold; "step", "validation_loss" and "versions" are added to it.
-          validation_loss: by which the best are known; one that is not finite counts as none.
+          note: JSON values; "step", "validation_loss" and "versions" are added to it.
+          validation_loss: ranks the best steps; a non-finite loss counts as none.
 
         Raises:
-          CheckpointError: this save, or the one before, failed; the message names the last good checkpoint. Either way the
-            next call can succeed.
-          TrainingError: the folder is no longer this run's; nothing was written.
+          CheckpointError: this save or the previous one failed; the message names the last good checkpoint. The next call
+            can succeed.
+          TrainingError: another run has taken the folder over; nothing was written.
         """
         self._store.check()
         if validation_loss is not None and not math.isfinite(validation_loss):
@@ -166,16 +166,15 @@ class CheckpointManager:
                     saving = ocp.save_checkpointables_async(self._saving(step), {**_parts(state), ABOUT: about})
                 pending = _Save(step, partial(self._finish, step, saving, until_written.pop_all()))
                 pending.start()
-            except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
+            except Exception as error:  # orbax and its dependencies raise any type for a full disk
                 raise self._failure(step, error) from None
             self._pending = pending
 
     def wait(self) -> None:
-        """Wait until what `save` began is written.
+        """Wait until a started save is complete.
 
         Raises:
-          CheckpointError: it failed; see `save`. A StuckSaveError where it has not ended in its time, or its thread has
-            died.
+          CheckpointError: it failed; see `save`. A StuckSaveError if it exceeded the timeout, or its thread has died.
           TrainingError: another run has taken the folder over.
         """
         pending, self._pending = self._pending, None
@@ -187,14 +186,14 @@ class CheckpointManager:
             if self._left(pending) <= 0:
                 raise self._stuck(
                     pending,
-                    f"it has not been written within {self._timeout:g} s; where writing takes so long, set more with"
-                    " --save-timeout (save_timeout=)",
+                    f"it has not been written within {self._timeout:g} s; if writing takes that long, raise the limit"
+                    " with --save-timeout (save_timeout=)",
                 )
         if pending.error is not None:
             raise pending.error
 
     def check(self) -> None:
-        """Raise what `wait` raises as soon as it is known that a save failed or takes too long; never waits."""
+        """Raise the error of `wait` once a save is known to have failed or to take too long; never waits."""
         self._store.check()
         if self._pending is not None and (
             self._pending.ended.is_set() or not self._pending.is_alive() or self._left(self._pending) <= 0
@@ -202,40 +201,40 @@ class CheckpointManager:
             self.wait()
 
     def steps(self) -> list[int]:
-        """The steps that can be restored, ascending; one that is being saved is not among them."""
+        """The steps that can be restored, ascending, without one that is being saved."""
         return steps_in(self._store.now())
 
     def latest(self) -> int | None:
-        """The newest step, or None where there is none."""
+        """The newest step, or None if there is none."""
         self._latest = max(self.steps(), default=None)
         return self._latest
 
     def best(self) -> int | None:
-        """The step with the lowest validation loss, or None where none has one."""
+        """The step with the lowest validation loss, or None if none has one."""
         return next(iter(by_loss(self._store.now())), None)
 
     def restore(self, shapes: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
-        """The state that was saved, bit for bit, and its note.
+        """The saved state, bit for bit, and its note.
 
         Args:
-          shapes: arrays, or `jax.ShapeDtypeStruct`s, of the state that is wanted; each array is placed by its `sharding`,
-            which may be over other devices than it was saved from. Where that is None it goes to the default device.
-          step: None is the newest.
+          shapes: arrays or `jax.ShapeDtypeStruct`s of the requested state; each array is placed by its `sharding`, which may
+            be over other devices than it was saved from. Without a sharding it is put on the default device.
+          step: the step; None is the newest.
 
         Raises:
-          CheckpointError: no such step, one whose arrays have other names, shapes or dtypes, or a damaged one; then the
-            message says which older step is whole.
+          CheckpointError: no such step, other array names, shapes or dtypes, or damage; the message then names an intact
+            older step.
         """
         self.wait()
-        _wait_for_all("restoring")  # the first has renamed what was saved
+        _wait_for_all("restoring")  # the first process has renamed saved steps
         step = existing_step(self._store.now(), step)
         try:
             return self._restore(shapes, step)
         except DamagedError as error:
             older = next((s for s in reversed(self.steps()) if s < step and self._can_read(shapes, s)), None)
             here = self._store.checkpoints / str(step)
-            remedy = f"the last good checkpoint is step {older}: remove {here} to go on from there"
-            remedy = "no older step is whole" if older is None else remedy
+            remedy = f"the last good checkpoint is step {older}: remove {here} to resume from there"
+            remedy = "no older step is intact" if older is None else remedy
             raise CheckpointError(f"step {step} is damaged: {error}; {remedy}") from None
 
     def _restore(self, shapes: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
@@ -260,7 +259,7 @@ class CheckpointManager:
             if held.get(name) != needed.get(name):
                 raise CheckpointError(
                     f"{folder}: array {name!r} is {_in_words(held.get(name))} in the checkpoint and"
-                    f" {_in_words(needed.get(name))} in this run; resume with the settings that it was trained with"
+                    f" {_in_words(needed.get(name))} in this run; resume with the settings it was trained with"
                 )
         loaded = {
             name: with_short_errors(folder / name, partial(read_arrays, folder, name, part)) for name, part in wanted.items()
@@ -268,7 +267,7 @@ class CheckpointManager:
         return loaded[REST].replace(params=loaded[PARAMS], ema=loaded.get(EMA)), note
 
     def _verify(self, folder: Path) -> None:
-        """Each process reads its share of the files, and all raise where one finds something wrong."""
+        """Verify the files, a share in each process; all processes raise if one finds damage."""
         problem: CheckpointError | None = None
         try:
             verify(folder, share=(jax.process_index(), jax.process_count()))
@@ -278,12 +277,12 @@ class CheckpointManager:
         if jax.process_count() > 1:
             worst = int(multihost_utils.process_allgather(np.int32(worst)).max())
         if worst == 2 and not isinstance(problem, DamagedError):
-            raise DamagedError(f"a file in {folder} is not what was saved, as another process says")
+            raise DamagedError(f"a file in {folder} is not what was saved, according to another process")
         if problem is not None or worst:
             raise problem or CheckpointError(f"{folder} cannot be read by another process")
 
     def _can_read(self, shapes: TrainState, step: int) -> bool:
-        """Whether a step is whole, found by reading it."""
+        """Whether a step is intact, by reading it."""
         try:
             self._restore(shapes, step)
         except CheckpointError:
@@ -291,7 +290,7 @@ class CheckpointManager:
         return True
 
     def _finish(self, step: int, saving: ocp.AsyncResponse[None], until_written: ExitStack) -> None:
-        """Runs in the thread: waits for orbax, then deletes the steps that are not kept."""
+        """In the thread: wait for orbax, then delete steps that are not kept."""
         with until_written:
             try:
                 saving.result()
@@ -301,7 +300,7 @@ class CheckpointManager:
                 write_sums(self._saving(step), elsewhere)
                 self._store.put_step(self._saving(step), step)
                 self._latest = step
-            except UserError:  # what was written may be another run's by now
+            except UserError:  # the files may belong to another run now
                 raise
             except Exception as error:
                 raise self._failure(step, error) from None
@@ -316,7 +315,7 @@ class CheckpointManager:
             raise CheckpointError(f"step {step} is saved, but an older checkpoint cannot be removed ({error})") from None
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
-        """Clear up what a failed save left; return the error, which names the last good checkpoint."""
+        """Clean up after a failed save; return the error, which names the last good checkpoint."""
         left = ""
         wait_for_writers()
         self._store.check()
@@ -324,7 +323,7 @@ class CheckpointManager:
             try:
                 self._clear_up()
             except OSError as problem:
-                left = f"; what was written cannot be removed ({problem})"
+                left = f"; its files cannot be removed ({problem})"
         if isinstance(error, OSError) and "://" in str(error.filename):
             cause, said = error, f"{error.filename}: {error.strerror}"
         else:
@@ -334,16 +333,16 @@ class CheckpointManager:
         return CheckpointError(f"{self._store.checkpoints}: step {step} could not be saved {why}; {self._last_good()}")
 
     def _stuck(self, pending: _Save, why: str) -> StuckSaveError:
-        """The error of a save that hangs; what was written stays, since its thread may still write there."""
+        """The error of a hanging save; its files stay, since its thread may still write them."""
         return StuckSaveError(f"{self._store.checkpoints}: step {pending.step} is not saved: {why}; {self._last_good()}")
 
     @contextmanager
     def _watched(self, step: int) -> Iterator[None]:
-        """Report it if the body takes longer than a save may: a device or a disk does not answer."""
+        """Report an error if the body exceeds the timeout: a device or a disk does not respond."""
 
         def tell() -> None:
-            why = f"it could not be begun within {self._timeout:g} s (--save-timeout): a device or a disk does not answer"
-            # As it was last known: to look again would hang as well.
+            why = f"it did not start within {self._timeout:g} s (--save-timeout): a device or a disk does not respond"
+            # The last known step: listing the steps would hang as well.
             error = StuckSaveError(f"{self._store.checkpoints}: step {step} is not saved: {why}; {self._last_known()}")
             if self._tell_stuck is None:
                 _log.error("%s", error)
@@ -359,7 +358,7 @@ class CheckpointManager:
             timer.cancel()
 
     def _last_good(self) -> str:
-        with suppress(OSError):  # a store that cannot be reached
+        with suppress(OSError):  # the store cannot be reached
             self.latest()
         return self._last_known()
 
@@ -369,7 +368,7 @@ class CheckpointManager:
         )
 
     def _left(self, pending: _Save) -> float:
-        """Seconds until a save has taken too long."""
+        """Seconds left until a save has taken too long."""
         return pending.began + self._timeout - time.monotonic()
 
     def _keeps_folder(self) -> bool:
@@ -379,7 +378,7 @@ class CheckpointManager:
         return self.folder / f"{step}{SAVING}"
 
     def _clear_up(self) -> None:
-        """Remove what is not a checkpoint, and restore one whose replacement was never completed."""
+        """Remove whatever is not a checkpoint, and restore one whose replacement was not completed."""
         remove_leftovers(self.folder)
         for path in sorted(self.folder.iterdir()):
             if path.name.endswith((TEMPORARY, SAVING, REMOVED)):
@@ -387,12 +386,12 @@ class CheckpointManager:
 
 
 class _Save(threading.Thread):
-    """A save in the background. It may hang on a disk or a network that does not answer, so the process never waits for it
+    """A save in the background. It may hang on a disk or network that does not respond, so the process does not wait for it
     when it ends.
 
     Attributes:
-      ended: set when it has, with or without an `error`; never set if the thread dies before it runs.
-      began: by the monotonic clock.
+      ended: set when it ends, with or without an `error`; never set if the thread dies before it runs.
+      began: start time by the monotonic clock.
     """
 
     def __init__(self, step: int, finish: Callable[[], None]) -> None:
@@ -406,7 +405,7 @@ class _Save(threading.Thread):
     def run(self) -> None:
         try:
             self._finish()
-        except BaseException as error:  # which `wait` raises
+        except BaseException as error:  # raised by `wait`
             self.error = error
         finally:
             self.ended.set()
@@ -414,14 +413,14 @@ class _Save(threading.Thread):
 
 @dataclass(frozen=True)
 class _About:
-    """The files of a step besides arrays; orbax calls `save`, as it does for any `ocp.StatefulCheckpointable`."""
+    """The files of a step other than arrays; orbax calls `save`, as for any `ocp.StatefulCheckpointable`."""
 
     note: str
     config: LlamaConfig
     tokenizer: Tokenizer | None
 
     async def save(self, directory: Any) -> Any:
-        return self._write(directory)  # which orbax awaits in its thread
+        return self._write(directory)  # awaited by orbax in its thread
 
     async def _write(self, directory: Any) -> None:
         folder = Path(await directory.await_creation())
@@ -436,7 +435,7 @@ class _About:
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
-    """The parts of a state that orbax writes, by the name of their folder; `rest` has None in the place of the others."""
+    """The parts of a state that orbax writes, by folder name; `rest` has None in place of the others."""
     average = {} if state.ema is None else {EMA: state.ema}
     return {PARAMS: state.params, **average, REST: state.replace(params=None, ema=None)}
 
@@ -445,15 +444,15 @@ def _writing(store: CheckpointStore) -> ocp.Context:
     """The settings with which orbax writes."""
     context = ocp.Context()
     if not store.shared:
-        # Each host makes its folder, and its index of what it has written there. What orbax notes of arrays beside them it
-        # would compare with that of all processes, in one folder.
+        # Each host makes its folder, and an index of what it has written. Orbax would compare its notes about arrays with
+        # those of all processes, in one folder.
         context.multiprocessing_options.primary_host = store.first
         context.array_options.saving.array_metadata_store = None
-    # Trained float32 numbers shrink by 7 %, and compressing them takes the processors from training for a second and more.
+    # Trained float32 values shrink by 7%, and compressing them takes the CPU from training for a second or more.
     context.array_options.saving.use_compression = False
-    # In `save` and not in the thread: an error there would leave the writers waiting for the folders until their time is up.
+    # In `save` instead of the thread: after an error there the writers would wait for the folders until they time out.
     context.async_options.create_directories_asynchronously = False
-    # The copies of an array within a process go to one disk; to cut them into shares would compile a program for each shape.
+    # A process writes its copies of an array to one disk; splitting them would compile a program per shape.
     context.array_options.saving.use_replica_parallel = jax.process_count() > 1
     return context
 

@@ -43,11 +43,11 @@ def make_program(
     """Compile the step of a recipe: by `jax.jit` over a mesh, or by `jax.pmap` over `sizes.data` devices.
 
     Args:
-      objective: the loss, and the models that it reads; pmap accepts only one without `prepare` and `frozen`.
+      objective: the loss, and the models that it reads; pmap supports only one without `prepare` and `frozen`.
       base: the frozen model of a recipe that trains adapters, sharded by `param_specs`.
 
     Raises:
-      MeshError: devices, a model or a batch that do not fit together, or a process without a device in the mesh.
+      MeshError: devices, a model or a batch that do not fit together, or a process without devices in the mesh.
       TrainingError: a mesh that pmap does not support.
     """
     check_mesh(recipe, sizes, backend)
@@ -59,7 +59,7 @@ def make_program(
 def _step(
     recipe: Recipe, objective: Objective, frozen: FrozenModels, step: Callable[..., tuple[TrainState, StepMetrics]]
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
-    """`train_step` with the configuration and the options of the recipe bound."""
+    """`train_step` with the recipe's configuration and options bound."""
     return partial(
         step,
         make_optimizer(recipe.optimizer, recipe.steps),
@@ -146,7 +146,7 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
         return params if base is None or lora is None else precompute_dora_scale(adapted(base, params, lora))
 
     _, reading = evaluation_sharding(recipe.model, mesh)
-    # If nothing is padded or copied the model is returned unchanged: `jit` would copy it.
+    # If nothing is padded or copied, the model is returned unchanged: `jit` would copy it.
     as_it_is = padded_shapes_config(recipe.model, sizes) == recipe.model
     models = base, objective.frozen
     batches = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=rows), objective.shapes)
@@ -173,7 +173,7 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
         shapes=shapes,
         adopt=identity,
         model=model,
-        # All processes read the same rows, and each the whole answer.
+        # All processes read the same rows, and each the whole result.
         jit=jax.jit if jax.process_count() == 1 else partial(jax.jit, out_shardings=whole),
         fit=identity if as_it_is else jax.jit(sharding.prepare_params),
         config=config,
@@ -217,7 +217,7 @@ def _pmap_program(recipe: Recipe, objective: Objective, sizes: MeshSizes) -> Tra
 
 
 def _share(rows: NamedSharding, batch: int) -> tuple[int, int]:
-    """Which of how many equal parts of a batch this process's devices hold; the whole batch if parts are not equal."""
+    """Index and number of this process's equal share of a batch's rows; the whole batch if shares are not equal."""
     parts = rows.addressable_devices_indices_map((batch,)).values()
     bounds = {part[0].indices(batch)[:2] for part in parts if part is not None}
     begin, end = min(bounds)[0], max(bounds)[1]

@@ -1,9 +1,9 @@
-"""One run at a time in a folder: by a locked file on a disk, by an object that is renewed in a store.
+"""One run at a time in a folder: by a locked file on disk, by a renewed lease object in an object store.
 
-On a disk the lock ends with the process. A store has no locks: there the lease is an object that its holder renews, and that
-another run takes when it has expired. Every change of it is conditional on the version that was read before, so exactly one
-of two runs gets it, and the one that lost it finds out at its next renewal, which precedes every other write. Its age is
-measured by the store's clock alone: the clocks of two machines are never compared.
+On disk the lock ends with the process. An object store has no locks: there the lease is an object that its holder renews,
+and that another run takes when it has expired. Every change is conditional on the version read before, so exactly one of two
+runs gets it, and the other finds out at its next renewal, which precedes every other write. Its age is measured only by the
+store's clock: clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ OF_A_RUN = (RECIPE, METRICS)
 def folder_lock(folder: Path) -> Iterator[Callable[[], None]]:
     """Lock a folder, which is created if missing. The lock ends with the process, however that ends.
 
-    Two runs in one folder would delete each other's checkpoints while they are written. On Windows, which has no such
-    locks, nothing is locked; nor on a file system without them, with a warning. If the body fails before it has written
-    anything, what was created here is removed.
+    Two runs in one folder would delete each other's checkpoints while writing. On Windows, which lacks such locks, nothing
+    is locked; nor on a file system without them, with a warning. If the body fails before anything is written, files created
+    here are removed.
 
     Yields:
-      A function that raises TrainingError once the folder or the lock's file is another one than at the beginning: removed,
-      renamed or replaced.
+      A function that raises TrainingError once the folder or the lock file was removed, renamed or replaced.
 
     Raises:
       TrainingError: another process holds the lock, or the folder cannot be written to.
@@ -73,32 +72,32 @@ def folder_lock(folder: Path) -> Iterator[Callable[[], None]]:
 
 
 def _is_held(folder: Path, descriptor: int) -> bool:
-    """Whether the lock's file in the folder is the one that is open; also if the file system does not answer."""
+    """Whether the lock file in the folder is the open one; also True if the file system does not respond."""
     try:
         return os.path.samestat((folder / RUN_LOCK).stat(), os.fstat(descriptor))
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:  # a network file system that does not answer now
+    except OSError:  # a network file system that does not respond now
         return True
 
 
 def _check(folder: Path, descriptor: int) -> None:
     if not _is_held(folder, descriptor):
         raise TrainingError(
-            f"{folder} is no longer the folder of this run: it, or {RUN_LOCK!r} in it, was removed or replaced meanwhile;"
-            " nothing more is written; if the folder was renamed, go on there with --resume"
+            f"{folder} is no longer the folder of this run: it, or {RUN_LOCK!r} in it, was removed or replaced;"
+            " nothing more is written; if the folder was renamed, resume there with --resume"
         )
 
 
 def _taken(folder: Path, holder: str) -> TrainingError:
     return TrainingError(
-        f"{folder} is in use by another run, process {holder}; wait until that has ended, or use another --workdir"
+        f"{folder} is in use by another run, process {holder}; wait until it ends, or use another --workdir"
     )
 
 
 def _remove_unused(folder: Path, made: list[Path]) -> None:
-    """Remove the lock's file and the folders made, unless checkpoints, metrics or a recipe were written meanwhile."""
-    with suppress(OSError):  # of a folder that is not empty
+    """Remove the lock file and created folders, unless checkpoints, metrics or a recipe were written."""
+    with suppress(OSError):  # the folder is not empty
         if (folder / CHECKPOINTS).exists():
             (folder / CHECKPOINTS).rmdir()
         if not any((folder / name).exists() for name in OF_A_RUN):
@@ -108,15 +107,15 @@ def _remove_unused(folder: Path, made: list[Path]) -> None:
 
 
 LEASE = "lease.json"  # in the folder of a run
-SECONDS = 60.0  # until one that is not renewed may be taken
-RENEWALS = 4  # in that time
-POLL = 2.0  # seconds between looks at one that another has
+SECONDS = 60.0  # until a lease that is not renewed may be taken
+RENEWALS = 4  # within SECONDS
+POLL = 2.0  # seconds between checks of another run's lease
 
 _log = logging.getLogger("llama_jax.storage")
 
 
 class Lease:
-    """The right to write into a run's folder. `acquire` it first; `check` comes before every write."""
+    """The right to write into a run's folder. Call `acquire` first, and `check` before every write."""
 
     def __init__(self, folder: StoredPath) -> None:
         self._folder = folder
@@ -130,7 +129,7 @@ class Lease:
             "renewals": 0,
             "ended": False,
         }
-        self._held: VersionedObject | None = None  # as it was written last
+        self._held: VersionedObject | None = None  # as last written
         self._renewed = 0.0
         self._taken = False
         self._lost: TrainingError | None = None
@@ -141,13 +140,13 @@ class Lease:
         """Become the holder. If another lease is unexpired, wait until it is renewed or has expired.
 
         Args:
-          say: called with a line about the lease that is waited for.
+          say: called with a line about the lease that this run waits for.
 
         Raises:
           TrainingError: another run holds it; the message names its process.
-          OSError: the store gives no answer.
+          OSError: the store does not respond.
         """
-        first: bytes | None = None  # the lease as it was found, b"" for none
+        first: bytes | None = None  # the lease as first found, b"" for none
         deadline = 0.0
         while True:
             found = with_retries(str(self._object), self._read)
@@ -164,7 +163,7 @@ class Lease:
                         )
                 elif found.content != first:
                     raise TrainingError(
-                        f"{self._folder} is in use by another run, {_holder(other)}; wait until that has ended, or use"
+                        f"{self._folder} is in use by another run, {_holder(other)}; wait until it ends, or use"
                         " another --workdir"
                     )
                 if _clock() < deadline:
@@ -180,7 +179,7 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Before something is written: renews a lease that is no longer fresh.
+        """Call before writing: renews a lease that is not fresh.
 
         Raises:
           TrainingError: another run has taken it.
@@ -192,17 +191,17 @@ class Lease:
                 self._renew()
 
     def raise_if_lost(self) -> None:
-        """Raise TrainingError if another run is known to have taken it."""
+        """Raise TrainingError if another run is known to have taken the lease."""
         if self._lost is not None:
             raise self._lost
 
     @property
     def is_held(self) -> bool:
-        """Whether it was taken, and is not known to be lost."""
+        """Whether the lease was taken, and is not known to be lost."""
         return self._taken and self._lost is None
 
     def release(self) -> None:
-        """Leave the folder to others, at once."""
+        """Release the folder to other runs, immediately."""
         self._stop.set()
         with self._lock:
             if self.is_held:
@@ -212,7 +211,7 @@ class Lease:
                 except (OSError, TransientError) as error:
                     _log.warning("%s: %s; it expires in %g s", self._object, error, SECONDS)
             if self._lost is None:
-                self._lost = TrainingError(f"{self._folder} is no longer written to")  # by threads that live on
+                self._lost = TrainingError(f"{self._folder} is no longer written to")  # for threads that still run
 
     def _renew_regularly(self) -> None:
         while not self._stop.wait(SECONDS / RENEWALS):
@@ -232,25 +231,25 @@ class Lease:
         while not self._write():
             found = self._read()
             other = {} if found is None else _content_of(found)
-            if other.get("run") == self._content["run"]:  # a renewal before this one was written, but its answer was lost
+            if other.get("run") == self._content["run"]:  # an earlier renewal was written, but its response was lost
                 self._held = found
                 continue
             who = "removed" if found is None else f"taken over by another run, {_holder(other)}"
             self._lost = TrainingError(
-                f"{self._object} was {who}, since this run was not heard of for {SECONDS:g} s, or by hand; nothing more is"
-                " written; let the other end, and go on with --resume"
+                f"{self._object} was {who}, because this run did not renew it for {SECONDS:g} s, or by hand; nothing more is"
+                " written; wait until the other run ends, and resume with --resume"
             )
             raise self._lost
 
     def _write(self) -> bool:
-        """Replace the version that was held by the content of now; False if another version is there."""
+        """Replace the version that was held by the current content; False if there is another version."""
         content, began = json.dumps(self._content).encode(), _clock()
         mark = _bucket_of(self._object).swap(self._object.key, content, None if self._held is None else self._held.mark)
         if mark is None:
             found = self._read()
             if found is None or found.content != content:
                 return False
-            mark = found.mark  # an earlier try has written it, but its answer was lost
+            mark = found.mark  # an earlier try wrote it, but its response was lost
         self._held, self._renewed = VersionedObject(content, mark, 0.0), began
         return True
 
@@ -258,7 +257,7 @@ class Lease:
         return _bucket_of(self._object).stamped(self._object.key)
 
     def _age(self, found: VersionedObject) -> float:
-        """Seconds since it was renewed, by the clock of the store: of an object that is put there now."""
+        """Seconds since it was renewed, by the store's clock: compared with an object that is written now."""
         probe = self._folder / f".clock-{uuid.uuid4().hex}"
         bucket = _bucket_of(probe)
 
@@ -273,14 +272,14 @@ class Lease:
             now = with_retries(str(probe), ask)
         finally:
             with_retries(str(probe), lambda: bucket.delete(probe.key))
-        return max(0.0, now - found.modified - 1.0)  # clocks of stores count whole seconds
+        return max(0.0, now - found.modified - 1.0)  # store clocks have a resolution of seconds
 
 
 def run_of(folder: StoredPath) -> str | None:
-    """The id of the run that has the lease of a folder; None if there is no lease.
+    """The id of the run that holds the lease of a folder; None if there is no lease.
 
     Raises:
-      OSError: the store gives no answer.
+      OSError: the store does not respond.
     """
     place = folder / LEASE
     found = with_retries(str(place), lambda: _bucket_of(place).stamped(place.key))
@@ -307,5 +306,5 @@ def _holder(content: dict[str, Any]) -> str:
 
 
 def _clock() -> float:
-    """Seconds that also pass while the machine sleeps."""
+    """Seconds, including time when the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

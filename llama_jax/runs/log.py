@@ -9,10 +9,10 @@ from llama_jax.storage.atomic_write import discard_output
 
 
 class Log:
-    """Lines on stdout. On a terminal a line of progress replaces the one before; in a file all of them stay."""
+    """Lines on stdout. On a terminal each line of progress replaces the previous one; in a file all of them stay."""
 
     def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
-        """`quiet` prints nothing: for all processes but the first, and for callers that want no log."""
+        """`quiet` prints nothing: for all processes except the first, and for callers that want no log."""
         self._stream = sys.stdout if stream is None else stream
         self.quiet = quiet
         self._in_place = self._stream.isatty()
@@ -37,13 +37,13 @@ class Log:
             self._stream.write(text)
             self._stream.flush()
         except OSError:
-            # The reader has left (`| head`), the terminal has hung up, or the disk under a log is full: the run goes on in
-            # silence. Nothing may be flushed there at the end.
+            # The reader has exited (`| head`), the terminal has hung up, or the disk is full: the run continues silently.
+            # Nothing may be flushed there at the end.
             self.quiet = True
             discard_output(self._stream.fileno())
 
     def end(self) -> None:
-        """Leave the last line of progress where it is."""
+        """Keep the last line of progress."""
         if self._open:
             self._put("\n")
             self._open = False

@@ -154,9 +154,11 @@ def train(
             store=run_folder,
             stuck=stuck,
         ) as checkpoints,
+        StopRequest(alone=processes.count == 1, quiet=processes.index > 0) as stop,
     ):
         folder = run_folder.path
-        note = preflight.resume_note(checkpoints, run_folder.place, recipe, resume)
+        note, recipe = preflight.resume_note(checkpoints, run_folder.place, recipe, resume)
+        stop.kept = None if note is None else note["step"]
         if note is None and recipe.vocabulary == "bpe":
             log.line(f"learning a vocabulary of {recipe.model.vocab_size} pieces from the text")
         vocabulary = choose_tokenizer(
@@ -171,7 +173,7 @@ def train(
             processes.wait("text tokenized")
         with preflight.explain_changed_data(note):
             task = task_kind(recipe).open(recipe, TaskInputs(sources, validation_sources, vocabulary, mesh, log, weights))
-        recipe = task.recipe
+        given, recipe = recipe, task.recipe
         preflight.check_data(note, task, reweigh=reweigh)
         if note is not None:
             preflight.check_recipe(note, run_folder.place, recipe)
@@ -179,7 +181,9 @@ def train(
         if processes.first_of_host:
             processes.wait("text tokenized")
         facts = [] if opened is None else describe_weights(recipe, opened.tensors)
-        preflight.describe(log, recipe, (*facts, *task.facts, plan_of(recipe, task, mesh.devices)))
+        compiling = preflight.compile_seconds(folder)
+        plan = plan_of(given, task, mesh.devices, compiling, 0 if note is None else note["step"])
+        preflight.describe(log, recipe, (*facts, *task.facts, plan))
         preflight.agree(processes, run_folder, recipe, mesh, backend, task, note)
         if task.load is not None:
             task = task.load()
@@ -187,7 +191,7 @@ def train(
         start, base = load_weights(recipe, weights, mesh, note)
         frozen = None if base is None else base.params
         if backend == "jit":  # under pmap the first step compiles
-            preflight.log_compiling(log, folder)
+            log.progress("compiling the training step" + ("" if compiling is None else f", about {duration(compiling)}"))
         program = make_program(recipe, task.objective, mesh, backend, frozen)
         processes.wait("compiled")  # compilation times differ
         if note is None:
@@ -199,26 +203,25 @@ def train(
         data_state = None if note is None else note["data"]
         batches = task.begin(TaskContext(program, state, frozen, data_state, folder, processes, log))
         preflight.write_recipe(folder, recipe)
-        # Up to here there is nothing to save, and a signal ends the process at once.
-        with StopRequest(quiet=processes.index > 0) as stop:
-            run = _TrainingRun(
-                recipe=recipe,
-                folder=run_folder,
-                program=program,
-                checkpoints=checkpoints,
-                tokenizer=vocabulary,
-                prompts=prompts,
-                task=task,
-                batches=batches,
-                log=log,
-                stop=Stopping(stop, processes.count),
-                profile=Profile(folder, trace, log),
-                processes=processes,
-                track=track,
-                base=None if base is None else base.note,
-            )
-            run.log_start(state, resumed=note is not None)
-            return run.run(state, note)
+        stop.begin_steps()
+        run = _TrainingRun(
+            recipe=recipe,
+            folder=run_folder,
+            program=program,
+            checkpoints=checkpoints,
+            tokenizer=vocabulary,
+            prompts=prompts,
+            task=task,
+            batches=batches,
+            log=log,
+            stop=Stopping(stop, processes.count),
+            profile=Profile(folder, trace, log),
+            processes=processes,
+            track=track,
+            base=None if base is None else base.note,
+        )
+        run.log_start(state, resumed=note is not None)
+        return run.run(state, note)
 
 
 @dataclass
@@ -290,6 +293,8 @@ class _TrainingRun:
                 if reports or saves or first:
                     self._check(step, running)
                     running = None
+                if first:
+                    self.stop.request.seconds = time.perf_counter() - began
                 if first and not reports:
                     self._log_first_step(step, time.perf_counter() - began)
                 if reports:
@@ -299,7 +304,7 @@ class _TrainingRun:
                     self._pause(lambda step=step, state=state: self._evaluate(step, state))
                 if saves:
                     self._pause(lambda step=step, state=state: self._save(step, state, batches.state))
-                    saved = step
+                    self.stop.request.kept, saved = saved, step  # the save before is whole, for this one waited for it
             if running is not None:
                 self._check(step, running)
             if saved != step:
@@ -342,13 +347,16 @@ class _TrainingRun:
         """Log the first step, because the next line may come much later."""
         every = self.recipe.log_every
         ahead = min((step // every + 1) * every, self.recipe.steps) - step
-        self.log.progress(f"first step in {seconds:.1f} s; the next line comes in about {duration(ahead * seconds)}")
+        left = duration((self.recipe.steps - step) * seconds)
+        self.log.progress(
+            f"first step in {seconds:.1f} s, about {left} left; the next line comes in about {duration(ahead * seconds)}"
+        )
 
     def _log_step(self, step: int, metrics: dict[str, jax.Array], marked: int, began: float) -> None:
         """Write progress to the log and the metrics; raise the error of a failed save."""
         self.checkpoints.check()
         now = time.perf_counter()
-        per_step = (now - self._mark) / (step - marked)
+        per_step = self.stop.request.seconds = (now - self._mark) / (step - marked)
         self._mark = now
         found = {name: float(value) for name, value in jax.device_get(metrics).items()}
         loss, norm, skipped = found["loss"], found["grad_norm"], int(found["skipped"])

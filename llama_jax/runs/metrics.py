@@ -1,4 +1,4 @@
-"""The metrics of a run: lines of JSON, which are read as arrays and sent to TensorBoard, Weights & Biases or MLflow.
+"""The metrics of a run: lines of JSON, read as arrays and sent to TensorBoard, Weights & Biases or MLflow.
 
 The authoritative copy is metrics.jsonl.
 """
@@ -26,11 +26,11 @@ from llama_jax.storage import Location, StoredPath, locate, resolved
 from llama_jax.storage.atomic_write import write_atomically
 
 METRICS = "metrics.jsonl"  # in the folder of a run
-PARTS = "metrics"  # of one in a store, which appends to nothing: a folder of 000001.jsonl and so on
+PARTS = "metrics"  # in a store, which cannot append: a folder of 000001.jsonl and so on
 
 
 class Metrics:
-    """Appends to ``metrics.jsonl`` in a run's folder, one object a line, each written whole before the next step."""
+    """Appends to ``metrics.jsonl`` in a run's folder, one object per line, each written whole before the next step."""
 
     def __init__(self, folder: Path) -> None:
         self._path = path = folder / METRICS
@@ -41,10 +41,10 @@ class Metrics:
             self._file.write("\n")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Write a line. A number that is not finite becomes null, for JSON cannot express it.
+        """Write a line. Non-finite numbers become null, since JSON cannot express them.
 
         Raises:
-          TrainingError: the disk is full, or the file cannot be written to any more.
+          TrainingError: the disk is full, or the file is no longer writable.
         """
         values = finite(values)
         try:
@@ -52,18 +52,18 @@ class Metrics:
             self._file.flush()
         except OSError as error:
             raise TrainingError(
-                f"{self._path} cannot be written to ({error.strerror}); fix that and go on from the last checkpoint with"
+                f"{self._path} cannot be written to ({error.strerror}); fix that and resume from the last checkpoint with"
                 " --resume"
             ) from None
 
     def close(self) -> None:
         """Close the file."""
-        with suppress(OSError):  # what could not be written was reported
+        with suppress(OSError):  # write errors were reported
             self._file.close()
 
 
 def finite(value: Any) -> Any:
-    """A value as JSON can hold it: None for each number in it that is not finite."""
+    """A value for JSON, with None for each non-finite number in it."""
     if isinstance(value, dict):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -84,12 +84,12 @@ class RunHistory:
     """The metrics of a run, in the order of its steps.
 
     Attributes:
-      name: of its folder.
-      train: float64[n] each, by the names of `TRAIN_METRICS` and those of `OPTIONAL_METRICS` that it has; nan where a value
-        is missing or not finite.
+      name: unique name from the folder's path.
+      train: float64[n] each, by the names of `TRAIN_METRICS` and available `OPTIONAL_METRICS`; nan if a value is missing or
+        not finite.
       validation: float64[m] each, likewise by `VALIDATION_METRICS`, `OPTIONAL_METRICS` and names that begin with
-        `SOURCE_PREFIX`; tokens are those of the training line at that step.
-      unreadable: numbers, from 1, of incomplete lines, left by a run that was killed while it wrote.
+        `SOURCE_PREFIX`; tokens are from the training line of that step.
+      unreadable: line numbers, from 1, of incomplete lines of a run that was killed while writing.
     """
 
     name: str
@@ -100,9 +100,9 @@ class RunHistory:
 
 TRAIN_METRICS = ("step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_second")
 VALIDATION_METRICS = ("step", "tokens", "loss")
-READERS = 8  # of parts in a store, at a time
+READERS = 8  # parts in a store read concurrently
 SOURCE_PREFIX = "loss/"  # before the name of a source
-# Metrics of some kinds of runs only, each drawn in a panel of its own.
+# Metrics of only some kinds of runs, each drawn in a separate panel.
 OPTIONAL_METRICS = {
     "reward": "Reward",
     "length": "Answers, tokens",
@@ -116,11 +116,11 @@ OPTIONAL_METRICS = {
 def read_run(folder: str | os.PathLike[str]) -> RunHistory:
     """The metrics of a run's folder.
 
-    Of several lines for a step the last one counts, and where a run was resumed at a step, lines of later steps that an
-    earlier process wrote are dropped.
+    The last of several lines for a step counts, and if a run was resumed at a step, lines of later steps by earlier
+    processes are dropped.
 
     Raises:
-      UserError: no metrics there, or none of training.
+      UserError: the folder has no metrics, or none of training.
     """
     where = locate(folder)
     with reading(where, UserError):
@@ -149,7 +149,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunHistory:
         elif kind in kept:
             kept[kind][step] = found
     if not kept["train"]:
-        damage = f"; {len(unreadable)} of its lines are not whole" if unreadable else ""
+        damage = f"; {len(unreadable)} of its lines are incomplete" if unreadable else ""
         raise UserError(f"{where / METRICS} has no line of training to draw{damage}; has the run logged a step yet?")
     train, validation = _columns(kept["train"], TRAIN_METRICS), _columns(kept["validation"], VALIDATION_METRICS)
     known = np.isfinite(train["tokens"])
@@ -159,7 +159,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunHistory:
 
 
 def read_lines(parts: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
-    """The lines of metrics with their numbers from 1, but for empty ones; None for one that is incomplete."""
+    """The non-empty lines of metrics with their numbers from 1; None for an incomplete line."""
     for number, line in enumerate(chain.from_iterable(part.splitlines() for part in parts), 1):
         if line.strip():
             try:
@@ -169,13 +169,13 @@ def read_lines(parts: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
 
 
 def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunHistory]:
-    """The metrics of several folders, each with a unique name: as much of the end of its path as that needs.
+    """The metrics of several folders, each with a unique name: the shortest unique end of its path.
 
     Raises:
-      UserError: no folder, one that is given twice, or one without metrics.
+      UserError: no folder, a folder given twice, or one without metrics.
     """
     if not folders:
-        raise UserError("no run was given; pass the folder of at least one")
+        raise UserError("no run given; pass the folder of at least one")
     places = [resolved(locate(folder)) for folder in folders]
     parts = [tuple(str(place).split("/")) if isinstance(place, StoredPath) else place.parts for place in places]
     for i, folder in enumerate(folders):
@@ -190,9 +190,9 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunHistory]:
 
 
 def _files(folder: Location) -> list[Location]:
-    """Those that hold a run's metrics, in order: what was written in parts, to a store, and in one file, to a disk.
+    """The files of a run's metrics, in order: parts from a store, and a single file from a disk.
 
-    Of a run that has been on both, the older are the former on a disk, and the latter in a store.
+    If a run has been on both, the older lines are in the parts for a folder on disk, and in the file for one in a store.
     """
     whole: list[Location] = [folder / METRICS] if (folder / METRICS).is_file() else []
     parts: list[Location] = []
@@ -202,7 +202,7 @@ def _files(folder: Location) -> list[Location]:
 
 
 def _columns(lines: dict[int, dict[str, Any]], usual: Sequence[str]) -> dict[str, np.ndarray]:
-    """The values of all lines by name in the order of steps, nan for what is not a finite number: float64[n] each."""
+    """All lines' values by name in order of steps, nan if not a finite number: float64[n] each."""
     present = dict.fromkeys(name for line in lines.values() for name in line)
     sources = [name for name in present if name.startswith(SOURCE_PREFIX)]
     rows = [lines[step] | {"step": step} for step in sorted(lines)]
@@ -222,22 +222,22 @@ TRACKER_PACKAGES: dict[Track, str] = {
     "tensorboard": "tensorboardX",
     "wandb": "wandb",
     "mlflow": "mlflow",
-}  # what is imported
+}  # imported modules
 TRACKER_NAMES = "trackers.json"  # in the folder of a run: its name in each service, so that a resumed run continues there
-SENT_KINDS = ("train", "validation")  # whose numbers are sent
+SENT_KINDS = ("train", "validation")  # kinds of lines that are sent
 
 
 class Tracker(Protocol):
-    """A service that gets the metrics.
+    """A service that receives the metrics.
 
     Attributes:
-      name: of the run in the service, by which a resumed run continues there.
+      name: name of the run in the service, under which a resumed run continues.
     """
 
     name: str
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """The numbers of a step, by names like "train/loss"."""
+        """Send the numbers of a step, with names like "train/loss"."""
 
     def close(self) -> None:
         """Send the rest and close."""
@@ -252,18 +252,18 @@ def check_trackers(track: Sequence[Track]) -> None:
             importlib.import_module(TRACKER_PACKAGES[name])
         except ImportError as error:
             raise TrainingError(
-                f'--track {name} needs a package ({error}); get it with pip install -e ".[{name}]"'
+                f'--track {name} needs a package ({error}); install it with pip install -e ".[{name}]"'
             ) from None
 
 
 class Tracking:
-    """All trackers of a run. One that fails is dropped, and the run continues."""
+    """All trackers of a run. A tracker that fails is dropped, and the run continues."""
 
     def __init__(self, track: Sequence[Track], folder: Path, recipe: dict[str, Any], step: int, log: Log) -> None:
         """
         Args:
-          recipe: as `recipe.to_dict` gives it, for the services' own record of settings.
-          step: at which the run is resumed; 0 for a new one.
+          recipe: from `recipe.to_dict`, for the services' record of settings.
+          step: the step at which the run resumes; 0 for a new run.
         """
         self._log, self._trackers = log, dict[str, Tracker]()
         path = folder / TRACKER_NAMES
@@ -279,7 +279,7 @@ class Tracking:
                 target.write_text(json.dumps(known, indent=2) + "\n", "utf-8")
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Send the finite numbers of a line of metrics.jsonl, of training or of validation."""
+        """Send the finite numbers of a training or validation line of metrics.jsonl."""
         if kind not in SENT_KINDS:
             return
         numbers = {
@@ -309,7 +309,7 @@ class _TensorBoard:
     def __init__(self, folder: Path, recipe: dict[str, Any], step: int, known: str | None) -> None:
         from tensorboardX import SummaryWriter  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra, without types
 
-        # A resumed run draws the steps after its checkpoint anew.
+        # A resumed run redraws the steps after its checkpoint.
         purge = step + 1 if step else None
         self._writer = SummaryWriter(str(folder / self.name), purge_step=purge, filename_suffix=f".{step}")
         if known is None:
@@ -330,7 +330,7 @@ class _WandB:
         called, quiet = folder.resolve().name, wandb.Settings(console="off")
         resume: Any = None if known is None else "allow"
         self._run = wandb.init(name=called, dir=str(folder), config=recipe, id=known, resume=resume, settings=quiet)
-        # Its own count of steps only rises, and a resumed run goes back to its checkpoint.
+        # W&B's own step count only increases, but a resumed run returns to its checkpoint.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self.name = str(self._run.id)

@@ -1,4 +1,4 @@
-"""Changes of a recipe from the command line: ``steps=100 optimizer.learning_rate=1e-3 model=stories-15m``."""
+"""Changes to a recipe from the command line: ``steps=100 optimizer.learning_rate=1e-3 model=stories-15m``."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ Settings = TypeVar("Settings")
 
 
 def override(settings: Settings, changes: Sequence[str]) -> Settings:
-    """Apply changes to a frozen dataclass in order; a dot leads into a nested one.
+    """Apply changes to a frozen dataclass in order; a dot selects a field of a nested one.
 
     Values are parsed by the field's type: a model is the name of a preset, a tuple is JSON or a single text, a tuple of
-    dataclasses a JSON list of objects; in a text a backslash and n are a line break. A nested dataclass that is None or
-    gets another ``kind``, as by ``model.rope_scaling.kind=yarn model.rope_scaling.factor=4``, is built from the given parts
-    alone.
+    dataclasses a JSON list of objects; in texts ``\\n`` is a line break. A nested dataclass that is None or changes its
+    ``kind``, as by ``model.rope_scaling.kind=yarn model.rope_scaling.factor=4``, is built from only the given parts.
 
     Raises:
-      TrainingError: a change that is not ``key=value``, an unknown key (the nearest is named), or a value of another type.
-      UserError: a value that the dataclass itself refuses.
+      TrainingError: a change that is not ``key=value``, an unknown key (the message suggests the nearest), or a value of the
+        wrong type.
+      UserError: a value that the dataclass rejects.
     """
     nested: dict[str, Any] = {}
     for change in changes:
         key, equals, value = change.partition("=")
         if not equals:
-            raise TrainingError(f"{change!r} is not key=value; write a change as steps=100")
+            raise TrainingError(f"{change!r} is not key=value; write a change such as steps=100")
         place = nested
         *outer, last = key.strip().split(".")
         for part in outer:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
-                raise TrainingError(f"{change!r} comes after {part}= was given whole; set that first part by part")
+                raise TrainingError(f"{change!r} comes after {part}=, which sets all of it; set only parts of it")
         if isinstance(place.get(last), dict):
-            raise TrainingError(f"{key}= is given whole and in parts; use one of them")
+            raise TrainingError(f"{key}= is set both as a whole and in parts; use only one")
         place[last] = value
     return _apply(settings, type(settings), nested, "", keys_of(settings))
 
 
 def _apply(settings: Any, kind: Any, changes: dict[str, Any], within: str, known: list[str]) -> Any:
-    """All changes of one dataclass at once, so that values that are only valid together may come in any order; with None
-    for the settings it is made of the changes alone."""
+    """Apply all changes of one dataclass at once, so that values that are only valid together may come in any order; None
+    for the settings builds a new dataclass from only the changes."""
     types_, fields = get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
     values = {}
     for name, value in changes.items():
@@ -58,7 +58,7 @@ def _apply(settings: Any, kind: Any, changes: dict[str, Any], within: str, known
         if isinstance(value, dict):
             inner, inner_kind = getattr(settings, name, None), dataclass_of(types_[name])
             if inner_kind is None:
-                raise TrainingError(f"{key!r} has no settings of its own; write {key}=VALUE")
+                raise TrainingError(f"{key!r} has no parts; write {key}=VALUE")
             values[name] = _apply(None if "kind" in value else inner, inner_kind, value, f"{key}.", known)
         else:
             values[name] = _parse(value, types_[name], key)
@@ -68,18 +68,18 @@ def _apply(settings: Any, kind: Any, changes: dict[str, Any], within: str, known
         name for name, f in fields.items() if dataclasses.MISSING is f.default is f.default_factory and name not in values
     ]
     if missing:
-        raise TrainingError(f"{within}{next(iter(values))} needs {within}{missing[0]} beside it; set both")
+        raise TrainingError(f"{within}{next(iter(values))} needs {within}{missing[0]} as well; set both")
     return kind(**values)
 
 
 def dataclass_of(kind: Any) -> Any:
-    """The dataclass that a field of this type holds, or may hold beside None; None for any other type."""
+    """The dataclass that a field of this type contains, possibly as an alternative to None; None for any other type."""
     options = [option for option in get_args(kind) or (kind,) if option is not type(None)]
     return options[0] if len(options) == 1 and dataclasses.is_dataclass(options[0]) else None
 
 
 def _suggest(key: str, within: str, known: list[str]) -> str:
-    """The nearest key at that level, or of all levels for the recipe itself; else the list of keys at that level."""
+    """Suggest the nearest key at that level, or at any level for the recipe itself; otherwise list that level's keys."""
     last = {k: k.rpartition(".")[2] for k in known if k.startswith(within)}
     close = difflib.get_close_matches(key.rpartition(".")[2], list(last.values()), 1, 0.7)
     near = [k for k in last if last[k] in close]
@@ -90,10 +90,10 @@ def _suggest(key: str, within: str, known: list[str]) -> str:
 
 
 def _parse(text: str, kind: Any, key: str) -> Any:
-    """The value of a text for a field of this type."""
+    """Parse a text as a value for a field of this type."""
     origin = get_origin(kind)
     if kind in (Parts, Part) or origin is Callable:
-        raise TrainingError(f"{key} is set to functions, in a recipe of a file of your own (FILE.py:FUNCTION)")
+        raise TrainingError(f"{key} must be set to functions in a recipe file (FILE.py:FUNCTION)")
     if origin in (Union, types.UnionType):
         if text.lower() in ("none", "null") and type(None) in get_args(kind):
             return None
@@ -118,15 +118,15 @@ def _parse(text: str, kind: Any, key: str) -> Any:
             raise TrainingError(f"{key}={text!r} must be {'an integer' if kind is int else 'a number'}") from None
     if origin is tuple:
         return _items(text, get_args(kind)[0], key)
-    raise TrainingError(f"{key} cannot be given whole on the command line; set its parts, as {key}.NAME=VALUE")
+    raise TrainingError(f"{key} cannot be set as a whole on the command line; set its parts with {key}.NAME=VALUE")
 
 
 def _items(text: str, kind: Any, key: str) -> tuple[Any, ...]:
-    """The items of a tuple: texts, also a single one without brackets; numbers; or dataclasses as JSON objects."""
+    """The items of a tuple: texts, or a single one without brackets; numbers; or dataclasses as JSON objects."""
     if kind is str and not text.startswith("["):
         return (text,) if text else ()
     found = _json(text)
-    needed = 'a text, or several as ["one", "two"]' if kind is str else "numbers, as [1.0, 1.5]"
+    needed = 'a text, or several, such as ["one", "two"]' if kind is str else "numbers, such as [1.0, 1.5]"
     dataclass_type = dataclass_of(kind)
     if dataclass_type:
         names = [f.name for f in dataclasses.fields(dataclass_type)]
@@ -140,7 +140,7 @@ def _items(text: str, kind: Any, key: str) -> tuple[Any, ...]:
 
 
 def _json(text: str) -> Any:
-    """A text parsed as JSON; None if it is not JSON, or nests too deep to be a setting."""
+    """A text parsed as JSON; None if it is not JSON, or is nested too deeply to be a setting."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -148,11 +148,11 @@ def _json(text: str) -> Any:
 
 
 def keys_of(settings: Any, within: str = "") -> list[str]:
-    """Every key that `override` knows, those of nested dataclasses with dots."""
+    """Every key that `override` accepts, with dots for nested dataclasses."""
     found, types_ = [], get_type_hints(type(settings))
     for f in dataclasses.fields(settings):
         inner = getattr(settings, f.name)
-        if isinstance(inner, Parts):  # which a command line does not set
+        if isinstance(inner, Parts):  # not settable on the command line
             continue
         found.append(f"{within}{f.name}")
         if inner is None and (made := dataclass_of(types_[f.name])):

@@ -1,4 +1,4 @@
-"""The curves of training runs, from their metrics.jsonl, as a picture."""
+"""Plots of the curves of training runs, from their metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 By = Literal["step", "tokens"]
 
-# Okabe and Ito's colors, distinguishable with color blindness, without the yellow, which is too pale for a line.
+# Okabe and Ito's colors, distinguishable with color blindness, without yellow, which is too pale for a line.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("solid", (0, (4, 1.5)), (0, (1, 1)))  # the first for as many runs as there are colors, then the next
+DASHES = ("solid", (0, (4, 1.5)), (0, (1, 1)))  # the first for one run per color, then the next
 GRAY = "#555555"
 DOTS: dict[str, Any] = {
     "linestyle": (0, (1, 1)),
@@ -29,17 +29,17 @@ DOTS: dict[str, Any] = {
     "markerfacecolor": "white",
     "markeredgewidth": 1.4,
 }
-MOST_DOTS = 16  # of a run; more would hide the line
+MOST_DOTS = 16  # maximum per run; more would hide the line
 
 
 def smooth(values: np.ndarray, reach: int) -> np.ndarray:
-    """A mean over neighbors, applied twice: float64[n]; values that are not finite do not count and stay nan.
+    """A mean over neighbors, applied twice: float64[n]; non-finite values are ignored and stay nan.
 
-    It is centered and so has no lag, unlike a running average. At the beginning of a run, where curves are steep, fewer
-    neighbors count.
+    It is centered and therefore has no lag, unlike a running average. At the beginning of a run, where curves are steep,
+    fewer neighbors count.
 
     Args:
-      reach: neighbors on each side; 0 changes nothing.
+      reach: number of neighbors on each side; 0 changes nothing.
     """
     place = np.arange(len(values))
     near = np.minimum(reach, place // 4)
@@ -54,16 +54,16 @@ def smooth(values: np.ndarray, reach: int) -> np.ndarray:
 
 
 def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoothing: float = 0.01) -> Figure:
-    """Panels of loss, learning rate, gradient norm and throughput of runs, and of each of `OPTIONAL_METRICS` that a run has.
+    """Plot panels of loss, learning rate, gradient norm and throughput, and of each of `OPTIONAL_METRICS` that a run has.
 
     Args:
-      runs: what `metrics.read_runs` gave.
+      runs: the result of `metrics.read_runs`.
       by: the horizontal axis, steps or tokens.
-      log: logarithmic axes for that, the loss and the gradient norm.
-      smoothing: reach of the mean that is drawn over the faint curve, as a fraction of a run; 0 draws none.
+      log: whether that, the loss and the gradient norm have logarithmic axes.
+      smoothing: reach of the mean drawn over the faint curve, as a fraction of a run; 0 draws none.
 
     Returns:
-      A figure without a window: use `figure.savefig(path)`, or make it the last line of a notebook's cell.
+      A figure without a window: use `figure.savefig(path)`, or evaluate it last in a notebook's cell.
 
     Raises:
       UserError: matplotlib is missing, nothing to draw, or an invalid argument.
@@ -73,10 +73,10 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
     if not 0 <= smoothing < 1:
         raise UserError(f"smoothing={smoothing} must be a fraction of a run, at least 0 and below 1")
     if not runs:
-        raise UserError("no run was given; pass at least one")
+        raise UserError("no run given; pass at least one")
     for run in runs:
         if by == "tokens" and not np.isfinite(run.train["tokens"]).any():
-            raise UserError(f"the run {run.name} did not write its number of tokens; draw it by='step'")
+            raise UserError(f"the run {run.name} has no token counts; plot it with by='step'")
     usual = "Loss, nats per token", "Learning rate", "Gradient norm", "Throughput, tokens per second"
     titles = dict(zip(TRAIN_METRICS[2:], usual, strict=True))
     titles |= {name: title for name, title in OPTIONAL_METRICS.items() if any(name in run.train for run in runs)}
@@ -89,7 +89,7 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
         from matplotlib.layout_engine import ConstrainedLayoutEngine
         from matplotlib.lines import Line2D
     except ImportError:
-        raise UserError('plots need matplotlib; get it with pip install -e ".[plot]", or pip install matplotlib') from None
+        raise UserError('plots need matplotlib: pip install -e ".[plot]", or pip install matplotlib') from None
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
     figure = Figure(figsize=(11, 3.5 * height), dpi=150, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
@@ -107,7 +107,7 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
     for run, (color, dashes) in zip(runs, looks, strict=False):
         x = run.train[by]
         for name, axes in panels.items():
-            if name not in run.train:  # of validation alone
+            if name not in run.train:  # only in validation
                 continue
             y = run.train[name]
             reach = 0 if name == "learning_rate" else round(smoothing * len(y))
@@ -115,7 +115,7 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
                 axes.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
             alone = "." if len(y) == 1 else ""  # a line needs two points
             axes.plot(x, smooth(y, reach), color=color, linestyle=dashes, linewidth=1.6, marker=alone)
-        of_rewards = "reward" in run.validation  # the loss is only their negative
+        of_rewards = "reward" in run.validation  # the loss is just its negative
         for name in set(run.validation) & set(titles) - ({"loss"} if of_rewards else set()):
             every = -(-len(run.validation[name]) // MOST_DOTS)
             if not every:
@@ -135,7 +135,7 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
 
 
 def _style(axes: Axes, title: str) -> None:
-    """A plain panel: no box, a faint grid under the curves."""
+    """Style a panel: no box, a faint grid under the curves."""
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#999999")
@@ -145,13 +145,13 @@ def _style(axes: Axes, title: str) -> None:
 
 
 def _scale(panels: dict[str, Axes], log: bool) -> None:
-    """Axes from zero or logarithmic, with readable tick labels."""
+    """Set axes from zero or logarithmic, with readable tick labels."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     for name, axes in panels.items():
         drawn = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axes.lines])
         if name in ("learning_rate", "tokens_per_second"):
-            axes.set_ylim(0, 1.08 * np.nanmax(drawn, initial=0) or 1)  # a constant is not on the edge
+            axes.set_ylim(0, 1.08 * np.nanmax(drawn, initial=0) or 1)  # keeps a constant off the edge
         elif log and name not in OPTIONAL_METRICS and (drawn > 0).any():
             positive = drawn[drawn > 0]
             wide = positive.max() > 4 * positive.min()
@@ -167,7 +167,7 @@ def _scale(panels: dict[str, Axes], log: bool) -> None:
 
 
 def _power(value: float) -> str:
-    """A learning rate as people write it: 3e-4, 2.5e-3."""
+    """A learning rate in common notation: 3e-4, 2.5e-3."""
     if value == 0:
         return "0"
     mantissa, exponent = f"{value:.3e}".split("e")
@@ -175,6 +175,6 @@ def _power(value: float) -> str:
 
 
 def _plain(name: str) -> str:
-    """A name escaped for matplotlib, which reads $ as mathematics and hides labels that begin with an underscore."""
+    """A name escaped for matplotlib, which parses $ as math and hides labels that begin with an underscore."""
     plain = name.replace("$", r"\$")
     return f" {plain}" if plain.startswith("_") else plain

@@ -137,11 +137,14 @@ def check_trace(recipe: Recipe, trace: range | None) -> None:
         raise TrainingError(f"trace={trace.start}:{trace.stop} must lie within the run's steps, 1 to {recipe.steps}")
 
 
-def resume_note(checkpoints: CheckpointManager, folder: Location, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
-    """The note of the checkpoint to resume from, or None for a new run."""
+def resume_note(
+    checkpoints: CheckpointManager, folder: Location, recipe: Recipe, resume: bool
+) -> tuple[dict[str, Any] | None, Recipe]:
+    """The note of the checkpoint to resume from, or None for a new run; and the recipe, with the warm-up of that run if it
+    sets none."""
     latest = checkpoints.latest()
     if latest is None:
-        return None
+        return None, recipe
     if not resume:
         raise TrainingError(f"{folder} holds a run that is at step {latest}; go on with --resume, or use another --workdir")
     step = folder / CHECKPOINTS / str(latest)
@@ -155,8 +158,11 @@ def resume_note(checkpoints: CheckpointManager, folder: Location, recipe: Recipe
     missing = [name for name in ("recipe", "data", "tokens") if name not in note]
     if missing:
         raise TrainingError(f"{step} was not saved by train: its note has no {missing[0]}; use another --workdir")
+    begun = note["recipe"]["optimizer"]["warmup_steps"]
+    if recipe.optimizer.warmup_steps is None and (not recipe.steps or begun < recipe.steps):
+        recipe = replace(recipe, optimizer=replace(recipe.optimizer, warmup_steps=begun))
     check_recipe(note, folder, recipe)
-    return note
+    return note, recipe
 
 
 def check_recipe(note: dict[str, Any], folder: Location, recipe: Recipe) -> None:
@@ -197,14 +203,14 @@ def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
         log.line(fact)
 
 
-def log_compiling(log: Log, folder: Path) -> None:
-    """Print that the step is compiled now, and how long that takes: as when this run last began, or as on CPUs."""
+def compile_seconds(folder: Path) -> float | None:
+    """Seconds in which the step is compiled: as when this run last began, or as on CPUs; None if there is no telling."""
     seconds = COMPILE_SECONDS if jax.default_backend() == "cpu" else None
     if (folder / METRICS).exists():
         for _, found in read_lines([(folder / METRICS).read_bytes()]):
             if isinstance(found, dict):
                 seconds = found.get("compile_seconds") or seconds
-    log.progress("compiling the training step" + ("" if seconds is None else f", about {duration(seconds)}"))
+    return seconds
 
 
 @contextmanager
@@ -355,21 +361,52 @@ def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
 UTILIZATION = 0.5  # usual share of the FLOP/s of a datasheet, or of a large matrix product, that a step reaches
 
 
-def plan_of(recipe: Recipe, task: Task, devices: int) -> str:
-    """A line with the steps of a run, and a guess how long they will take: by the FLOPs of the task."""
-    steps = f"plan: {recipe.steps:,} steps of {task.tokens:,} tokens"
-    if recipe.rewards is not None:  # sampling takes most of the time, and its FLOPs say little about it
-        return steps
+def plan_of(given: Recipe, task: Task, devices: int, compiling: float | None = None, done: int = 0) -> str:
+    """A line with the steps of a run, its settings that follow from the data, and how long it will take: estimated from the
+    FLOPs of the task, and for sampled answers from those of a matrix product with as many rows as there are answers.
+
+    Args:
+      given: the recipe before it was fitted to the data, `task.recipe`.
+      compiling: seconds in which the step is compiled, if they are known; a sampler takes about as long again.
+      done: steps that a resumed run has taken.
+    """
+    recipe = task.recipe
+    fitted = [
+        f"{name}={now} of at most {bound}"
+        for name, now, bound in (("batch", recipe.batch, given.batch), ("length", recipe.length, given.length))
+        if now != bound
+    ]
+    optimizer = given.optimizer
+    if optimizer.warmup_steps is None and recipe.optimizer.warmup_steps != optimizer.max_warmup_steps:
+        fitted.append(f"warm-up {recipe.optimizer.warmup_steps} of at most {optimizer.max_warmup_steps}")
     hardware = find_hardware(jax.devices()[0].device_kind)
     peak = matmul_flops(recipe.dtype) if hardware is None else hardware.flops
-    seconds = recipe.steps * task.flops / (UTILIZATION * peak * devices)
-    return f"{steps}, about {duration(seconds)} at {UTILIZATION:.0%} of {peak / 1e9:,.0f} GFLOP/s, besides evaluations"
+    seconds = task.flops / (UTILIZATION * peak * devices)
+    if task.decoded:
+        compiling = 2 * compiling if compiling else None
+        # Token by token, which reads all weights for few rows; the FLOPs are in those of the task.
+        rows, weights = -(-recipe.batch // devices), parameter_count(recipe.model)
+        if hardware is None:
+            slow = 1 / matmul_flops(recipe.dtype, rows, 4096) - 1 / peak
+            seconds += task.decoded * 2 * rows * weights * slow / UTILIZATION
+        else:
+            seconds += task.decoded * weights * jnp.dtype(recipe.dtype).itemsize / hardware.memory_bandwidth
+    steps = f"plan: {recipe.steps:,} steps of {task.tokens:,} tokens" + (f" ({', '.join(fitted)})" if fitted else "")
+    left = f"{recipe.steps - done:,} left, " if done else ""
+    each = f"{seconds:.2g} s" if seconds < 10 else duration(seconds)
+    total = duration((recipe.steps - done) * seconds + (compiling or 0.0))
+    others = (
+        f"with {duration(compiling)} to compile, besides evaluations" if compiling else "besides compiling and evaluations"
+    )
+    return (
+        f"{steps}: {left}about {each} each, {total} in all {others}; estimated at {UTILIZATION:.0%} of"
+        f" {peak / 1e9:,.0f} GFLOP/s"
+    )
 
 
-def matmul_flops(dtype: str, repetitions: int = 5) -> float:
-    """FLOP/s of a large matrix product on the first device, for devices without a datasheet, such as CPUs: the fastest of
-    some repetitions."""
-    rows, size = 512, 1024
+def matmul_flops(dtype: str, rows: int = 512, size: int = 1024, repetitions: int = 5) -> float:
+    """FLOP/s of a matrix product of some rows on the first device, for devices without a datasheet, such as CPUs: the
+    fastest of some repetitions."""
     x, weight = jnp.ones((rows, size), dtype), jnp.ones((size, size), dtype)
     multiply = jax.jit(project)
     multiply(x, weight).block_until_ready()

@@ -1,4 +1,4 @@
-"""The model that a run starts from: one to continue training, or a frozen one under the adapters that it trains."""
+"""The pretrained model of a run: one to continue training, or a frozen base for adapters."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _log = logging.getLogger("llama_jax.runs")
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """A frozen model, as the training step reads it.
+    """A frozen model, as used by the training step.
 
     Attributes:
-      params: on the devices of the run.
-      note: for checkpoints: the path it was read from, and its digest.
+      params: sharded over the devices of the run.
+      note: for checkpoints: the path it was loaded from, and its digest.
     """
 
     params: Llama
@@ -46,12 +46,12 @@ class FrozenBase:
 def load_weights(
     recipe: Recipe, weights: str | os.PathLike[str] | None, mesh: MeshSizes, note: dict[str, Any] | None
 ) -> tuple[Llama | None, FrozenBase | None]:
-    """The initial parameters of a new run, or None; and the base model of adapters, which a resumed run needs too.
+    """The initial parameters of a new run, or None; and the base model of adapters, which a resumed run also needs.
 
-    Each device gets its share as it is read: no device ever holds a whole array.
+    Each device receives its share as it is read: no device ever holds a whole array.
 
     Args:
-      note: of the checkpoint to resume from.
+      note: from the checkpoint to resume from.
 
     Raises:
       TrainingError: the base model of adapters differs from the one that the run began with.
@@ -66,7 +66,7 @@ def load_weights(
     before = {} if note is None else note.get("base", {})
     if note is not None and before.get("digest") != found["digest"]:
         raise TrainingError(
-            f"{found['path']} is not the model that this run's adapters began with, {before.get('path')}: its weights"
+            f"{found['path']} is not the base model that this run began with, {before.get('path')}: its weights"
             " differ; resume with the same --weights"
         )
     return None, FrozenBase(params, found)
@@ -75,10 +75,10 @@ def load_weights(
 def load_frozen(
     path: str | os.PathLike[str], config: LlamaConfig, mesh: MeshSizes, dtype: str, quantize: FrozenFormatName | None
 ) -> tuple[Llama, dict[str, str]]:
-    """A model that a run only reads, placed as `param_specs` says; and its path and digest.
+    """A model that a run only reads, sharded by `param_specs`; and its path and digest.
 
     Args:
-      quantize: the kind in which its matrices are kept; "none": what the files have in blocks stays in them; None: floats.
+      quantize: quantization format of its matrices; "none" keeps quantized tensors of the files; None is floats.
     """
     kind: Any = quantize
     if quantize == "none":
@@ -93,19 +93,19 @@ def describe_weights(recipe: Recipe, tensors: Mapping[str, TensorInfo]) -> list[
     if not kinds:
         return []
     if recipe.lora is None:
-        return [f"weights: {kinds}, dequantized to float32, in which they are trained"]
+        return [f"weights: {kinds}, dequantized to float32 for training"]
     if recipe.quantize != "none":
-        return [f"weights: {kinds}, quantized anew as {recipe.quantize}"]
+        return [f"weights: {kinds}, requantized as {recipe.quantize}"]
     others = quantized_kinds(tensors, lambda tensor: not can_be_kept(tensor))
     dequantized = f" ({others} dequantized to {recipe.dtype})" if others else ""
     return [f"weights: {kinds}, kept as they are under the adapters{dequantized}"]
 
 
 def digest(params: Any) -> str:
-    """A digest of a tree of arrays, in which every bit and its place count.
+    """A digest of a tree of arrays that depends on every bit and its position.
 
-    Sums of integers do not depend on their order, so the digest is the same however the arrays are sharded, and for 4-bit
-    integers whether they are packed or not. It detects a wrong file, not a forged one.
+    Sums of integers do not depend on their order, so the digest is the same for any sharding, and for packed and unpacked
+    4-bit integers. It detects a wrong file, not a forged one.
     """
     sums = {}
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
@@ -121,17 +121,17 @@ def digest(params: Any) -> str:
 
 @partial(jax.jit, static_argnums=1)
 def _hash_of_bits(array: jax.Array, is_packed: bool) -> jax.Array:
-    """uint32[]: along each axis, the last first, entries are mixed with their places, and what that gives is added up.
+    """uint32[]: along each axis, the last first, entries are mixed with their positions and the results summed.
 
-    Mixing maps the 2^32 integers one to one, so one changed entry always changes the sum. A sum of entries that were not
-    mixed would miss changes that cancel: an even number of flipped signs, swapped rows of numbers whose low bits are zero.
+    Mixing is a bijection of the 2^32 integers, so one changed entry always changes the sum. A sum of unmixed entries would
+    miss changes that cancel: an even number of flipped signs, or swapped rows of numbers whose low bits are zero.
     """
     if is_packed:
         array = unpack_int4(array)
     if array.dtype == INT4:
         array = array.astype(jnp.int8)
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[min(array.dtype.itemsize, 4)]
-    bits = lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)  # of 8 bytes two
+    bits = lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)  # two for 8 bytes
     while bits.ndim:
         place = lax.broadcasted_iota(jnp.uint32, bits.shape, bits.ndim - 1)
         bits = jnp.sum(_mixed(bits ^ (place * jnp.uint32(0x9E3779B1))), axis=-1, dtype=jnp.uint32)
@@ -139,7 +139,7 @@ def _hash_of_bits(array: jax.Array, is_packed: bool) -> jax.Array:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """The finalizer of MurmurHash3 (Appleby): each bit of uint32 changes about half of the result's, one to one."""
+    """The finalizer of MurmurHash3 (Appleby), a bijection: each bit of uint32 changes about half of the result's bits."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     return x ^ (x >> 16)

@@ -37,42 +37,41 @@ Truncated = Literal["count", "mask"]
 Positive = Annotated[int, at_least(1)]
 NotNegative = Annotated[int, at_least(0)]
 Finite = Annotated[float, Bounds(0, sys.float_info.max)]
+MOST_EPOCHS = 20  # above which a run warns
 EPOCHS = 3.0  # the usual number of passes in fine-tuning, where a recipe names neither steps nor epochs
 STEPS_PER_EPOCH = 8  # at least; else few examples would give a handful of updates
 LENGTH_MULTIPLE = 16  # of the tokens of a row
-WARMUP_SHARE = 10  # the warm-up is at most one in so many steps
-FROM_DATA = frozenset(
-    {"steps", "epochs", "batch", "length", "optimizer.warmup_steps"}
-)  # settings that `fit_to_data` changes
+FROM_DATA = frozenset({"steps", "epochs", "batch", "length"})  # settings that `fit_to_data` changes
 # Settings that may change when a run is resumed: what it prints and keeps, not what it computes.
 BOOKKEEPING = frozenset(
     {"evaluate_every", "evaluate_tokens", "save_every", "keep_last", "keep_best", "log_every", "prompts", "sample_tokens"}
     | {"rewards.held", "rewards.samples"}
     | {"distill.teacher", "rewards.functions"}  # which are known by their numbers and files
+    | {"optimizer.max_warmup_steps"}  # `fit_to_data` has set the warm-up by it
 )
 
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """Settings of training by rewards: how answers are sampled and judged, and the loss.
+    """Settings of training with rewards: how answers are sampled and judged, and the loss.
 
     Attributes:
       functions: ``FILE.py:FUNCTION`` each, called as ``function(completions, **columns)``; see `runs.user_functions`. The
         command line's ``--reward`` adds one.
-      weights: of the functions in their sum; empty for 1 each.
-      group: answers to each prompt, which are compared; the recipe's batch / group are the prompts of a step.
-      answer: tokens of an answer at most, its stop token included; a prompt has room for the recipe's length + 1 - answer.
-      temperature: of the sampling, above 0; the loss has its log-probabilities at the same one.
+      weights: factors of the functions in their sum; empty for 1 each.
+      group: answers per prompt, which are compared; a step has the recipe's batch / group prompts.
+      answer: maximum tokens of an answer, including its stop token; a prompt may have the recipe's length + 1 - answer.
+      temperature: sampling temperature, above 0; the loss uses log-probabilities at the same temperature.
       updates: steps on the same answers (mu of Shao et al. 2024), after which new ones are sampled.
       loss, clip, clip_high, beta: see `PolicyOptions`. With beta the reference is the model without its
-        adapters, or the weights that training began with.
+        adapters, or the initial weights.
       scale: whether advantages are divided by the standard deviation of their group.
-      truncated: whether answers that were cut off are learned from as others are ("count") or not ("mask", Yu et al. 2025,
-        section 3.4); either way they count in their group's mean.
-      format: of prompts that are messages, see `tokenizers.resolve_format`.
+      truncated: whether truncated answers are trained on like others ("count") or not ("mask", Yu et al. 2025, section 3.4);
+        either way they count in their group's mean.
+      format: chat format for prompts that are messages, see `tokenizers.resolve_format`.
       special: whether "<|eot_id|>" and the like are special tokens in prompts that are texts; by default they are text.
-      held: how many held-out prompts are answered at an evaluation, `group` times each; 0 is all.
-      samples: how many of these answers are shown in the log.
+      held: number of held-out prompts to answer at an evaluation, `group` times each; 0 is all.
+      samples: number of these answers to show in the log.
 
     Raises:
       TrainingError, ConfigError: an invalid value.
@@ -111,8 +110,7 @@ class Recipe:
       model: the shape of the model.
       steps: updates of the parameters; with 0 they follow from `epochs` and the data.
       epochs: passes over the training data, in place of `steps`; with 0 of both, 3. `batch` and `length` are then upper
-        bounds: rows are no longer than the longest example needs, the batch is halved until an epoch has 8 steps, and the
-        warm-up is at most a tenth of the steps.
+        bounds: rows are no longer than the longest example needs, and the batch is halved until an epoch has 8 steps.
       batch: B, rows of a step, over all devices and parts.
       length: T, predicted tokens of a row.
       accumulate: parts of a batch whose gradients are computed one after the other and added up, which saves memory.
@@ -313,25 +311,52 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return {key: leaf for field, inner in value.items() for key, leaf in _flat(inner, f"{name}.{field}".strip(".")).items()}
 
 
-def fit_to_data(recipe: Recipe, mesh: MeshSizes, longest: int, rows: Callable[[int], int], group: int = 1) -> Recipe:
-    """The recipe with its steps, and with no longer rows and no larger a batch than the data need; a recipe with `steps` is
-    returned as it is.
+def fit_to_data(
+    recipe: Recipe, mesh: MeshSizes, longest: int, rows: Callable[[int], int], group: int = 1, updates: int = 1
+) -> Recipe:
+    """The recipe with its steps and its warm-up, and with no longer rows and no larger a batch than the data need; those of
+    a recipe with `steps` stay as they are.
 
     Args:
       mesh: divides the batch and the length, which remain its multiples.
       longest: predicted tokens of the longest example.
       rows: of an epoch, given their length.
       group: the batch remains a multiple of it.
+      updates: steps on the same batch.
     """
-    if recipe.steps:
-        return recipe
-    multiple = LENGTH_MULTIPLE * mesh.context
-    length = min(recipe.length, -(-max(longest, 1) // multiple) * multiple)
-    shards = recipe.exact_shards or mesh.rows  # an exact run has the same batch on every mesh
-    count, batch, least = rows(length), recipe.batch, group * recipe.accumulate * shards
-    while count < STEPS_PER_EPOCH * batch and batch % (2 * least) == 0:
-        batch //= 2
-    steps = max(1, math.ceil((recipe.epochs or EPOCHS) * count / batch))
-    warmup = min(recipe.optimizer.warmup_steps, steps // WARMUP_SHARE)
-    optimizer = replace(recipe.optimizer, warmup_steps=warmup)
+    steps, batch, length = recipe.steps, recipe.batch, recipe.length
+    if not steps:
+        multiple = LENGTH_MULTIPLE * mesh.context
+        length = min(length, -(-max(longest, 1) // multiple) * multiple)
+        shards = recipe.exact_shards or mesh.rows  # an exact run has the same batch on every mesh
+        count, least = rows(length), group * recipe.accumulate * shards
+        while count < STEPS_PER_EPOCH * batch and batch % (2 * least) == 0:
+            batch //= 2
+        steps = max(1, math.ceil((recipe.epochs or EPOCHS) * count / batch)) * updates
+    # Written out, so that a checkpoint tells it: a run that is prolonged keeps it.
+    optimizer = replace(recipe.optimizer, warmup_steps=recipe.optimizer.warmup(steps))
     return replace(recipe, steps=steps, epochs=0.0, batch=batch, length=length, optimizer=optimizer)
+
+
+def data_warnings(epochs: float, rows: int, batch: float, name: str = "", unit: str = "rows") -> list[str]:
+    """Lines about data that are read too often, or that are at most half as large as a batch.
+
+    Args:
+      epochs: of the whole run.
+      rows: of an epoch.
+      batch: rows of them in a step.
+      name: of a source of a mixture.
+      unit: what the rows are.
+    """
+    data, found = f"the data {name}".strip(), []
+    if epochs > MOST_EPOCHS:
+        found.append(
+            f"warning: {data} is read {epochs:.0f} times, until a model knows it by heart; add data, or train for fewer"
+            f" epochs (steps=0 epochs={EPOCHS:g})"
+        )
+    if 2 * rows <= batch:
+        found.append(
+            f"warning: {data} has {rows:,} {unit}, and a step reads {batch:.4g}, each {batch / rows:.3g} times; set a"
+            " smaller batch, or steps=0, which fits it to the data"
+        )
+    return found

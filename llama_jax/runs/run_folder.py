@@ -1,10 +1,10 @@
-"""The folder of a run: where it works, and where what it writes ends up, on a disk or in a store.
+"""The folder of a run: where it works, and where its output is stored, on disk or in an object store.
 
-A run in a store works in a folder in TMPDIR, and each finished file is uploaded. Everything is there whole or not at all,
-and in this order: first what a step needs beside it (recipe.json, reference.npz, the metrics so far), then the files of the
-step, and its checksums last, without which it is none. The lease is checked before every request that changes something.
+A run in a store works in a folder in TMPDIR, and uploads each finished file. Objects are whole or missing, and written in
+this order: first what a step needs next to it (recipe.json, reference.npz, the metrics so far), then the files of the step,
+and its checksums last, without which it is not a step. The lease is checked before every request that changes something.
 
-With several hosts each works in a folder of its own. It uploads the numbers that it has written, in files whose names no
+Each of several hosts works in a separate folder. It uploads the array data that it has written, in files whose names no
 other host uses; everything else is uploaded by process 0, which alone holds the lease.
 """
 
@@ -31,30 +31,30 @@ from llama_jax.runs.metrics import METRICS, PARTS
 from llama_jax.storage import Location, StoredPath, consistent_reader
 from llama_jax.storage.atomic_write import ScratchFolder, flush_folders, replace_path
 
-REMOVED = ".removed"  # after the number of a step in the name of its folder, which is being deleted
-THREADS = 4  # files that are uploaded at a time, large ones in parts
-PATIENCE = (60.0,) * 10  # seconds between tries, after those of `storage.consistent_reader`: a run costs more than a reader
+REMOVED = ".removed"  # suffix to a step's number in the name of a folder being deleted
+THREADS = 4  # files uploaded concurrently, large ones in parts
+PATIENCE = (60.0,) * 10  # seconds between retries, after those of `storage.consistent_reader`, as a run costs more
 METRICS_EVERY = 15.0  # seconds
-LEAVING = 20.0  # seconds that uploading the rest of a failed run may take
-PART = 1 << 20  # bytes of metrics in an object, from which on there is a next one
-READING = "reading"  # beside the folder of checkpoints: downloaded steps
+LEAVING = 20.0  # maximum seconds for uploading the rest of a failed run
+PART = 1 << 20  # bytes of metrics in an object, after which another one begins
+READING = "reading"  # next to the folder of checkpoints: downloaded steps
 
 _log = logging.getLogger("llama_jax.storage")
 
 
 class CheckpointStore:
-    """The whole steps of a run. This one is a folder on a disk, in which a step gets its name when it is whole.
+    """The complete steps of a run. This class is a folder on disk, in which a step is renamed once it is complete.
 
     Attributes:
       checkpoints: the folder of the steps, for messages.
-      shared: whether all processes write a step into one folder; else those of each host have one of their own.
-      first: the number of the first of the processes that share this one's folder.
+      shared: whether all processes write a step into one folder; otherwise each host has its own.
+      first: index of the first of the processes that share this process's folder.
     """
 
     shared, first = True, 0
 
     def __init__(self, checkpoints: Location, check: Callable[[], None] = lambda: None) -> None:
-        """`check` raises TrainingError once this run no longer has its folder to itself, without asking a store."""
+        """`check` raises TrainingError if this run no longer has its folder to itself, without a request to a store."""
         self.checkpoints = checkpoints
         self.check = check
 
@@ -63,13 +63,13 @@ class CheckpointStore:
         return self.checkpoints
 
     def clear_up(self) -> None:
-        """Remove what killed runs have left that is no step; on a disk `CheckpointManager` does, before each save."""
+        """Remove leftovers of killed runs that are not steps; on disk `CheckpointManager` does, before each save."""
 
     def gather_step(self, written: Path, step: int) -> dict[str, str]:
-        """Add what other hosts have to the folder of process 0; call in every process, before `put_step`.
+        """Add other hosts' files to the folder of process 0; call in every process, before `put_step`.
 
         Returns:
-          In process 0: {name: checksum} of the files of the step that are already uploaded and not in its folder.
+          In process 0: {name: checksum} of the step's files that are already uploaded and not in its folder.
 
         Raises:
           OSError, TrainingError: see `put_step`.
@@ -77,34 +77,34 @@ class CheckpointStore:
         return {}
 
     def put_step(self, written: Path, step: int) -> None:
-        """In process 0: make a folder of this machine, with its checksums, the step, durably.
+        """In process 0: durably store a local folder, with its checksums, as the step.
 
         Raises:
           OSError: it cannot be written, and there is no such step.
-          TrainingError: another run has taken this one's folder over; nothing was written.
+          TrainingError: another run has taken this run's folder over; nothing was written.
         """
         self.check()
         flush_folders(written)
         replace_path(written, Path(self.checkpoints / str(step)))
 
     def remove_step(self, step: int) -> None:
-        """Remove a step, so that a reader never finds a half of it."""
-        # Renamed first: a process that is killed meanwhile leaves no half of a checkpoint under a step's name.
+        """Remove a step, so that a reader never finds part of it."""
+        # Renamed first: a process killed in between leaves no partial checkpoint under a step's name.
         folder = Path(self.checkpoints / str(step))
         shutil.rmtree(folder.rename(folder.with_name(f"{step}{REMOVED}")))
 
     @contextmanager
     def local_step(self, step: int) -> Iterator[Path]:
-        """A folder of this machine that holds the step's files, within the context."""
+        """A local folder that contains the step's files, within the context."""
         yield Path(self.checkpoints / str(step))
 
 
 class RunFolder(CheckpointStore):
-    """The folder of a run. This one lies on a disk, and is written to directly.
+    """The folder of a run. This class is a folder on disk, and is written to directly.
 
     Attributes:
-      place: as it was given, for messages and readers.
-      path: of this machine, where everything is written.
+      place: as given, for messages and readers.
+      path: the local folder where everything is written.
     """
 
     def __init__(self, place: Location, path: Path, check: Callable[[], None]) -> None:
@@ -112,7 +112,7 @@ class RunFolder(CheckpointStore):
         self.place, self.path = place, path
 
     def put(self) -> None:
-        """Make sure that what was written to `path` is in `place`: whole files, and lines of metrics.
+        """Make sure that everything written to `path` is in `place`: whole files, and lines of metrics.
 
         Raises:
           TrainingError: it cannot be written there, or another run has taken the folder over.
@@ -122,19 +122,17 @@ class RunFolder(CheckpointStore):
 
 @contextmanager
 def open_run(place: Location, processes: Processes, log: Log) -> Iterator[RunFolder]:
-    """The folder of a run, to which no other run writes meanwhile.
+    """The folder of a run, to which no other run writes within the context.
 
     Raises:
-      TrainingError: another does, or it cannot be written to.
+      TrainingError: another run does, or it cannot be written to.
     """
     if isinstance(place, Path):
         with folder_lock(place) if processes.index == 0 else nullcontext(lambda: None) as check:
             yield RunFolder(place, place, check)
         return
     if place.view.root.startswith("hf://"):
-        raise TrainingError(
-            f"{place} is on the Hub, where runs cannot be stored; pass a folder of this machine, s3:// or gs://"
-        )
+        raise TrainingError(f"{place} is on the Hub, where runs cannot be stored; pass a local folder, s3:// or gs://")
     run = StoredRun(place, processes, log, Path(os.fsdecode(processes.hear())) if processes.index else None)
     try:
         if processes.index == 0:
@@ -147,16 +145,16 @@ def open_run(place: Location, processes: Processes, log: Log) -> Iterator[RunFol
 
 
 class StoredRun(RunFolder):
-    """A run in a store. Process 0 holds its lease; all work in folders of the same path, as orbax demands."""
+    """A run in a store. Process 0 holds its lease; all processes work in folders with the same path, as orbax requires."""
 
     def __init__(self, place: StoredPath, processes: Processes, log: Log, path: Path | None = None) -> None:
-        """Take the lease, and download what an earlier run has left beside its steps.
+        """Take the lease, and download files of an earlier run other than its steps.
 
         Args:
-          path: that of process 0, in all processes but that: they take no lease.
+          path: the path of process 0, in all other processes: they take no lease.
 
         Raises:
-          TrainingError: another run has the lease, the store cannot be read and written, or the path cannot be made.
+          TrainingError: another run has the lease, the store cannot be read and written, or the path cannot be created.
         """
         self._store = place.resolve()
         self._scratch = ScratchFolder() if path is None else None
@@ -165,9 +163,7 @@ class StoredRun(RunFolder):
         self._lease = Lease(self._store) if path is None else None
         self._processes = processes
         self._downloaded = self.path / READING
-        self._uploaded: dict[
-            str, tuple[int, int]
-        ] = {}  # of files that are in the store: size, and when they were written here
+        self._uploaded: dict[str, tuple[int, int]] = {}  # size and local modification time of files in the store
         self._lock = threading.Lock()
         self._stop = threading.Event()
         if path is not None and not processes.first_of_host:
@@ -177,8 +173,8 @@ class StoredRun(RunFolder):
             self.path.mkdir()
         except OSError as error:
             raise TrainingError(
-                f"{self.path.parent} cannot be made on {platform.node()} ({error.strerror}); the variable TMPDIR must name a"
-                " folder that is there on every host, and that no two hosts share"
+                f"{self.path.parent} cannot be created on {platform.node()} ({error.strerror}); TMPDIR must be set to a"
+                " folder that exists on every host, and that no two hosts share"
             ) from None
         try:
             if self._lease is not None:
@@ -199,10 +195,10 @@ class StoredRun(RunFolder):
             raise TrainingError(self._cannot_reach(error)) from None
 
     def put_files(self, *, also_in_folders: bool = False) -> None:
-        """In process 0: upload the files that have changed, and the metrics.
+        """In process 0: upload changed files, and the metrics.
 
-        Files at the top are whole (`atomic_write`); those in folders, which TensorBoard and profilers write as they like,
-        are uploaded when the run ends.
+        Files at the top level are complete (`atomic_write`); those in folders, which TensorBoard and profilers write at any
+        time, are uploaded when the run ends.
 
         Raises:
           OSError: an object cannot be written.
@@ -222,14 +218,14 @@ class StoredRun(RunFolder):
             self._put_metrics()
 
     def end(self, *, failed: bool) -> None:
-        """Upload what is left, unless the lease is lost, and leave the folder to others.
+        """Upload remaining files, unless the lease is lost, and release the folder to other runs.
 
         Raises:
-          TrainingError: it cannot be written; not raised for a run that has failed, which has an error already.
+          TrainingError: they cannot be written; not raised for a failed run, which has an error already.
         """
         self._stop.set()
         try:
-            if failed:  # perhaps since a request hangs, on which nothing may wait
+            if failed:  # a request may hang, and nothing may wait for it
                 thread = threading.Thread(target=self._leave_quietly, name="leaving", daemon=True)
                 thread.start()
                 thread.join(LEAVING)
@@ -269,7 +265,7 @@ class StoredRun(RunFolder):
         elsewhere: dict[str, str] = {}
         for other in self._processes.gather(f"step {step} put", share)[1:]:
             elsewhere |= other["sums"]
-            for name, content in other["files"].items():  # by their names: of an index its manifest last
+            for name, content in other["files"].items():  # in order of names: the manifest of an index is last
                 _add(written, name, base64.b64decode(content))
         return elsewhere
 
@@ -297,7 +293,7 @@ class StoredRun(RunFolder):
             except CheckpointError as error:
                 if self._processes.count == 1:
                     raise
-                raise CheckpointError(str(error)) from None  # the others wait for it, and look at no older step
+                raise CheckpointError(str(error)) from None  # the others wait for it, and try no older step
         self._processes.wait("step fetched")
         yield folder
 
@@ -306,7 +302,7 @@ class StoredRun(RunFolder):
             self._lease.raise_if_lost()
 
     def _with_lease(self, path: StoredPath, ask: Callable[[], None]) -> None:
-        """Make a request that changes something, again and again; in process 0 while it has the lease."""
+        """Make a request that changes something, with retries; in process 0 only while it has the lease."""
 
         def guarded() -> None:
             if self._lease is not None:
@@ -327,7 +323,7 @@ class StoredRun(RunFolder):
             list(pool.map(lambda name: self._write(place / name, written / name), names))
 
     def _fetch(self) -> None:
-        """Download the files at the top, without metrics; find the number of the next part of these."""
+        """Download the files at the top level, without metrics; find the number of the next part of the metrics."""
         names = self._store.view.names(self._store.key)
         for name, listed in names.items():
             if listed.size is not None and not name.startswith(".") and name not in (LEASE, METRICS):
@@ -338,7 +334,7 @@ class StoredRun(RunFolder):
         self._number, self._begun, self._part = max(numbers, default=0) + 1, 0, 0
 
     def _put_metrics(self) -> None:
-        """The lines since the last full part, as a part that grows, each time as a whole."""
+        """Upload the lines since the last full part, as a growing part, written whole each time."""
         path = self.path / METRICS
         if not path.exists():
             return
@@ -356,7 +352,7 @@ class StoredRun(RunFolder):
         while not self._stop.wait(METRICS_EVERY):
             try:
                 self.put_files()
-            except TrainingError:  # `check` raises it in the run
+            except TrainingError:  # raised in the run by `check`
                 return
             except OSError as error:
                 _log.warning("%s", self._cannot_reach(error))
@@ -375,9 +371,9 @@ class StoredRun(RunFolder):
             self._lease.release()
 
     def _cannot_reach(self, error: OSError) -> str:
-        """The message that a store does not answer, or refuses."""
+        """The message for a store that does not respond, or denies access."""
         name, why = error.filename or self.place, error.strerror or error
-        return f"{name} cannot be read and written ({why}); see to that, and go on with --resume"
+        return f"{name} cannot be read and written ({why}); fix that, and resume with --resume"
 
 
 def _mark(file: Path) -> tuple[int, int]:
@@ -386,7 +382,7 @@ def _mark(file: Path) -> tuple[int, int]:
 
 
 def _add(step: Path, name: str, content: bytes) -> None:
-    """Add to a step what another host has written: its index to the one here, and of the rest what is not there."""
+    """Add another host's file to a step: merge its index with the local one, and add other files if missing."""
     file = step / name
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -29,26 +29,26 @@ STOPPED = "stopped"
 
 
 def load_function(name: str, what: str) -> Callable[..., Any]:
-    """Run the file, which may import from its own folder, and return its function of that name.
+    """Run a file, which may import from its own folder, and return its function of this name.
 
     Args:
-      what: what it is for, in messages.
+      what: the purpose of the function, for messages.
 
     Raises:
-      TrainingError: a name of another form, a file that does not exist or that fails, or no such function in it.
+      TrainingError: an invalid name, a file that does not exist or fails, or no such function in it.
     """
     file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py") or not function:
         raise TrainingError(f"{what} {name!r} is not FILE.py:FUNCTION")
     found = getattr(_run_file(file, name, what), function, None)
     if not callable(found):
-        there = "is no function" if found is not None else "is not there"
+        there = "is not a function" if found is not None else "does not exist"
         raise TrainingError(f"{what} {name!r}: {resolved(Path(file))} has no function {function!r}: it {there}")
     return found
 
 
 def _run_file(file: str, name: str, what: str) -> ModuleType:
-    """Run a Python file as a module of its own; for the errors see `load_function`."""
+    """Run a Python file as a separate module; for the errors see `load_function`."""
     path = resolved(Path(file))
     if not path.is_file():
         raise TrainingError(f"{what} {name!r}: {path} does not exist")
@@ -56,8 +56,8 @@ def _run_file(file: str, name: str, what: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # where dataclasses of the file look up the names in their annotations
-    sys.path.insert(0, str(path.parent))  # the file may import its neighbors, as a script may
+    sys.modules.setdefault(path.stem, module)  # dataclasses in the file resolve their annotations there
+    sys.path.insert(0, str(path.parent))  # the file may import its neighbors, like a script
     try:
         with _errors_of_user_code(name, what):
             spec.loader.exec_module(module)
@@ -67,18 +67,18 @@ def _run_file(file: str, name: str, what: str) -> ModuleType:
 
 
 def with_parts(config: LlamaConfig, source: str | os.PathLike[str] | ModuleType | Parts) -> LlamaConfig:
-    """The configuration of a loaded model with the functions in place of the names that its `parts` have.
+    """The configuration of a loaded model with functions in place of the names in its `parts`.
 
     Args:
-      source: where the functions are: a Python file, which is run; a module; or `Parts` of functions.
+      source: where to find the functions: a Python file, which is run; a module; or `Parts` of functions.
 
     Raises:
-      ConfigError: a model that names none, or a function that is not there.
-      TrainingError: a file that does not exist or that fails.
+      ConfigError: the model names none, or a function does not exist.
+      TrainingError: the file does not exist, or fails.
     """
     where = repr(source) if isinstance(source, Parts) else getattr(source, "__name__", None) or os.fspath(source)
     if not config.parts.missing:
-        raise ConfigError(f"the model names no parts of its own, which would be in {where}; leave that out")
+        raise ConfigError(f"the model names no custom parts, so none are needed from {where}; omit it")
     if isinstance(source, str | os.PathLike):
         if not where.endswith(".py"):
             raise ConfigError(f"parts={shown(where)} is not a Python file, FILE.py")
@@ -88,25 +88,25 @@ def with_parts(config: LlamaConfig, source: str | os.PathLike[str] | ModuleType 
 
 
 def _find(source: ModuleType | Parts, where: str, part: str, name: str) -> Callable[..., Any]:
-    """The function of that name."""
+    """The function with this name."""
     module, _, qualified = name.partition(":")
     found: Any = source
     for step in [part] if isinstance(source, Parts) else qualified.split("."):
         found = getattr(found, step, None)
     if not callable(found):
-        raise ConfigError(f"{where} has no function {qualified!r}, which the model has as its {part} ({name})")
+        raise ConfigError(f"{where} has no function {qualified!r}, which the model uses as its {part} ({name})")
     its_module, _, its_name = str(name_of(part, found)).partition(":")
-    # A file that a package imports, or that is run as a script, has another name there than alone.
+    # A file that is imported by a package, or run as a script, has another name there than by itself.
     modules = {each.rpartition(".")[2] for each in (module, its_module)} - {"__main__"}
     if its_name != qualified or len(modules) > 1:
         raise ConfigError(
-            f"{where} has {its_module}:{its_name} as {qualified!r}, and the model's {part} is {name}; pass the file of that"
+            f"{where} has {its_module}:{its_name} as {qualified!r}, but the model's {part} is {name}; pass the file of that"
         )
     return found
 
 
 def call_function(name: str, what: str) -> Any:
-    """Call the function of that name without arguments; TrainingError as `load_function`, or if it fails."""
+    """Call the function of this name without arguments; TrainingError as for `load_function`, or if it fails."""
     make = load_function(name, what)
     with _errors_of_user_code(name, what):
         return make()
@@ -114,18 +114,18 @@ def call_function(name: str, what: str) -> Any:
 
 @contextmanager
 def _errors_of_user_code(name: str, what: str, own_errors: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """Turn what the user's code raises, or that it exits, into an error that names its last line.
+    """Turn exceptions and exits of user code into an error that names its last line.
 
     Args:
-      own_errors: of a function within a run, which may raise `UserError` and KeyboardInterrupt of its own: in a run Ctrl-C
-        itself never comes as an exception.
+      own_errors: errors that a function within a run may raise itself, `UserError` and KeyboardInterrupt: in a run, Ctrl-C
+        never arrives as an exception.
     """
     try:
         yield
     except BaseException as error:
         is_caught = isinstance(
             error, (Exception, SystemExit, *own_errors)
-        )  # `exit()` would else end a run as if it were done
+        )  # otherwise `exit()` would end a run as if it were complete
         if not is_caught or (isinstance(error, UserError) and not own_errors):
             raise
         said = f"{type(error).__name__}: {reason_of(error)}" if str(error) else type(error).__name__
@@ -138,7 +138,7 @@ def _errors_of_user_code(name: str, what: str, own_errors: tuple[type[BaseExcept
             last = (own or frames)[-1]
             line = f": {last.line}" if last.line else ""
             said += f" ({last.filename}, line {last.lineno}, in {last.name}{line})"
-        elif own_errors:  # of the call itself
+        elif own_errors:  # in the call itself
             said += "; call it as function(completions, **columns)"
         raise TrainingError(f"{what} {name!r} failed with {said}") from None
 
@@ -150,8 +150,8 @@ class Reward:
     Attributes:
       name: FILE.py:FUNCTION.
       function: called as ``function(completions, **columns)``, with the texts of the answers and, for each field in the
-        data, its values for their prompts; lists of equal length. If it accepts ``stopped`` it also gets whether each
-        answer ended by itself rather than at the limit.
+        data, its values for their prompts; lists of equal length. If it accepts ``stopped``, it also receives whether each
+        answer ended before the limit.
       weight: its factor in the sum of all rewards.
       digest: SHA-256 of the file.
     """
@@ -165,26 +165,26 @@ class Reward:
         """The rewards of answers: float64[B]; see `judge` for the errors."""
         names = [name for name in columns if name != STOPPED or self.accepts(STOPPED)]
         with _errors_of_user_code(self.name, "reward", (KeyboardInterrupt,)):
-            # Copies: what it changes in them does not change for others.
+            # Copies: changes by one function do not affect others.
             given: Any = self.function(list(completions), **{name: list(columns[name]) for name in names})
-            if inspect.isgenerator(given):  # which may never end
+            if inspect.isgenerator(given):  # it may never end
                 given = list(islice(given, len(completions) + 1))
         if inspect.iscoroutine(given):
-            given.close()  # else Python warns of a coroutine that was never awaited
-        need = f"a list of {len(completions)} numbers, one for each answer, is needed"
+            given.close()  # otherwise Python warns that the coroutine was never awaited
+        need = f"it must return a list of {len(completions)} numbers, one for each answer"
         try:
             values = None if isinstance(given, (str, bytes, Mapping, Set)) else list(given)  # have no order, or no numbers
         except TypeError:
             values = None
         if values is None:
-            raise TrainingError(f"reward {self.name} gave {shown(given, 40)}; {need}")
+            raise TrainingError(f"reward {self.name} returned {shown(given, 40)}; {need}")
         if len(values) != len(completions):
-            raise TrainingError(f"reward {self.name} gave {len(values)} values for {len(completions)} answers; {need}")
+            raise TrainingError(f"reward {self.name} returned {len(values)} values for {len(completions)} answers; {need}")
         for value, completion in zip(values, completions, strict=True):
             if not _is_number(value):
                 raise TrainingError(
-                    f"reward {self.name} gave {shown(value, 40)} for the answer {shown(completion, 60)}; a finite number is"
-                    " needed"
+                    f"reward {self.name} returned {shown(value, 40)} for the answer {shown(completion, 60)}; it must"
+                    " be a finite number"
                 )
         return np.array([float(value) for value in values])
 
@@ -192,7 +192,7 @@ class Reward:
         """Whether the function can be called with an argument of this name."""
         try:
             parameters = inspect.signature(self.function).parameters
-        except (TypeError, ValueError):  # builtins have none
+        except (TypeError, ValueError):  # builtins have no signature
             return False
         kind = parameters[name].kind if name in parameters else None
         return kind not in (None, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL) or any(
@@ -201,18 +201,18 @@ class Reward:
 
 
 def find_rewards(names: Sequence[str], weights: Sequence[float] = ()) -> tuple[Reward, ...]:
-    """The functions of ``FILE.py:FUNCTION``, whose files are run.
+    """The functions named ``FILE.py:FUNCTION``, whose files are run.
 
     Args:
       weights: one for each; empty for 1 each.
 
     Raises:
-      TrainingError: no name, a missing file or function, a file that fails, or another number of weights.
+      TrainingError: no name, a missing file or function, a file that fails, or a wrong number of weights.
     """
     if not names:
-        raise TrainingError("rewards need a function that gives them; pass one with --reward FILE.py:FUNCTION")
+        raise TrainingError("rewards need a function; pass one with --reward FILE.py:FUNCTION")
     if weights and len(weights) != len(names):
-        raise TrainingError(f"weights={list(weights)} are {len(weights)} for {len(names)} rewards; pass one for each")
+        raise TrainingError(f"weights={list(weights)} has {len(weights)} for {len(names)} rewards; pass one for each")
     found = []
     for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
         function = load_function(name, "reward")
@@ -222,7 +222,7 @@ def find_rewards(names: Sequence[str], weights: Sequence[float] = ()) -> tuple[R
 
 
 def rewards_digest(rewards: Sequence[Reward]) -> str:
-    """A digest by which a resumed run recognizes them: of their names and files, wherever these lie."""
+    """A digest of their names and files, wherever these are, by which a resumed run recognizes the rewards."""
     found = hashlib.sha256()
     for reward in rewards:
         found.update(f"{reward.name.rpartition(':')[2]} {reward.digest}\n".encode())
@@ -231,13 +231,13 @@ def rewards_digest(rewards: Sequence[Reward]) -> str:
 
 def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
     """Raise TrainingError for a function that does not accept the columns of the data, before anything is sampled."""
-    for name, what in ((COMPLETIONS, "what the answers are called"), (STOPPED, "whether an answer ended by itself")):
+    for name, what in ((COMPLETIONS, "the name of the answers"), (STOPPED, "whether an answer ended before the limit")):
         if name in columns:
             raise TrainingError(f"the data has a field {name!r}, which is {what}; rename it")
     for reward in rewards:
         try:
             signature = inspect.signature(reward.function)
-        except (TypeError, ValueError):  # builtins have none
+        except (TypeError, ValueError):  # builtins have no signature
             continue
         try:
             also = [STOPPED] if reward.accepts(STOPPED) else []
@@ -247,7 +247,7 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
             raise TrainingError(
                 f"reward {reward.name} cannot be called as ({COMPLETIONS}, {given}), with the fields of the data"
                 f" ({reason_of(error)}); write it as def f({COMPLETIONS}, **columns), and add to"
-                " the data the fields that it reads"
+                " the data the fields that it uses"
             ) from None
 
 
@@ -255,7 +255,7 @@ def judge(rewards: Sequence[Reward], completions: Sequence[str], columns: Mappin
     """The rewards of each function for each answer: float64[functions, B].
 
     Raises:
-      TrainingError: a function that raises, by its file and line; or that gives anything but a finite number for each.
+      TrainingError: a function raises, by its file and line; or returns anything but a finite number for each answer.
     """
     return np.array([reward(completions, columns) for reward in rewards])
 
@@ -268,5 +268,5 @@ def weighted(rewards: Sequence[Reward], found: np.ndarray) -> np.ndarray:
 def _is_number(value: Any) -> bool:
     try:
         return not isinstance(value, str) and math.isfinite(float(value))
-    except Exception:  # what converts itself may raise anything, as a tensor of two numbers a RuntimeError
+    except Exception:  # conversions may raise anything, such as RuntimeError for a tensor of two numbers
         return False

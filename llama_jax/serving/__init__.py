@@ -1,1 +1,1 @@
-"""Serving: many requests at once on the functions of `inference`, with an exact prefix cache, and its interfaces."""
+"""Serving: continuous batching with the functions of `inference`, an exact prefix cache, and HTTP and offline interfaces."""

@@ -1,4 +1,4 @@
-"""Several tokens per turn: the number to draft follows from measured times of turns and gains of drafts."""
+"""Speculative decoding in the engine: measured step times and acceptance rates determine the number of drafts per turn."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from llama_jax.inference.speculation.draft_length import MARGIN, SOFTENING, Pace
 from llama_jax.inference.speculation.prompt_lookup import Following
 
 GUESS = 2.0  # cost of an unmeasured turn with drafts, relative to a plain turn
-MEMORY = 256  # tokens after which the weight of an older draft is half
-FORGETTING = 1.001  # factor by which the estimate for drafts falls after each plain turn, so that they are tried again
-CATCHING_UP = -1  # instead of a number of drafts: a turn without any, in which a draft model read missing tokens
+MEMORY = 256  # tokens after which the weight of an older draft is halved
+FORGETTING = 1.001  # divisor of the time estimate with drafts after each plain turn, so that drafts are tried again
+CATCHING_UP = -1  # instead of a number of drafts: a turn without drafts, in which the draft model prefilled missing tokens
 
 Shape = tuple[int, int]  # rows and tokens
-StepKind = tuple[Any, int]  # what determines how long a turn takes: the shape, and how many tokens each row drafts
+StepKind = tuple[Any, int]  # what determines the time of a turn: its shape and the number of drafts per row
 
 
 class Drafting(ABC):
-    """What an engine knows about drafts. Whether a turn has any depends on the clock; the tokens do not.
+    """Strategy and statistics of an engine's drafts. Measured times determine whether a turn has drafts, not its tokens.
 
     Attributes:
-      numbers: numbers of tokens that a row may draft in a turn, ascending.
-      offered, accepted: total tokens.
+      numbers: possible numbers of drafts per row and turn, ascending.
+      offered, accepted: total number of draft tokens that were proposed, and accepted.
     """
 
     def __init__(self, numbers: tuple[int, ...]) -> None:
@@ -36,42 +36,42 @@ class Drafting(ABC):
 
     @abstractmethod
     def begin(self, prompt: Sequence[int]) -> Any:
-        """What is known of a row that begins with a prompt."""
+        """The drafting state of a new row with this prompt."""
 
     @abstractmethod
     def learn(self, row: Any, token: int) -> None:
-        """Take the next token of a row, whether or not it was drafted."""
+        """Add the next token of a row to its state, whether or not it was drafted."""
 
     @abstractmethod
     def choose(self, shape: Shape, rows: Sequence[Any]) -> int:
-        """The one of `numbers` with which the next turn is expected to be fastest, or 0.
+        """The number of drafts, from `numbers` or 0, with the highest expected speed.
 
         Args:
-          rows: what `begin` returned for each running row; None for one without drafts.
+          rows: state of each running row, from `begin`; None for a row without drafts.
         """
 
     @abstractmethod
     def propose(self, rows: Sequence[Any], number: int) -> np.ndarray:
-        """The input of the device for this number of drafts, int32[B, any], -1 for a row without any."""
+        """The device input for this number of drafts, int32[B, any]; -1 for a row without drafts."""
 
     def settle(self, number: int, counts: Sequence[int]) -> None:
-        """Record how many tokens each running row got in a turn with `number` drafts."""
+        """Record the number of tokens of each running row in a turn with `number` drafts."""
         self.accepted += sum(max(count - 1, 0) for count in counts)
 
     @abstractmethod
     def observe(self, kinds: Sequence[StepKind], seconds: float | None) -> None:
-        """Record how long turns of these kinds took; None if other work was in that time."""
+        """Record the time of turns of these kinds; None if it includes other work."""
 
 
 def drafting_by(draft: Drafter | None) -> Drafting | None:
-    """The drafting that an engine's options ask for."""
+    """The `Drafting` for the drafter in an engine's options, or None."""
     if isinstance(draft, DraftModel):
         return ModelDrafting(draft)
     return LookupDrafting(draft) if isinstance(draft, PromptLookup) else None
 
 
 class LookupDrafting(Drafting):
-    """Prompt lookup: whether a token would have been drafted is also known for tokens that were not drafted."""
+    """Prompt lookup, whose acceptance can be measured even without drafting."""
 
     def __init__(self, lookup: PromptLookup) -> None:
         super().__init__((lookup.tokens,))
@@ -93,7 +93,7 @@ class LookupDrafting(Drafting):
         self._hits = self._hits * decay + right
 
     def propose(self, rows: Sequence[Following | None], number: int) -> np.ndarray:
-        """The drafts themselves."""
+        """The drafts, int32[B, number]."""
         drafts = np.full((len(rows), number), -1, np.int32)
         for i, row in enumerate(rows):
             if row is not None:
@@ -103,7 +103,7 @@ class LookupDrafting(Drafting):
         return drafts
 
     def observe(self, kinds: Sequence[StepKind], seconds: float | None) -> None:
-        """Record the time of a turn; that of several turns at once says nothing about each."""
+        """Record the time of a single turn; a total time of several turns is ignored."""
         if len(kinds) != 1 or seconds is None:
             return
         shape, drafted = kinds[0][0], bool(kinds[0][1])
@@ -124,9 +124,9 @@ class LookupDrafting(Drafting):
 
 
 class ModelDrafting(Drafting):
-    """Drafts from a smaller model, which are only known by running it: as many as the `Pace` of `generate` decides.
+    """Drafts from a smaller model; their number is chosen by `Pace`, as in `generate`.
 
-    The acceptance is estimated over all rows together, the time of a turn for each shape.
+    Acceptance is estimated over all rows together, and the time of a turn for each shape.
     """
 
     def __init__(self, draft: DraftModel) -> None:
@@ -135,10 +135,10 @@ class ModelDrafting(Drafting):
         self._unknown = self._pace.seconds
         self._seconds: dict[Shape, tuple[float | None, ...]] = {}
         self._looked_at = self._right = self._rows = 0  # since the last update
-        self._read = 0.0  # seconds for reading tokens that the draft model had missed, since it last drafted
+        self._read = 0.0  # seconds of prefilling tokens that the draft model had missed, since it last drafted
 
     def begin(self, prompt: Sequence[int]) -> list[int]:
-        """Its tokens."""
+        """The tokens of the row, as a list."""
         return list(prompt)
 
     def learn(self, row: list[int], token: int) -> None:
@@ -148,12 +148,12 @@ class ModelDrafting(Drafting):
         return self._at(shape).choose() if any(row is not None for row in rows) else 0
 
     def propose(self, rows: Sequence[list[int] | None], number: int) -> np.ndarray:
-        """The last two tokens of each row, which the draft model continues."""
+        """The last two tokens of each row, from which the draft model continues: int32[B, 2]."""
         self.offered += number * sum(row is not None for row in rows)
         return np.array([(-1, -1) if row is None else row[-2:] for row in rows], np.int32)
 
     def settle(self, number: int, counts: Sequence[int]) -> None:
-        """Record the tokens; a row that may not have drafts counts as one whose drafts are wrong."""
+        """Record the numbers of tokens; a row without drafts counts as one with wrong drafts."""
         super().settle(number, counts)
         right = [max(count - 1, 0) for count in counts]
         self._rows += len(counts)
@@ -173,7 +173,7 @@ class ModelDrafting(Drafting):
             return
         pace = pace.observe(number, 1, max(rows, 1), right, looked_at, seconds)
         if number:
-            wasted = pace.costs(number) if seconds is None and number != pace.best else 0.0  # time lost, though not measured
+            wasted = pace.costs(number) if seconds is None and number != pace.best else 0.0  # unmeasured lost time
             pace, self._read = replace(pace, wasted=pace.wasted + wasted + self._read), 0.0
         self._pace, self._seconds[shape] = pace, pace.seconds
 

@@ -1,9 +1,9 @@
-"""The engine: continuous batching of requests on one model; each gets the tokens that it would get alone.
+"""The engine: continuous batching of requests on one model; each gets the same tokens as without other requests.
 
 One thread runs it in turns. A turn launches one step of the device, which prefills a chunk of a prompt, or several short
 prompts, and decodes a token of every other row. Its results are collected one turn later, so that the device never waits for
 the host. With a fast model a single row gets several tokens per turn (a burst), because launching a program per token would
-take a good part of the time.
+take a significant part of the time.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from llama_jax.serving.thread_pool import DaemonThreadPool
 from llama_jax.serving.warmup import warm
 
 CONSTRAINT_THREADS = 2
-CONSTRAINT_SECONDS = 0.005  # a turn waits at most this long for the constraints of its rows, then it leaves these rows out
-BURST_SECONDS = 0.025  # the longest burst, because a request that arrives meanwhile waits for its end
+CONSTRAINT_SECONDS = 0.005  # a turn waits at most this long for the constraints of its rows, then omits these rows
+BURST_SECONDS = 0.025  # maximum time of a burst, because a request that arrives meanwhile waits for its end
 
 
 class Engine:
@@ -68,7 +68,7 @@ class Engine:
         self._pending: LaunchedStep | None = None
         self._cancelled: deque[Ticket] = deque()
         self._constraints = DaemonThreadPool("constraints", CONSTRAINT_THREADS)
-        self._accepting: list[ServedRow] = []  # rows whose constraint has been given a token since the last turn
+        self._accepting: list[ServedRow] = []  # rows whose constraint received a token since the last turn
         self._changed = threading.Condition()
         self._closing: str | None = None
         self._counts: Counter[str] = Counter()
@@ -118,7 +118,7 @@ class Engine:
         return room_of(self.model.config, self.context, length)
 
     def check_room(self, requests: int = 1) -> None:
-        """Raise as `submit` does if it would not admit this many prompts, however short. From any thread."""
+        """Raise an error, as `submit` does, if this many prompts would not be admitted, however short. From any thread."""
         with self._changed:
             self._check_room(requests, requests)
 
@@ -146,7 +146,7 @@ class Engine:
             self.after_turn()
 
     def close(self, drain: bool = False) -> None:
-        """End `run`: after all admitted requests have ended, or at once. From any thread."""
+        """End `run`: immediately, or with `drain` after all admitted requests have ended. From any thread."""
         with self._changed:
             self._closing = "drain" if drain and self._closing is None else "now"
             self._changed.notify()
@@ -158,7 +158,7 @@ class Engine:
         return bool(self._queue or self.scheduler.rows or self._pending or self._cancelled)
 
     def turn(self) -> bool:
-        """Launch a step of prefill and decoding, and collect the step before; False if there was nothing to do."""
+        """Launch a step of prefill and decoding, and collect the previous step; False if there was nothing to do."""
         begun, scheduler = time.monotonic(), self.scheduler
         if not self.busy:
             return False
@@ -255,7 +255,7 @@ class Engine:
             row.scores = []
         token = scored_token(choice, at, request.alternatives)
         if token.logprob != token.logprob:  # NaN
-            update.finish, update.error = "failed", "the model's logits are not numbers: its weights overflow; try float32"
+            update.finish, update.error = "failed", "the model's logits are NaN: its numbers overflow; try float32"
         elif request.max_new_tokens == 0:
             update.finish = "length"
         elif token.id in request.stop_tokens:
@@ -282,7 +282,7 @@ class Engine:
         if new:
             wait(new, CONSTRAINT_SECONDS)
         accepting = {row.accepting: row for row in self.scheduler.rows if row.accepting is not None}
-        if accepting and len(accepting) == len(self.scheduler.rows):  # no row can go on without them
+        if accepting and len(accepting) == len(self.scheduler.rows):  # no row can continue without them
             wait(accepting, CONSTRAINT_SECONDS, FIRST_COMPLETED)
         for future, row in accepting.items():
             if future.done():
@@ -310,7 +310,7 @@ class Engine:
 
     def _check_room(self, tokens: int, requests: int = 1) -> None:
         if self._closing is not None or self.failure is not None:
-            raise ClosedError(f"the engine is ending ({self.failure or 'closed'}); no request is taken")
+            raise ClosedError(f"the engine is shutting down ({self.failure or 'closed'}) and accepts no requests")
         done = self.scheduler.counts["prompt_tokens"] + self._counts["generated_tokens"]
         try:
             self._queue.check_room(tokens, done / self._turn_seconds if self._turn_seconds > 0 else 0.0, requests)
@@ -325,26 +325,26 @@ class Engine:
 
 
 class EngineStats(NamedTuple):
-    """A snapshot of an engine. Counts are those since its start.
+    """A snapshot of an engine. Counts are since its start.
 
     Attributes:
-      rows: requests that can be decoded at once.
-      running, reading, waiting: requests that are being decoded, that are being prefilled, and that wait.
-      waiting_tokens: tokens of the prompts that wait.
+      rows: maximum number of requests decoded concurrently.
+      running, reading, waiting: numbers of requests that are being decoded, being prefilled, and waiting.
+      waiting_tokens: tokens of the waiting prompts.
       cache_fill: fraction of the cache's pages that requests use, 0 to 1.
       prompt_tokens: tokens of prompts that have been prefilled, including those found in the prefix cache.
-      generated_tokens: tokens that were delivered.
+      generated_tokens: delivered tokens.
       cached_tokens: tokens of prompts found in the prefix cache.
-      drafted, accepted: draft tokens, and those of them that were accepted.
+      drafted, accepted: draft tokens, and accepted ones.
       finished: number of requests by finish reason.
       refused: requests rejected because the queue was full.
       compilations_after_ready: programs compiled since `warm`, anywhere in the process; the engine itself compiles none.
       turns: number of turns taken.
       turn_seconds: total seconds of these turns.
-      last_turn: when the last turn ended, by `time.monotonic`.
-      busy: whether there is something to do.
+      last_turn: end of the last turn, by `time.monotonic`.
+      busy: whether there is work to do.
       prefix_entries, prefix_bytes, evicted: entries, bytes and evicted entries of the prefix cache.
-      preempted: how often a request lost its pages to an older one.
+      preempted: number of times that a request lost its pages to an older one.
     """
 
     rows: int

@@ -16,22 +16,22 @@ from llama_jax.errors import UserError, reason_of
 from llama_jax.serving.thread_pool import LOW
 from llama_jax.tokenizers import Tokenizer
 
-# White space is fixed, because a small model that may choose it fills a whole answer with it.
-MARK = "\x02"  # marks the start of a text and occurs in none, so that a tokenizer's prefix comes before it
-NEEDED = ("llguidance",)  # packages of the process
+# White space is fixed, because small models can fill a whole answer with optional white space.
+MARK = "\x02"  # start of a text, never occurs in one, so that a tokenizer's prefix comes before it
+NEEDED = ("llguidance",)  # packages of the child process
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Grammars:
-    """Grammars over one vocabulary. Thread-safe; the tables of the vocabulary are made when they are first needed.
+    """Grammars over one vocabulary. Thread-safe; its tables are built on first use.
 
-    Each grammar is first compiled in a process of its own, which is killed if that takes too long or too much memory, and
-    then here, which takes up to as long again.
+    Each grammar is first compiled in a child process, which is killed if that takes too much time or memory, and then in
+    this process, which takes up to as long again.
 
     Args:
-      tokenizer: of V' ids.
+      tokenizer: a tokenizer with V' ids.
       vocab_size: V of the model, at least V'.
-      ends: the tokens that end a text; only they are allowed once it is complete.
+      ends: tokens that end a text; only they are allowed after it is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
@@ -44,12 +44,12 @@ class Grammars:
         self._child: ChildProcess | None = None
 
     def close(self) -> None:
-        """Kill the process, if there is one; another grammar starts another."""
+        """Kill the child process, if there is one; the next grammar starts a new one."""
         if self._child is not None:
             self._child.close()
 
     def prepare(self) -> None:
-        """Build the tables of the vocabulary ahead, during which Python's lock is held; nothing without llguidance."""
+        """Build the tables of the vocabulary in advance, which holds the GIL; does nothing without llguidance."""
         with suppress(UserError), self._lock:
             self._prepare()
 
@@ -60,7 +60,7 @@ class Grammars:
             self._tables = self._vocabulary.tables()
 
     def json_schema(self, schema: dict[str, Any]) -> GrammarConstraint:
-        """A constraint to JSON that conforms to a schema.
+        """A constraint to JSON text that conforms to a schema.
 
         Raises:
           UserError: an invalid or unsupported schema; or llguidance is not installed.
@@ -73,20 +73,20 @@ class Grammars:
         return self._constraint(grammar, "JSON schema")
 
     def regex(self, pattern: str) -> GrammarConstraint:
-        """A constraint to texts that a regular expression matches fully; raises as `json_schema` does."""
+        """A constraint to texts that fully match a regular expression; for errors see `json_schema`."""
         return self._constraint(_library().LLMatcher.grammar_from_regex(pattern), "regular expression")
 
     def lark(self, grammar: str, what: str) -> GrammarConstraint:
-        """A constraint to the texts of a grammar in llguidance's Lark, in which `%json` is a schema.
+        """A constraint to texts of a grammar in llguidance's Lark syntax, in which `%json` is a schema.
 
         Args:
-          what: what the grammar describes, for the error; raises as `json_schema` does.
+          what: name of what the grammar describes, for error messages; for errors see `json_schema`.
         """
         return self._constraint(_library().LLMatcher.grammar_from_lark(grammar), what)
 
     def _constraint(self, grammar: str, what: str) -> GrammarConstraint:
         if not self._ends:
-            raise UserError("the vocabulary has no token that ends a text, which a grammar needs")
+            raise UserError("a grammar needs a vocabulary with an end-of-sequence token")
         from llama_jax.serving import grammar_check as check
 
         with self._lock:
@@ -113,11 +113,11 @@ class GrammarConstraint:
     """A `Constraint` that follows a grammar.
 
     Args:
-      matcher: llguidance's, in its first state.
-      mask: of that state, as bytes.
+      matcher: llguidance's matcher in its initial state.
+      mask: mask of the initial state, as bytes.
 
     Attributes:
-      error: why the grammar could not be followed to its end, in which case the text ends early; None otherwise.
+      error: why the grammar could not be followed to its end, so that the text ends early; None otherwise.
     """
 
     def __init__(self, matcher: Any, mask: bytes, vocab_size: int, ends: Sequence[int]) -> None:
@@ -129,7 +129,7 @@ class GrammarConstraint:
         self._allowed = self._as_words(mask)
 
     def copy(self) -> GrammarConstraint:
-        """The same in its first state, for another choice; before any token was accepted."""
+        """A copy in the initial state, for another choice; only before any token was accepted."""
         return GrammarConstraint(self._matcher.deep_copy(), self._first, 32 * self._words, self._ends)
 
     def allowed(self) -> np.ndarray:
@@ -144,7 +144,7 @@ class GrammarConstraint:
         self._allowed = self._as_words(mask)
 
     def _as_words(self, mask: bytes) -> np.ndarray:
-        """uint32[ceil(V / 32)] of a mask; of one that allows nothing: the tokens that end the text."""
+        """A mask as uint32[ceil(V / 32)]; if it allows nothing, the mask of the tokens that end the text."""
         words = np.zeros(self._words, np.uint32)
         words.view(np.uint8)[: len(mask)] = np.frombuffer(mask, np.uint8)[: 4 * self._words]
         if not words.any():
@@ -154,7 +154,7 @@ class GrammarConstraint:
 
 
 def _vocabulary(tokenizer: Tokenizer, ends: Sequence[int]) -> Any:
-    """The vocabulary for llguidance, which encodes texts as the tokenizer does."""
+    """The vocabulary for llguidance, which encodes text like the tokenizer."""
     from llama_jax.serving.grammar_check import GrammarVocabulary
 
     before = tokenizer.encode_parts([MARK]) if tokenizer.space_prefix else []
@@ -163,7 +163,7 @@ def _vocabulary(tokenizer: Tokenizer, ends: Sequence[int]) -> Any:
 
     class TokenizerVocabulary(GrammarVocabulary):
         def __call__(self, text: str) -> list[int]:
-            """Ids of a text that continues another: no space may be added before it."""
+            """Ids of a text that continues another one, so that no space may be added before it."""
             if not isinstance(text, str):
                 raise TypeError("text")
             ids = tokenizer.encode_parts([MARK + text if before else text])[len(before) :]
@@ -177,5 +177,5 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise UserError('grammars need llguidance; get it with pip install -e ".[serve]"') from None
+        raise UserError('grammars need llguidance, which is not installed; pip install -e ".[serve]"') from None
     return llguidance

@@ -1,7 +1,7 @@
-"""What compiles a grammar before the server does, as a program of `child_process` that `grammar` starts; and what both do.
+"""Trial compilation of a grammar in a `child_process` that `grammar` starts, before the server compiles it; shared code.
 
-Some grammars take minutes or all memory to compile, inside llguidance, which cannot be interrupted: here the process ends
-when it has used SECONDS or MEMORY.
+Some grammars take minutes or all memory to compile, inside llguidance, which cannot be interrupted; this process ends when
+it exceeds SECONDS or MEMORY.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-SECONDS = 2  # of a processor, for a grammar and its first mask
-WALL_SECONDS = 20  # the same on a busy machine
-MEMORY = 256 << 20  # bytes for all grammars that one process compiles, besides its tables of the vocabulary
+SECONDS = 2  # limit of CPU time for a grammar and its first mask
+WALL_SECONDS = 20  # limit of wall time, for busy machines
+MEMORY = 256 << 20  # bytes for all grammars that one process compiles, in addition to its tables of the vocabulary
 LIMITS = LLParserLimits(
     initial_lexer_fuel=100_000,  # expressions of the whole grammar, before its first mask
-    step_lexer_fuel=50_000,  # expressions of a mask, about 4 ms
+    step_lexer_fuel=50_000,  # expressions per mask, about 4 ms
     step_max_items=50_000,
     max_lexer_states=1 << 15,  # 1 to 2 KB each
     verbose_errors=False,
 )
-TOO_MANY = ("too big", "too large", "too many", "limit", "max is")  # how llguidance says that a limit was reached
+TOO_MANY = ("too big", "too large", "too many", "limit", "max is")  # parts of llguidance's messages about limits
 
 
 class GrammarError(ValueError):
@@ -33,11 +33,11 @@ class GrammarError(ValueError):
 
 
 class GrammarVocabulary:
-    """A tokenizer as llguidance wants it.
+    """A tokenizer with llguidance's interface.
 
     Args:
-      tokens: the bytes of each.
-      special: ids of tokens that are no text.
+      tokens: bytes of each token.
+      special: ids of tokens that are not text.
       ends: tokens that end a text, at least one.
     """
 
@@ -52,12 +52,12 @@ class GrammarVocabulary:
         self._longest = max(map(len, self._ids), default=0)
 
     def tables(self) -> Any:
-        """llguidance's tables of the vocabulary, in two steps that each hold Python's lock: 0.1 s for 49,152 tokens."""
+        """llguidance's tables of the vocabulary, built in two steps that each hold the GIL: 0.1 s for 49,152 tokens."""
         bare = LLTokenizer(TokenizerWrapper(self), eos_token=self.ends, slices=[])
         return bare.with_slices(LLTokenizer.general_slices())
 
     def __call__(self, text: str) -> list[int]:
-        """Ids by the longest token that matches next; an end token where none does, which no grammar accepts."""
+        """Ids by the longest matching token at each point; if none matches, an end token, which no grammar accepts."""
         content, ids = text.encode(), list[int]()
         while content:
             length = next((n for n in range(min(self._longest, len(content)), 0, -1) if content[:n] in self._ids), 0)
@@ -69,13 +69,13 @@ class GrammarVocabulary:
 
 
 def compile_grammar(tables: Any, grammar: str, tried: bool = False) -> tuple[Any, bytes]:
-    """A matcher in its first state, and its mask: bit i % 8 of byte i // 8 is set where token i may begin the text.
+    """A matcher in its initial state, and its mask: bit i % 8 of byte i // 8 is set if token i may begin the text.
 
     Args:
-      tried: it is known to have a second mask, too: some limits are only noticed there.
+      tried: skip the check of a second mask, where some limits first show, since it has already passed.
 
     Raises:
-      GrammarError: the rest of a sentence that begins with the grammar.
+      GrammarError: the message is the rest of a sentence that begins with the grammar.
     """
     matcher = LLMatcher(tables, grammar, log_level=0, limits=LIMITS)
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
@@ -97,7 +97,7 @@ def compile_grammar(tables: Any, grammar: str, tried: bool = False) -> tuple[Any
 
 
 def begin(source: BinaryIO, seconds: str, wall_seconds: str) -> Callable[[bytes], bytes]:
-    """Read a pickled (tokens, special, ends); the function that answers grammars with "t", or "e" and a reason."""
+    """Read pickled (tokens, special, ends); return the function that answers a grammar with "t", or "e" and a reason."""
     tables = GrammarVocabulary(*pickle.load(source)).tables()
     if sys.platform == "linux":
         import resource
@@ -121,7 +121,7 @@ def begin(source: BinaryIO, seconds: str, wall_seconds: str) -> Callable[[bytes]
 
 
 def _limit_time(seconds: int, wall_seconds: float) -> None:
-    """End the process in time, even if it hangs in llguidance: by the system's limit and by a thread that needs no lock."""
+    """Limit the time of the process, even if llguidance hangs: by a system limit and a thread that does not need the GIL."""
     if sys.platform != "win32":
         import resource
 

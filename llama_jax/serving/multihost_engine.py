@@ -1,6 +1,6 @@
-"""One engine over several processes: the first decides, and the others run what it runs.
+"""One engine over several processes: the first process decides, and the others run the same programs.
 
-Everything that an engine does on devices is a call of one of its `Programs`. Over a mesh of several processes each process
+Everything that an engine does on devices is a call of one of its `Programs`. On a mesh over several processes, each process
 must make the same calls, in the same order, with the same host values. So the first process sends each call to the others
 before it makes it: arrays on devices by number, the rest by value. The others know nothing about requests or the engine.
 """
@@ -23,7 +23,7 @@ from llama_jax.ops.platform import for_cpu, native_code
 from llama_jax.serving.programs import Programs
 from llama_jax.serving.served_model import ServedModel
 
-LOCAL_FIELDS = ("static", "params", "static.sharding")  # arguments that every process has itself
+LOCAL_FIELDS = ("static", "params", "static.sharding")  # arguments that every process already has
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class _LocalField:
 
 @dataclass(frozen=True, slots=True)
 class _ArrayRef:
-    """An array by its number, which all processes have from this call on.
+    """A reference to an array by number, valid in all processes from this call on.
 
     Attributes:
-      values: of an array that only the first process had before; otherwise None.
+      values: the values, if only the first process had the array before; otherwise None.
     """
 
     number: int
@@ -50,9 +50,9 @@ class _Call:
     """A call of a program.
 
     Attributes:
-      first: number of the first array that it returns; the others follow.
+      first: number of the first returned array; the others follow.
       dropped: numbers of arrays that are no longer needed.
-      native: the context in which it is made, see `ops.platform.native_code`.
+      native: context of the call, see `ops.platform.native_code`.
     """
 
     program: str
@@ -63,10 +63,10 @@ class _Call:
 
 
 def leading(model: ServedModel, send: Callable[[bytes], None]) -> ServedModel:
-    """The model for the engine of the first process: every program call is sent to the others, and then made.
+    """The model for the engine of the first process: it sends every program call to the others first.
 
     Args:
-      send: sends a message to the others, in the order of the calls; `follow` receives it.
+      send: sends a message to the other processes, in the order of the calls; `follow` receives it.
     """
     leader = _Leader(model, send)
     return model.with_programs(Programs(*(partial(leader.call, name) for name in Programs._fields)))
@@ -84,8 +84,8 @@ class _Leader:
         self._send = send
         self._fields = [*LOCAL_FIELDS, *(f"draft.{name}" for name in LOCAL_FIELDS if model.draft is not None)]
         self._numbers: dict[int, tuple[int, Any]] = {}  # by id of the array: its number, and its finalizer
-        self._values: dict[int, np.ndarray] = {}  # of arrays that only this process has
-        self._dropped: deque[int] = deque()  # may grow on any thread, as arrays are collected
+        self._values: dict[int, np.ndarray] = {}  # values of arrays that only this process has
+        self._dropped: deque[int] = deque()  # may grow on any thread, when arrays are garbage-collected
         self._next = 0
 
     def call(self, program: str, *args: Any) -> Any:
@@ -116,7 +116,7 @@ class _Leader:
         return _ArrayRef(number, self._values[number])
 
     def _local(self, arg: Any) -> Any:
-        """The argument as this process passes it: the values of an array that only one process has."""
+        """The argument of this process's own call: the values of an array that only this process has."""
         if self._field_name(arg) is not None or not self._values:
             return arg
         return jax.tree.map(lambda leaf: self._values.get(self._numbers.get(id(leaf), (-1,))[0], leaf), arg)
@@ -140,7 +140,7 @@ class Follower:
     """Makes the calls that another process sends.
 
     Attributes:
-      arrays: by number, those that are still needed.
+      arrays: the arrays that are still needed, by number.
     """
 
     def __init__(self, model: ServedModel) -> None:
@@ -148,7 +148,7 @@ class Follower:
         self._model = model
 
     def take(self, message: bytes) -> Any:
-        """Make a call and return its results. Only for messages of process 0 of the same job: they decide what is run."""
+        """Make a call and return its results. Only for messages of process 0 of the same job, which are trusted."""
         call: _Call = pickle.loads(message)
         for number in call.dropped:
             del self.arrays[number]
@@ -172,7 +172,7 @@ class Follower:
 
 
 def follow(model: ServedModel, receive: Callable[[], bytes]) -> None:
-    """Make every call that is received, until `b""` is."""
+    """Make every received call, until `b""` is received."""
     follower = Follower(model)
     while message := receive():
         follower.take(message)

@@ -1,4 +1,4 @@
-"""The engine without a server: any number of prompts, each continued as soon as there is a free row."""
+"""The engine without a server: any number of prompts, each continued as soon as a row is free."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Job:
     """A prompt to be continued, and its continuation so far.
 
     Attributes:
-      number: the caller's.
-      text: the continuation as text, which ends at a stop string; None for tokens alone.
-      tokens, logprobs: so far, without a stop token that ended it.
+      number: index chosen by the caller.
+      text: the continuation as text, which ends at a stop string; None for only tokens.
+      tokens, logprobs: continuation so far, without the stop token that ended it.
       finish: why it ended.
     """
 
@@ -69,7 +69,7 @@ def run_jobs(engine: Engine, jobs: Iterable[Job]) -> Iterator[Job]:
     """
     coming, open_jobs, more = iter(jobs), list[Job](), True
     while more or open_jobs:
-        # Twice as many as there are rows: no row is ever empty, and a generator of jobs is not consumed at once.
+        # Twice the number of rows: rows are always filled, and a generator of jobs is consumed lazily.
         while more and len(open_jobs) < 2 * engine.options.rows:
             job = next(coming, None)
             more = job is not None
@@ -95,25 +95,24 @@ def batch(
     draft: PromptLookup | DraftModel | None = None,
     options: EngineOptions = EngineOptions(),
 ) -> Iterator[tuple[int, Generation]]:
-    """Continue any number of prompts, a few at a time: when one ends the next begins, and none waits for a longer one.
+    """Continue any number of prompts, a few at a time: when one ends the next begins, without waiting for longer ones.
 
-    Each continuation is that of `generate` for the prompt alone. Common prefixes are read once, as far as
+    Each continuation is the same as by `generate` with only this prompt. Common prefixes are prefilled once, as far as
     `options.prefix_bytes` allows.
 
     Args:
       config, params, prompts, max_new_tokens, sampling, stop_tokens: as for `generate`; sampling may differ per prompt.
-      adapters: for each prompt its number in the table of the parameters (`model.multi_lora`), -1 for none; by default
-        all use none.
-      draft: the drafter, as for `generate`; the same as that of the options.
-      options: how many prompts are continued at once, and their lengths.
+      adapters: for each prompt the index of its adapter in the parameters (`model.multi_lora`), -1 for none; by default
+        no adapters.
+      draft: the drafter, as for `generate`; may be set here or in the options.
+      options: number of prompts continued concurrently, their lengths, and other options of the engine.
 
     Yields:
-      The index of a prompt and its continuation, as they end.
+      The index of a prompt and its continuation, when it ends.
 
     Raises:
-      GenerationError: an invalid request, when the first prompt is requested; an invalid draft; or weights that
-        overflow.
-      MeshError: parameters on a mesh that divides rows; a draft model on other devices.
+      GenerationError: an invalid request, when the first prompt is requested; an invalid draft; or NaN logits.
+      MeshError: parameters on a mesh that shards rows; a draft model on other devices.
     """
     if draft is not None:
         if options.draft is not None:
@@ -124,7 +123,7 @@ def batch(
     limits = checked_limits(max_new_tokens, len(prompts)).tolist()
     each = sampling.per_row(len(prompts))
     if len(adapters) not in (0, len(prompts)):
-        raise GenerationError(f"adapters are {len(adapters)} numbers for {len(prompts)} prompts; pass one for each, or none")
+        raise GenerationError(f"{len(adapters)} adapters for {len(prompts)} prompts; pass one for each prompt, or none")
 
     def job(number: int) -> Job:
         row_sampling = jax.tree.map(lambda values: values[number].item(), each)

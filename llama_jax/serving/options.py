@@ -1,6 +1,6 @@
-"""How an engine is laid out: how many rows at once, of how many tokens, what may wait; and whether the memory has room.
+"""Options of an engine: number of rows, context length, limits of the queue; and the memory that they need.
 
-What a server needs of the memory is planned before anything is allocated.
+The memory of a server is planned before anything is allocated.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from llama_jax.inference.speculation import DraftModel, PromptLookup
 from llama_jax.model.cache import PAGE_SIZE, CacheOptions, cache_bytes
 from llama_jax.model.forward_options import Compute
 
-CPU_CHUNK, CHUNK = 32, 256  # tokens of a prompt that are read in one step
-TOKENS_OF_ROW = 512  # for which there is room by default
-# Of the room for it, what the pool may have: the first share that something fits into. A machine has other work, and the
-# rest of the plan is an estimate.
+CPU_CHUNK, CHUNK = 32, 256  # tokens of a prefill chunk
+TOKENS_OF_ROW = 512  # default capacity per row
+# Shares of the available memory for the page pool: the first share in which some options fit is used. A machine has other
+# work, and the rest of the plan is an estimate.
 MACHINE_SHARES = 0.5, 0.75, 0.95
 ACCELERATOR_SHARES = (0.9,)
-# Of a compiled program, for each layer. On a CPU SmolLM2's take 1.07 MB, and 1.63 where they come from the cache; the others
-# have not been measured.
+# Bytes of a compiled program per layer. On a CPU SmolLM2's take 1.07 MB, and 1.63 MB if loaded from the compilation cache;
+# other platforms have not been measured.
 LAYER_BYTES = {"cpu": 1_600_000, "gpu": 200_000, "tpu": 200_000}
 CGROUPS = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
@@ -38,26 +38,27 @@ MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What an engine is told beside model and requests.
+    """Options of an engine.
 
     Attributes:
-      rows: requests that are served at once at most.
-      cache_tokens: that there is room for, of all requests and kept prefixes together; None for 512 of each row, and for one
-        whole context at least. Where there is no room, requests wait, and the youngest are read again later.
-      context: tokens that prompt and continuation may have together; None takes the model's.
-      prefill_chunk: tokens of a prompt that are read in one step, in which every other row gets a token. The prefix cache
-        keeps whole chunks, all of which are read by one program. A multiple of 16, the tokens of a page; None for 32 on a
-        CPU, where a step takes as long as it has tokens, and 256 elsewhere.
-      most_waiting, most_waiting_tokens: requests, and tokens of their prompts, that may wait; more are refused.
-      prefix_bytes: that prefixes which are kept may take of the cache; 0 turns that off.
-      cache: in int8, or of the parameters' dtype. A window is not served.
-      draft: proposes tokens, several of which are then verified in a turn, if that is faster: where text repeats itself, or
-        by a smaller model of the same vocabulary and at least this context, which reads all prompts as well; None for none.
-        It changes how fast tokens come and, near ties apart, not which they are.
-      compute: an attention of your own, or a dtype; by default the parameters'.
+      rows: maximum number of requests served concurrently.
+      cache_tokens: capacity of the cache in tokens, for all requests and cached prefixes together; None for 512 per row, and
+        at least one whole context. If it is full, requests wait, and the youngest are preempted and prefilled again later.
+      context: maximum number of tokens of prompt and continuation together; None for the model's context length.
+      prefill_chunk: tokens of a prompt that are prefilled per step, in which every other row gets a token. The prefix cache
+        holds whole chunks, all of which are prefilled by one program. A multiple of 16, the page size; None for 32 on a
+        CPU, where the time of a step is proportional to its tokens, and 256 elsewhere.
+      most_waiting, most_waiting_tokens: maximum number of waiting requests, and of tokens of their prompts; more are
+        rejected.
+      prefix_bytes: maximum bytes of cached prefixes; 0 disables the prefix cache.
+      cache: dtype of the cache: int8, or by default that of the parameters. A window is not supported.
+      draft: drafts tokens, several of which are verified in a turn if that is faster: by prompt lookup, or by a smaller
+        model with the same vocabulary and at least this context, which prefills all prompts too; None for no drafts. Drafts
+        change the speed but, except for near-ties, not the tokens.
+      compute: an attention implementation, or a dtype; by default that of the parameters.
 
     Raises:
-      GenerationError: a value that cannot be.
+      GenerationError: an invalid value.
     """
 
     rows: int = 16
@@ -85,37 +86,37 @@ class EngineOptions:
                 f"prefill_chunk={self.prefill_chunk} must be a multiple of {PAGE_SIZE}, the tokens of a page"
             )
         if not isinstance(self.draft, PromptLookup | DraftModel | None):
-            raise GenerationError(f"draft={shown(self.draft, 40)}: an engine drafts by a PromptLookup or a DraftModel")
+            raise GenerationError(f"draft={shown(self.draft, 40)} must be a PromptLookup, a DraftModel or None")
         if self.cache.window is not None:
-            raise GenerationError(f"window={self.cache.window}: an engine keeps whole contexts; leave the window out")
+            raise GenerationError(f"window={self.cache.window} is not supported by an engine; leave it out")
 
     def context_of(self, config: LlamaConfig) -> int:
-        """Tokens of prompt and continuation together.
+        """The maximum number of tokens of prompt and continuation together.
 
         Raises:
-          GenerationError: more than the model's, or the draft's.
+          GenerationError: more than the context of the model or of the draft model.
         """
         if self.context is not None and self.context > config.max_seq_len:
-            raise GenerationError(f"context={self.context} exceeds the model's of {config.max_seq_len}; choose at most that")
+            raise GenerationError(f"context={self.context} must be at most the model's context of {config.max_seq_len}")
         context = self.context or config.max_seq_len
         if isinstance(self.draft, DraftModel) and context > self.draft.config.max_seq_len:
             raise GenerationError(
-                f"the draft's context is {self.draft.config.max_seq_len} tokens, the engine's {context}; pass"
-                f" context={self.draft.config.max_seq_len} (--context), or a draft that can read as many"
+                f"the draft model's context is {self.draft.config.max_seq_len} tokens, but the engine's {context}; set"
+                f" context={self.draft.config.max_seq_len} (--context), or use a draft model with a longer context"
             )
         return context
 
     def pool_bytes(self, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> int:
-        """Bytes of the cache of a model whose computation is in `dtype`."""
+        """Bytes of the cache of a model that computes in `dtype`."""
         return self.pages(config) * cache_bytes(config, 1, PAGE_SIZE, jnp.dtype(self.cache.dtype or dtype))
 
     @property
     def programs(self) -> int:
-        """About how many programs are compiled: one for each step, a burst, a scoring, and what empties and enters rows."""
+        """Approximate number of compiled programs: one per step shape, and `burst`, `score`, `empty` and `enter`."""
         return len(self.steps) + 4
 
     def smaller(self, config: LlamaConfig, fixed: Collection[str] = ()) -> Iterator[EngineOptions]:
-        """The same options, then with less context and fewer rows, by halves; but for `fixed` ones."""
+        """These options, then variants with the context and then the rows halved repeatedly, except `fixed` ones."""
         options = replace(self, context=self.context_of(config))
         yield options
         for name, least in (("context", TOKENS_OF_ROW), ("rows", 1)):
@@ -124,10 +125,10 @@ class EngineOptions:
                 yield options
 
     def pages(self, config: LlamaConfig) -> int:
-        """Pages of the cache.
+        """The number of pages of the cache.
 
         Raises:
-          GenerationError: fewer than one request of the whole context takes.
+          GenerationError: fewer than a request with the whole context needs.
         """
         context = self.context_of(config)
         tokens = self.cache_tokens
@@ -135,22 +136,22 @@ class EngineOptions:
             tokens = max(self.rows * min(TOKENS_OF_ROW, context), context)
         if tokens < context:
             raise GenerationError(
-                f"cache_tokens={tokens} are less than the context of {context}; set as many, or a shorter context"
+                f"cache_tokens={tokens} must be at least the context of {context}; increase it, or set a shorter context"
             )
         return -(-tokens // PAGE_SIZE)
 
     def for_platform(self, platform: str) -> EngineOptions:
-        """The same with the default of `prefill_chunk` for a model on devices of this platform."""
+        """The options with the default `prefill_chunk` for a model on this platform."""
         return replace(self, prefill_chunk=self.prefill_chunk or (CPU_CHUNK if platform == "cpu" else CHUNK))
 
     @property
     def chunk(self) -> int:
-        """`prefill_chunk`, or the default for this process's devices."""
+        """`prefill_chunk`, or the default for the devices of this process."""
         return self.prefill_chunk or self.for_platform(jax.default_backend()).chunk
 
     @property
     def steps(self) -> tuple[tuple[int, int], ...]:
-        """The rows and tokens of steps that programs are compiled for, rising; only the last reads whole chunks."""
+        """The (rows, tokens) of steps with compiled programs, ascending; only the last can prefill whole chunks."""
         sizes = [1]
         while sizes[-1] < self.rows:
             sizes.append(min(4 * sizes[-1], self.rows))
@@ -160,13 +161,13 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes that a server needs of a device's memory; of the machine's where the processor is the device.
+    """Bytes of device memory that a server needs; of main memory if the device is the CPU.
 
     Attributes:
-      weights: of the model, and of one that drafts.
-      pool: of the pages for keys and values, of running requests and of prefixes that are kept.
+      weights: weights of the model and of the draft model.
+      pool: pages for keys and values, of running requests and of cached prefixes.
       programs: an estimate for the compiled programs and their largest temporary array.
-      free: what there is for all of this; None where nothing says.
+      free: memory available for all of this; None if unknown.
     """
 
     weights: int
@@ -180,11 +181,11 @@ class MemoryPlan:
 
     @property
     def room(self) -> int | None:
-        """What a pool may have beside the rest; may be negative."""
+        """The bytes left for the pool; may be negative."""
         return None if self.free is None else self.free - (self.total - self.pool)
 
     def fits(self, share: float) -> bool:
-        """Whether the pool takes at most a share of the room for it."""
+        """Whether the pool takes at most this share of `room`."""
         return self.room is None or self.pool <= share * self.room
 
     def __str__(self) -> str:
@@ -204,10 +205,10 @@ def fit(
     """Options with as many rows and as much context as the memory allows, and their plan.
 
     Args:
-      chosen: names of those that stay as they are.
+      chosen: names of options that must not be changed.
 
     Raises:
-      UserError: what was chosen does not fit; the message names the options that help.
+      UserError: the chosen options do not fit; the message names options that help.
     """
     plans = [(smaller, plan_of(smaller)) for smaller in options.smaller(config, chosen)]
     for share in shares:
@@ -225,13 +226,13 @@ def fit(
 
 
 def program_bytes(config: LlamaConfig, platform: str) -> int:
-    """About how many bytes a compiled program takes."""
+    """Approximate bytes of a compiled program."""
     return LAYER_BYTES.get(platform, 0) * config.n_layers
 
 
 def free_memory(device: jax.Device) -> int | None:
-    """Bytes of a device that nobody uses; None where nothing says. A processor's are those that the system, and the control
-    groups of this process (containers), still give."""
+    """Free bytes of a device's memory; None if unknown. For a CPU: the memory that the system, and the control groups of
+    this process (containers), still allow."""
     if device.platform == "cpu":
         return min((free for free in (_free_of_system(), *_free_of_groups()) if free is not None), default=None)
     stats = device.memory_stats() or {}
@@ -242,13 +243,13 @@ def _free_of_system() -> int | None:
     with suppress(OSError, StopIteration):
         line = next(line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
         return int(line.split()[1]) << 10
-    with suppress(OSError, ValueError, AttributeError):  # all of it, where the system does not say how much is free
+    with suppress(OSError, ValueError, AttributeError):  # total memory, if the system does not report free memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None
 
 
 def _free_of_groups() -> list[int]:
-    """What each control group of this process with a limit (version 2) has left; files that it caches can be given back."""
+    """Free bytes of each control group (version 2) of this process with a limit; cached files count as free."""
     left = []
     with suppress(OSError):
         group_path = next(
@@ -256,7 +257,7 @@ def _free_of_groups() -> list[int]:
         )
         folder = CGROUPS / group_path.strip("/")
         for group in (folder, *folder.parents):
-            with suppress(OSError, ValueError):  # "max" is no limit
+            with suppress(OSError, ValueError):  # "max" means no limit
                 limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
                 stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
                 left.append(limit - used + int(stats.get("inactive_file", 0)))
@@ -264,7 +265,7 @@ def _free_of_groups() -> list[int]:
 
 
 def return_freed_memory() -> None:
-    """Give freed memory back to the system: glibc keeps it, and compiling and trying programs leave gigabytes."""
+    """Return freed memory to the system: glibc keeps it, and compiling and warming up programs leaves gigabytes."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)

@@ -49,7 +49,7 @@ class StaticModel(NamedTuple):
 
 
 class ServingState(struct.PyTreeNode):
-    """The state on the device between steps. A request that is being served has one of S seats.
+    """The state on the device between steps. Each request that is being served has one of S seats.
 
     Attributes:
       pages: keys and values, see `KVCache`.
@@ -97,7 +97,7 @@ def empty(model: StaticModel, params: Llama, draft: StaticModel | None, seats: i
 
 
 def enter(state: ServingState, seat: jax.Array, seen: jax.Array, sharding: Sharding) -> ServingState:
-    """Set `seen`, bool[V], of a seat, int32[], for a new request."""
+    """Set `seen` bool[V] of seat int32[] for a new request."""
     return state.replace(seen=sharding.constrain(state.seen.at[seat].set(seen), "logits"))
 
 
@@ -116,7 +116,7 @@ def step(
 def burst(
     model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings, count: jax.Array
 ) -> tuple[ServingState, jax.Array]:
-    """`count` steps, int32[], at most `BURST`: packed tokens [R, BURST, n], of which the first `count` are valid."""
+    """Run `count` int32[] steps, at most `BURST`: packed tokens [R, BURST, n], of which the first `count` are valid."""
 
     def once(i: jax.Array, carry: tuple[ServingState, StepBatch, jax.Array]) -> tuple[ServingState, StepBatch, jax.Array]:
         state, batch, chosen = carry
@@ -135,7 +135,7 @@ def burst(
 def verify_drafts(
     model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings, drafts: jax.Array
 ) -> tuple[ServingState, jax.Array]:
-    """Up to K + 1 more tokens of every live row: the accepted drafts, and one more token; packed.
+    """Up to K + 1 more tokens of every live row, packed: the accepted drafts, and one more token.
 
     Args:
       batch: one token of each row, live rows first; they have pages for K + 1 tokens.
@@ -166,10 +166,10 @@ def verify_own_drafts(
     last_two: jax.Array,
     count: int,
 ) -> tuple[ServingState, jax.Array]:
-    """`verify_drafts` with `count` tokens of a draft model, whose cache has all but at most two tokens of each row.
+    """`verify_drafts` with `count` tokens of a draft model, whose cache lacks at most the last two tokens of each row.
 
-    It samples with the random numbers of the model, so that the two agree where their probabilities do. If the first of the
-    two tokens is in its cache, it writes the same keys and values again.
+    The draft model samples with the model's random numbers, so that both agree if their probabilities do. If the first of
+    the two tokens is already in its cache, the same keys and values are written again.
 
     Args:
       last_two: int32[R, 2], the last token in the model's cache and the one after it; -1 for a row without drafts.

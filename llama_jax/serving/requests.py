@@ -1,4 +1,4 @@
-"""Requests and updates of the engine: token ids in, token ids out. The interfaces above it handle text."""
+"""Requests and updates of the engine: token ids in, token ids out. Higher layers handle text."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout", "failed"]  # "t
 
 
 class BusyError(UserError):
-    """The queue is full: nothing was admitted, and the same request may be tried again later.
+    """The queue is full: nothing was admitted, and the same request may be retried later.
 
     Attributes:
-      retry_after: seconds until there should be room.
+      retry_after: estimated seconds until there is room.
     """
 
     def __init__(self, message: str, retry_after: float) -> None:
@@ -35,14 +35,14 @@ class ClosedError(UserError):
 
 
 class Constraint(Protocol):
-    """Which tokens may come next, according to a grammar. It has a state and belongs to one request."""
+    """The allowed next tokens according to a grammar. It has state and belongs to one request."""
 
     def allowed(self) -> np.ndarray:
-        """uint32[ceil(V / 32)]: bit i % 32 of word i // 32 is set where token i may come next."""
+        """uint32[ceil(V / 32)]: bit i % 32 of word i // 32 is set if token i may come next."""
         ...
 
     def accept(self, token: int) -> None:
-        """Advance to the state after a token. This may take long, so it is called on another thread."""
+        """Advance the state by a token. This may be slow, so it is called on another thread."""
         ...
 
 
@@ -53,13 +53,13 @@ class GenerationRequest:
     Attributes:
       prompt: token ids, at least one.
       max_new_tokens: maximum number of tokens to generate; 0 only with `score_prompt`.
-      sampling: numbers, not arrays; what a seed gives does not depend on other requests.
+      sampling: numbers, not arrays; results for a seed do not depend on other requests.
       stop_tokens: ids that end the continuation.
-      min_new_tokens: number of tokens before which none of `stop_tokens` is chosen.
-      alternatives: how many of the most probable tokens are reported for each position, up to 20.
-      score_prompt: report the log-probability of each token of the prompt as well.
-      constraint: what may be generated; the row waits after every token until it is known.
-      adapter: number in the table of the model's adapters; -1 for the model alone.
+      min_new_tokens: minimum number of tokens before one of `stop_tokens` may be sampled.
+      alternatives: number of most probable tokens reported for each position, up to 20.
+      score_prompt: also report the log-probability of each token of the prompt.
+      constraint: restricts the generated tokens; after every token the row waits for the next mask.
+      adapter: index of an adapter of the model; -1 for none.
     """
 
     prompt: Sequence[int]
@@ -74,11 +74,11 @@ class GenerationRequest:
 
 
 class ScoredToken(NamedTuple):
-    """A token with its log-probability under the model itself, before penalty, temperature, filters and constraints.
+    """A token with its log-probability under the model, before penalty, temperature, filters and constraints.
 
     Attributes:
-      logprob: None for the first token of a prompt, which nothing precedes.
-      alternatives: the most probable tokens of the position, the first the most probable, each with its log-probability.
+      logprob: None for the first token of a prompt.
+      alternatives: the most probable tokens of the position in descending order, each with its log-probability.
     """
 
     id: int
@@ -88,15 +88,15 @@ class ScoredToken(NamedTuple):
 
 @dataclass
 class Update:
-    """What is new in a request since its last update.
+    """The news of a request since its last update.
 
     Attributes:
       tokens: generated tokens, without a stop token that ended the request.
       prompt: the scored prompt, once, with or before the first token; None without `score_prompt`.
-      ended_by: the stop token that ended the request, with its log-probabilities; None where something else did.
-      cached: tokens of the prompt whose keys and values were found in the prefix cache; known with the first update.
-      finish: why the request ended; None while it continues. No updates follow it.
-      error: with "failed", the reason.
+      ended_by: the stop token that ended the request, with its log-probabilities; None if it did not end this way.
+      cached: number of prompt tokens found in the prefix cache; known with the first update.
+      finish: why the request ended, in its last update; None while it continues.
+      error: the reason, if `finish` is "failed".
     """
 
     tokens: list[ScoredToken] = field(default_factory=list)
@@ -109,15 +109,15 @@ class Update:
 
 @dataclass(eq=False)
 class Ticket:
-    """A request that was admitted.
+    """An admitted request.
 
     Attributes:
-      arrays: the request of a state of one row.
-      deliver: called on the engine's thread with what is new.
-      digests: of the prompt's chunks, see `pages.digests_of`.
-      number: in the order of arrival.
-      row: while it is served; used by the engine alone, as is `ended`.
-      ended: it has had its last update.
+      arrays: the settings of the request, for a state of one row.
+      deliver: called on the engine's thread with each update.
+      digests: digests of the prompt's chunks, see `rows.digests_of`.
+      number: increases in the order of arrival.
+      row: its `ServedRow` while it is served; used only by the engine, as is `ended`.
+      ended: whether its last update was delivered.
     """
 
     request: GenerationRequest
@@ -136,5 +136,5 @@ class Ticket:
 
     @property
     def left(self) -> int:
-        """Tokens of the prompt left to read."""
+        """Tokens of the prompt left to prefill."""
         return len(self.request.prompt) if self.row is None else self.row.unread

@@ -1,4 +1,4 @@
-"""The settings of each row, the choice of its token, and how the host reads it."""
+"""The settings of each row, the sampling of its next token, and the transfer of the result to the host."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from llama_jax.serving.requests import MOST_ALTERNATIVES
 
 
 class RowSettings(NamedTuple):
-    """The settings of each row of a batch; as they seldom change, they stay on the device.
+    """The settings of each row of a batch; they rarely change and so stay on the device.
 
     Attributes:
       decode: sampling, limits and stop tokens.
-      min_tokens: int32[R], number of tokens before a stop token may be chosen.
-      alternatives: int32[R], how many alternatives are reported for each token.
+      min_tokens: int32[R], minimum number of tokens before a stop token may be sampled.
+      alternatives: int32[R], number of alternatives reported for each token.
       constrained: bool[R], whether `allowed` applies to the row.
       allowed: uint32[R, ceil(V / 32)], bit i % 32 of word i // 32 for token i.
-      adapter: int32[R], the number of the row's adapter, -1 for none.
+      adapter: int32[R], index of the row's adapter, -1 for none.
     """
 
     decode: DecodeSettings
@@ -38,13 +38,13 @@ class RowSettings(NamedTuple):
 
 
 class ChosenTokens(NamedTuple):
-    """A token of each row, as the host reads it.
+    """A token of each row, as transferred to the host.
 
     Attributes:
       token: int32[B].
       logprob: float32[B].
-      valid: bool[B]; False for a row that was done before.
-      ids, logprobs: [B, A], the most probable tokens, with their log-probabilities; zeros where no row reports any.
+      valid: bool[B]; False for a row that was already done.
+      ids, logprobs: [B, A], the most probable tokens and their log-probabilities; zeros if no row reports alternatives.
     """
 
     token: Any
@@ -57,12 +57,12 @@ class ChosenTokens(NamedTuple):
 def choose_packed(
     settings: RowSettings, state: DecodeState, logits: jax.Array, sharding: Sharding
 ) -> tuple[DecodeState, jax.Array]:
-    """`choose` among permitted tokens: the state, and the packed `ChosenTokens`, with log-probabilities over all tokens."""
+    """Sample among permitted tokens: the next state, and packed `ChosenTokens`, with log-probabilities over all tokens."""
     rest, packed = _choose_without_cache(settings, state.replace(cache=None), logits, sharding)
     return rest.replace(cache=state.cache), packed
 
 
-@partial(jax.jit, static_argnums=3)  # so that programs share its trace; XLA inlines it
+@partial(jax.jit, static_argnums=3)  # traced once for all programs; XLA inlines it
 def _choose_without_cache(
     settings: RowSettings, state: DecodeState, logits: jax.Array, sharding: Sharding
 ) -> tuple[DecodeState, jax.Array]:
@@ -80,7 +80,7 @@ def _choose_without_cache(
 
 
 def _permitted(state: DecodeState, settings: RowSettings, barred: jax.Array, vocab: int) -> jax.Array:
-    """bool[B, V]: the tokens that each row's constraint allows, without stop tokens where they would come too soon."""
+    """bool[B, V]: the tokens that each row's constraint allows, without stop tokens that would come too early."""
     bits = (settings.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     bits = bits.reshape(len(barred), -1)[:, :vocab].astype(bool)
     allowed = jnp.pad(bits, [(0, 0), (0, vocab - bits.shape[1])]) | ~settings.constrained[:, None]
@@ -93,7 +93,7 @@ def most_probable(logits: jax.Array, wanted: jax.Array, rows: jax.Array) -> tupl
     """The `MOST_ALTERNATIVES` most probable tokens of each row [B, V] and their log-probabilities; zeros if not `wanted`.
 
     Args:
-      rows: int32[], how many of them are needed.
+      rows: int32[], number of rows that are needed.
     """
     count = min(MOST_ALTERNATIVES, logits.shape[-1])
 
@@ -108,19 +108,19 @@ def most_probable(logits: jax.Array, wanted: jax.Array, rows: jax.Array) -> tupl
 
 
 def packed_width(vocab: int) -> int:
-    """Numbers of a packed choice among so many tokens."""
+    """The width of packed `ChosenTokens` with this vocabulary size."""
     return 3 + 2 * min(MOST_ALTERNATIVES, vocab)
 
 
 def pack(choice: ChosenTokens) -> jax.Array:
-    """All of a choice as one array, int32[B, 3 + 2 A], for a single transfer."""
+    """`ChosenTokens` as one array, int32[B, 3 + 2 A], for a single transfer."""
     as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
     columns = [choice.token[:, None], as_bits(choice.logprob)[:, None], choice.valid[:, None].astype(jnp.int32)]
     return jnp.concatenate([*columns, choice.ids, as_bits(choice.logprobs)], axis=1)
 
 
 def unpack(packed: jax.Array) -> ChosenTokens:
-    """Undo `pack`, waiting for the device: numpy arrays, with any leading axes."""
+    """The inverse of `pack`: NumPy arrays, with any leading axes; waits for the device."""
     array = np.asarray(packed)
     floats, ends = array.view(np.float32), 3 + (array.shape[-1] - 3) // 2
     return ChosenTokens(array[..., 0], floats[..., 1], array[..., 2].astype(bool), array[..., 3:ends], floats[..., ends:])

@@ -1,4 +1,4 @@
-"""Requests that are being served, the pages of the cache that they use, and the arrays of a step of some of them."""
+"""Requests that are being served, the pages of the cache that they use, and the arrays of a step."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from llama_jax.serving.served_model import STOPS
 
 @dataclass(eq=False)
 class ServedRow:
-    """A request with a seat in the device's state. It reads what it lacks of its tokens, and gets one when it has read all.
+    """A request with a seat in the device's state. Its missing tokens are prefilled, and then it gets a token per step.
 
     Attributes:
-      seat: its number.
-      tokens: of prompt and continuation, as far as the host knows them.
-      allowed: uint32[ceil(V / 32)], what its constraint allows next; None without one.
-      followed: what the drafting knows of it, see `Drafting.begin`; None where nothing is drafted.
-      pages: of its tokens in order, and of some more.
-      read: tokens in these pages once all steps so far have run.
-      read_by_draft: the same of the draft model.
-      chosen: tokens that it has got after those steps.
-      cached: tokens of the prompt that were found in kept prefixes.
-      scoring: its prompt is to be scored, and is not yet.
-      scores: packed `ChosenTokens` of the chunks of a prompt that is scored.
-      accepting: while its constraint takes in the last token, during which it gets no other; None otherwise.
-      ended: nobody wants its tokens any more.
+      seat: index of the seat.
+      tokens: prompt and continuation, as far as the host knows them.
+      allowed: uint32[ceil(V / 32)], tokens that its constraint allows next; None without a constraint.
+      followed: its drafting state, see `Drafting.begin`; None without drafts.
+      pages: pages for its tokens in order, and some reserved ones.
+      read: number of tokens in these pages after all launched steps.
+      read_by_draft: the same for the draft model.
+      chosen: number of generated tokens after all launched steps.
+      cached: number of prompt tokens found in the prefix cache.
+      scoring: whether its prompt must still be scored.
+      scores: packed `ChosenTokens` of the chunks of a scored prompt.
+      accepting: result of the update of its constraint; None unless it is running. Meanwhile the row gets no token.
+      ended: whether its tokens are no longer needed.
     """
 
     ticket: Ticket
@@ -63,31 +63,31 @@ class ServedRow:
 
     @property
     def count(self) -> int:
-        """Generated tokens that the host knows."""
+        """The number of generated tokens that the host knows."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
     def unread(self) -> int:
-        """Tokens that it must read before it gets the next: one while it is decoded."""
+        """The number of tokens to prefill before it gets the next one: 1 during decoding."""
         return len(self.request.prompt) + self.chosen - self.read
 
     @property
     def reads(self) -> bool:
-        """Whether it has more than one token to read, or a prompt to score."""
+        """Whether it must prefill more than one token, or score a prompt."""
         return self.unread > 1 or self.scoring
 
     @property
     def left(self) -> int:
-        """Most tokens that it can still get."""
+        """The maximum number of further tokens."""
         return max(self.request.max_new_tokens, 1) - self.chosen
 
     def lacks(self, count: int) -> int:
-        """Pages that it needs in addition for `count` more tokens."""
+        """The number of additional pages for `count` more tokens."""
         return max(pages_of(self.read + count) - len(self.pages), 0)
 
 
 def pages_of(tokens: int) -> int:
-    """The number of pages that so many tokens take."""
+    """The number of pages for this many tokens."""
     return -(-tokens // PAGE_SIZE)
 
 
@@ -95,10 +95,10 @@ class LaunchedStep(NamedTuple):
     """A step that the device is computing.
 
     Attributes:
-      packed: `ChosenTokens` [R, any, any], packed; those after the end of a row or after a wrong draft are not valid.
-      kind: of the step.
-      steps: passes of the model.
-      settle: called with how many tokens each row has got, after a step with drafts.
+      packed: packed `ChosenTokens` [R, any, any]; those after the end of a row or after a wrong draft are invalid.
+      kind: kind of the step.
+      steps: number of forward passes.
+      settle: called with the number of tokens of each row after a step with drafts.
     """
 
     packed: jax.Array
@@ -109,7 +109,7 @@ class LaunchedStep(NamedTuple):
 
 
 class RowPart(NamedTuple):
-    """Tokens that a row reads in a step: `size` from position `begin` on."""
+    """Tokens of a row that are processed in a step: `size` tokens from position `begin`."""
 
     row: ServedRow
     begin: int
@@ -121,8 +121,8 @@ def batch_of(parts: Sequence[RowPart], shape: tuple[int, int], width: int, seats
 
     Args:
       shape: rows and tokens of the step.
-      width: pages that a row can have.
-      seats: of the state.
+      width: maximum number of pages per row.
+      seats: number of seats of the state.
     """
     rows, most = shape
     tokens, starts = np.zeros(most, np.int32), np.zeros(rows + 1, np.int32)
@@ -141,7 +141,7 @@ def batch_of(parts: Sequence[RowPart], shape: tuple[int, int], width: int, seats
 
 
 def settings_of(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSettings:
-    """The settings of `count` rows, the first of which are these."""
+    """The settings of `rows`, padded to `count` rows."""
     numbers, allowed = np.zeros((2, count), np.int32), np.zeros((count, -(-vocab // 32)), np.uint32)
     decode = DecodeSettings(Sampling().per_row(count), np.ones(count, np.int32), np.full((count, STOPS), -1, np.int32))
     constrained, adapter = np.zeros(count, bool), np.full(count, -1, np.int32)
@@ -158,7 +158,7 @@ def settings_of(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSetting
 
 
 def scored_token(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> ScoredToken:
-    """One token of a choice."""
+    """One token of `ChosenTokens`."""
     alternative_tokens: Iterator[tuple[int, float]] = zip(
         choice.ids[at][:alternatives].tolist(), choice.logprobs[at][:alternatives].tolist(), strict=True
     )
@@ -166,29 +166,29 @@ def scored_token(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -
 
 
 def scores_of(row: ServedRow) -> list[ScoredToken]:
-    """The tokens of a prompt, each with its log-probability after those before it."""
+    """The tokens of a prompt, each with its log-probability given the preceding ones."""
     scored = [ScoredToken(row.tokens[0], None)]
-    for packed in row.scores:  # by whole columns: rows of all requests wait for this
+    for packed in row.scores:  # by whole columns, because all requests wait for this
         choice = unpack(packed)
         ids, logprobs = (x[:, : row.request.alternatives].tolist() for x in (choice.ids, choice.logprobs))
         others = [tuple(zip(*both, strict=True)) for both in zip(ids, logprobs, strict=True)]
         rows = zip(choice.token.tolist(), choice.logprob.tolist(), others, strict=True)
         scored += [ScoredToken(*row) for row in rows][: int(choice.valid.sum())]
-    return scored[: len(row.request.prompt)]  # what follows the last token is not part of the prompt
+    return scored[: len(row.request.prompt)]  # the token after the last is not part of the prompt
 
 
 class PagePool:
-    """Pages by number, with the count of those that use each: rows, and the prefix that it is kept for.
+    """Reference-counted pages of the cache, by index: used by rows and by the prefix cache.
 
-    A prefix is kept until its pages are needed, or until all prefixes take more than they may; those that were not used for
-    the longest time go first.
+    A chunk of a prefix is cached until its pages are needed, or the prefix cache exceeds its limit; the least recently used
+    chunks are evicted first.
 
     Attributes:
-      count: of all pages.
-      page_bytes: that one takes.
-      most_bytes: that kept prefixes may take.
-      held_bytes: that they take.
-      evicted: number of chunks that were evicted.
+      count: number of all pages.
+      page_bytes: bytes of a page.
+      most_bytes: maximum bytes of the prefix cache.
+      held_bytes: current bytes of the prefix cache.
+      evicted: number of evicted chunks.
     """
 
     def __init__(self, count: int, page_bytes: int, most_bytes: int) -> None:
@@ -201,19 +201,19 @@ class PagePool:
         self._users = [0] * count
         self._chunks: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
         self._kept: set[int] = set()
-        self._idle = 0  # pages that are kept and that no row uses
+        self._idle = 0  # cached pages that no row uses
 
     def __len__(self) -> int:
-        """Number of chunks that are kept."""
+        """The number of cached chunks."""
         return len(self._chunks)
 
     @property
     def available(self) -> int:
-        """Pages that can be taken."""
+        """The number of pages that can be taken."""
         return len(self._free) + self._idle
 
     def take(self, count: int) -> list[int] | None:
-        """So many pages that nobody uses; None where there are not as many."""
+        """Take `count` unused pages; None if there are not enough."""
         if count > self.available:
             return None
         if count > len(self._free):
@@ -227,13 +227,13 @@ class PagePool:
         return taken
 
     def share(self, pages: Sequence[int]) -> None:
-        """Count one more user of each page."""
+        """Add a user to each page."""
         for page in pages:
             self._idle -= self._users[page] == 1 and page in self._kept
             self._users[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Count one user of each page less; those that nobody uses are free."""
+        """Remove a user of each page; pages without users become free."""
         for page in pages:
             self._users[page] -= 1
             if not self._users[page]:
@@ -242,14 +242,14 @@ class PagePool:
                 self._idle += 1
 
     def find(self, digest: bytes) -> tuple[int, ...] | None:
-        """The pages of a chunk, of which the caller is one more user; None where it is not kept."""
+        """The pages of a cached chunk, with the caller as a new user; None if it is not cached."""
         pages = self._chunks.get(digest)
         if pages is not None:
             self.share(pages)
         return pages
 
     def in_use(self, digests: Sequence[bytes]) -> int:
-        """Pages of the first chunks, as far as these are kept, that rows use: sharing them takes none of the available."""
+        """The number of pages of the leading cached chunks that rows use: sharing them takes no available pages."""
         count = 0
         for digest in digests:
             if digest not in self._chunks:
@@ -258,13 +258,13 @@ class PagePool:
         return count
 
     def used(self, digests: Sequence[bytes]) -> None:
-        """Mark chunks as used by a prompt; the first must outlive the last, which cannot be found without it."""
+        """Mark chunks as recently used; the first must outlive the last, which cannot be found without it."""
         for digest in reversed(digests):
             if digest in self._chunks:
                 self._chunks.move_to_end(digest)
 
     def keep(self, digest: bytes, pages: Sequence[int]) -> None:
-        """Keep a chunk, whose pages a row uses, if it fits at all."""
+        """Cache a chunk, whose pages a row uses, if it fits at all."""
         size = len(pages) * self.page_bytes
         if digest in self._chunks or size > self.most_bytes:
             return
@@ -285,14 +285,14 @@ class PagePool:
 
 
 def digests_of(tokens: np.ndarray, chunk: int, roots: tuple[int, ...] = ()) -> list[bytes]:
-    """The digest of all tokens up to the end of each whole chunk, except a chunk with the last token.
+    """For each whole chunk the digest of all tokens up to its end, except for a chunk with the last token.
 
-    That chunk is always read, because the continuation needs the hidden state of the last token.
+    That chunk is always prefilled, because the continuation needs the hidden state of the last token.
 
     Args:
       tokens: int32[n].
-      roots: what else keys and values depend on: the length of the prompt, for a RoPE scaling that depends on it, and the
-        adapter.
+      roots: other values on which keys and values depend: the length of the prompt, for a RoPE scaling that depends on it,
+        and the adapter.
     """
     digests, digest = [], hashlib.sha256(f"{chunk} {roots}".encode())
     for end in range(chunk, len(tokens), chunk):

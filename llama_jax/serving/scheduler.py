@@ -116,15 +116,15 @@ def checked(request: GenerationRequest, model: ServedModel, context: int) -> Dec
     if request.max_new_tokens > (room := room_of(model.config, context, len(prompt))):
         raise GenerationError(
             f"a prompt of {len(prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed"
-            f" {longrope_switch_length(model.config)} tokens, after which the frequencies of the model's longrope change and"
-            f" an engine would have to read the row again; generate at most {room}, then send them as a part of the prompt"
+            f" {longrope_switch_length(model.config)} tokens, after which the model's longrope frequencies change and the"
+            f" row would have to be prefilled again; generate at most {room}, then send them as part of the prompt"
         )
     if not isinstance(request.sampling, Sampling):
         raise GenerationError(f"sampling={shown(request.sampling, 40)} must be a Sampling")
     ends = token_ids("stop_tokens", request.stop_tokens)
     check_tokens(model.config, ends, "stop token")
     if len(ends) > STOPS:
-        raise GenerationError(f"{len(ends)} stop tokens are more than the {STOPS} that a request may have")
+        raise GenerationError(f"{len(ends)} stop tokens are too many; a request may have at most {STOPS}")
     stop = np.full((1, STOPS), -1, np.int32)
     stop[0, : len(ends)] = ends
     return DecodeSettings(request.sampling.per_row(1), np.array([max(request.max_new_tokens, 1)], np.int32), stop)
@@ -237,7 +237,7 @@ class Scheduler:
             self.counts["cached_tokens"] += size
 
     def _reserve(self, row: ServedRow, count: int) -> None:
-        """Give a row pages for `count` more tokens, if necessary by preempting younger rows."""
+        """Reserve pages for `count` more tokens of a row, if necessary by preempting younger rows."""
         while (lacks := row.lacks(count)) and not row.ended:
             pages = self.pages.take(lacks)
             if pages is not None:

@@ -1,4 +1,4 @@
-"""The model as the engine runs it: its compiled programs with the arguments that are the same in every call."""
+"""The model of an engine: its compiled programs, with the arguments that are the same in every call."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from llama_jax.ops.rope_scaling import BY_LENGTH
 from llama_jax.serving.programs import Programs, ServingState, StaticModel, StepBatch, programs_for
 from llama_jax.serving.row_sampling import RowSettings
 
-STOPS = 16  # places for stop tokens in each row
+STOPS = 16  # maximum number of stop tokens per row
 StateAndTokens = tuple[ServingState, jax.Array]  # with packed `ChosenTokens`
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Model, sharding and programs of an engine, and the smaller model that drafts for it."""
+    """Model, sharding and programs of an engine, and its draft model."""
 
     static: StaticModel
     params: Llama
     cache: CacheOptions
     programs: Programs
     native: bool  # see `platform.decoding_context`
-    adapters: int = 0  # how many there are in the parameters' table
+    adapters: int = 0  # number of adapters in the parameters
     draft: ServedModel | None = None
 
     @classmethod
@@ -45,7 +45,7 @@ class ServedModel:
 
         Raises:
           GenerationError: a draft model with another vocabulary.
-          MeshError: a mesh that divides rows, because a step has all rows' tokens in one; a draft model on other devices.
+          MeshError: a mesh that shards rows, which a step concatenates; a draft model on other devices.
         """
         draft_model = None
         if isinstance(draft, DraftModel):
@@ -60,7 +60,7 @@ class ServedModel:
 
     @property
     def platform(self) -> str:
-        """Of the devices of the parameters: "cpu", "gpu" or "tpu"."""
+        """The platform of the parameters' devices: "cpu", "gpu" or "tpu"."""
         return next(iter(jax.tree.leaves(self.params)[0].devices())).platform
 
     @property
@@ -69,35 +69,35 @@ class ServedModel:
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
-        """This model, and the draft model."""
+        """This model, and its draft model if it has one."""
         return (self,) if self.draft is None else (self, self.draft)
 
     def with_programs(self, programs: Programs) -> ServedModel:
-        """The same with other programs, also in the draft model."""
+        """A copy with other programs, also in the draft model."""
         return replace(self, programs=programs, draft=self.draft and self.draft.with_programs(programs))
 
     @property
     def vocab(self) -> int:
-        """Rows of the output projection: V, or more where it is divided over devices."""
+        """Rows of the output projection: V, or more if it is padded to be sharded."""
         return int(lm_head_of(self.config, self.params).shape[0])
 
     @property
     def cache_dtype(self) -> str:
-        """Of keys and values."""
+        """The dtype of keys and values."""
         return str(np.dtype(self.cache.dtype or self.params.embedding.dtype))
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, with the draft model's."""
+        """Bytes of a page, including the draft model's."""
         return sum(cache_bytes(model.config, 1, PAGE_SIZE, model.cache_dtype) for model in self.models)
 
     def rope_root(self, length: int) -> int:
-        """What keys depend on besides the tokens before them: the length of the prompt, for some RoPE scalings."""
+        """A value on which keys depend in addition to tokens: the length of the prompt, for some RoPE scalings."""
         scaling = self.config.rope_scaling
         return length if scaling is not None and scaling.kind in BY_LENGTH else 0
 
     def empty(self, seats: int, count: int) -> ServingState:
-        """The state before the first step, of so many seats and pages."""
+        """The state before the first step, with this many seats and pages."""
         draft = None if self.draft is None else self.draft.static
         return self.programs.empty(self.static, self.params, draft, seats, count, self.cache_dtype)
 
@@ -105,24 +105,24 @@ class ServedModel:
         return self.programs.enter(state, np.int32(seat), seen, self.static.sharding)
 
     def step(self, state: ServingState, batch: StepBatch, settings: RowSettings) -> StateAndTokens:
-        """A token of each live row, after what the rows read."""
+        """Process the tokens of all rows, and sample a token of each live row."""
         with decoding_context(self.native):
             return self.programs.step(self.static, self.params, state, batch, settings)
 
     def burst(self, state: ServingState, batch: StepBatch, settings: RowSettings, count: int) -> StateAndTokens:
-        """`count` tokens, at most `BURST`, of a single row."""
+        """Sample `count` tokens, at most `BURST`, of a single row."""
         with decoding_context(self.native):
             return self.programs.burst(self.static, self.params, state, batch, settings, np.int32(count))
 
     def score(self, state: ServingState, batch: StepBatch, settings: RowSettings, targets: np.ndarray) -> StateAndTokens:
         """See `programs.score`."""
-        with decoding_context(self.native and self.static.compute.exact):  # whose numbers are those of decoding
+        with decoding_context(self.native and self.static.compute.exact):  # exact scores have the numerics of decoding
             return self.programs.score(self.static, self.params, state, batch, settings, targets)
 
     def verify(
         self, state: ServingState, batch: StepBatch, settings: RowSettings, drafts: np.ndarray, count: int
     ) -> StateAndTokens:
-        """A step with `count` drafts: these, or the draft model's continuation of these tokens."""
+        """A step with `count` drafts: `drafts`, or with a draft model its continuation of these tokens."""
         draft, args = self.draft, (state, batch, settings, drafts)
         with decoding_context(self.native):
             if draft is None:
@@ -130,7 +130,7 @@ class ServedModel:
             return self.programs.verify_own_drafts(self.static, self.params, draft.static, draft.params, *args, count)
 
     def read_draft(self, state: ServingState, batch: StepBatch) -> ServingState:
-        """Let the draft model read the tokens of a batch; all of them are known to the host."""
+        """Prefill the draft model with the tokens of a batch, all of which the host must know."""
         draft = self.draft
         assert draft is not None
         pages = self.programs.read_draft(draft.static, draft.params, state.draft_pages, batch)

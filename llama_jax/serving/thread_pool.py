@@ -1,4 +1,4 @@
-"""A bounded pool of daemon threads: unlike those of `concurrent.futures` and asyncio, nothing waits for them at exit."""
+"""A bounded pool of daemon threads: unlike with `concurrent.futures` and asyncio, nothing waits for them at exit."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 
 from llama_jax.serving.requests import BusyError
 
-LOW = 10  # niceness of what waits for a processor rather than the engine: beside busy cores it gets a tenth of one
-IDLE_SECONDS = 1.0  # for which a thread waits for more work before it ends
+LOW = 10  # niceness of work with lower priority than the engine: on a busy machine it gets a tenth of a core
+IDLE_SECONDS = 1.0  # time that an idle thread waits for more work before it ends
 T = TypeVar("T")
 
 
 class DaemonThreadPool:
-    """Runs functions in a few threads, in the order in which they came.
+    """Runs functions in a few threads, in the order of submission.
 
     Args:
-      name: of the threads, and of the work in the error.
-      most_waiting: functions that may wait for a thread; None for any number.
-      niceness: by which the threads wait for a processor rather than others do, where each thread has its own. Those that
-        they start have the same: it is not for a thread that may start XLA's.
+      name: name of the threads, and of the work in error messages.
+      most_waiting: maximum number of functions that wait for a thread; None for no limit.
+      niceness: niceness of the threads, on systems with one per thread. Threads inherit it: do not use it for threads that
+        may start XLA's.
     """
 
     def __init__(self, name: str, threads: int, most_waiting: int | None = None, niceness: int = 0) -> None:
@@ -39,14 +39,14 @@ class DaemonThreadPool:
 
     @property
     def waiting(self) -> int:
-        """Functions that no thread has begun."""
+        """The number of functions that wait for a thread."""
         return len(self._work)
 
     def submit(self, run: Callable[[], T]) -> Future[T]:
-        """The function's future result; until a thread begins it, it can be cancelled.
+        """The future result of a function; it can be cancelled until a thread starts it.
 
         Raises:
-          BusyError: as many wait as may.
+          BusyError: the maximum number of functions is already waiting.
         """
         future: Future[T] = Future()
         with self._changed:

@@ -1,6 +1,6 @@
-"""Compiling every program of an engine before it serves, so that none is compiled while a request waits.
+"""Compilation of every program of an engine before it serves, so that no request waits for compilation.
 
-On one device all are compiled ahead, lowered one after the other while several threads compile; then each is run once.
+On one device programs are lowered one after the other while several threads compile; then each program is run once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llama_jax.serving.row_sampling import RowSettings
 from llama_jax.serving.rows import batch_of, settings_of
 from llama_jax.serving.served_model import ServedModel
 
-MOST_THREADS = 8  # each compiles one program, and holds the memory that the compiler needs
+MOST_THREADS = 8  # each compiles one program, and takes the compiler's memory
 
 
 def warm(
@@ -32,12 +32,12 @@ def warm(
     numbers: tuple[int, ...],
     progress: Callable[[int, int], None],
 ) -> ServingState:
-    """Run all programs on steps without rows, which leave the state as it is.
+    """Run all programs on steps without rows, which do not change the state.
 
     Args:
-      width: pages that a row can have.
-      numbers: of tokens that rows may draft.
-      progress: called after each program with the number done and the total.
+      width: maximum number of pages per row.
+      numbers: possible numbers of drafts.
+      progress: called after each program with the number of finished programs and the total.
     """
     calls = list(_calls(model, options, width, numbers))
     ahead = model.static.sharding.mesh is None  # over a mesh only a compiled program knows the sharding of its results
@@ -81,10 +81,10 @@ def _calls(
 
 
 def compile_ahead(model: ServedModel, run: Callable[[ServedModel], Any], progress: Callable[[int, int], None]) -> None:
-    """Compile every program that `run` calls, for a model on one device: nothing is executed.
+    """Compile every program that `run` calls, for a model on one device, without executing it.
 
-    Tracing and lowering hold Python's lock, so one thread at a time can do them; compiling, or loading from the compilation
-    cache, does not block other threads. A program whose executable is stored is not even traced.
+    Tracing and lowering hold the GIL, so only one thread can do them; compiling, or loading from the compilation cache, does
+    not block other threads. A program with a stored executable is not even traced.
 
     Args:
       run: makes the calls, on a model whose programs return shapes instead of arrays.
@@ -94,12 +94,12 @@ def compile_ahead(model: ServedModel, run: Callable[[ServedModel], Any], progres
     results: dict[Hashable, Any] = {}
 
     def lower(program: Any, *args: Any) -> Any:
-        """The shapes of a program's results; the program is compiled if it was not yet."""
+        """The shapes of a program's results; compiles the program if necessary."""
         leaves, structure = jax.tree.flatten([arg for arg in args if arg is not model.params])
         key = program, structure, tuple(map(_signature, leaves))
         if key not in results:
             results[key], compile_or_load = program.lower_ahead(*args)
-            # In this context, so that the caller's `record_backends` sees the backends of what is loaded.
+            # In this context, so that the caller's `record_backends` sees the backends of loaded programs.
             compiling.append(threads.submit(contextvars.copy_context().run, compile_or_load))
         return results[key]
 

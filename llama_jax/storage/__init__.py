@@ -1,6 +1,6 @@
-"""Files and folders on this machine, or in a store that a URL names. See docs/storage.md.
+"""Files and folders on this machine, or in a store at a URL. See docs/storage.md.
 
-What cannot be read or written raises an `OSError` that names it; a wrong URL, or a library that is missing, a `UserError`.
+A failure to read or write raises an `OSError` that names the path; a wrong URL or a missing library, a `UserError`.
 """
 
 from llama_jax.storage.paths import Location, StoredPath, locate, on_disk, resolved

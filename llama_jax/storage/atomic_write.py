@@ -1,7 +1,7 @@
 """Files and folders that appear under their name complete or not at all, on a disk or in a store; locks; leftovers.
 
-A writer works beside the name, in a file or folder that it holds a lock on. What a killed writer left is not locked, and is
-removed by the next one in the same folder.
+A writer works in a locked temporary file or folder next to the target. Leftovers of killed writers are not locked, and are
+removed by the next writer in the same folder.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from llama_jax.storage.paths import Location, StoredPath
 
 try:
     import fcntl
-except ImportError:  # on Windows, where nothing is locked
+except ImportError:  # on Windows, without locks
     fcntl = None  # type: ignore[assignment]
 
-# Beside the name until it is complete ("partial"), and what had the name until then ("old").
+# Next to the target until it is complete ("partial"), and the previous file or folder of that name ("old").
 TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.llama_jax-(?P<kind>partial|old)", re.DOTALL)
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
@@ -47,17 +47,17 @@ def write_atomically(
     raises: Callable[[str], UserError] = UserError,
     last: Collection[str] = (),
 ) -> Iterator[Path]:
-    """A new file, or an empty folder, on this machine; all of it gets the name `path` in the end, and nothing on an error.
+    """A new file, or an empty folder, on this machine; it becomes `path` as a whole at the end, or is removed on an error.
 
-    On a disk it lies beside `path`; it is flushed before it is renamed, and the name before this returns. For a store it
-    lies in TMPDIR and is then uploaded; there is no lock. Of two writers of one stored folder, one gets an error; of a
+    On a disk it lies next to `path`; it is flushed before it is renamed, and the new name before this returns. For a store
+    it lies in TMPDIR and is then uploaded, without a lock. Of two writers of one stored folder, one gets an error; for a
     single object the later write wins.
 
     Args:
-      check: called before the renaming or the upload; what it raises prevents it.
-      raises: makes the error of a text that says that `path` cannot be written, and why.
-      last: for a folder in a store: the one of these files that it has, without which it is not recognized, is deleted first
-        and uploaded last.
+      check: called before the renaming or the upload, and prevents it by raising an error.
+      raises: makes the error from a message that says that `path` cannot be written, and why.
+      last: for a folder in a store: names of files by which it is recognized; the one that it has is deleted first and
+        uploaded last.
     """
     check = check or (lambda: None)
     if isinstance(path, StoredPath):
@@ -76,7 +76,7 @@ def write_atomically(
                     raise  # about something that was read meanwhile
                 raise raises(cannot_write(path, error)) from None
         return
-    path = Path(os.path.realpath(path))  # `resolve` raises a RuntimeError for links that lead to one another
+    path = Path(os.path.realpath(path))  # `resolve` raises a RuntimeError for symlink loops
     made = [parent for parent in path.parents if not parent.exists()]
     with ExitStack() as cleanup:
 
@@ -107,7 +107,7 @@ def write_atomically(
 
 
 def replace_path(target: Path, path: Path) -> None:
-    """Rename `target` to `path`, in one step where the system can; a folder that had the name is `target` afterwards.
+    """Rename `target` to `path`, atomically if the system can; a folder that was at `path` is at `target` afterwards.
 
     Raises:
       OSError: the system refuses, or `target` is a file and `path` a folder, whose content would be lost.
@@ -119,7 +119,7 @@ def replace_path(target: Path, path: Path) -> None:
     elif not _exchange(target, path):
         old, lock = _temporary(path, "old"), _lock(path)
         try:
-            path.rename(old)  # a process that is killed now leaves neither name: `remove_leftovers` restores the old one
+            path.rename(old)  # if the process is killed now, `remove_leftovers` restores the old folder
             try:
                 target.rename(path)
             except OSError:
@@ -148,7 +148,7 @@ def _upload_folder(folder: Path, path: StoredPath, last_names: Collection[str]) 
             path.view.create((path / last).key, files[last].read_bytes())
         except FileExistsError:
             written.clear()  # some of it may belong to the other writer
-            raise OSError(errno.EEXIST, "another has written there meanwhile; look at it", str(path)) from None
+            raise OSError(errno.EEXIST, "another writer wrote there meanwhile; check it", str(path)) from None
     except BaseException:
         for key in written:
             with suppress(OSError):
@@ -160,17 +160,17 @@ def _upload_folder(folder: Path, path: StoredPath, last_names: Collection[str]) 
 
 class ScratchFolder:
     """An empty folder in TMPDIR, deleted on close or garbage collection; leftovers of killed processes are removed when the
-    next one is made.
+    next one is created.
 
     Attributes:
-      path: of the folder.
+      path: the path of the folder.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """With `path`, the folder has this name: that of another host's.
+        """Create the folder; at `path` if given, for the name that another host chose.
 
         Raises:
-          OSError: it cannot be made, or exists.
+          OSError: it cannot be created, or exists.
         """
         wanted = Path(tempfile.gettempdir()) / "scratch" if path is None else path
         remove_leftovers(wanted.parent)
@@ -184,9 +184,9 @@ def _discard(path: Path, lock: int | None) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in a folder, and restore what they had moved aside.
+    """Remove leftovers of killed writers in a folder, and restore what they had moved aside.
 
-    Where there are no locks, as on some network file systems, everything stays.
+    Without locks, as on some network file systems, nothing is changed.
     """
     with suppress(OSError):
         for entry in sorted(folder.iterdir()):
@@ -204,13 +204,13 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def free_bytes(path: Location) -> int:
-    """The room on the disk that `path`, which need not exist, is written to: of a store, that of TMPDIR."""
+    """The free bytes on the disk of `path`, which need not exist; for a store, on that of TMPDIR."""
     where = Path(tempfile.gettempdir()) if isinstance(path, StoredPath) else path.absolute()
     return shutil.disk_usage(next(folder for folder in (where, *where.parents) if folder.exists())).free
 
 
 def flush(target: Path) -> None:
-    """Flush a file, or all of a folder: without it a power cut can leave a name without the content."""
+    """Flush a file, or all of a folder: without this a power failure can leave a name without its content."""
     if not target.is_dir():
         with target.open("rb") as file:
             os.fsync(file.fileno())
@@ -222,7 +222,7 @@ def flush(target: Path) -> None:
 
 
 def flush_folders(target: Path) -> None:
-    """Flush the names in a folder and in those below; the files are flushed already."""
+    """Flush the directory entries of a folder and of its subfolders; the files are already flushed."""
     for where, _, _ in os.walk(target):
         _flush_entry(Path(where))
 
@@ -237,16 +237,16 @@ def remove(path: Path) -> None:
 
 
 def hold_lock(path: Path, taken: Callable[[str], UserError], what: str) -> int:
-    """Lock a file, which is created; the descriptor holds the lock until it is closed, or the process ends.
+    """Create and lock a file; the descriptor holds the lock until it is closed, or the process ends.
 
-    Without file locks nothing is held; where the file system has none, this warns.
+    On a system without file locks nothing is locked; on a file system without them, this also warns.
 
     Args:
-      taken: makes the error from the name of the process that holds it.
-      what: is written in the folder, for the warning.
+      taken: makes the error from the name of the process that holds the lock.
+      what: the kind of job that writes in the folder, for the warning.
 
     Raises:
-      OSError: the file cannot be made.
+      OSError: the file cannot be created.
     """
     while True:
         with ExitStack() as unless_held:
@@ -256,24 +256,24 @@ def hold_lock(path: Path, taken: Callable[[str], UserError], what: str) -> int:
                 free = lock_descriptor(descriptor)
             except OSError as error:
                 free = True
-                message = f"{path.parent} cannot be locked ({error.strerror}): start no second {what} in it"
+                message = f"{path.parent} cannot be locked ({error.strerror}): do not start a second {what} in it"
                 warnings.warn(message, stacklevel=3)
             if not free:
                 raise taken(path.read_text("utf-8").strip() or "unknown")
-            with suppress(FileNotFoundError):  # its holder removed it between opening and locking: then there is a new one
+            with suppress(FileNotFoundError):  # its holder removed it between opening and locking: create a new one
                 if os.path.samestat(path.stat(), os.fstat(descriptor)):
                     unless_held.pop_all()
                     return descriptor
 
 
 def sign_lock(descriptor: int) -> None:
-    """Write into the file of a lock which process holds it."""
+    """Write the name of this process into the lock file that it holds."""
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"{os.getpid()} on {platform.node()}\n".encode())
 
 
 def lock_descriptor(descriptor: int) -> bool:
-    """Lock a file or folder while the descriptor is open: False where another process has it; OSError without locks."""
+    """Lock a file or folder while the descriptor is open: False if another process holds it; OSError without locks."""
     if fcntl is not None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -283,11 +283,11 @@ def lock_descriptor(descriptor: int) -> bool:
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor that holds a lock on a file or folder; None where another has it, or there are no locks."""
+    """A descriptor that locks a file or folder; None if another process holds the lock, or without locks."""
     if fcntl is None:
         return None
     with suppress(OSError), ExitStack() as until_locked:
-        mode = os.O_RDONLY if path.is_dir() else os.O_RDWR  # over a network only what may be written can be locked
+        mode = os.O_RDONLY if path.is_dir() else os.O_RDWR  # NFS can lock only files opened for writing
         descriptor = os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         until_locked.callback(os.close, descriptor)
         if lock_descriptor(descriptor):
@@ -302,10 +302,10 @@ def _close(lock: int | None) -> None:
 
 
 def _create_locked(path: Path, folder: bool, *, as_it_is: bool = False) -> tuple[Path, int | None]:
-    """Make the temporary file or folder of `path`, locked; after three failures without a lock: some systems have none.
+    """Create the temporary file or folder of `path`, locked; after three failures without a lock: some systems have none.
 
     Args:
-      as_it_is: whether `path` is such a name already.
+      as_it_is: whether `path` itself is the temporary name.
     """
     for last in (False, False, False, True):
         target = path if as_it_is else _temporary(path, "partial")
@@ -316,48 +316,48 @@ def _create_locked(path: Path, folder: bool, *, as_it_is: bool = False) -> tuple
         lock = _lock(target)
         if lock is not None and target.exists():
             return target, lock
-        _close(lock)  # another process that clears up has locked or removed it
+        _close(lock)  # another process that removes leftovers has locked or removed it
         if not last:
             remove(target)
     return target, None
 
 
 def discard_output(descriptor: int) -> None:
-    """Discard what is written to a descriptor from now on: at exit nothing may be flushed to a closed pipe."""
+    """Discard what is written to a descriptor from now on: nothing may be flushed to a closed pipe at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)
     os.close(null)
 
 
 def cannot_write(path: os.PathLike[str], error: BaseException) -> str:
-    """The message that a path cannot be written, with the reason and the remedy."""
+    """The message that a path cannot be written, with reason and remedy."""
     reason = (error.strerror if isinstance(error, OSError) else None) or reason_of(error, 200)
     return f"{path} cannot be written ({reason}){remedy_for(error)}"
 
 
 def remedy_for(error: BaseException) -> str:
-    """The remedy for an error of writing, after a semicolon; "" if none is known. Libraries give only its text."""
+    """The remedy for a write error, after a semicolon; "" if none is known. Some errors of libraries have only a text."""
     number = error.errno if isinstance(error, OSError) else None
     text = str(error)
     if number in DISK_FULL_ERRNOS or any(os.strerror(full) in text for full in DISK_FULL_ERRNOS):
-        return "; the disk is full: make room there, or write to another one"
+        return "; the disk is full: free some space, or write to another disk"
     if "requested and" in text:  # NumPy's error for a short write, without a reason
-        return "; the disk is full, or files have a largest size here (ulimit -f): make room there, or write elsewhere"
+        return "; the disk is full, or file sizes are limited (ulimit -f): free some space, or write elsewhere"
     if number == errno.EFBIG or os.strerror(errno.EFBIG) in text:
-        return "; files have a largest size here (ulimit -f, or the file system): write elsewhere"
+        return "; file sizes are limited (ulimit -f, or the file system): write elsewhere"
     if number == errno.EBADF:
         return "; it is closed"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "; use a folder that you may write to"
     if number == errno.ENOTDIR or (isinstance(error, FileExistsError) and error.strerror == os.strerror(errno.EEXIST)):
-        return "; a file is where a folder is needed: give another path"
+        return "; a file is where a folder is needed: choose another path"
     if number == errno.EISDIR:
-        return "; a folder is there: give another path"
+        return "; a folder has that name: choose another path"
     return ""
 
 
 def _exchange(target: Path, path: Path) -> bool:
-    """Exchange the names of two paths in one step; False where the system or the file system cannot."""
+    """Exchange the names of two paths atomically; False if the system or the file system cannot."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -369,7 +369,7 @@ def _exchange(target: Path, path: Path) -> bool:
 
 
 def _flush_entry(folder: Path) -> None:
-    """Flush the names in a folder."""
+    """Flush the directory entries of a folder."""
     if fcntl is None:
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

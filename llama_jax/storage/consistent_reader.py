@@ -1,4 +1,4 @@
-"""A store as a reader first saw it: each folder is listed once, each object is read in one version, requests are retried."""
+"""A consistent view of a store: folders are listed once, each object is read in one version, and requests are retried."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-# Seconds before each retry, a minute in all; each is shortened at random, so that not all hosts retry at once.
+# Seconds before each retry, a minute in total; each is randomly shortened, so that not all hosts retry at once.
 RETRY_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-TIMEOUT_TRIES = 3  # tries of a request that times out: fewer than for others, because each takes minutes
-MAX_REQUEST_BYTES = 1 << 26  # bytes requested at a time: more are requested in parts
+TIMEOUT_TRIES = 3  # tries of a request that times out: fewer than for other errors, because each takes minutes
+MAX_REQUEST_BYTES = 1 << 26  # bytes per request; larger ranges are requested in parts
 
 _log = logging.getLogger("llama_jax.storage")
 Result = TypeVar("Result")
@@ -26,7 +26,7 @@ class StoreEntry(NamedTuple):
 
     Attributes:
       size: bytes of an object; None for a folder.
-      version: of its content, so that no other is read; None where the store has no versions.
+      version: identifies the content, so that no other version is read; None if the store has no versions.
     """
 
     size: int | None
@@ -37,28 +37,28 @@ FOLDER = StoreEntry(None, None)
 
 
 class Store(Protocol):
-    """A bucket or repository: the interface to its library. Keys are paths in it, without a slash at either end.
+    """The interface to a bucket or repository. Keys are paths in it, without a slash at either end.
 
-    Errors that may not recur in a retry are raised as `TransientError`, all others as an `OSError` that names the URL.
+    Errors that a retry may resolve are raised as `TransientError`, all others as an `OSError` that names the URL.
     """
 
     def names(self, folder: str) -> Mapping[str, StoreEntry]:
-        """The content of a folder, by name; empty where there is no such folder."""
+        """The entries of a folder, by name; empty if there is no such folder."""
         ...
 
     def head(self, key: str) -> StoreEntry | None:
-        """An object; None where there is none."""
+        """The entry of an object, or None."""
         ...
 
     def read(self, key: str, start: int, stop: int, version: str | None) -> memoryview:
-        """Bytes [start, stop) of an object, or fewer where the answer was cut off."""
+        """Bytes [start, stop) of an object, or fewer if the response was cut off."""
         ...
 
     def write(self, key: str, content: Path | bytes, *, only_new: bool = False) -> None:
-        """Put a file or bytes under a key; readers see all of it at once.
+        """Write a file or bytes under a key; readers see all of it at once.
 
         Args:
-          only_new: raise FileExistsError where something is there; for a few bytes.
+          only_new: raise FileExistsError if the key exists; for small objects.
         """
         ...
 
@@ -68,11 +68,11 @@ class Store(Protocol):
 
 
 class TransientError(Exception):
-    """A request failed, and may succeed when retried: a broken connection, a server that is busy or failing."""
+    """A request failed, but may succeed when retried: a broken connection, a server that is busy or failing."""
 
 
 class TimedOutError(TransientError):
-    """A request timed out, though some bytes may have come."""
+    """A request timed out, though some bytes may have arrived."""
 
 
 class StoreView:
@@ -94,13 +94,13 @@ class StoreView:
         return f"{self.root}/{key}" if key else self.root
 
     def names(self, folder: str) -> Mapping[str, StoreEntry]:
-        """The content of a folder."""
+        """The entries of a folder, by name."""
         if folder not in self._folders:
             self._folders[folder] = with_retries(self.url(folder), lambda: self.store().names(folder))
         return self._folders[folder]
 
     def look(self, key: str) -> StoreEntry | None:
-        """The entry of a key; None where there is none. A key in a known listing needs no request."""
+        """The entry of a key, or None. A key in a cached listing needs no request."""
         if self._alone.get(key) is not None:
             return self._alone[key]
         parent, _, name = key.rpartition("/")
@@ -118,14 +118,14 @@ class StoreView:
         return self._object(key)[0]
 
     def read(self, key: str, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of an object, all of them, as it was when it was first seen."""
+        """All bytes [start, stop) of an object, in the version that was first seen."""
         _, version = self._object(key)
         url = self.url(key)
 
         def request(first: int, last: int) -> memoryview:
             found = self.store().read(key, first, last, version)
             if len(found) != last - first:
-                raise TransientError(f"{len(found)} of {last - first} bytes came")
+                raise TransientError(f"only {len(found)} of {last - first} bytes arrived")
             return found
 
         if stop - start <= MAX_REQUEST_BYTES:
@@ -137,11 +137,11 @@ class StoreView:
         return whole
 
     def write(self, key: str, file: Path) -> None:
-        """Put a file of this machine under a key: all of it at once, replacing what is there."""
+        """Upload a file under a key, atomically, replacing an existing object."""
         with_retries(self.url(key), lambda: self.store().write(key, file))
 
     def create(self, key: str, content: bytes) -> None:
-        """Put a few bytes under a key that does not exist.
+        """Create a small object under a key that does not exist.
 
         Raises:
           FileExistsError: the key exists.
@@ -156,7 +156,7 @@ class StoreView:
                 self.store().write(key, content, only_new=True)
             except FileExistsError:
                 if tries == 1 or bytes(self.store().read(key, 0, len(content) + 1, None)) != content:
-                    raise  # unless an earlier try of ours has written it, and its answer was lost
+                    raise  # unless an earlier try has written it, and the response was lost
 
         with_retries(self.url(key), request)
 
@@ -188,7 +188,10 @@ def with_retries(url: str, request: Callable[[], Result], waits: Sequence[float]
     """The result of `request`, retried after a wait as long as it raises TransientError; each wait is logged as a warning.
 
     Args:
-      waits: seconds; None is RETRY_WAITS. An OSError if the last retry fails too, or TIMEOUT_TRIES tries timed out.
+      waits: seconds before each retry; None is RETRY_WAITS.
+
+    Raises:
+      OSError: the last retry failed too, or TIMEOUT_TRIES tries timed out.
     """
     waits = RETRY_WAITS if waits is None else waits
     slow = 0
@@ -198,7 +201,7 @@ def with_retries(url: str, request: Callable[[], Result], waits: Sequence[float]
         except TransientError as error:
             slow += isinstance(error, TimedOutError)
             if wait is None or slow == TIMEOUT_TRIES:
-                raise OSError(errno.EIO, f"no whole answer in {tried} tries, the last: {error}", url) from None
-            _log.warning("%s: %s; asking again in %g s (try %d of %d)", url, error, wait, tried + 1, len(waits) + 1)
+                raise OSError(errno.EIO, f"no complete response in {tried} tries, the last: {error}", url) from None
+            _log.warning("%s: %s; retrying in %g s (try %d of %d)", url, error, wait, tried + 1, len(waits) + 1)
             time.sleep(wait * random.uniform(0.5, 1.0))
     raise AssertionError("the last try returns or raises")

@@ -1,7 +1,8 @@
-"""Repositories of the Hugging Face hub, through its own library, which is installed with the tokenizers.
+"""Repositories of the Hugging Face Hub, through huggingface_hub, which is installed with the tokenizers.
 
-A file that is in the library's cache in this version, where ``llama-jax fetch`` and ``hf download`` put it, is read from
-there; others are read from the hub by ranges, which are not kept. The library handles tokens; nothing here reads them.
+A file that is in the library's cache in the current version, where ``llama-jax fetch`` and ``hf download`` put it, is read
+from there; others are read from the Hub in byte ranges, which are not cached. The library handles access tokens; nothing
+here reads them.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ DATASETS_PREFIX = "datasets/"  # prefix of the names of dataset repositories
 
 
 def open_hub(root: str) -> Repository:
-    """The repository at hf://ORGANIZATION/NAME or hf://ORGANIZATION/NAME@REVISION, at its current commit; for data sets
+    """The repository at hf://ORGANIZATION/NAME or hf://ORGANIZATION/NAME@REVISION, at its current commit; for datasets
     hf://datasets/ORGANIZATION/NAME.
     """
     try:
         from huggingface_hub import HfApi, HfFileSystem
     except ImportError:
-        raise UserError(f"{root} is read by huggingface_hub, which is not installed; pip install huggingface_hub") from None
+        raise UserError(f"{root} needs huggingface_hub, which is not installed; pip install huggingface_hub") from None
     name, _, revision = root.removeprefix("hf://").partition("@")
     kind, at = ("dataset", name.removeprefix(DATASETS_PREFIX)) if name.startswith(DATASETS_PREFIX) else ("model", name)
     commit = _call(root, lambda: HfApi().repo_info(at, revision=revision or None, repo_type=kind).sha)
@@ -75,16 +76,16 @@ class Repository:
         return memoryview(_call(self._url(key), request))
 
     def write(self, key: str, content: Path | bytes, *, only_new: bool = False) -> None:
-        raise OSError(errno.EROFS, "nothing is written to the hub; upload it with `hf upload`", self._url(key))
+        raise OSError(errno.EROFS, "the Hub is read-only here; upload it with `hf upload`", self._url(key))
 
     def delete(self, key: str) -> None:
-        raise OSError(errno.EROFS, "nothing is removed from the hub", self._url(key))
+        raise OSError(errno.EROFS, "the Hub is read-only here", self._url(key))
 
     def download(self, revision: str | None, keys: Collection[str], folder: Path | None) -> Path:
         """Download objects with the library, which resumes partial downloads, into `folder` or its own cache.
 
         Args:
-          revision: as it was given, to be recorded in the cache; None for the default branch.
+          revision: the requested revision, which is recorded in the cache; None for the default branch.
 
         Returns:
           The folder that holds them under their keys.
@@ -96,7 +97,7 @@ class Repository:
         return Path(_call(self._root, request))
 
     def in_cache(self, key: str) -> Path | None:
-        """An object's file in the library's cache; None where it has not been downloaded."""
+        """An object's file in the library's cache; None if it has not been downloaded."""
         from huggingface_hub import try_to_load_from_cache
 
         if key not in self._cached:
@@ -132,7 +133,7 @@ def _page(url: str) -> str:
 
 
 def _call(url: str, request: Callable[[], Result]) -> Result:
-    """The result of the library, which retries by itself; its errors become ones that name object and cause."""
+    """The result of a request by the library, which retries by itself; its errors become ones that name URL and cause."""
     from huggingface_hub import errors
 
     try:
@@ -145,19 +146,19 @@ def _call(url: str, request: Callable[[], Result]) -> Result:
     except errors.RepositoryNotFoundError:
         why = "there is no such repository, or it is private: log in with `hf auth login`"
         raise PermissionError(errno.EACCES, why, url) from None
-    except errors.LocalEntryNotFoundError as error:  # in a download: the hub did not answer
+    except errors.LocalEntryNotFoundError as error:  # in a download: the Hub did not respond
         raise TransientError(reason_of(error)) from None
     except (errors.EntryNotFoundError, FileNotFoundError):
         raise FileNotFoundError(errno.ENOENT, "there is no such file in the repository", url) from None
     except errors.OfflineModeIsEnabled:
-        raise OSError(errno.ENETUNREACH, "HF_HUB_OFFLINE is set; unset it, or give a copy on this machine", url) from None
+        raise OSError(errno.ENETUNREACH, "HF_HUB_OFFLINE is set; unset it, or use a copy on this machine", url) from None
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", 0)
         if status in (401, 403):
-            raise PermissionError(errno.EACCES, f"the hub does not allow it ({status})", url) from None
+            raise PermissionError(errno.EACCES, f"the Hub denies access ({status})", url) from None
         if 400 <= status < 500 and status not in (408, 429):
-            raise OSError(errno.EIO, f"the hub refuses ({reason_of(error)})", url) from None
-        raise TransientError(f"the hub answers {status}") from None
+            raise OSError(errno.EIO, f"the Hub refused the request ({reason_of(error)})", url) from None
+        raise TransientError(f"the Hub responded with {status}") from None
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:  # a retry would fail too
         raise OSError(errno.EIO, reason_of(error, 160), url) from None
     except Exception as error:  # from the HTTP library that it uses, which depends on its version

@@ -18,18 +18,18 @@ from llama_jax.errors import UserError, reason_of, shown
 from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, TimedOutError, TransientError
 
 INSTALL_COMMAND = 'pip install -e ".[stores]"'
-# Client options in addition to the total time of a request. A server without TLS is allowed where the environment names one,
-# because obstore ignores that setting when it is given these.
+# Client options in addition to the time limit of a request. Servers without TLS are allowed if the environment names one:
+# obstore ignores its environment variable for this when options are passed.
 CLIENT_OPTIONS: Any = {"connect_timeout": "10s", "read_timeout": "60s", "allow_http": True}
-# Limits in seconds for a whole request: for a few bytes, such as the renewal of a lease; for others the least and the most,
-# and in between the time of its bytes at MIN_RATE bytes per second.
+# Time limits of a whole request in seconds: for small objects, such as the renewal of a lease; for others the minimum and
+# the maximum, and in between the time of its bytes at MIN_RATE bytes per second.
 SHORT_SECONDS, MIN_SECONDS, MAX_SECONDS, MIN_RATE = 15.0, 120.0, 900.0, 32 << 10
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://[^\s/:?#]+(:[0-9]+)?(/\S*)?", re.IGNORECASE)
 STATUS_CODE = re.compile(r"status code: (\d{3})")
-# A large object is uploaded in parts; a store allows 10,000, and each is in memory once.
+# A large object is uploaded in parts; stores allow 10,000, and parts are held in memory.
 MIN_PART_BYTES, MAX_PARTS = 16 << 20, 9_000
-TRANSIENT_STATUSES = {408, 425, 429}  # the 4xx statuses that are not final
+TRANSIENT_STATUSES = {408, 425, 429}  # the 4xx statuses that may be retried
 XML_MESSAGE = re.compile(r"<(Code|Message)>([^<]*)<")
 NO_CREDENTIALS = ("169.254.", "token request", "metadata.google", "Error getting credentials", "AssumeRole")
 CREDENTIAL_VARIABLES = {
@@ -46,16 +46,16 @@ def open_bucket(root: str) -> ObjectBucket:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError:
-        raise UserError(f"{root} is read by obstore, which is not installed; {INSTALL_COMMAND}") from None
+        raise UserError(f"{root} needs obstore, which is not installed; {INSTALL_COMMAND}") from None
 
     for name in ENDPOINTS:
         given = os.environ.get(name, "")
         if root.startswith("s3:") and given and not ENDPOINT.fullmatch(given):  # at which Rust would panic
-            raise UserError(f"{name}={shown(given)} must be a URL with a host, as https://HOST:PORT, or not be set")
+            raise UserError(f"{name}={shown(given)} must be a URL with a host, such as https://HOST:PORT, or unset")
 
     def within(seconds: float) -> Any:
         options: Any = CLIENT_OPTIONS | {"timeout": f"{round(seconds * 1000)}ms"}
-        # Retries are made by `consistent_reader.with_retries`, which logs what it waits for.
+        # `consistent_reader.with_retries` retries instead, and logs the reason.
         return from_url(root, client_options=options, retry_config={"max_retries": 0})
 
     try:
@@ -72,8 +72,8 @@ class VersionedObject(NamedTuple):
     """One version of an object.
 
     Attributes:
-      mark: identifies this version, so that `swap` replaces no other.
-      modified: when it was written, by the store's clock, in seconds since 1970.
+      mark: identifies this version, so that `swap` replaces only it.
+      modified: time of writing by the store's clock, in seconds since 1970.
     """
 
     content: bytes
@@ -85,7 +85,7 @@ class ObjectBucket:
     """A `Store`."""
 
     def __init__(self, root: str, within: Callable[[float], Any]) -> None:
-        """`within(seconds)` makes obstore's bucket with this timeout of requests."""
+        """Wrap the bucket that `within(seconds)` opens with obstore with this request timeout."""
         self._root = root
         self._within = cache(within)
 
@@ -130,10 +130,10 @@ class ObjectBucket:
                 _seconds(min(size, part)),
             )
         except AlreadyExistsError:
-            raise FileExistsError(errno.EEXIST, "there is such an object already", f"{self._root}/{key}") from None
+            raise FileExistsError(errno.EEXIST, "the object already exists", f"{self._root}/{key}") from None
 
     def stamped(self, key: str) -> VersionedObject | None:
-        """A small object with its version, for `swap`; None if there is none."""
+        """A small object with its version, for `swap`; None if it does not exist."""
         import obstore
 
         def request(bucket: Any) -> VersionedObject:
@@ -147,10 +147,10 @@ class ObjectBucket:
             return None
 
     def swap(self, key: str, content: bytes, mark: ObjectVersion | None) -> ObjectVersion | None:
-        """Compare and swap: replace the version with this mark, or create the object if it is None; returns the new mark.
+        """Compare and swap: replace the version with this mark, or create the object if it is None.
 
         Returns:
-          None where something else is there; then nothing was written.
+          The new mark; None if the current version is another one, and nothing was written.
         """
         import obstore
         from obstore.exceptions import AlreadyExistsError
@@ -171,7 +171,7 @@ class ObjectBucket:
         self._call(key, lambda bucket: obstore.delete(bucket, key))
 
     def _call(self, key: str, request: Callable[[Any], Result], seconds: float | None = None) -> Result:
-        """The result of obstore; its errors become a TransientError, or an OSError that names the object and the cause.
+        """The result of a request; obstore's errors become a TransientError, or an OSError that names object and cause.
 
         Args:
           request: called with obstore's bucket.
@@ -185,20 +185,20 @@ class ObjectBucket:
         try:
             return request(self._within(seconds))
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise PermissionError(errno.EACCES, f"the store does not allow it ({_store_message(error)})", url) from None
+            raise PermissionError(errno.EACCES, f"the store denies access ({_store_message(error)})", url) from None
         except exceptions.AlreadyExistsError:
             raise
         except exceptions.PreconditionError:
-            raise OSError(errno.ESTALE, "it was replaced while it was read; read it again", url) from None
+            raise OSError(errno.ESTALE, "the object was replaced while it was read; read it again", url) from None
         except (OSError, exceptions.BaseError) as error:
             found = self._classified(error, url)
             if isinstance(found, TransientError) and time.monotonic() - began >= seconds:
                 found = TimedOutError(f"not done within {seconds:g} s")
             raise found from None
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
+            if type(error).__name__ != "PanicException":  # of Rust; not a subclass of Exception
                 raise
-            raise OSError(errno.EIO, f"obstore fails ({reason_of(error)})", url) from None
+            raise OSError(errno.EIO, f"obstore failed ({reason_of(error)})", url) from None
 
     def _classified(self, error: Exception, url: str) -> Exception:
         text, line = str(error), _first_line(error)
@@ -213,14 +213,14 @@ class ObjectBucket:
             return OSError(errno.EIO, "the bucket is in another region; set AWS_REGION to it", url)
         status = STATUS_CODE.search(line)
         if status is not None and 400 <= int(status[1]) < 500 and int(status[1]) not in TRANSIENT_STATUSES:
-            return OSError(errno.EIO, f"the store refuses ({_store_message(error)})", url)
+            return OSError(errno.EIO, f"the store refused the request ({_store_message(error)})", url)
         if "non-partial response" in line:
-            return OSError(errno.EIO, "the store gives no ranges of bytes, which are needed", url)
+            return OSError(errno.EIO, "the store does not support range requests, which are needed", url)
         return TransientError(_store_message(error))
 
 
 def _seconds(size: int) -> float:
-    """The time limit of a request of this many bytes: few values, because obstore needs a client for each."""
+    """The time limit of a request of this many bytes: one of a few values, because obstore needs a client for each."""
     seconds = MIN_SECONDS
     while seconds * MIN_RATE < size and seconds < MAX_SECONDS:
         seconds *= 2
@@ -232,12 +232,12 @@ def _mark(meta: Mapping[str, Any]) -> ObjectVersion:
 
 
 def _first_line(error: Exception) -> str:
-    """obstore's message, without the structure that it was printed from."""
+    """obstore's message, without the dump of its error structure."""
     return str(error).partition("\n\nDebug source")[0]
 
 
 def _store_message(error: Exception) -> str:
-    """The store's own message, if any, with the status; otherwise obstore's message, without the address."""
+    """The store's message with the status, if there is one; otherwise obstore's message, without the address."""
     line = _first_line(error)
     words = ": ".join(text for _, text in XML_MESSAGE.findall(line))
     status = STATUS_CODE.search(line)

@@ -1,4 +1,4 @@
-"""Paths of this machine and URLs of stores, with the few methods that readers of models need of both; bounded reads."""
+"""Paths on this machine and URLs of stores, with the methods that reading a model needs; bounded reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, overload
 from llama_jax.errors import UserError, reason_of, shown
 from llama_jax.storage.consistent_reader import FOLDER, Store, StoreView
 
-MAX_JSON_BYTES = 4 << 20  # bytes; parsed they take up to 25 times as many. The index of a 405B model has a thirtieth
+MAX_JSON_BYTES = 4 << 20  # parsed, they take up to 25 times as many. The index of a 405B model has a thirtieth of this
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 LOOKS_STORED = re.compile(r"(s3|gs|hf):/")
 EXAMPLES = {"s3": "s3://BUCKET/PATH", "gs": "gs://BUCKET/PATH", "hf": "hf://ORGANIZATION/NAME"}
@@ -31,8 +31,8 @@ class Status(NamedTuple):
 class StoredPath(os.PathLike[str]):
     """An object in a store, or a folder: all objects whose names begin with its name and a slash.
 
-    It has the methods of `pathlib.Path` that reading needs, and its string is its URL. Locations made from one another see
-    the store as it was first seen (`StoreView`).
+    It has the methods of `pathlib.Path` that reading needs, and its string is its URL. Paths derived from one another share
+    a consistent view of the store (`StoreView`).
     """
 
     def __init__(self, view: StoreView, key: str) -> None:
@@ -82,7 +82,7 @@ class StoredPath(os.PathLike[str]):
         return tuple(StoredPath(self.view, "/".join(parts[:count])) for count in reversed(range(len(parts))))
 
     def resolve(self) -> StoredPath:
-        """The same place in the store as it is now."""
+        """The same location in a new view of the store."""
         return StoredPath(self.view.again(), self.key)
 
     def exists(self) -> bool:
@@ -95,11 +95,11 @@ class StoredPath(os.PathLike[str]):
         return self.view.look(self.key) not in (None, FOLDER)
 
     def iterdir(self) -> Iterator[StoredPath]:
-        """The content of a folder. Its sizes are then known, without another request."""
+        """The content of a folder. Sizes are then known without further requests."""
         return (self / name for name in self.view.names(self.key))
 
     def glob(self, pattern: str) -> Iterator[StoredPath]:
-        """The content of a folder whose names match the pattern, which has no slash."""
+        """The entries of a folder whose names match the pattern, which has no slash."""
         return (self / name for name in fnmatch.filter(self.view.names(self.key), pattern))
 
     def stat(self) -> Status:
@@ -108,9 +108,9 @@ class StoredPath(os.PathLike[str]):
 
     def open(self, mode: str = "rb", buffering: int = -1) -> Any:
         """An object as a binary file: each read is one request for exactly these bytes, through a buffer of at least
-        `buffering` bytes where that is not 0."""
+        `buffering` bytes if that is not 0."""
         if mode != "rb":
-            raise ValueError(f"a stored object is opened in mode 'rb', not {mode!r}")
+            raise ValueError(f"mode={mode!r} is not supported for a stored object; use 'rb'")
         reader = _Reader(self)
         if buffering == 0:
             return reader
@@ -159,17 +159,17 @@ class _Reader(io.RawIOBase):
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """The location of a path or a URL; the store is not contacted yet, nor is its library imported.
+    """The location of a path or a URL; does not contact the store or import its library.
 
     Args:
-      path: of this machine; or s3://BUCKET/PATH, gs://BUCKET/PATH, or hf://ORGANIZATION/NAME, which @REVISION and the path
-        of a file or folder in the repository may follow; for data sets hf://datasets/ORGANIZATION/NAME.
+      path: a path on this machine; s3://BUCKET/PATH; gs://BUCKET/PATH; or hf://ORGANIZATION/NAME, optionally followed by
+        @REVISION and a path in the repository; for datasets hf://datasets/ORGANIZATION/NAME.
 
     Raises:
-      UserError: a URL of another kind, one without a bucket or a repository, or one as a `Path`.
+      UserError: an unknown URL scheme, a URL without a bucket or repository, or a URL as a `Path`.
     """
     if isinstance(path, Path) and LOOKS_STORED.match(os.fspath(path)):
-        raise UserError(f"{shown(os.fspath(path), 100)}: a URL as a Path has lost a slash; pass it as text")
+        raise UserError(f"{shown(os.fspath(path), 100)}: a URL as a Path has lost a slash; pass it as a str")
     if isinstance(path, Path | StoredPath):
         return path
     text = os.fspath(path)
@@ -178,7 +178,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
         return Path(text)
     scheme = found[1].lower()
     if scheme not in EXAMPLES:
-        raise UserError(f"{shown(text, 100)}: {scheme}:// is not read; {', '.join(EXAMPLES.values())} and paths are")
+        raise UserError(f"{shown(text, 100)}: {scheme}:// is not supported; use a path or {', '.join(EXAMPLES.values())}")
     names = [name for name in found[2].split("/") if name]
     first = 1 if scheme != "hf" else 3 if names[:1] == ["datasets"] else 2
     if len(names) < first or found[2].startswith("/") or any(name in (".", "..") for name in names):
@@ -192,10 +192,10 @@ def resolved(place: Path) -> Path: ...
 @overload
 def resolved(place: Location) -> Location: ...
 def resolved(place: Location) -> Location:
-    """The same place without links on the way to it, or in the store as it is now.
+    """The same path with symlinks resolved, or the same location in a new view of the store.
 
-    Links that lead to one another stay as they are, and opening them raises an OSError; `Path.resolve` would raise a
-    RuntimeError before Python 3.13.
+    Symlink loops are returned unchanged, and opening them raises an OSError; `Path.resolve` would raise a RuntimeError
+    before Python 3.13.
     """
     return place.resolve() if isinstance(place, StoredPath) else Path(os.path.realpath(place))
 
@@ -204,19 +204,19 @@ def on_disk(path: str | os.PathLike[str], what: str) -> Path:
     """The path of something that must be on this machine.
 
     Args:
-      what: what it is, for the message.
+      what: a name for it in the error message.
 
     Raises:
       UserError: a URL.
     """
     text = os.fspath(path)
     if LOOKS_STORED.match(text):  # also as a `Path`, which keeps only one of the two slashes
-        raise UserError(f"{shown(text, 100)}: {what} must be on this machine: it is written to as disks are")
+        raise UserError(f"{shown(text, 100)}: {what} must be on this machine, because it is written in place; pass a path")
     return Path(text)
 
 
 def _open(scheme: str, root: str) -> Store:
-    """The store of a URL, by the library that reads it."""
+    """Open the store at a URL with its library."""
     if scheme == "hf":
         from llama_jax.storage.hub import open_hub
 
@@ -227,19 +227,19 @@ def _open(scheme: str, root: str) -> Store:
 
 
 def read_whole(path: Location, kind: type[UserError], largest: int, what: str = "settings") -> bytes:
-    """The bytes of a file; an error of this `kind` for what is no file, or has more than `largest` bytes."""
-    if not path.is_file():  # reading a pipe would wait for ever
+    """The bytes of a file; an error of this `kind` if it is not a file, or has more than `largest` bytes."""
+    if not path.is_file():  # reading a pipe would wait forever
         raise kind(f"{path} is not a file; copy it again")
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         if size > largest:
             raise kind(f"{path} is over {largest} bytes, too large to be a model's {what}; is it another file?")
-        return file.read(size)  # and no more, where somebody goes on writing
+        return file.read(size)  # and no more, if another process is still writing
 
 
 def read_text(path: Location, kind: type[UserError]) -> str:
-    """The text of a settings file, in UTF-8; for the errors see `read_whole`."""
+    """The text of a settings file, in UTF-8; for errors see `read_whole`."""
     try:
         return read_whole(path, kind, MAX_JSON_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -247,7 +247,7 @@ def read_text(path: Location, kind: type[UserError]) -> str:
 
 
 def read_object(path: Location, kind: type[UserError]) -> dict[str, Any]:
-    """The object in a JSON file; for the errors see `read_whole`."""
+    """The object in a JSON file; for errors see `read_whole`."""
     try:
         found = json.loads(read_text(path, kind))
     except UserError:

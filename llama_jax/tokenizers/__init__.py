@@ -1,6 +1,6 @@
-"""Text to token ids and back, and chats to token ids. The libraries that run them are imported when a vocabulary is read.
+"""Text to token ids and back, and chats to token ids. Tokenizer libraries are imported when a vocabulary is loaded.
 
-What is missing, damaged or not supported raises a `TokenizerError` of one line, which names the file and the remedy.
+A missing, damaged or unsupported file raises a `TokenizerError` of one line, which names the file and the remedy.
 """
 
 from llama_jax.tokenizers.chat import Format, Message, encode_chat, reply_ends, resolve_format, takes_tools

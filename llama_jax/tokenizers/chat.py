@@ -1,5 +1,5 @@
-"""Chats as token ids: the formats of Llama 2, Llama 3 and Zephyr (TinyLlama), the checkpoint's own Jinja template, and plain
-text for models that only continue one."""
+"""Chats as token ids: the formats of Llama 2, Llama 3 and Zephyr (TinyLlama), the checkpoint's Jinja template, and plain
+text for base models."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from llama_jax.tokenizers.interface import Part, Tokenizer, special_pattern, spl
 
 Role = Literal["system", "user", "assistant", "tool"]
 Format = Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"]
-PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
+PRIVATE_USE = range(0xE000, 0xF900)  # Unicode's private-use characters
 RENDER_SECONDS = 5
 RENDER_MEMORY = 100 << 20  # bytes
-RENDER_PACKAGES = ("jinja2", "markupsafe")  # packages
+RENDER_PACKAGES = ("jinja2", "markupsafe")  # packages of the child process
 
 
 class Message(TypedDict, total=False):
-    """One turn of a chat. The role `tool` and all that concerns tools need a checkpoint's own template."""
+    """One message of a chat. The role `tool` and the fields for tools need a checkpoint's own template."""
 
     role: Required[Role]
     content: Required[str]
@@ -43,37 +43,37 @@ def encode_chat(
     renderer: Renderer | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
-    """Ids of a chat up to where the assistant's reply begins, with the begin-of-sequence token if the format has one.
+    """Ids of a chat up to the beginning of the assistant's reply, with the begin-of-sequence token if the format has one.
 
     The name of a special token inside a message is text in every format. Llama 2's "[INST]" is not a special token: its
     format consists of text, which a message can imitate.
 
     Args:
-      messages: an optional system prompt, then turns; the last is the user's.
+      messages: an optional system prompt, then turns; the last message is the user's.
       format: see `resolve_format`.
-      renderer: renders a checkpoint's template; by default the one that all such chats share.
-      tools: functions that the model may call, as OpenAI describes them, for a template that supports them.
+      renderer: renders the checkpoint's template; by default a shared one.
+      tools: functions that the model may call, in OpenAI's format, for a template that supports them.
 
     Raises:
-      GenerationError: messages that are not a chat, or that the format does not allow; or a format with tokens that the
-        vocabulary does not have.
+      GenerationError: messages that are not a valid chat, or that the format does not support; or a format with tokens that
+        the vocabulary does not have.
     """
     format = resolve_format(tokenizer, format)
     check_messages(messages, format)
     if messages[-1]["role"] not in ("user", "tool"):
-        raise GenerationError(f"the last message is from {messages[-1]['role']!r}; a reply follows one from 'user'")
+        raise GenerationError(f"the last message is from {messages[-1]['role']!r}; a reply needs one from 'user'")
     if tools and not takes_tools(tokenizer, format):
-        raise GenerationError("the model's chat format takes no tools; leave them out")
+        raise GenerationError("the model's chat format does not support tools; leave them out")
     return tokenizer.encode_parts(chat_parts(tokenizer, messages, format, renderer, tools))
 
 
 def takes_tools(tokenizer: Tokenizer, format: Format) -> bool:
-    """Whether a chat can have tools: if the checkpoint's own template mentions them."""
+    """Whether a chat can have tools: whether the checkpoint's own template mentions them."""
     return format == "template" and tokenizer.chat_template is not None and "tools" in tokenizer.chat_template
 
 
 def reply_ends(tokenizer: Tokenizer, format: Format = "auto") -> tuple[int, ...]:
-    """The tokens that end a reply: the tokenizer's `stop_ids`, and the one that the format puts after a reply."""
+    """The tokens that end a reply: the tokenizer's `stop_ids`, and the token that the format puts after a reply."""
     ends = set(tokenizer.stop_ids)
     reply = chr(PRIVATE_USE[-1])
     chat: list[Message] = [
@@ -91,12 +91,12 @@ def reply_ends(tokenizer: Tokenizer, format: Format = "auto") -> tuple[int, ...]
 def resolve_format(tokenizer: Tokenizer, format: Format) -> Format:
     """The chat format to use.
 
-    "llama2", "llama3" and "zephyr" are the published ones; "template" is the checkpoint's own; "plain" has no roles, so that
-    any model can continue it, but is not a chat; "auto" is the template if there is one, and otherwise "llama3" for a
+    "llama2", "llama3" and "zephyr" are the published formats; "template" is the checkpoint's own; "plain" has no roles, so
+    that any model can continue it, but is not a chat; "auto" is the template if there is one, and otherwise "llama3" for a
     vocabulary with Llama 3's headers.
 
     Raises:
-      GenerationError: "auto" finds none, or the vocabulary lacks the format's tokens.
+      GenerationError: "auto" finds no format, or the vocabulary lacks the format's tokens.
     """
     if format == "auto":
         if tokenizer.chat_template is not None:
@@ -126,7 +126,7 @@ def chat_parts(
     """A chat as plain texts with special tokens between them, in a format that is not "auto".
 
     Args:
-      reply: whether what stands before the assistant's next message is added, where the format has something there.
+      reply: whether to append the header of the assistant's next message, if the format has one.
     """
     if format == "template":
         found = template_parts(tokenizer, messages, renderer, tools, reply=reply)
@@ -144,8 +144,8 @@ def _llama2(tokenizer: Tokenizer, messages: Sequence[Message], _: bool) -> list[
     for i, turn in enumerate(turns):
         if turn["role"] != ("user", "assistant")[i % 2]:
             raise GenerationError(
-                f"message {len(messages) - len(turns) + i} is from {turn['role']!r}; in the format llama2 a system prompt"
-                " comes first if at all, and then 'user' and 'assistant' take turns"
+                f"message {len(messages) - len(turns) + i} is from {turn['role']!r}; the format llama2 needs an optional"
+                " system prompt, and then 'user' and 'assistant' in turn"
             )
     parts: list[Part] = []
     for i in range(0, len(turns), 2):
@@ -164,7 +164,7 @@ def _llama3(tokenizer: Tokenizer, messages: Sequence[Message], reply: bool) -> l
     missing = [name for name in names if name not in tokenizer.special_tokens]
     if missing:
         raise GenerationError(
-            f"the format llama3 needs the token {missing[0]}, which the vocabulary does not have; choose another"
+            f"the format llama3 needs the token {missing[0]}, which the vocabulary does not have; choose another format"
         )
     bos, start, end, eot = (tokenizer.special_tokens[name] for name in names)
     parts: list[Part] = [bos]
@@ -183,7 +183,7 @@ def _zephyr(tokenizer: Tokenizer, messages: Sequence[Message], reply: bool) -> l
 
 
 def _plain(tokenizer: Tokenizer, messages: Sequence[Message], _: bool) -> list[Part]:
-    """One text: every message of the user begins a paragraph, the reply goes on in it."""
+    """One text: every message of the user begins a paragraph, which the reply continues."""
     text = ""
     for message in messages:
         begins = text and message["role"] == "user"
@@ -195,11 +195,11 @@ def _plain(tokenizer: Tokenizer, messages: Sequence[Message], _: bool) -> list[P
 
 
 class Renderer:
-    """Renders chat after chat with a checkpoint's own template, which comes from whoever made the checkpoint: in one process
-    of its own, which spares each chat the start of a Python and a compilation. From any thread.
+    """Renders chats with a checkpoint's own template, which is untrusted, in a child process. All chats share the process,
+    to save starting Python and compiling the template for each. Thread-safe.
 
-    The process (`template_worker`, which imports Jinja and nothing of this library) is ended when a chat takes over
-    RENDER_SECONDS. On Linux it gets RENDER_MEMORY bytes and a few for each of the request's, and no more.
+    The process (`template_worker`, which imports Jinja and nothing of this library) is killed if a chat takes longer than
+    RENDER_SECONDS. On Linux its memory is limited to RENDER_MEMORY bytes, plus a few for each byte of the request.
     """
 
     def __init__(self) -> None:
@@ -224,13 +224,13 @@ class Renderer:
 
         Args:
           messages: each with its "role" and "content".
-          bos_token, eos_token: what stands for these tokens, "" for none.
-          reply: whether the beginning of the assistant's next message is added.
-          tools: functions that the model may call, as OpenAI describes them.
-          marks: written before and after what the template encloses in ``{% generation %}``: what the assistant says.
+          bos_token, eos_token: texts of these tokens, "" for none.
+          reply: whether to append the beginning of the assistant's next message.
+          tools: functions that the model may call, in OpenAI's format.
+          marks: written before and after text that the template encloses in ``{% generation %}``: the assistant's text.
 
         Raises:
-          GenerationError: a template that is not Jinja, refuses the messages, fails, or needs too much time or memory.
+          GenerationError: a template that is not Jinja, rejects the messages, fails, or needs too much time or memory.
         """
         values = {
             "messages": [dict(message) for message in messages],
@@ -245,23 +245,23 @@ class Renderer:
             request = json.dumps(payload, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
             reason = reason_of(error)
-            raise GenerationError(f"messages must be made of texts, numbers, lists and objects ({reason})") from None
-        answer = self._child.ask(request, again=True)  # the memory may have been full with chats before
+            raise GenerationError(f"messages must consist of texts, numbers, lists and objects ({reason})") from None
+        answer = self._child.ask(request, again=True)  # earlier chats may have filled the memory
         if answer is None:
             limits = f"{RENDER_SECONDS} s or {RENDER_MEMORY >> 20} MB"
-            answer = f"eit takes over {limits}, or {sys.executable} fails".encode()
+            answer = f"eit exceeds {limits}, or {sys.executable} fails".encode()
         if answer[:1] != b"t":
             raise GenerationError(f"the checkpoint's chat template cannot be used here: {answer[1:].decode()}")
         return answer[1:].decode("utf-8", "surrogatepass")
 
     def close(self) -> None:
-        """End the process; a further rendering begins another."""
+        """Kill the process; the next rendering starts a new one."""
         self._child.close()
 
 
 @cache
 def shared_renderer(process: int) -> Renderer:
-    """The renderer of all chats of a process (by its id, as a forked one must have its own pipe) that bring none."""
+    """The default renderer of a process (by its id, because a forked process needs its own pipe)."""
     return Renderer()
 
 
@@ -274,15 +274,15 @@ def template_parts(
     reply: bool = True,
     spans: bool = False,
 ) -> list[tuple[Part, bool]]:
-    """The parts that the checkpoint's own template writes, and of each whether it is within ``{% generation %}``.
+    """The parts that the checkpoint's own template writes, each with a flag whether it is inside ``{% generation %}``.
 
-    Its special tokens are distinguished from those in messages by a character that is put inside the latter.
+    The template's special tokens are distinguished from those in messages by a character that is inserted into the latter.
 
     Args:
-      spans: whether texts are divided where ``{% generation %}`` begins and ends; without, nothing is within.
+      spans: whether to split texts where ``{% generation %}`` begins and ends; if not, all flags are False.
 
     Raises:
-      GenerationError: as `render` raises it; or messages with every character that has no meaning, or nested too deeply.
+      GenerationError: see `Renderer.render`; or messages with all private-use characters, or nested too deeply.
     """
     assert tokenizer.chat_template is not None
     names = {token: name for name, token in tokenizer.special_tokens.items()}
@@ -328,13 +328,13 @@ def _depth_errors() -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        raise GenerationError("messages or tools are nested too deeply; send flatter ones") from None
+        raise GenerationError("messages or tools are nested too deeply; reduce their depth") from None
 
 
 def _ends(tokenizer: Tokenizer, format: str) -> tuple[int, int]:
     if min(tokenizer.bos_id, tokenizer.eos_id) < 0:
         raise GenerationError(
-            f"the format {format} needs a bos and an eos token, which the vocabulary does not have; choose another"
+            f"the format {format} needs a bos and an eos token, which the vocabulary does not have; choose another format"
         )
     return tokenizer.bos_id, tokenizer.eos_id
 
@@ -351,9 +351,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def check_messages(messages: Sequence[Message], format: Format) -> None:
-    """Raise GenerationError for messages that are not a chat, with the number of the message."""
+    """Raise GenerationError for messages that are not a valid chat, with the index of the message."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise GenerationError("messages must be a list with at least one message, of the user")
+        raise GenerationError("messages must be a list with at least one message, from the user")
     more = {"name", "tool_calls", "tool_call_id"} if format == "template" else set()
     roles = get_args(Role) if more else get_args(Role)[:-1]
     for i, message in enumerate(messages):
@@ -362,4 +362,4 @@ def check_messages(messages: Sequence[Message], format: Format) -> None:
         if message["role"] not in roles:
             raise GenerationError(f"message {i} has the role {shown(message['role'], 40)}; use {', '.join(roles)}")
         if not isinstance(message["content"], str):
-            raise GenerationError(f"message {i} has the content {shown(message['content'], 40)}, which must be a text")
+            raise GenerationError(f"message {i} has the content {shown(message['content'], 40)}; it must be a text")

@@ -1,4 +1,4 @@
-"""Chats and prompts with their answers as training data: ids, and which of them are the assistant's."""
+"""Chats and prompt-answer pairs as training data: ids, and which of them are targets."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class EncodedExample(NamedTuple):
-    """A text as a model is taught it.
+    """A text for training.
 
     Attributes:
-      ids: its tokens.
-      targets: as many; whether each is to be predicted.
+      ids: its token ids.
+      targets: for each token whether it is a training target.
     """
 
     ids: list[int]
@@ -39,19 +39,19 @@ class EncodedExample(NamedTuple):
 
 
 class ReplyEncoder:
-    """Encodes chat after chat for training, with one process for the checkpoint's template: to be used in a `with`.
+    """Encodes chats for training, with one process for the checkpoint's template; use it as a context manager.
 
-    What the assistant says is known in one of two ways. A template encloses it in ``{% generation %}``, as transformers'
-    `return_assistant_tokens_mask` asks for; else, as in the built-in formats, by rendered prefixes: it is what the chat has
-    beyond the messages before it and the beginning of a reply. The token that ends a turn then belongs to it, white space
-    after that does not. A token that is partly the assistant's is a target.
+    The assistant's text is found in one of two ways. A template may enclose it in ``{% generation %}``, as for transformers'
+    `return_assistant_tokens_mask`; otherwise, and in the built-in formats, it is found by rendering prefixes: it is the text
+    after the previous messages and the header of a reply. It then includes the token that ends a turn, but not white space
+    after that. A token that is partly the assistant's text is a target.
     """
 
     def __init__(self, tokenizer: Tokenizer, format: Format = "auto") -> None:
         """Prepare for a vocabulary.
 
         Args:
-          format: of chats, see `resolve_format`; it is looked at when the first chat comes.
+          format: chat format, see `resolve_format`; it is resolved for the first chat.
         """
         self.tokenizer = tokenizer
         self._asked = format
@@ -67,33 +67,33 @@ class ReplyEncoder:
 
     @property
     def format(self) -> Format:
-        """The resolved format; GenerationError if there is none."""
+        """The resolved chat format; GenerationError if there is none."""
         if self._resolved is None:
             self._resolved = resolve_format(self.tokenizer, self._asked)
         return self._resolved
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The tokens that end generation: a chat's, if one has been encoded."""
+        """The tokens that end generation: those of the chat format if a chat has been encoded."""
         return self.tokenizer.stop_ids if self._resolved is None else reply_ends(self.tokenizer, self._resolved)
 
     def chat(self, messages: Sequence[Message], given: int = 0, tools: Sequence[Mapping[str, Any]] = ()) -> EncodedExample:
-        """A whole chat; the targets are all that the assistant says in it.
+        """Encode a whole chat; the targets are all of the assistant's text.
 
         Args:
           messages: see `encode_chat`; the last need not be the user's.
-          given: how many of the first messages are given: what the assistant says in these is not a target.
-          tools: functions that the model may call, for a template that takes them.
+          given: number of first messages that are given: the assistant's text in these is not a target.
+          tools: functions that the model may call, for a template that supports them.
 
         Raises:
-          GenerationError: messages that are not a chat, or that the format cannot hold; a template that writes what came
-            before otherwise when more follows, so that what the assistant says is not known.
-          TokenizerError: text that cannot be encoded, or whose tokens are not known to be its own.
+          GenerationError: messages that are not a valid chat, or that the format does not support; a template that renders
+            earlier messages differently when more follow, so that the assistant's text cannot be found.
+          TokenizerError: text that cannot be encoded, or that does not round-trip.
         """
         format = self.format
         check_messages(messages, format)
         if tools and not takes_tools(self.tokenizer, format):
-            raise GenerationError("the chat format takes no tools; leave them out")
+            raise GenerationError("the chat format does not support tools; leave them out")
         if format == "template" and GENERATION.search(self.tokenizer.chat_template or ""):
             spans = template_parts(self.tokenizer, messages, self._renderer, tools, reply=False, spans=True)
             parts, said = _joined(spans)
@@ -101,8 +101,8 @@ class ReplyEncoder:
                 end = _end_of(self._parts(messages[:given], tools, reply=False), parts)
                 if end is None:
                     raise GenerationError(
-                        f"the chat template writes the first {given} messages, which are given, otherwise when more follow;"
-                        " give the whole chat as `messages`, in which all that the assistant says is a target"
+                        f"the chat template renders the first {given} messages, which are given, differently when more"
+                        " follow; pass the whole chat as `messages`, in which all of the assistant's text is a target"
                     )
                 said[:end] = [False] * end
         else:
@@ -110,12 +110,12 @@ class ReplyEncoder:
         return self._checked(self._encoded(parts, said))
 
     def pair(self, prompt: str, answer: str, *, special: bool = False) -> EncodedExample:
-        """A prompt and its answer without any chat format: BOS, prompt, answer and EOS; the answer and EOS are targets;
-        BOS where the vocabulary's own rule says so, EOS where it has one.
+        """Encode a prompt and its answer without a chat format: BOS, prompt, answer and EOS, with the answer and EOS as
+        targets; BOS if the tokenizer adds one, EOS if the vocabulary has one.
 
         Args:
-          special: whether "<|eot_id|>" and the like in the texts are special tokens; by default they are text. A BOS or an
-            EOS that is there already is then not put there again.
+          special: whether "<|eot_id|>" and the like in the texts are special tokens; by default they are text. An existing
+            BOS or EOS is then not added again.
         """
         named = self.tokenizer.special_tokens if special else {}
         said = [(part, at == 1) for at, text in enumerate((prompt, answer)) for part in split_special(text, named)]
@@ -124,7 +124,7 @@ class ReplyEncoder:
             del said[0]
         if said and said[-1][1] and said[-1][0] in eos:
             del said[-1]
-        # The two are not parts of the text: as `Tokenizer.encode` has it, for a prompt that is generated from.
+        # BOS and EOS are added as in `Tokenizer.encode`, so that training and generation encode prompts alike.
         found = self._encoded(*_joined(said))
         return self._checked(
             EncodedExample([*bos, *found.ids, *eos], [*[False] * len(bos), *found.targets, *[True] * len(eos)])
@@ -133,15 +133,14 @@ class ReplyEncoder:
     def prompt(
         self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, special: bool = False
     ) -> list[int]:
-        """Ids of what an answer follows: a chat up to where the assistant's reply begins, or BOS and a text; BOS where the
-        vocabulary's own rule says so.
+        """Ids of a prompt: a chat up to the beginning of the assistant's reply, or a text after BOS if the tokenizer adds
+        one.
 
         Args:
-          special: whether "<|eot_id|>" and the like in a text are special tokens. A BOS that is there already is then not
-            put there again.
+          special: whether "<|eot_id|>" and the like in a text are special tokens. An existing BOS is then not added again.
 
         Raises:
-          GenerationError, TokenizerError: as `encode_chat` and `Tokenizer.encode` raise them.
+          GenerationError, TokenizerError: see `encode_chat` and `Tokenizer.encode`.
         """
         if not isinstance(prompt, str):
             return encode_chat(self.tokenizer, prompt, self.format, self._renderer, tools)
@@ -156,7 +155,7 @@ class ReplyEncoder:
     def _by_prefixes(
         self, messages: Sequence[Message], given: int, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Part], list[bool]]:
-        """The parts of a chat, and which of them are replies, see `_joined`."""
+        """The parts of a chat, and flags for the assistant's text, see `_joined`."""
         whole, _ = _joined([(part, False) for part in self._parts(messages, tools, reply=False)])
         if self.format == "plain" and messages[-1]["role"] == "assistant" and self.tokenizer.eos_id >= 0:
             whole = [*whole, self.tokenizer.eos_id]
@@ -169,16 +168,16 @@ class ReplyEncoder:
             end = len(said) if last else _end_of(self._parts(messages[: i + 1], tools, reply=False), whole)
             if begin is None or end is None or end < begin:
                 raise GenerationError(
-                    f"where message {i}, from 'assistant', begins and ends cannot be known: the chat template writes earlier"
-                    " messages otherwise when more follow; put {% generation %} and {% endgeneration %} around what the"
-                    " assistant says in the template, or choose another format"
+                    f"message {i}, from 'assistant', cannot be found in the rendered chat: the chat template renders earlier"
+                    " messages differently when more follow; put {% generation %} and {% endgeneration %} around the"
+                    " assistant's text in the template, or choose another format"
                 )
             said[begin:end] = [True] * (end - begin)
         _without_last_space(whole, said)
         return whole, said
 
     def _encoded(self, parts: Sequence[Part], said: Sequence[bool]) -> EncodedExample:
-        """The ids of parts; a token is a target if it is partly what the assistant says."""
+        """The ids of parts; a token is a target if it is at least partly the assistant's text."""
         ids = self.tokenizer.encode_parts(parts)
         targets: list[bool] = []
         at = 0
@@ -202,37 +201,37 @@ class ReplyEncoder:
         return encoded
 
     def _within(self, text: str, said: Sequence[bool], ids: list[int]) -> list[bool]:
-        """Whether each token of a text has a byte of the characters that the assistant says."""
+        """Whether each token of a text contains a byte of the assistant's text."""
         if not any(said):
             return [False] * len(ids)
         tokens = [self._bytes[token] for token in ids]
         spelled = b"".join(tokens)
-        # Vocabularies that spell a space as U+2581 know no other one.
+        # Vocabularies that spell a space as U+2581 cannot distinguish the two.
         for given in (text, text.replace(SPACE, " ")):
             flags = [flag for character, flag in zip(given, said, strict=True) for _ in character.encode()]
             wanted = given.encode()
-            if spelled not in (wanted, b" " + wanted):  # the special token before may take the white space away
+            if spelled not in (wanted, b" " + wanted):  # a preceding special token may remove white space
                 wanted = wanted.lstrip()
                 flags = flags[len(flags) - len(wanted) :]
-            if spelled == b" " + wanted:  # the space that a vocabulary puts before a text is part of what follows
+            if spelled == b" " + wanted:  # a space that the tokenizer adds belongs to the text after it
                 flags = flags[:1] + flags
             elif spelled != wanted:
                 continue
             ends = list(accumulate(map(len, tokens)))
             return [any(flags[end - len(token) : end]) for token, end in zip(tokens, ends, strict=True)]
         raise TokenizerError(
-            "the vocabulary does not round-trip this text, so that its tokens cannot be told apart: it normalizes the text,"
-            " or has no token for a character of it; normalize it yourself (NFC), or remove what is unknown"
+            "the vocabulary does not round-trip this text, so that the assistant's tokens cannot be found: it normalizes the"
+            " text, or has no token for one of its characters; normalize it yourself (NFC), or remove unknown characters"
         )
 
 
 def _size(part: Part) -> int:
-    """Characters of a text; a special token counts as one."""
+    """The number of characters of a text; a special token counts as one."""
     return len(part) if isinstance(part, str) else 1
 
 
 def _joined(spans: Iterable[tuple[Part, bool]]) -> tuple[list[Part], list[bool]]:
-    """The parts, with neighboring texts as one; and whether the assistant says each character and each special token."""
+    """The parts, with adjacent texts joined, and for each character and special token whether it is the assistant's."""
     parts: list[Part] = []
     said: list[bool] = []
     for part, flag in spans:
@@ -245,7 +244,7 @@ def _joined(spans: Iterable[tuple[Part, bool]]) -> tuple[list[Part], list[bool]]
 
 
 def _end_of(prefix: Sequence[Part], whole: Sequence[Part]) -> int | None:
-    """The number of characters and special tokens in a prefix of parts; None if it is not one."""
+    """The number of characters and special tokens in a prefix of `whole`; None if it is not a prefix."""
     prefix, _ = _joined([(part, False) for part in prefix])
     if not prefix:
         return 0
@@ -258,7 +257,7 @@ def _end_of(prefix: Sequence[Part], whole: Sequence[Part]) -> int | None:
 
 
 def _without_last_space(parts: Sequence[Part], said: list[bool]) -> None:
-    """Unmark white space after the token that ends a turn, unless the assistant goes on."""
+    """Unmark white space after the token that ends a turn, unless the assistant's text continues."""
     begin = 0
     for before, part in pairwise(parts):
         begin += _size(before)

@@ -1,6 +1,6 @@
-"""The vocabulary inside a GGUF file, from its metadata and into it (ggml's docs/gguf.md, "Tokenizer").
+"""Conversion of a vocabulary from and to the metadata of a GGUF file (ggml's docs/gguf.md, "Tokenizer").
 
-What the metadata leaves open is as in llama.cpp, src/llama-vocab.cpp, whose ids are the measure.
+Where the format is ambiguous this follows llama.cpp, src/llama-vocab.cpp, whose ids are the reference.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from llama_jax.tokenizers.tiktoken import TiktokenTokenizer, merges
 from llama_jax.tokenizers.tokenizer_config import Settings, pad_id_of
 
 REMEDY = "load or convert the model with its own tokenizer.json (--tokenizer tokenizer.json)"
-LOOKED_FOR = (EntryKind.CONTROL, EntryKind.UNKNOWN, EntryKind.USER_DEFINED)  # in a text, before it is cut
-UNKNOWN_PIECE = "\ufdd0<unk>\ufdd1"  # in no text
-PADDING_TOKEN = "[PAD{}]"  # what llama.cpp's converter calls an id without a token
-DEFAULT_ENDS = {"llama": (1, 2), "gpt2": (11, 11), "gemma4": (None, None)}  # bos and eos where no field has them
-# Pre-tokenizers with rules of their own.
+LOOKED_FOR = (EntryKind.CONTROL, EntryKind.UNKNOWN, EntryKind.USER_DEFINED)  # found in a text before it is split
+UNKNOWN_PIECE = "\ufdd0<unk>\ufdd1"  # never occurs in a text
+PADDING_TOKEN = "[PAD{}]"  # name by llama.cpp's converter of an id without a token
+DEFAULT_ENDS = {"llama": (1, 2), "gpt2": (11, 11), "gemma4": (None, None)}  # bos and eos if no field has them
+# Pre-tokenizers with special rules.
 NO_DEFAULT_BOS = ("chatglm-bpe", "glm4", "glm5")
 ALWAYS_BOS = ("gemma4", "granite-embed-multi-311m")
-KEEPS_LINES = ALWAYS_BOS  # a run of line feeds that is a token becomes it
-NO_MERGES = ("kimi-k2",)  # need not have any
+KEEPS_LINES = ALWAYS_BOS  # a run of line feeds becomes one token if there is one
+NO_MERGES = ("kimi-k2",)  # merges are optional
 SPACES_AS_THEY_ARE = ("whitespace",)
-# What llama.cpp takes a token for by its text, where no field has its id; the last three end what is generated.
+# Tokens that llama.cpp recognizes by their text if no field has their ids; the last three end generation.
 BY_TEXT = {
     "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>",
     "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>",
@@ -42,18 +42,18 @@ BY_TEXT = {
 ENDS_BY_TEXT = ("fim_pad", "fim_rep", "fim_sep")
 OLDER_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 PART_OF_REPLIES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # gpt-oss's
-# Models whose special tokens swallow the white space after them, and tokens that do not.
+# Models with special tokens that strip the white space after them, and exceptions.
 SWALLOWING = ("phi-3", "phi3")
 NOT_SWALLOWING = ("<unk>", "<s>", "<|endoftext|>")
-# Fields of ids with the names of transformers' settings for their tokens.
+# Fields with token ids, and transformers' names of these tokens.
 OTHER_TOKENS = {"unknown": "unk_token", "seperator": "sep_token", "mask": "mask_token"}
-STOPS_KEY = "tokenizer.llama_jax.stop_token_ids"  # ends for which the fields that llama.cpp reads have no room
+STOPS_KEY = "tokenizer.llama_jax.stop_token_ids"  # end tokens that do not fit into the fields of llama.cpp
 PRE_KEY = "tokenizer.ggml.pre"
-TEMPLATE_PREFIX = "tokenizer.chat_template."  # before the name of a further template
-# What other settings of a tokenizer say.
+TEMPLATE_PREFIX = "tokenizer.chat_template."  # before the name of an additional template
+# Fields that are covered by other settings.
 OTHER_SETTINGS = {"model", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"}
 OTHER_SETTINGS |= {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding", *OTHER_TOKENS)}
-MASK_TOKEN = "<mask>"  # swallows the white space before it in vocabularies with these pre-tokenizers
+MASK_TOKEN = "<mask>"  # strips the white space before it with these pre-tokenizers
 MASKED = ("jina-v2-de", "jina-v2-es", "jina-v2-code")
 
 
@@ -61,7 +61,7 @@ def from_metadata(fields: Mapping[str, Any], where: str) -> Tokenizer:
     """The vocabulary in the metadata of the GGUF file at `where`: SentencePiece ("llama") or BPE ("gpt2", "gemma4").
 
     Args:
-      fields: the metadata by key, such as "tokenizer.ggml.tokens": texts, numbers, true or false, and lists of them.
+      fields: the metadata by key, such as "tokenizer.ggml.tokens": strings, numbers, booleans, and lists of them.
     """
     reader = _Reader(fields, where)
     model = reader.text("model")
@@ -70,7 +70,7 @@ def from_metadata(fields: Mapping[str, Any], where: str) -> Tokenizer:
     tokenizer: SentencePieceTokenizer | HuggingFaceTokenizer
     tokenizer = _sentencepiece(reader) if model == "llama" else _bpe(reader, model)
     kept = {key: value for key, value in fields.items() if key.startswith("tokenizer.")}
-    if reader.swallows():  # which only the name says
+    if reader.swallows():  # recognized only by the model's name
         kept["general.name"] = fields["general.name"]
     tokenizer.metadata = kept
     return tokenizer
@@ -96,7 +96,7 @@ class _Reader:
         return value
 
     def values(self, name: str, kind: type, count: int | None = None) -> list[Any]:
-        """A list with entries of this kind, `count` of them."""
+        """A list of `count` entries of this kind."""
         value = self.fields.get(f"tokenizer.ggml.{name}")
         if not isinstance(value, list | array):
             raise self.error(name, value, "a list")
@@ -112,7 +112,7 @@ class _Reader:
         return [token or f"[EMPTY_{i}]" for i, token in enumerate(self.values("tokens", str))]
 
     def kinds(self, count: int) -> list[EntryKind]:
-        """The kind of each token; NORMAL where the file does not say."""
+        """The kind of each token; NORMAL if the file does not have them."""
         if "tokenizer.ggml.token_type" not in self.fields:
             return [EntryKind.NORMAL] * count
         found = self.values("token_type", int, count)
@@ -123,7 +123,7 @@ class _Reader:
         return [known[kind] for kind in found]
 
     def token(self, name: str, count: int, default: int | None = None) -> int | None:
-        """The id in the field ``{name}_token_id``, else a default that the vocabulary has."""
+        """The id in the field ``{name}_token_id``, else a valid default."""
         value = self.fields.get(f"tokenizer.ggml.{name}_token_id")
         if value is None:
             return default if default is not None and default < count else None
@@ -132,25 +132,25 @@ class _Reader:
         return value
 
     def stops(self, count: int) -> list[int]:
-        """The ends in this library's own field."""
+        """The end tokens in this library's own field."""
         found = list(self.fields.get(STOPS_KEY, []))
         if not all(type(token) is int and 0 <= token < count for token in found):
             raise TokenizerError(f"{self.where}: {STOPS_KEY}={shown(found)} must be ids below {count}")
         return found
 
     def swallows(self) -> bool:
-        """Whether special tokens swallow the white space after them."""
+        """Whether special tokens strip the white space after them."""
         return any(name in str(self.fields.get("general.name", "")).lower() for name in SWALLOWING)
 
     def swallowing(self, tokens: Sequence[str], kinds: Sequence[EntryKind]) -> frozenset[int]:
-        """The special tokens that do."""
+        """The special tokens that strip the white space after them."""
         if not self.swallows():
             return frozenset()
         found = {i for i, kind in enumerate(kinds) if kind in LOOKED_FOR or tokens[i] == "</s>"}
         return frozenset(i for i in found if tokens[i] not in NOT_SWALLOWING)
 
     def settings(self, tokens: Sequence[str], kinds: list[EntryKind], pre: str, add_bos: bool) -> Settings:
-        """The settings, with all ends as `stop_ids`; changes `kinds` to those that llama.cpp assigns."""
+        """The settings, with all end tokens as `stop_ids`; changes `kinds` to those that llama.cpp assigns."""
         model, count = self.text("model"), len(tokens)
         ids = {token: i for i, token in enumerate(tokens)}
         bos, eos = DEFAULT_ENDS[model]
@@ -210,7 +210,7 @@ class _Reader:
 
 
 def _only_here(key: str, value: Any) -> bool:
-    """Whether it is a scalar of a vocabulary that no other setting says."""
+    """Whether this is a scalar field of a vocabulary that no other setting covers."""
     known = key.removeprefix("tokenizer.ggml.") in OTHER_SETTINGS or key.startswith("tokenizer.chat_template")
     return key.startswith("tokenizer.") and not known and type(value) in (bool, int, float, str)
 
@@ -219,7 +219,7 @@ def _sentencepiece(reader: _Reader) -> SentencePieceTokenizer:
     tokens = reader.tokens()
     count = len(tokens)
     last = {token: i for i, token in enumerate(tokens)}
-    tokens = [token if last[token] == i else f"{token}[{i}]" for i, token in enumerate(tokens)]  # of equal texts the last
+    tokens = [token if last[token] == i else f"{token}[{i}]" for i, token in enumerate(tokens)]  # the last of equal texts
     scores = reader.values("scores", float, count) if "tokenizer.ggml.scores" in reader.fields else [0.0] * count
     kinds = reader.kinds(count)
     settings = reader.settings(tokens, kinds, "", add_bos=True)
@@ -240,10 +240,10 @@ def _sentencepiece(reader: _Reader) -> SentencePieceTokenizer:
 
 
 def _for_library(entries: Sequence[Entry], unknown: int) -> tuple[list[Entry], list[int]]:
-    """The pieces of a model that encodes as llama.cpp, and the ids that those after the vocabulary's own stand for.
+    """The pieces of a model that encodes like llama.cpp, and for the pieces after the vocabulary the ids that replace them.
 
-    llama.cpp merges to tokens of any kind, the library to normal pieces alone. It wants an unknown piece, which follows if
-    merges lead to the token, and all bytes or none; missing ones follow.
+    llama.cpp merges to tokens of any kind, but the library only to normal pieces. The library requires an unknown piece,
+    which is appended if the unknown token can result from merges, and all bytes or none; missing ones are appended.
     """
     ids = {entry.text: i for i, entry in enumerate(entries)}
     pieces = [entry._replace(kind=EntryKind.NORMAL) for entry in entries]
@@ -266,7 +266,7 @@ def _for_library(entries: Sequence[Entry], unknown: int) -> tuple[list[Entry], l
 
 
 def one_byte(byte: int) -> str:
-    """The text that is read from a byte."""
+    """The text to which a single byte decodes."""
     return bytes([byte]).decode(errors="surrogateescape")
 
 
@@ -276,21 +276,21 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
 
     name = "gemma4" if model == "gemma4" else reader.text("pre", "default")
     if name not in PRE_TOKENIZERS:
-        raise TokenizerError(f"{reader.where}: tokenizer.ggml.pre={shown(name)} is not known; {REMEDY}")
+        raise TokenizerError(f"{reader.where}: tokenizer.ggml.pre={shown(name)} is unknown; {REMEDY}")
     pre = PRE_TOKENIZERS[name]
     texts = reader.tokens()
     tokens = texts if is_utf_8("".join(texts)) else [valid_text(text, i) for i, text in enumerate(texts)]
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) != len(tokens):
-        raise TokenizerError(f"{reader.where}: tokenizer.ggml.tokens has a token twice; copy the file again")
+        raise TokenizerError(f"{reader.where}: tokenizer.ggml.tokens has duplicate tokens; copy the file again")
     kinds = reader.kinds(len(tokens))
     settings = reader.settings(tokens, kinds, name, pre.add_bos)
     if name in ALWAYS_BOS:
         settings = replace(settings, add_bos=True)
     swallowing = reader.swallowing(tokens, kinds)
     pairs = _pairs(reader, required=name not in NO_MERGES)
-    # What merges make and no token is becomes the tokens of its bytes, as in llama.cpp. So does a byte that no token is: it
-    # becomes nothing, but what is on both sides of it does not merge.
+    # The result of merges that is not a token becomes the tokens of its bytes, as in llama.cpp. A byte that is not a token
+    # becomes nothing, but the texts on both sides of it do not merge.
     made = {text for left, right in pairs for text in (left, right, left + right) if text not in ids}
     missing = sorted(made.union(CHARACTER_BYTES if pre.spells_bytes else ()).difference(ids))
     byte_name = one_byte if pre.spells_bytes else list(BYTES).__getitem__
@@ -342,7 +342,7 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
 
 
 def _pairs(reader: _Reader, required: bool) -> list[tuple[str, str]]:
-    """The merges of texts; of equal ones the first counts."""
+    """The merges as pairs of texts; among equal ones the first counts."""
     if not required and "tokenizer.ggml.merges" not in reader.fields:
         return []
     texts = dict.fromkeys(reader.values("merges", str))
@@ -358,7 +358,7 @@ def _pairs(reader: _Reader, required: bool) -> list[tuple[str, str]]:
 
 
 def is_utf_8(text: str) -> bool:
-    """Whether it has no lone surrogates, as which other bytes are read."""
+    """Whether a text has no lone surrogates, to which invalid UTF-8 is decoded."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -367,10 +367,10 @@ def is_utf_8(text: str) -> bool:
 
 
 def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str, Any]:
-    """The metadata that `from_metadata` reads, and llama.cpp; of a vocabulary that came from a GGUF file, what it had.
+    """The metadata for `from_metadata` and llama.cpp; for a vocabulary from a GGUF file, its original metadata.
 
     Args:
-      vocab_size: of the model, where it is larger than the vocabulary: llama.cpp wants a token for every row.
+      vocab_size: the model's, if larger than the vocabulary: llama.cpp requires a token for every row.
     """
     if isinstance(tokenizer, SentencePieceTokenizer | HuggingFaceTokenizer) and tokenizer.metadata is not None:
         named = {key: list(value) if isinstance(value, list | array) else value for key, value in tokenizer.metadata.items()}
@@ -387,7 +387,7 @@ def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str
 
 
 def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The fields of a vocabulary that came from elsewhere."""
+    """The fields of a vocabulary that was not loaded from a GGUF file."""
     if isinstance(tokenizer, SentencePieceTokenizer):
         fields = _scored(tokenizer.pieces(), tokenizer.space_prefix)
     elif isinstance(tokenizer, TiktokenTokenizer):
@@ -399,7 +399,7 @@ def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         fields = _described(tokenizer)
     else:
-        raise TokenizerError(f"a {type(tokenizer).__name__} cannot be written into a GGUF")
+        raise TokenizerError(f"a {type(tokenizer).__name__} cannot be written to a GGUF file")
     fields |= {"add_bos_token": tokenizer.add_bos, "add_eos_token": tokenizer.add_eos}
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
     special, settings = tokenizer.special_tokens, tokenizer.settings
@@ -414,10 +414,10 @@ def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
     ids |= {name: special.get(text, -1) for name, text in (("eot", "<|eot_id|>"), ("eom", "<|eom_id|>"))}
     known = {ids[name] for name in ("eos", "eot", "eom")} | {special[name] for name in ending_names(special)}
     by_text = {text: token for token, text in enumerate(fields["tokens"])}
-    for name in ENDS_BY_TEXT:  # which a reader finds by itself
+    for name in ENDS_BY_TEXT:  # which readers recognize without a field
         known |= {next((by_text[text] for text in BY_TEXT[name].split() if text in by_text), -1)}
     more = sorted(set(tokenizer.stop_ids) - known, key=lambda token: (token == tokenizer.bos_id, token))
-    for name in ("eot", "eom"):  # the fields for more ends
+    for name in ("eot", "eom"):  # fields for additional end tokens
         if ids[name] < 0 and more:
             ids[name] = more.pop(0)
     fields |= {f"{name}_token_id": token for name, token in ids.items() if token >= 0}
@@ -425,7 +425,7 @@ def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _noted(settings: Settings, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that the fields do not hold: other templates, and those of a GGUF that the vocabulary came from."""
+    """The settings that the fields do not cover: other templates, and those of the vocabulary's original GGUF file."""
     found = {f"{TEMPLATE_PREFIX}{name}": text for name, text in settings.chat_templates.items()}
     found |= {key: value for key, value in settings.gguf.items() if _only_here(key, value) and key not in named}
     pre, wanted = settings.gguf.get(PRE_KEY), PRE_TOKENIZERS.get(named[PRE_KEY])
@@ -458,12 +458,12 @@ def _merged(tokens: list[str], pairs: Sequence[Sequence[str]], kinds: Sequence[E
 
 
 def _described(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
-    """The fields of a tokenizer.json: of a byte-level BPE, or one made from a SentencePiece model, its merges' order for
-    scores."""
+    """The fields of a tokenizer.json with a byte-level BPE, or one converted from a SentencePiece model, with the order of
+    its merges as scores."""
     whole = tokenizer.description()
     model = whole["model"]
     if model["type"] != "BPE":
-        raise TokenizerError(f"a tokenizer.json with the model {model['type']} cannot be written into a GGUF; BPE can")
+        raise TokenizerError(f"a tokenizer.json with the model {model['type']} cannot be written to a GGUF file; BPE can")
     tokens = [PADDING_TOKEN.format(i) for i in range(tokenizer.vocab_size)]  # ids may have gaps
     kinds = [EntryKind.UNUSED] * len(tokens)
     for text, i in model["vocab"].items():
@@ -479,7 +479,7 @@ def _described(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
         pre = name_of(whole["pre_tokenizer"], model["ignore_merges"])
         if pre is None:
             raise TokenizerError(
-                "a tokenizer.json that cuts texts as none of llama.cpp's pre-tokenizers does cannot be written into a GGUF"
+                "a tokenizer.json with a pre-tokenizer that llama.cpp does not have cannot be written to a GGUF file"
             )
         return _merged(tokens, pairs, kinds, pre)
     unknown = model["unk_token"]

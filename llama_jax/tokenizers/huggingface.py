@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
-# Two noncharacters, put into a special token's name where it is text and taken out by the normalizer: the library looks
-# for special tokens before it normalizes, so it sees none there and still encodes the text as a whole.
+# Two noncharacters, inserted into a special token's name that is text, and removed by the normalizer: the library searches
+# for special tokens before it normalizes, so it finds none there and still encodes the text as a whole.
 TEXT_MARK = "\ufdd0\ufdd1"
 LONG_TEXT = 4000  # characters, which take the library a few milliseconds
 MAX_UNUSED_IDS = 1 << 16  # ids
-# The begin and end of a sequence where no file names them.
+# Default names of the begin- and end-of-sequence tokens if no file names them.
 USUAL_BOS = ("<|begin_of_text|>", "<s>")
 USUAL_EOS = ("<|end_of_text|>", "</s>")
 
 
 def byte_characters() -> dict[str, int]:
-    """{character: byte}: GPT-2's spelling of bytes, where those that are not printable go to U+0100 and on."""
+    """{character: byte}: GPT-2's spelling of bytes; unprintable ones are characters from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -59,7 +59,7 @@ def spell(token: bytes) -> str:
 
 
 def recognizes(start: bytes) -> bool:
-    """Whether a file begins as a tokenizer.json does: an object whose first key is its version."""
+    """Whether a file begins like a tokenizer.json: an object with its version as the first key."""
     return re.match(rb'\s*\{\s*"(version|added_tokens)"\s*:', start) is not None
 
 
@@ -74,29 +74,29 @@ def from_json(content: bytes, where: str, settings: Settings = Settings()) -> Hu
         _set_prefix(library, settings.add_prefix_space)
         ids = library.get_vocab(with_added_tokens=True).values()
         size = 1 + max(ids, default=-1)
-    # Gaps are few in use. The library goes through all of them when it writes, and dies where memory does not last.
+    # Real files have few gaps. The library iterates over all of them when it saves, and aborts if memory runs out.
     if size - 1 > 2 * len(ids) + MAX_UNUSED_IDS:
-        raise TokenizerError(f"{where} gives a token the id {size - 1}, but has {len(ids)} tokens; copy it again")
+        raise TokenizerError(f"{where} has a token with id {size - 1}, but only {len(ids)} tokens; copy it again")
     return HuggingFaceTokenizer(library, where, size, settings)
 
 
 def _refuse_prefix(content: bytes, where: str) -> None:
-    """Raise TokenizerError for a prefix of pieces that continue a word, as BERT's: with some of them the library aborts."""
+    """Raise TokenizerError for a prefix of tokens inside words, as in BERT's vocabulary: some make the library abort."""
     if b"\\u" in content or re.search(rb'"continuing_subword_prefix"\s*:\s*"', content):
         try:
             model = json.loads(content)["model"]
             prefix = model["continuing_subword_prefix"]
         except (ValueError, LookupError, TypeError, RecursionError):
-            return  # which the library reports, or there is none
+            return  # the library reports it, or there is no prefix
         if prefix:
-            raise TokenizerError(f"{where}: continuing_subword_prefix={shown(prefix)} is not of a Llama's vocabulary")
+            raise TokenizerError(f"{where}: continuing_subword_prefix={shown(prefix)} is not supported")
 
 
 class HuggingFaceTokenizer(PartsTokenizer):
     """A vocabulary that the tokenizers library runs."""
 
     metadata: Mapping[str, Any] | None = None
-    """The fields of the GGUF file that it was read from."""
+    """The fields of the GGUF file from which it was loaded."""
 
     def __init__(
         self,
@@ -109,14 +109,14 @@ class HuggingFaceTokenizer(PartsTokenizer):
         spelled: Sequence[Sequence[int]] = (),
         odd: Mapping[int, bytes] | None = None,
     ) -> None:
-        """Take over a tokenizer of the library, found at `where`: this changes it.
+        """Wrap a tokenizer of the library, from the file `where`, and modify it.
 
         Args:
           vocab_size: its largest id plus one, without those of `spelled`.
-          special_tokens: their ids by their names; by default those that the library and the settings call so.
-          user_defined: tokens; the longest is taken first, wherever in a text it is. The library goes from left to right.
-          spelled: the ids that those of the library beyond V stand for.
-          odd: the bytes of tokens that have another text in the library.
+          special_tokens: ids of special tokens by name; by default those of the library and the settings.
+          user_defined: tokens that are matched longest first anywhere in a text; the library would match left to right.
+          spelled: for each id of the library from V on, the ids that replace it.
+          odd: bytes of tokens that have another text in the library.
         """
         from tokenizers import normalizers
 
@@ -127,7 +127,7 @@ class HuggingFaceTokenizer(PartsTokenizer):
                 library, special = _find_special_tokens(library, settings)
             added = library.get_added_tokens_decoder()
             self._own_normalizer = library.normalizer
-            # What removes the marks runs after the search for special tokens and before all else.
+            # The marks are removed after the search for special tokens and before everything else.
             steps = [normalizers.Replace(TEXT_MARK, ""), *([] if library.normalizer is None else [library.normalizer])]
             library.normalizer = normalizers.Sequence(steps)
             library.no_truncation()
@@ -152,20 +152,20 @@ class HuggingFaceTokenizer(PartsTokenizer):
         self.settings = settings
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """Ids of texts and special tokens, as the library gives them for the whole."""
+        """Ids of texts and special tokens, encoded as a whole by the library."""
         pieces = [self._as_text(part) if isinstance(part, str) else self._names[part] for part in parts]
         text = "".join(pieces)
         check_text(text)
         seen = [found.group() for found in self._pattern.finditer(text) if found.group() != TEXT_MARK]
         if seen != [self._names[part] for part in parts if not isinstance(part, str)]:
-            text = TEXT_MARK.join(pieces)  # the end of one part and the beginning of the next look like a special token
+            text = TEXT_MARK.join(pieces)  # a special token must not form across parts
         with library_errors(f"{self._where} cannot encode a text"):
-            if len(text) > LONG_TEXT:  # only in batches does the library let other threads of Python run
+            if len(text) > LONG_TEXT:  # the library releases the GIL only in batches
                 return self._within(self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             return self._within(self._library.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, with no count of characters, which the library keeps otherwise."""
+        """Ids of each text, without character offsets, which the library otherwise computes."""
         for text in texts:
             check_text(text)
         with library_errors(f"{self._where} cannot encode a text"):
@@ -177,7 +177,7 @@ class HuggingFaceTokenizer(PartsTokenizer):
         check_ids(self.vocab_size, token)
         if token in self._added:
             return self._added[token]
-        piece = self._library.id_to_token(token) or ""  # ids need not be without gaps
+        piece = self._library.id_to_token(token) or ""  # ids may have gaps
         if self.spells_bytes:
             if all(character in CHARACTER_BYTES for character in piece):
                 return bytes(CHARACTER_BYTES[character] for character in piece)
@@ -186,7 +186,7 @@ class HuggingFaceTokenizer(PartsTokenizer):
         return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
 
     def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json``, and the settings beside it."""
+        """Write ``tokenizer.json``, and files with the settings."""
         text = json.dumps(self.description(), indent=2, ensure_ascii=False)
         (folder / "tokenizer.json").write_text(text, encoding="utf-8")
         write_settings(folder, self, self.settings, "PreTrainedTokenizerFast")
@@ -208,7 +208,7 @@ class HuggingFaceTokenizer(PartsTokenizer):
         return [each for i in ids for each in ((i,) if i < size else self._beyond[i - size])]
 
     def _as_text(self, text: str) -> str:
-        """The text as the library is given it: special tokens in it are text."""
+        """The text in the form in which the library treats names of special tokens as text."""
         if not self._user_defined:
             return self._masked(text)
         names = {i: name for name, i in self._user_defined.items()}
@@ -216,13 +216,13 @@ class HuggingFaceTokenizer(PartsTokenizer):
         return TEXT_MARK.join(self._masked(part) if isinstance(part, str) else names[part] for part in parts)
 
     def _masked(self, text: str) -> str:
-        if not any(first in text for first in self._first):  # known ten times sooner than by the pattern
+        if not any(first in text for first in self._first):  # ten times as fast as the pattern
             return text
         return self._pattern.sub(lambda found: found.group()[0] + TEXT_MARK + found.group()[1:], text)
 
 
 def _id_of(library: tokenizers.Tokenizer, name: str | None, usual: Sequence[str], special: Mapping[str, int]) -> int:
-    """The id of a token that ends or begins a sequence, or -1."""
+    """The id of the begin- or end-of-sequence token, or -1."""
     if name is None:
         return next((special[name] for name in usual if name in special), -1)
     found = library.token_to_id(name)
@@ -230,8 +230,8 @@ def _id_of(library: tokenizers.Tokenizer, name: str | None, usual: Sequence[str]
 
 
 def _adds(library: tokenizers.Tokenizer, settings: Settings, bos: int, eos: int) -> tuple[bool, bool]:
-    """Whether a text begins with the BOS and ends with the EOS: what the library puts around it, as in transformers; where
-    it has nothing to do so (no post-processor), what the settings say."""
+    """Whether a text begins with the BOS and ends with the EOS: as the library's post-processor adds them, like in
+    transformers; without a post-processor, as the settings say."""
     if library.post_processor is None:
         return settings.add_bos is True and bos >= 0, settings.add_eos is True and eos >= 0
     text, put = (library.encode("a", add_special_tokens=special).ids for special in (False, True))
@@ -240,7 +240,7 @@ def _adds(library: tokenizers.Tokenizer, settings: Settings, bos: int, eos: int)
 
 
 def _add_tokens(library: tokenizers.Tokenizer, settings: Settings) -> None:
-    """Add the tokens that only the files beside it have, in transformers' order; those that are there stay as they are."""
+    """Add the tokens that only the settings files have, in transformers' order; existing ones are not changed."""
     from tokenizers import AddedToken
 
     library.add_tokens(
@@ -260,7 +260,7 @@ def _add_tokens(library: tokenizers.Tokenizer, settings: Settings) -> None:
 
 
 def _set_prefix(library: tokenizers.Tokenizer, add: bool | None) -> None:
-    """Begin texts with a space or not, where the settings say so of a vocabulary with U+2581."""
+    """Add a leading space to texts or not, if the settings of a vocabulary with U+2581 say so."""
     from tokenizers import decoders, normalizers, pre_tokenizers
 
     if add is None or isinstance(library.decoder, decoders.ByteLevel):
@@ -272,11 +272,11 @@ def _set_prefix(library: tokenizers.Tokenizer, add: bool | None) -> None:
 
 
 def _find_special_tokens(library: tokenizers.Tokenizer, settings: Settings) -> tuple[tokenizers.Tokenizer, dict[str, int]]:
-    """The special tokens, and the library looking for them in the raw text: old files say otherwise, and find them at the
-    start of a text only.
+    """The library's tokenizer, changed to find special tokens in the raw text, and these tokens. Old files mark them as
+    normalized, so that they are found only at the start of a text.
 
-    Those are the tokens marked as special, the begin and the end of a sequence, and those in angle or square brackets that
-    the chat template speaks with, whether or not they are marked.
+    Special tokens are those marked as special, BOS and EOS, and those in angle or square brackets that the chat template
+    uses, whether or not they are marked.
     """
     from tokenizers import AddedToken, Tokenizer
 
@@ -291,7 +291,7 @@ def _find_special_tokens(library: tokenizers.Tokenizer, settings: Settings) -> t
     }
     tokens = [token for token in library.get_added_tokens_decoder().values() if token.content in special]
     if any(token.normalized or (token.content in ends and not token.special) for token in tokens):
-        described = json.loads(library.to_str())  # the library cannot change a token's flags otherwise
+        described = json.loads(library.to_str())  # the library has no other way to change a token's flags
         for entry in described["added_tokens"]:
             entry["normalized"] &= entry["content"] not in special
             entry["special"] |= entry["content"] in ends
@@ -300,7 +300,7 @@ def _find_special_tokens(library: tokenizers.Tokenizer, settings: Settings) -> t
 
 
 def _spelling(where: str, decoder: Any) -> tuple[bool, bool]:
-    """Whether the vocabulary spells bytes as characters, and whether decoding takes a leading space away."""
+    """Whether the vocabulary spells bytes as characters, and whether decoding removes a leading space."""
     described: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
     steps: list[dict[str, Any]] = described["decoders"] if described["type"] == "Sequence" else [described]
     kinds = [step["type"] for step in steps]
@@ -313,6 +313,6 @@ def _spelling(where: str, decoder: Any) -> tuple[bool, bool]:
     if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0] == to_space and steps[3:] in ([], [strip]):
         return False, bool(steps[3:])
     raise TokenizerError(
-        f"{where}: the decoder {' + '.join(map(str, kinds))} is not of a Llama;"
-        " ByteLevel, Metaspace and Replace + ByteFallback + Fuse are supported"
+        f"{where}: the decoder {' + '.join(map(str, kinds))} is not supported;"
+        " ByteLevel, Metaspace and Replace + ByteFallback + Fuse are"
     )

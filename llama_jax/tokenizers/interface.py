@@ -1,4 +1,4 @@
-"""The interface of tokenizers; text that arrives token by token, ended by stop strings; and what all vocabularies share."""
+"""The interface of tokenizers; streaming text with stop strings; and code that all vocabularies share."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from llama_jax.errors import TokenizerError, reason_of, shown
 
 Part = str | int  # plain text, or the id of a special token
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how most vocabularies spell a space
-# The ends of a text, a message and a turn by which llama.cpp knows them. A vocabulary that has one means it, whichever it
-# calls its eos.
+# Names by which llama.cpp recognizes tokens that end a text, a message or a turn, in addition to the vocabulary's eos.
 END_NAMES = {
     *("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
     *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
     *("<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
 }
-MAX_COMPARED = 1 << 24  # letters
-MAX_DEPTH = 16  # letters; a pattern of longer names would be nested too deeply
+MAX_COMPARED = 1 << 24  # letters to compare
+MAX_DEPTH = 16  # letters; a pattern for longer names would be nested too deeply
 
 
 class Tokenizer(Protocol):
-    """A vocabulary of V ids; special tokens in user text are text."""
+    """A tokenizer with V ids; names of special tokens in user text are text."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -43,33 +42,33 @@ class Tokenizer(Protocol):
 
     @property
     def add_bos(self) -> bool:
-        """Whether a text begins with the begin-of-sequence token by the vocabulary's own rule; False where it has none."""
+        """Whether `encode` adds the begin-of-sequence token by default; False if the vocabulary has none."""
         ...
 
     @property
     def add_eos(self) -> bool:
-        """Whether a text ends with the end-of-sequence token by the vocabulary's own rule; False where it has none."""
+        """Whether `encode` adds the end-of-sequence token by default; False if the vocabulary has none."""
         ...
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, for `generate(stop_tokens=...)`.
 
-        The end-of-sequence token, those of `END_NAMES` that are special, those that the model's own files name, and the
-        begin-of-sequence token where texts begin with it: llama2.c's stories end with that of the next one. Not the latter
-        where a ``generation_config.json`` lists the ends and names the BOS apart, as a saved one does. Of a vocabulary in
-        GGUF: exactly those at which llama.cpp ends.
+        The end-of-sequence token, special tokens in `END_NAMES`, those that the model's files name, and the
+        begin-of-sequence token if texts begin with it: llama2.c's stories end with the BOS of the next one; but not if a
+        ``generation_config.json`` lists the end tokens and names the BOS separately, as a saved one does. For a vocabulary
+        from a GGUF file: exactly those at which llama.cpp stops.
         """
         ...
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """The ids of special tokens by their names; `encode` recognizes the names in a text only with `special=True`."""
+        """The ids of special tokens by name; `encode` recognizes the names in a text only with `special=True`."""
         ...
 
     @property
     def chat_template(self) -> str | None:
-        """The checkpoint's own chat format in Jinja, if it has one; see `tokenizers.chat`."""
+        """The checkpoint's Jinja chat template, if it has one; see `tokenizers.chat`."""
         ...
 
     @property
@@ -81,7 +80,7 @@ class Tokenizer(Protocol):
         """Ids of the text between the begin-of-sequence and the end-of-sequence token.
 
         Args:
-          bos, eos: whether they are put there; by default as the vocabulary's own rule says (`add_bos`, `add_eos`).
+          bos, eos: whether to add these tokens; by default `add_bos` and `add_eos`.
           special: whether "<|eot_id|>" and the like in the text are special tokens; by default they are text.
 
         Raises:
@@ -90,32 +89,32 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text as `encode` gives them without the tokens that begin and end a sequence; faster than one by one.
+        """Ids of each text without BOS and EOS; faster than `encode` for each.
 
         Raises:
-          TokenizerError: one of them cannot be encoded.
+          TokenizerError: a text cannot be encoded.
         """
         ...
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """Ids of plain texts with special tokens between them, each text encoded as the continuation of what precedes it."""
+        """Ids of plain texts with special tokens between them; each text is encoded as a continuation of earlier parts."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; special tokens give nothing."""
+        """The text of the ids, without special tokens."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to those before it: UTF-8, which may begin or end inside a character."""
+        """The bytes that a token adds to the text before it: UTF-8, which may begin or end inside a character."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the vocabulary and its settings into a folder, from which `load_tokenizer` reads the same tokenizer."""
+        """Write the vocabulary and its settings into a folder, from which `load_tokenizer` loads the same tokenizer."""
         ...
 
 
 class TextStream:
-    """Text from tokens one by one: a character is returned when its last byte has come, never in parts."""
+    """Text from tokens one by one: a character is returned when its last byte has arrived, never in parts."""
 
     def __init__(self, tokenizer: Tokenizer, *, at_start: bool = False) -> None:
         """Start after some text, or with `at_start` at the beginning, where a vocabulary's leading space is dropped."""
@@ -124,7 +123,7 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The text that is complete with this token; nothing for the padding of a model's vocabulary beyond V."""
+        """The text that this token completes; "" for ids in a model's padding of the vocabulary beyond V."""
         if token >= self._tokenizer.vocab_size:
             return ""
         new = self._tokenizer.token_bytes(token)
@@ -134,15 +133,15 @@ class TextStream:
         return self._decoder.decode(new)
 
     def finish(self) -> str:
-        """The rest when no token follows: an incomplete character becomes U+FFFD."""
+        """The remaining text when no token follows: an incomplete character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
 class Text:
-    """Turns tokens into text and ends at a stop string, holding back what may be the beginning of one.
+    """Converts tokens to text up to a stop string, holding back text that may be the beginning of one.
 
     Attributes:
-      shown: what was written so far.
+      shown: the text written so far.
       ended: whether a stop string has been met.
     """
 
@@ -158,16 +157,16 @@ class Text:
 
     @property
     def length(self) -> int:
-        """The number of characters so far, with held ones."""
+        """The number of characters so far, including held-back ones."""
         return len(self.shown) + len(self._held)
 
     def push(self, token: int) -> bool:
-        """Add a token; True when a stop string has been met."""
+        """Add a token; True if a stop string has been met."""
         self._add(self._stream.push(token))
         return self.ended
 
     def finish(self) -> None:
-        """Write the held text, now that nothing follows."""
+        """Write the held-back text, when no token follows."""
         if not self.ended:
             self._add(self._stream.finish())
             if not self.ended:
@@ -184,7 +183,7 @@ class Text:
         if found:
             ready = min(found)
         else:
-            held = self._held  # a longer beginning of a stop string cannot match: some have thousands of characters
+            held = self._held  # only beginnings up to this length can match: some stop strings have thousands of characters
             starts = (stop[:n] for stop in self._stop for n in range(min(len(stop), len(held) + 1)))
             ready = len(held) - max((len(start) for start in starts if held.endswith(start)), default=0)
         self._show(self._held[:ready])
@@ -196,17 +195,17 @@ class Text:
 
 
 def special_pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that finds special tokens in a text, the longer first where one begins another."""
+    """A pattern that finds special tokens in a text; if one is a prefix of another, the longer one."""
     return _pattern_of(tuple(names))
 
 
-@lru_cache(maxsize=8)  # to make one takes longer than to look through a chat with it
+@lru_cache(maxsize=8)  # compiling a pattern takes longer than searching a chat with it
 def _pattern_of(names: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(_letter_by_letter([name for name in names if name]) or "(?!)")
 
 
 def _letter_by_letter(names: Sequence[str], depth: int = 0) -> str:
-    """A pattern that tries each letter once; Gemma's 6,000 names one after the other would take a second for 100 kB."""
+    """A pattern that tries each letter once; trying Gemma's 6,000 names in turn would take a second for 100 kB."""
     if depth == MAX_DEPTH:
         return f"(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})"
     rests: dict[str, list[str]] = {}
@@ -229,7 +228,7 @@ def split_special(text: str, special_tokens: Mapping[str, int]) -> list[Part]:
 
 
 def split_longest(text: str, tokens: Mapping[str, int]) -> list[Part]:
-    """The text with tokens as ids; the longest is taken first, wherever in the text it is, as in llama.cpp."""
+    """The text with tokens as ids; the longest tokens are matched first anywhere in the text, as in llama.cpp."""
     parts: list[Part] = [text]
     for name in sorted((name for name in tokens if name in text), key=lambda name: -len(name.encode())):
         found: list[Part] = []
@@ -245,7 +244,7 @@ def split_longest(text: str, tokens: Mapping[str, int]) -> list[Part]:
 
 
 def order_matters(names: Iterable[str]) -> bool:
-    """Whether `split_longest` differs from `split_special` in some text, as where a longer token begins in a shorter one."""
+    """Whether `split_longest` and `split_special` differ for some text: if a longer token begins in a shorter one."""
     sizes = {name: len(name.encode(errors="surrogateescape")) for name in names if name}
     if sum(size * size for size in sizes.values()) > MAX_COMPARED:
         return True
@@ -265,21 +264,21 @@ def order_matters(names: Iterable[str]) -> bool:
 
 
 class PartsTokenizer:
-    """`Tokenizer.encode`, `encode_batch` and `decode` of a vocabulary, by its `encode_parts` and `token_bytes`."""
+    """`Tokenizer.encode`, `encode_batch` and `decode`, implemented with `encode_parts` and `token_bytes`."""
 
     def encode(
         self: Tokenizer, text: str, bos: bool | None = None, eos: bool | None = None, special: bool = False
     ) -> list[int]:
         """Ids of the text; see `Tokenizer.encode`."""
         if not isinstance(text, str):
-            raise TokenizerError(f"text={shown(text, 40)} must be a str; encode several texts one by one")
+            raise TokenizerError(f"text={shown(text, 40)} must be a str; encode several texts with encode_batch")
         bos = self.add_bos if bos is None else bos
         eos = self.add_eos if eos is None else eos
         for wanted, token, name in ((bos, self.bos_id, "bos"), (eos, self.eos_id, "eos")):
             if wanted and token < 0:
                 raise TokenizerError(
-                    f"the vocabulary has no {name} token; encode with {name}=False, or name one as {name}_token in a"
-                    " tokenizer_config.json beside it"
+                    f"the vocabulary has no {name} token; encode with {name}=False, or set {name}_token in a"
+                    " tokenizer_config.json in the same folder"
                 )
         ids = self.encode_parts(split_special(text, self.special_tokens) if special else [text])
         return [self.bos_id] * bos + ids + [self.eos_id] * eos
@@ -290,7 +289,7 @@ class PartsTokenizer:
 
     def decode(self: Tokenizer, ids: Sequence[int]) -> str:
         """The text of the ids, without a space that encoding adds: to continue a prompt, decode both together. Special
-        tokens give nothing, and what is not UTF-8 shows as U+FFFD."""
+        tokens are omitted, and invalid UTF-8 becomes U+FFFD."""
         text = b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
         return text.removeprefix(" ") if self.space_prefix else text
 
@@ -299,8 +298,8 @@ def ending_ids(tokenizer: Tokenizer, named: Iterable[int] = (), *, whole: bool =
     """The tokens of `Tokenizer.stop_ids`.
 
     Args:
-      named: the ends that the model's files name.
-      whole: whether those are all, so that a BOS among none of them ends nothing.
+      named: end tokens that the model's files name.
+      whole: whether this list is complete, so that a BOS that is not in it ends nothing.
     """
     special = tokenizer.special_tokens
     begin = tokenizer.bos_id if tokenizer.add_bos and not whole else -1
@@ -309,7 +308,7 @@ def ending_ids(tokenizer: Tokenizer, named: Iterable[int] = (), *, whole: bool =
 
 
 def ending_names(names: Iterable[str]) -> set[str]:
-    """The names that end generation; `<|end|>` and `</s>` do not beside certain others."""
+    """The names that end generation; `<|end|>` and `</s>` are excluded if certain others exist."""
     found = END_NAMES.intersection(names)
     calls = found & {"<|call|>", "<|calls|>"}
     if {"<|return|>", "<|call|>"} <= found or ("<|flush|>" in found and calls):
@@ -338,20 +337,20 @@ def check_text(text: str) -> None:
 
 @contextmanager
 def library_errors(what: str, remedy: str = "copy it again") -> Iterator[None]:
-    """Turn whatever a tokenizer library raises, the panics of one written in Rust included, into a TokenizerError."""
+    """Convert errors of a tokenizer library, including panics of Rust code, to TokenizerError."""
     try:
         yield
     except TokenizerError:
         raise
     except BaseException as error:
-        # A panic is no Exception: its class is pyo3_runtime.PanicException, which cannot be imported.
+        # A panic is not an Exception: its class is pyo3_runtime.PanicException, which cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = reason_of(error, 160) or "damaged"
-        if "retry-limit" in reason:  # Oniguruma's, of a text that the pattern could match in too many ways
+        if "retry-limit" in reason:  # Oniguruma's, for a text that the pattern could match in too many ways
             remedy = (
-                "its pattern for cutting texts backtracks too often on this one: simplify the pattern, or shorten the text"
+                "its pre_tokenizer's pattern backtracks too much on this text: simplify the pattern, or shorten the text"
             )
         elif "Onig" in reason:
-            remedy = "correct its pattern for cutting texts (pre_tokenizer)"
+            remedy = "correct the pattern of its pre_tokenizer"
         raise TokenizerError(f"{what} ({reason}); {remedy}") from None

@@ -1,4 +1,4 @@
-"""Finding a vocabulary by its content."""
+"""Loading of a vocabulary, recognized by its content."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from llama_jax.tokenizers import gguf, huggingface, sentencepiece, tiktoken
 from llama_jax.tokenizers.interface import Tokenizer
 from llama_jax.tokenizers.tokenizer_config import Settings, read_settings
 
-MAX_VOCABULARY_BYTES = 64 << 20  # bytes; no vocabulary comes near, every weight file of use is beyond
-MAX_PADDING = 1024  # ids that a model has beyond its vocabulary, so that its table divides over devices
+MAX_VOCABULARY_BYTES = 64 << 20  # bytes; more than any vocabulary, less than any useful weight file
+MAX_PADDING = 1024  # ids of a model beyond its vocabulary, so that the embedding can be sharded
 VOCABULARY_KINDS = "a SentencePiece model, a rank file of Llama 3, a tokenizer.json or a GGUF file"
-# Names that can only be meant: transformers reads the first where both are, and Meta's own lies below in its repositories.
+# Unambiguous names: transformers prefers the first if both exist; Meta's repositories have theirs in a subfolder.
 VOCABULARY_NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The vocabulary in a file, or the one in a folder, with what the files beside it say of it (`read_settings`).
+    """The tokenizer in a file or folder, with the settings of the files in the same folder (`read_settings`).
 
     Args:
-      path: of this machine, or a URL (`storage.locate`). Of several vocabularies in a folder, the first of
-        ``tokenizer.json``, ``tokenizer.model`` and ``original/tokenizer.model`` is taken, else the only one there is under
-        another name (in a store no other is looked for: give the file). A GGUF file, with weights or without, has all that
-        is said of its vocabulary inside.
+      path: a path on this machine, or a URL (`storage.locate`). From a folder the first of ``tokenizer.json``,
+        ``tokenizer.model`` and ``original/tokenizer.model`` is loaded, else the only vocabulary with another name (in a
+        store other names are not tried: pass the file). A GGUF file, with or without weights, contains its settings.
 
     Raises:
-      TokenizerError: there is none, a damaged one, or several without such a name.
+      TokenizerError: there is no vocabulary, a damaged one, or several with other names.
     """
     with reading(path, TokenizerError):
         path = locate(path)
@@ -52,20 +51,20 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         others = _others(path, settings)
         if not others:
             raise TokenizerError(
-                f"{path} holds no SentencePiece model, no rank file of Llama 3 and no tokenizer.json; name a GGUF itself"
+                f"{path} has no SentencePiece model, rank file of Llama 3 or tokenizer.json; for a GGUF file, pass the file"
             )
         if len(others) > 1:
-            raise TokenizerError(f"{path} holds several vocabularies ({_listed(others)}); pass one of them")
+            raise TokenizerError(f"{path} has several vocabularies ({_listed(others)}); pass one of them")
         return others[0][1]
 
 
 def find_tokenizer(folder: Location, vocab_size: int) -> Tokenizer | None:
-    """The vocabulary in a model's folder, or None: one of the model's size, else a smaller one, as models pad theirs.
+    """The tokenizer in a model's folder, or None: one of the model's size, else a smaller one, since models pad theirs.
 
-    Of several of the model's size, or else of the largest smaller ones, the first in `load_tokenizer`'s order is taken.
+    Among several of the model's size, or else the largest smaller ones, the first in `load_tokenizer`'s order is used.
 
     Raises:
-      TokenizerError: several that could be it, or a damaged ``tokenizer.json`` or ``tokenizer.model``.
+      TokenizerError: several candidates, or a damaged ``tokenizer.json`` or ``tokenizer.model``.
     """
     with reading(folder, TokenizerError):
         settings = read_settings(folder)
@@ -73,7 +72,7 @@ def find_tokenizer(folder: Location, vocab_size: int) -> Tokenizer | None:
         for name in VOCABULARY_NAMES:
             if (folder / name).is_file():
                 tokenizer = _read(folder / name, settings)
-                if tokenizer.vocab_size > vocab_size and name.endswith(".json"):  # tokens for which the model has no rows
+                if tokenizer.vocab_size > vocab_size and name.endswith(".json"):  # it has tokens without rows in the model
                     within = tuple(token for token in settings.added_tokens if token.id < vocab_size)
                     tokenizer = _read(folder / name, replace(settings, added_tokens=within, extra_tokens=()))
                 if tokenizer.vocab_size == vocab_size:
@@ -85,17 +84,17 @@ def find_tokenizer(folder: Location, vocab_size: int) -> Tokenizer | None:
         named = [found for found in smaller if found[1].vocab_size == size]
         found = named[:1] or [found for found in others if found[1].vocab_size == size]
         if len(found) > 1:
-            raise TokenizerError(f"{folder} holds several vocabularies ({_listed(found)}); remove all but one")
+            raise TokenizerError(f"{folder} has several vocabularies ({_listed(found)}); remove all but one")
         if found:
             warn_if_small(found[0][1], vocab_size, found[0][0])
         return found[0][1] if found else None
 
 
 def warn_if_small(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
-    """Warn of a vocabulary so much smaller than the model's that padding does not explain it: it may be another model's."""
+    """Warn if a vocabulary is much smaller than the model's, beyond usual padding: it may be another model's."""
     if vocab_size - tokenizer.vocab_size >= max(MAX_PADDING, vocab_size // 10):
         warnings.warn(
-            f"{where} has {tokenizer.vocab_size} tokens, the model {vocab_size}: it may be another model's vocabulary",
+            f"{where} has {tokenizer.vocab_size} tokens, but the model {vocab_size}: it may be another model's vocabulary",
             stacklevel=2,
         )
 
@@ -113,7 +112,7 @@ def _read(path: Location, settings: Settings) -> Tokenizer:
 
 
 def _others(folder: Location, settings: Settings) -> list[tuple[Location, Tokenizer]]:
-    """The vocabularies in a folder under names of their own; none in a store, where to look into each file is a request."""
+    """The vocabularies in a folder with other names; none in a store, where reading each file would take a request."""
     found: list[tuple[Location, Tokenizer]] = []
     if isinstance(folder, StoredPath):
         return found
@@ -124,7 +123,7 @@ def _others(folder: Location, settings: Settings) -> list[tuple[Location, Tokeni
             except TokenizerError:
                 if path.name.startswith("tokenizer."):
                     raise
-                continue  # some other file whose first bytes are alike
+                continue  # another kind of file with the same first bytes
     return found
 
 

@@ -1,8 +1,8 @@
-"""How BPE vocabularies in GGUF cut a text before merging: llama.cpp's pre-tokenizers by the names in `tokenizer.ggml.pre`.
+"""Pre-tokenizers of BPE vocabularies in GGUF files: llama.cpp's, by their names in `tokenizer.ggml.pre`.
 
-Source: llama.cpp, src/llama-vocab.cpp and src/unicode.cpp, whose ids are the measure. Its regular expressions differ from
-those of the published tokenizer.json: letters outside ASCII are of both cases (`\\p{Lu}` is `\\p{L}`), `\\d` is ASCII's, a
-white space character is in no range of characters, and what came after Unicode 15.1 is in no category.
+Source: llama.cpp, src/llama-vocab.cpp and src/unicode.cpp, whose ids are the reference. Its regular expressions differ from
+those of the published tokenizer.json: letters outside ASCII have both cases (`\\p{Lu}` is `\\p{L}`), `\\d` is ASCII only,
+ranges of characters do not include white space, and characters added after Unicode 15.1 have no category.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The rule that a name in `tokenizer.ggml.pre` stands for.
+    """The rule for a name in `tokenizer.ggml.pre`.
 
     Attributes:
-      patterns: regular expressions; each cuts the pieces that the one before it left, at its matches and between them.
-      ignore_merges: whether a piece that is a token becomes that token, even where no merges lead to it.
-      add_bos: whether a text begins with the BOS where the file does not say (`add_bos_token`).
-      spells_bytes: whether tokens are bytes spelled as GPT-2's characters; otherwise a space is U+2581, and a byte that is
-        in no token is `<0x0A>`.
+      patterns: regular expressions; each splits the pieces from the previous one into its matches and the text between.
+      ignore_merges: whether a piece that is a token becomes that token, even if merges do not lead to it.
+      add_bos: whether a text begins with the BOS if the file has no `add_bos_token`.
+      spells_bytes: whether tokens spell bytes as GPT-2's characters; otherwise a space is U+2581, and a byte without a token
+        is `<0x0A>`.
     """
 
     patterns: tuple[str, ...]
@@ -48,7 +48,7 @@ HAN = (
     r"\u4e00-\u9fff\u3400-\u4dbf\x{20000}-\x{2a6df}\x{2a700}-\x{2b73f}\x{2b740}-\x{2b81f}\x{2b820}-\x{2ceaf}"
     r"\x{2ceb0}-\x{2ebef}\uf900-\ufaff\x{2f800}-\x{2fa1f}"
 )
-# DeepSeek LLM's letters: those of alphabets with upper and lower case.
+# DeepSeek LLM's letters: only those of alphabets with upper and lower case.
 CASED = (
     r"A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
     r"\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
@@ -63,13 +63,13 @@ CASED = (
 
 
 def _cased(upper: str, lower: str, after: str = "") -> str:
-    """Words of upper-case letters and then lower-case ones, with one character before them and `after` after them."""
+    """A pattern for words of upper-case and then lower-case letters, after one character and followed by `after`."""
     return rf"{BEFORE_WORD}{upper}*{lower}+{after}|{BEFORE_WORD}{upper}+{lower}*{after}"
 
 
 DIGIT = r"\p{N}"
 THREE_DIGITS = r"\p{N}{1,3}"
-# Groups of three from the right, the first with what is before the number: what llama.cpp does for AFMoE and Aya.
+# Digits in groups of three from the right, the first with the text before the number, as llama.cpp does for AFMoE and Aya.
 GROUPED_DIGITS = r"[^\p{N}]*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 GPT_2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+|{SYMBOLS}|{SPACES}"
 LLAMA_3 = rf"{CONTRACTION}|{WORD}|{THREE_DIGITS}|{SYMBOLS}[\r\n]*|{LINES}"
@@ -86,7 +86,7 @@ ASIAN = (
     r"\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
 
-# The rules, each with llama.cpp's names of it; of several names the first is written.
+# The rules, each with llama.cpp's names for it; the first name is used for writing.
 RULES: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT_2, r"\p{N}+", r"[0-9][0-9][0-9]")), "default"),
     (
@@ -203,7 +203,7 @@ RULES: tuple[tuple[PreTokenizer, str], ...] = (
 )
 PRE_TOKENIZERS = {name: rule for rule, names in RULES for name in names.split()}
 
-# What Unicode 16 gave a category, and what lies unassigned between.
+# Characters that got a category in Unicode 16, and unassigned ones between them.
 AFTER_UNICODE_15 = (
     r"\u0897\u1b4e\u1b4f\u1b7f\u1c89\u1c8a\u2427-\u2429\u31e4\u31e5\ua7cb-\ua7cd\ua7da-\ua7dc\x{105c0}-\x{105f3}"
     r"\x{10d40}-\x{10d8f}\x{10ec2}-\x{10efc}\x{11380}-\x{113e2}\x{116d0}-\x{116e3}\x{11bc0}-\x{11bf9}\x{11f5a}"
@@ -228,10 +228,10 @@ def _as_of_15(pattern: str) -> str:
 
 
 def name_of(described: Mapping[str, Any] | None, ignore_merges: bool) -> str | None:
-    """The name of the pre-tokenizer that a tokenizer.json describes, or None where llama.cpp has none for it.
+    """llama.cpp's name of the pre-tokenizer that a tokenizer.json describes, or None if there is none.
 
     Args:
-      ignore_merges: of the file's model.
+      ignore_merges: setting of the file's model.
     """
     patterns: list[str] = []
     for step in _steps(described):
@@ -257,7 +257,7 @@ def _steps(described: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
     return described["pretokenizers"] if described["type"] == "Sequence" else [described]
 
 
-# Published patterns that llama.cpp writes differently.
+# Published patterns that are written differently in llama.cpp.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 PUBLISHED = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)": CONTRACTION,
@@ -267,7 +267,7 @@ PUBLISHED = {
 
 
 def _plain(pattern: str) -> str:
-    """One spelling of the patterns that are the same."""
+    """A pattern in a canonical spelling, the same for equivalent patterns."""
     pattern = re.sub(rf"\[(\\p{{[A-Z]}})&&\[\^{re.escape(AFTER_UNICODE_15)}\]\]", r"\1", pattern)
     pattern = re.sub(r"\\(?:u([0-9a-f]{4})|x{([0-9a-f]+)})", lambda found: chr(int(found[1] or found[2], 16)), pattern)
     pattern = pattern.replace("\r", r"\r").replace("\n", r"\n")

@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies: Llama 1 and 2, TinyLlama, llama2.c's stories; and new ones, made from text or from nothing."""
+"""SentencePiece vocabularies: Llama 1 and 2, TinyLlama, llama2.c's stories; new ones, trained on text or of only bytes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from llama_jax.tokenizers.tokenizer_config import AddedToken, Settings, write_se
 
 BYTE_VOCABULARY = 259  # <unk>, <s>, </s> and every byte
 MAX_VOCABULARY = 1 << 20  # four times the largest in use; the trainers reserve memory for all of it
-MAX_LINE_BYTES = 4000  # bytes; SentencePiece leaves out longer ones
+MAX_LINE_BYTES = 4000  # bytes; SentencePiece skips longer lines
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}  # the texts of byte tokens
 
 
 class EntryKind(IntEnum):
-    """The kind of a piece, in the numbers of sentencepiece_model.proto and of GGUF's token_type."""
+    """The kind of a piece, with the numbers of sentencepiece_model.proto and of GGUF's token_type."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -43,7 +43,7 @@ class EntryKind(IntEnum):
 
 
 class Entry(NamedTuple):
-    """One entry of a vocabulary; of two possible merges BPE takes the one with the higher score."""
+    """One entry of a vocabulary; among possible merges BPE chooses the one with the highest score."""
 
     text: str
     score: float
@@ -56,10 +56,10 @@ def recognizes(start: bytes) -> bool:
 
 
 class SentencePieceTokenizer(PartsTokenizer):
-    """A SentencePiece model, which the library itself runs."""
+    """A SentencePiece model that the sentencepiece library runs."""
 
     metadata: Mapping[str, Any] | None = None
-    """The fields of the GGUF file that it was read from."""
+    """The fields of the GGUF file from which it was loaded."""
 
     def __init__(
         self,
@@ -70,19 +70,19 @@ class SentencePieceTokenizer(PartsTokenizer):
         swallowing: Iterable[int] = (),
         aliases: Sequence[int] = (),
     ) -> None:
-        """Read the serialized model (the content of a ``.model`` file) that was found at `where`.
+        """Load the serialized model (the content of the ``.model`` file `where`).
 
         Args:
-          entries: what the tokens are, where that is not what the model says. User-defined ones are found in a text before
-            the model encodes what is between them.
-          swallowing: tokens that take away the white space after them.
-          aliases: the ids that the model's pieces after `entries` stand for.
+          entries: the tokens, if they differ from the model's pieces. User-defined ones are found in a text before the model
+            encodes the text between them.
+          swallowing: tokens that strip the white space after them.
+          aliases: for each piece of the model after `entries`, the id that replaces it.
         """
         import sentencepiece
 
         self._processor = sentencepiece.SentencePieceProcessor()
         with library_errors(f"{where} is not a whole SentencePiece model"):
-            # Concatenated protocol buffers are one message, their lists joined: so pieces are appended.
+            # Concatenated protocol buffers are one message with their lists joined: this appends pieces.
             self._processor.LoadFromSerializedProto(model)
             added = _appended(where, settings.added_tokens, self._processor.GetPieceSize())
             if added:
@@ -94,12 +94,12 @@ class SentencePieceTokenizer(PartsTokenizer):
             self.space_prefix: bool = self._processor.Normalize("a").startswith(SPACE)
         self._bytes = [_bytes_of(entry) for entry in self._entries]
         self.special_tokens = self._named(EntryKind.CONTROL, EntryKind.UNKNOWN)
-        own_rule = entries is None and not settings.gguf  # the library's; it puts no space before what follows one
+        own_rule = entries is None and not settings.gguf  # the library's, which adds no space after a user-defined token
         self._user_defined = {} if own_rule else self._named(EntryKind.USER_DEFINED)
         self._split = split_longest if order_matters(self._user_defined) else split_special
         self.swallowing = frozenset(swallowing)
         self._aliases = list(aliases)
-        self._is_strict = entries is None and not self._user_defined  # the library's model, which has other kinds otherwise
+        self._is_strict = entries is None and not self._user_defined  # whether the kinds in the library's model are valid
         self.bos_id: int = self.special_tokens.get(settings.bos_token or "", self._processor.bos_id())
         self.eos_id: int = self.special_tokens.get(settings.eos_token or "", self._processor.eos_id())
         self.add_bos = settings.add_bos is not False and self.bos_id >= 0
@@ -109,7 +109,7 @@ class SentencePieceTokenizer(PartsTokenizer):
         self.settings = settings
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """Ids of texts and special tokens; each text gets its leading space, as in Meta's code and llama.cpp."""
+        """Ids of texts and special tokens; each text gets a leading space, as in Meta's code and llama.cpp."""
         ids: list[int] = []
         for part in self._divided(parts):
             if isinstance(part, str):
@@ -122,12 +122,12 @@ class SentencePieceTokenizer(PartsTokenizer):
         return ids
 
     def _divided(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """The parts with user-defined tokens found."""
+        """The parts, split at user-defined tokens."""
         for part in parts:
             yield from self._split(part, self._user_defined) if isinstance(part, str) and self._user_defined else [part]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, by this thread alone."""
+        """Ids of each text, computed on this thread only."""
         if self._user_defined:
             return super().encode_batch(texts)
         for text in texts:
@@ -144,12 +144,12 @@ class SentencePieceTokenizer(PartsTokenizer):
         return self._bytes[token]
 
     def save(self, folder: Path) -> None:
-        """Write the model as ``tokenizer.model``, added tokens included, and the settings beside it."""
+        """Write the model as ``tokenizer.model``, including added tokens, and files with the settings."""
         (folder / "tokenizer.model").write_bytes(self._content if self._is_strict else self._strict_model())
         write_settings(folder, self, self.settings, "LlamaTokenizer")
 
     def _strict_model(self) -> bytes:
-        """A model as the format requires: one unknown token, and all 256 bytes or none."""
+        """A model that satisfies the format: one unknown token, and all 256 bytes or none."""
         unknown = [*range(self.vocab_size), *self._aliases][self._processor.unk_id()]
         texts = {entry.text for entry in self._entries}
         all_bytes = texts.issuperset(BYTES)
@@ -158,7 +158,7 @@ class SentencePieceTokenizer(PartsTokenizer):
             if i == unknown or kind == EntryKind.UNKNOWN:
                 kind = EntryKind.UNKNOWN if i == unknown else EntryKind.CONTROL
             elif kind == EntryKind.UNUSED and any(text[:j] in texts and text[j:] in texts for j in range(1, len(text))):
-                kind = EntryKind.NORMAL  # merging reaches it, and the library takes an unused one apart again
+                kind = EntryKind.NORMAL  # merges lead to it, and the library splits unused pieces again
             if text in BYTES:
                 kind = EntryKind.BYTE if all_bytes else EntryKind.CONTROL
             pieces.append(Entry(valid_text(text, i), score, kind))
@@ -170,7 +170,7 @@ class SentencePieceTokenizer(PartsTokenizer):
         return list(self._entries)
 
     def _read_entries(self, added: Sequence[Entry]) -> list[Entry]:
-        """The entries of the model; appended ones as they were given."""
+        """The entries of the model, with appended ones unchanged."""
         p = self._processor
         kinds = (
             (EntryKind.UNKNOWN, p.IsUnknown),
@@ -182,7 +182,7 @@ class SentencePieceTokenizer(PartsTokenizer):
             Entry(p.IdToPiece(i), p.GetScore(i), next((kind for kind, is_it in kinds if is_it(i)), EntryKind.NORMAL))
             for i in range(self.vocab_size - len(added))
         ]
-        # The library does not tell which pieces are user-defined: their score is 0, and they are found by their bytes.
+        # The library does not report which pieces are user-defined: they are recognized by their score of 0 and their bytes.
         for i, entry in enumerate(own):
             candidate = entry._replace(kind=EntryKind.USER_DEFINED)
             if entry[1:] == (0.0, EntryKind.NORMAL) and write_pieces([candidate]) in self._content:
@@ -199,7 +199,7 @@ class SentencePieceTokenizer(PartsTokenizer):
 
 
 def valid_text(text: str, token: int) -> str:
-    """The text of a token as valid UTF-8; a token that was not is in no text."""
+    """The text of a token as valid UTF-8; an invalid one is replaced by a text that never occurs."""
     valid = text.encode(errors="surrogateescape").decode(errors="replace")
     return text if valid == text else f"{valid}[{token}]"
 
@@ -208,7 +208,7 @@ def _bytes_of(entry: Entry) -> bytes:
     if entry.kind == EntryKind.CONTROL:
         return b""
     if entry.kind == EntryKind.UNKNOWN:
-        return " \N{DOUBLE QUESTION MARK} ".encode()  # what SentencePiece itself decodes it to
+        return " \N{DOUBLE QUESTION MARK} ".encode()  # as SentencePiece decodes it
     if entry.kind == EntryKind.BYTE:
         return bytes([int(entry.text[1:-1], 16)])  # "<0x0A>"
     return (entry.text if entry.kind == EntryKind.USER_DEFINED else entry.text.replace(SPACE, " ")).encode(
@@ -217,23 +217,23 @@ def _bytes_of(entry: Entry) -> bytes:
 
 
 def _appended(where: str, added: Iterable[AddedToken], size: int) -> list[Entry]:
-    """The added tokens that the model lacks, as pieces; their ids must follow its own."""
+    """The added tokens that the model lacks, as pieces; their ids must follow those of the model."""
     new = sorted((token for token in added if token.id >= size), key=lambda token: token.id)
     for expected, token in enumerate(new, size):
         if token.id != expected:
             raise TokenizerError(
-                f"{where} has {size} pieces, but the added token {shown(token.text, 40)} has id {token.id} where {expected}"
-                " comes next; copy the tokenizer's files again"
+                f"{where} has {size} pieces, but the added token {shown(token.text, 40)} has id {token.id} instead of"
+                f" {expected}; copy the tokenizer's files again"
             )
     return [Entry(token.text, 0.0, EntryKind.CONTROL if token.special else EntryKind.USER_DEFINED) for token in new]
 
 
 def write_model(pieces: Iterable[Entry], *, bos: str, eos: str, space_prefix: bool, spell_spaces: bool = True) -> bytes:
-    """A serialized BPE model with these pieces, their ids in this order.
+    """A serialized BPE model with these pieces, with ids in this order.
 
     Args:
-      bos, eos: which of the control pieces begin and end a sequence.
-      space_prefix: whether a space is put before each text.
+      bos, eos: control pieces that begin and end a sequence.
+      space_prefix: whether a space is added before each text.
       spell_spaces: whether the pieces spell a space as `SPACE`.
     """
     pieces = list(pieces)
@@ -257,7 +257,7 @@ def write_pieces(pieces: Iterable[Entry]) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; the eighth says that more follow."""
+    """A varint: seven bits per byte, the lowest first; the eighth bit marks that more follow."""
     low = []
     while value > 0x7F:
         low.append(value & 0x7F | 0x80)
@@ -287,33 +287,33 @@ SPECIAL_ENTRIES = (
 
 
 def byte_tokenizer() -> SentencePieceTokenizer:
-    """A token for every byte: nothing to learn, and no text that it does not know."""
+    """A tokenizer with one token per byte: it needs no training and can encode any text."""
     bytes_ = [Entry(f"<0x{byte:02X}>", 0.0, EntryKind.BYTE) for byte in range(256)]
     model = write_model([*SPECIAL_ENTRIES, *bytes_], bos="<s>", eos="</s>", space_prefix=False, spell_spaces=False)
     return SentencePieceTokenizer(model, "the byte vocabulary")
 
 
 def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
-    """A byte-pair encoding of `texts` in the manner of Llama 2: spaces begin words, digits stand alone, and bytes stand for
-    what is not in the vocabulary (Touvron et al. 2023, section 2.1).
+    """A byte-pair encoding trained on `texts`, like Llama 2's: spaces begin words, digits are separate tokens, and unknown
+    characters are encoded as bytes (Touvron et al. 2023, section 2.1).
 
     Args:
-      size: V at most; a short text gives fewer.
+      size: maximum V; a short text yields fewer tokens.
 
     Raises:
-      TokenizerError: a size below 300 or above `MAX_VOCABULARY`, or a text from which nothing can be learned.
+      TokenizerError: a size below 300 or above `MAX_VOCABULARY`, or a text that is too short.
     """
     import sentencepiece
 
     if size < 300:
-        raise TokenizerError(f"vocab_size={size} must be at least 300 for BPE: 259 are bytes and special tokens")
+        raise TokenizerError(f"vocab_size={size} must be at least 300 for BPE, since 259 are bytes and special tokens")
     if size > MAX_VOCABULARY:
         raise TokenizerError(f"vocab_size={size} must be at most {MAX_VOCABULARY}")
     model = io.BytesIO()
     step = MAX_LINE_BYTES // 4  # a character has at most 4 bytes
     whole = (line for text in texts for line in text.split("\n") if line.strip())
     lines = (line[start : start + step] for line in whole for start in range(0, len(line), step))
-    with library_errors("the text gives no vocabulary", "give more text, or a smaller vocab_size"):
+    with library_errors("no vocabulary can be trained on the text", "use more text, or a smaller vocab_size"):
         sentencepiece.SentencePieceTrainer.Train(
             sentence_iterator=lines,
             model_writer=model,
@@ -324,7 +324,7 @@ def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
             hard_vocab_limit=False,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
-            # Not threads by the number of cores: the same text gives the same vocabulary everywhere.
+            # A fixed number, not the number of cores, so that the same text yields the same vocabulary everywhere.
             num_threads=4,
             minloglevel=2,
         )

@@ -1,8 +1,7 @@
-"""Renders a checkpoint's own chat template: Jinja in its sandbox, as a program of `child_process` for `chat.Renderer`.
+"""Renders a checkpoint's chat template with Jinja's sandbox, as a program of `child_process` for `chat.Renderer`.
 
-Templates find what transformers offers: `loopcontrols`,
-`{% generation %}`, `tojson`, `raise_exception`, `strftime_now`. What one may spend is limited for the process: time on every
-system, memory on Linux.
+Templates have the extensions and functions of transformers: `loopcontrols`, `{% generation %}`, `tojson`, `raise_exception`,
+`strftime_now`. The resources of the process are limited: time on every system, memory on Linux.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_CHARACTERS = 1 << 23  # characters of a text, where the messages are not longer
-MEMORY_PER_BYTE = 16  # of a request: texts on their way are copied
+MAX_CHARACTERS = 1 << 23  # maximum length of the text, unless the messages are longer
+MEMORY_PER_BYTE = 16  # per byte of a request, because texts are copied on the way
 
 
 def begin(source: BinaryIO, seconds: str, memory: str) -> Callable[[bytes], bytes]:
-    """The function that answers requests, JSON, with "t" and the text or "e" and the reason.
+    """The function that answers a request, in JSON, with "t" and the text or "e" and the reason.
 
     Args:
-      seconds: for each request; then the process ends.
-      memory: bytes, and MEMORY_PER_BYTE more for each byte of a request; when they are full the process ends.
+      seconds: time limit for a request, after which the process ends.
+      memory: memory limit in bytes, plus MEMORY_PER_BYTE for each byte of a request; beyond it the process ends.
     """
 
     def answer(payload: bytes) -> bytes:
         _limit_memory(int(memory) + MEMORY_PER_BYTE * len(payload))
-        # The timer is a thread that needs no lock of Python's, so that it also ends a single endless operation.
+        # The timer is a thread that does not need the GIL, so that it also ends a single endless operation.
         faulthandler.dump_traceback_later(float(seconds), exit=True)
         try:
             return _answer(payload)
@@ -68,15 +67,15 @@ def _limit_memory(memory: int) -> None:
 
 
 def rendered(template: str, values: Mapping[str, Any], marks: Sequence[str] = ("", "")) -> str:
-    """The text; whatever is wrong with the template is an exception of some kind.
+    """The rendered text; a faulty template may raise any exception.
 
     Args:
-      marks: written before and after all that stands in ``{% generation %}``.
+      marks: written before and after the content of ``{% generation %}``.
     """
     return _compiled(template, *marks).render(**values)
 
 
-@lru_cache(maxsize=4)  # a process renders one template as a rule, and compiling it takes most of the time
+@lru_cache(maxsize=4)  # a process usually renders one template, and compiling it takes most of the time
 def _compiled(template: str, first: str, last: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
@@ -88,7 +87,7 @@ def _compiled(template: str, first: str, last: str) -> Template:
 
 
 class _Generation(Extension):
-    """``{% generation %}`` encloses what the assistant says, for training: rendered as it is, between the marks."""
+    """``{% generation %}`` encloses the assistant's text, for training; its content is rendered between the marks."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -111,5 +110,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; Jinja's own filter would escape it for HTML."""
+    """Plain JSON; Jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

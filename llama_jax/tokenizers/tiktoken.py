@@ -1,4 +1,4 @@
-"""Llama 3's vocabulary as Meta publishes it: a rank file, one "base64 rank" per line, which tiktoken runs."""
+"""Llama 3's vocabulary as published by Meta: a rank file with one "base64 rank" per line, run by tiktoken."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from llama_jax.tokenizers.interface import (
 )
 from llama_jax.tokenizers.tokenizer_config import Settings, write_settings
 
-# How Llama 3 cuts a text before merging (Meta's tokenizer.py and every tokenizer.json of Llama 3).
+# Llama 3's pre-tokenizer pattern (Meta's tokenizer.py and every tokenizer.json of Llama 3).
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The 256 ids after the ranks, in the names of llama-models. Llama 3.0 and the tokenizer.json of 3.1 number their
-# reserved tokens otherwise and leave some of these reserved, but every name that all of them use has the same id.
+# The 256 ids after the ranks, with the names in llama-models. Llama 3.0 and the tokenizer.json of 3.1 number their
+# reserved tokens differently and have some of these as reserved, but every name that all of them use has the same id.
 SPECIAL_TOKENS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -42,16 +42,16 @@ SPECIAL_TOKENS = (
     "<|image|>",
     *(f"<|reserved_special_token_{n}|>" for n in range(2, 246)),
 )
-# The pattern's lookahead overflows the stack on about a million spaces, so long texts are cut as Meta's code cuts them.
+# The pattern's lookahead overflows the stack on about a million spaces, so long texts are split as in Meta's code.
 MAX_TEXT = 400_000
-MAX_RUN = 25_000  # characters that all are, or all are not, white space
+MAX_RUN = 25_000  # maximum run of only white space, or without white space, in characters
 LONG_RUN = re.compile(rf"(?<!\s)\s{{{MAX_RUN + 1},}}|(?<!\S)\S{{{MAX_RUN + 1},}}")
-MAX_RANKS = 1 << 18  # twice Llama 3's; each line costs a hundred bytes and more
+MAX_RANKS = 1 << 18  # twice Llama 3's; each line takes at least 100 bytes of memory
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
 def recognizes(start: bytes) -> bool:
-    """Whether a file begins with the line of a rank."""
+    """Whether a file begins with a line of a rank file."""
     return RANK_LINE.match(start) is not None
 
 
@@ -59,7 +59,7 @@ class TiktokenTokenizer(PartsTokenizer):
     """A rank file of Llama 3, with the published special tokens after its ranks."""
 
     def __init__(self, ranks: bytes, where: str, settings: Settings = Settings()) -> None:
-        """Read the ranks (the content of a rank file) that were found at `where`."""
+        """Load the ranks (the content of the rank file `where`)."""
         import tiktoken
 
         self._bytes = read_ranks(ranks, where)
@@ -99,13 +99,13 @@ class TiktokenTokenizer(PartsTokenizer):
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def save(self, folder: Path) -> None:
-        """Write the ranks as ``tokenizer.model``, and the settings beside it."""
+        """Write the ranks as ``tokenizer.model``, and files with the settings."""
         lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self._bytes))
         (folder / "tokenizer.model").write_bytes(b"".join(lines))
         write_settings(folder, self, self.settings, "PreTrainedTokenizerFast")
 
     def ranks(self) -> list[bytes]:
-        """The tokens that are not special, by id."""
+        """The tokens except special ones, by id."""
         return list(self._bytes)
 
 
@@ -122,10 +122,10 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
             key, value = int(rank), base64.b64decode(token, validate=True)
         except (ValueError, binascii.Error):
             raise _damaged(where, f"line {number} is {shown(line, 40)}, not a token in base64 and its rank") from None
-        if not 0 <= key < MAX_RANKS:  # larger ones can be chosen to have one hash
+        if not 0 <= key < MAX_RANKS:  # larger ones can be chosen so that their hashes collide
             raise _damaged(where, f"line {number} has a rank that is not from 0 to {MAX_RANKS - 1}")
         if key in ranks or not value:
-            raise _damaged(where, f"line {number} has rank {key} again" if value else f"line {number} has an empty token")
+            raise _damaged(where, f"line {number} repeats rank {key}" if value else f"line {number} has an empty token")
         ranks[key] = value
     tokens = [ranks[rank] for rank in sorted(ranks)]
     missing = next((rank for rank in range(len(ranks)) if rank not in ranks), None)
@@ -133,10 +133,10 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
         raise _damaged(where, f"rank {missing} is missing")
     known = set(tokens)
     if len(known) != len(tokens):
-        raise _damaged(where, "it has a token twice")
+        raise _damaged(where, "it has duplicate tokens")
     absent = next((byte for byte in range(256) if bytes([byte]) not in known), None)
     if absent is not None:
-        raise _damaged(where, f"no rank is the byte {absent}, so not every text could be encoded")
+        raise _damaged(where, f"the byte {absent} has no rank, so not every text could be encoded")
     return tokens
 
 
@@ -145,7 +145,7 @@ def _damaged(where: str, reason: str) -> TokenizerError:
 
 
 def merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """The pair that each token is merged from, in the order of ranks; tokens that no merges lead to have none."""
+    """The pair from which each token is merged, in the order of ranks; tokens that are not results of merges have none."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
     found = []
     for token, limit in ranks.items():
@@ -161,7 +161,7 @@ def merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def cut(text: str) -> Iterator[str]:
-    """The text in pieces that tiktoken can take: at most MAX_TEXT characters and no run over MAX_RUN."""
+    """The text in pieces that tiktoken can encode: at most MAX_TEXT characters, and no run over MAX_RUN."""
     for start in range(0, len(text), MAX_TEXT):
         block = text[start : start + MAX_TEXT]
         end = 0

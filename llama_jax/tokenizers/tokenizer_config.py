@@ -1,4 +1,4 @@
-"""The settings in the files beside a vocabulary: Hugging Face's ``tokenizer_config.json`` and its neighbors."""
+"""The settings in the files next to a vocabulary: Hugging Face's ``tokenizer_config.json`` and related ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from llama_jax.storage.paths import read_object, read_text
 from llama_jax.tokenizers.interface import Tokenizer
 
 MAX_TOKEN_ID = 1 << 31
-# In ``tokenizer_config.json``: what `Settings` has fields for, and what concerns one file or program.
+# Keys of ``tokenizer_config.json`` that `Settings` has fields for, or that concern a single file or program.
 OWN_SETTINGS = {"bos_token", "eos_token", "pad_token", "add_bos_token", "add_eos_token", "chat_template"}
 OWN_SETTINGS |= {"added_tokens_decoder"}
 PER_FILE_SETTINGS = {"tokenizer_class", "auto_map", "from_slow", "name_or_path", "tokenizer_file", "special_tokens_map_file"}
-GGUF_SETTINGS = "gguf"  # under which a saved one keeps what a GGUF says of its vocabulary and no other setting does
+GGUF_SETTINGS = "gguf"  # key of a saved file for settings of a GGUF vocabulary that have no other key
 
 
 class AddedToken(NamedTuple):
-    """A token that follows a vocabulary's own; a special one is hidden, and no user's text becomes it."""
+    """A token added to a vocabulary; a special one is not shown, and no user text is encoded as it."""
 
     text: str
     id: int
@@ -35,21 +35,21 @@ class AddedToken(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that a vocabulary itself does not hold; none by default.
+    """The settings that are not in a vocabulary itself; empty by default.
 
     Attributes:
-      bos_token, eos_token: the texts of the begin and end-of-sequence tokens.
-      pad_token, pad_id: the text and the id of the padding token; -1 for none.
+      bos_token, eos_token: texts of the begin- and end-of-sequence tokens.
+      pad_token, pad_id: text and id of the padding token; -1 for none.
       stop_ids: tokens that end a reply.
-      all_stop_ids: whether those are all.
-      add_bos, add_eos: whether a text begins with the one and ends with the other.
-      chat_template: the chat format in Jinja.
-      chat_templates: further ones by their names, such as "tool_use".
-      added_tokens: tokens that follow the vocabulary's own.
-      extra_tokens: texts of further special tokens, which a ``tokenizer.json`` need not have.
-      add_prefix_space: whether a text begins with a space, which Llama's class of transformers decides by this alone.
-      gguf: scalar fields of a GGUF's vocabulary, by their keys.
-      more: other settings of ``tokenizer_config.json``, written again as they are.
+      all_stop_ids: whether `stop_ids` is complete.
+      add_bos, add_eos: whether a text begins with the BOS, and ends with the EOS.
+      chat_template: the Jinja chat template.
+      chat_templates: additional templates by name, such as "tool_use".
+      added_tokens: tokens added to the vocabulary.
+      extra_tokens: texts of additional special tokens, which may be missing in a ``tokenizer.json``.
+      add_prefix_space: whether a text begins with a space, for which transformers' Llama tokenizer uses only this.
+      gguf: scalar fields of a GGUF's vocabulary, by key.
+      more: other settings of ``tokenizer_config.json``, which are saved unchanged.
     """
 
     bos_token: str | None = None
@@ -70,12 +70,11 @@ class Settings:
 
 
 def read_settings(folder: Location) -> Settings:
-    """The settings in a folder, as transformers writes them; none where it has no such files.
+    """The settings in a folder in transformers' format; empty if it has no such files.
 
-    The ends in a list of ``generation_config.json`` that names the BOS apart are all there are (`Tokenizer.stop_ids`).
-
-    ``tokenizer_config.json`` and, for what it leaves out, ``special_tokens_map.json``, ``added_tokens.json`` and
-    ``chat_template.jinja``, which counts more; the ends of a reply from ``generation_config.json``, else ``config.json``.
+    They are read from ``tokenizer_config.json`` and, for missing fields, ``special_tokens_map.json`` and
+    ``added_tokens.json``; ``chat_template.jinja`` takes precedence. End tokens are read from ``generation_config.json``,
+    else ``config.json``; a list in a ``generation_config.json`` that also names the BOS is complete (`Tokenizer.stop_ids`).
     """
     config = _read(folder / "tokenizer_config.json")
     names = _read(folder / "special_tokens_map.json") | config
@@ -111,7 +110,7 @@ def read_settings(folder: Location) -> Settings:
 
 
 def write_settings(folder: Path, tokenizer: Tokenizer, settings: Settings, tokenizer_class: str) -> None:
-    """Write the files that `read_settings` reads; `tokenizer_class` is transformers' name for the kind."""
+    """Write the files that `read_settings` reads; `tokenizer_class` is the name of transformers' class."""
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     template: Any = tokenizer.chat_template
     if settings.chat_templates:
@@ -128,7 +127,7 @@ def write_settings(folder: Path, tokenizer: Tokenizer, settings: Settings, token
         GGUF_SETTINGS: settings.gguf or None,
         **settings.more,
     }
-    # A list beside a BOS is all of the ends, see `read_settings`; of a BOS that no file names among them nothing is said.
+    # A list together with a BOS is complete, see `read_settings`; an assumed stop at the BOS is not written.
     assumed = not settings.all_stop_ids and tokenizer.bos_id not in settings.stop_ids
     ends = [token for token in tokenizer.stop_ids if not (assumed and token == tokenizer.bos_id)]
     one = assumed and len(ends) == 1
@@ -147,12 +146,12 @@ def pad_id_of(tokenizer: Tokenizer, settings: Settings) -> int:
 
 
 def _read(path: Location) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no such file."""
+    """The object in a JSON file; empty if there is no such file."""
     return read_object(path, TokenizerError) if path.is_file() else {}
 
 
 def _token_text(where: str, name: str, value: Any) -> str | None:
-    """A token is a text, or an object with its text under "content"."""
+    """The text of a token, which is given as a string, or as an object with its text under "content"."""
     if isinstance(value, dict):
         value = value.get("content")
     if value is None or isinstance(value, str):
@@ -167,7 +166,7 @@ def _flag(where: str, name: str, value: Any) -> bool | None:
 
 
 def _ids(where: str, name: str, value: Any) -> tuple[int, ...]:
-    """One id, a list of ids, or nothing."""
+    """The ids from one id, a list of ids, or None."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and 0 <= token < MAX_TOKEN_ID for token in ids):
         raise _wrong(where, name, value, "a token id or a list of them")
@@ -186,7 +185,7 @@ def _templates(where: str, value: Any) -> dict[str, str]:
 
 
 def _extra_tokens(where: str, names: dict[str, Any]) -> tuple[str, ...]:
-    """The special tokens without a role, else those under the older name; in an object the keys are roles."""
+    """The special tokens without a role, else those under the older key; in an object the keys are roles."""
     name = "extra_special_tokens" if "extra_special_tokens" in names else "additional_special_tokens"
     value = names.get(name) or []
     if not isinstance(value, list | dict):
@@ -220,7 +219,7 @@ def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any]) -> tuple[Adde
 
 def _id(number: Any) -> int:
     found = int(number)
-    if not 0 <= found < MAX_TOKEN_ID:  # larger ones can be chosen to have one hash
+    if not 0 <= found < MAX_TOKEN_ID:  # larger ones can be chosen so that their hashes collide
         raise ValueError(f"an id of {shown(found)}")
     return found
 

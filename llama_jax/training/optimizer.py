@@ -14,6 +14,7 @@ from llama_jax.model.params import Llama, spec_at
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
+WARMUP_SHARE = 10  # a warm-up that is not set is at most one in so many steps
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class OptimizerSettings:
       learning_rate: the peak of the schedule.
       schedule: the learning rate after the warm-up: "cosine" decays over all remaining steps; "wsd" (warm-up, stable, decay:
         Hu et al. 2024, section 4) is constant and then decays linearly; "constant".
-      warmup_steps: steps over which the learning rate rises linearly from 0.
+      warmup_steps: steps over which the learning rate rises linearly from 0; None for a tenth of the run's steps, but at
+        most `max_warmup_steps`.
+      max_warmup_steps: see `warmup_steps`.
       decay_share: fraction of all steps, at the end, in which "wsd" decays; at most those after the warm-up.
       final_share: the learning rate of the last step as a fraction of the peak.
       b1, b2, eps: betas and epsilon of AdamW; 0.9 and 0.95 are Llama's (Touvron et al. 2023, section 2.3).
@@ -44,7 +47,8 @@ class OptimizerSettings:
     name: OptimizerName = "adamw"
     learning_rate: float = 3e-4
     schedule: ScheduleName = "cosine"
-    warmup_steps: int = 0
+    warmup_steps: int | None = None
+    max_warmup_steps: int = 0
     decay_share: float = 0.2
     final_share: float = 0.1
     b1: float = 0.9
@@ -63,8 +67,8 @@ class OptimizerSettings:
         for field in ("learning_rate", "eps", "lora_plus"):
             if not 0 < getattr(self, field) < float("inf"):
                 raise ConfigError(f"{field}={getattr(self, field)} must be positive")
-        for field in ("weight_decay", "clip_norm", "warmup_steps"):
-            if not 0 <= getattr(self, field) < float("inf"):
+        for field in ("weight_decay", "clip_norm", "warmup_steps", "max_warmup_steps"):
+            if not 0 <= (getattr(self, field) or 0) < float("inf"):
                 raise ConfigError(f"{field}={getattr(self, field)} must be at least 0")
         for field in ("b1", "b2", "momentum"):
             if not 0 <= getattr(self, field) < 1:
@@ -73,6 +77,10 @@ class OptimizerSettings:
             if not 0 <= getattr(self, field) <= 1:
                 raise ConfigError(f"{field}={getattr(self, field)} must be between 0 and 1")
 
+    def warmup(self, steps: int) -> int:
+        """The warm-up steps of a run of `steps` steps."""
+        return min(self.max_warmup_steps, steps // WARMUP_SHARE) if self.warmup_steps is None else self.warmup_steps
+
 
 def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     """The learning rate of every update, from 0 to `steps` - 1.
@@ -80,10 +88,10 @@ def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     Raises:
       ConfigError: the warm-up does not end before the last step.
     """
-    s = settings
-    if s.warmup_steps >= max(steps, 1):
-        raise ConfigError(f"optimizer.warmup_steps={s.warmup_steps} must be below steps={steps}; set it lower")
-    remaining = steps - s.warmup_steps
+    s, warmup_steps = settings, settings.warmup(steps)
+    if warmup_steps >= max(steps, 1):
+        raise ConfigError(f"optimizer.warmup_steps={warmup_steps} must be below steps={steps}; set it lower")
+    remaining = steps - warmup_steps
     final_rate = s.final_share * s.learning_rate
     match s.schedule:
         case "cosine":
@@ -97,9 +105,9 @@ def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
         case _:
             schedules, boundaries = [optax.constant_schedule(s.learning_rate)], []
     # The warm-up starts at 1 / warmup_steps of the peak, not at 0, so that update 0 trains too.
-    warmup = optax.linear_schedule(s.learning_rate / max(s.warmup_steps, 1), s.learning_rate, max(s.warmup_steps - 1, 1))
-    if s.warmup_steps:
-        schedules, boundaries = [warmup, *schedules], [s.warmup_steps, *boundaries]
+    warmup = optax.linear_schedule(s.learning_rate / max(warmup_steps, 1), s.learning_rate, max(warmup_steps - 1, 1))
+    if warmup_steps:
+        schedules, boundaries = [warmup, *schedules], [warmup_steps, *boundaries]
     return optax.join_schedules(schedules, boundaries)
 
 

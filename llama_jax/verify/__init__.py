@@ -1,1 +1,1 @@
-"""Is it the same model? The parts of two models compared one by one, and checks of a model without a reference."""
+"""Is it the same model? Comparison of two models part by part, and checks of a model without a reference."""

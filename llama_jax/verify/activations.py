@@ -1,4 +1,4 @@
-"""The outputs of a model for some tokens, layer by layer, and what they say without a reference.
+"""The outputs of a model for some tokens, layer by layer, and checks of them without a reference.
 
 They are computed here, by transformers, or read from an oracle: a file that an earlier run wrote.
 """
@@ -35,7 +35,7 @@ from llama_jax.verify.rounding_error import KIND, ROUNDING, Origin, origin_of
 
 ORACLE_FORMAT = "llama_jax oracle 1"
 ORACLE_DTYPES = {"tokens": "<i4", "logits": "<f4", "streams": "<f4", "about": "u1"}
-LARGEST_ORACLE = 4 << 30  # bytes; that of a 405B model for 512 tokens
+LARGEST_ORACLE = 4 << 30  # bytes; enough for 512 tokens of a 405B model
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Trace:
     """The outputs of a model for some tokens.
 
     Attributes:
-      origin: which model.
+      origin: the model.
       tokens: int32[T].
       logits: float32[T, V].
-      streams: float32[L + 1, T, D], the residual stream: the embedding, then what each layer left; not normalized.
+      streams: float32[L + 1, T, D], the residual stream: the embedding, then after each layer; not normalized.
     """
 
     origin: Origin
@@ -63,13 +63,13 @@ def trace(params: Llama, tokens: np.ndarray, origin: Origin) -> Trace:
 
 
 def nats_per_token(tokens: np.ndarray, logits: np.ndarray) -> float:
-    """Mean negative log-likelihood of the tokens of a text, int[T], but for the first, under logits [T, V]; T at least 2."""
+    """Mean negative log-likelihood of the tokens int[T] of a text except the first, under logits [T, V]; T >= 2."""
     each = [-log_softmax(row)[token] for row, token in zip(logits[:-1], tokens[1:], strict=True)]
     return float(np.mean(each))
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:
-    """Logarithms of the probabilities that logits [V] stand for, in float64."""
+    """Log-probabilities from logits [V], in float64."""
     row = row.astype(np.float64)
     row = row - row.max()
     return row - math.log(np.exp(row).sum())
@@ -87,16 +87,16 @@ def _keep_row(value: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
 
 
 def of_layer(config: LlamaConfig, index: int) -> LlamaConfig:
-    """The configuration of a model whose layers are all like one of this model's."""
+    """The configuration of a model with all layers like layer `index` of this one."""
     return replace(config, window=None, layers=(config.layer(index),))
 
 
 @partial(jax.jit, static_argnums=0)
 def run_layer(config: LlamaConfig, block: Block, stream: jax.Array) -> jax.Array:
-    """What a layer leaves of a stream [T, D]: a model of that layer alone, whose vocabulary is the stream.
+    """The residual stream [T, D] after a layer, computed by a model with only this layer and the stream as its embedding.
 
     Args:
-      config: of the layer, see `of_layer`.
+      config: configuration of the layer, see `of_layer`.
     """
     alone = replace(config, n_layers=1, vocab_size=len(stream), tie_embeddings=True, embedding_multiplier=1.0)
     params = Llama(
@@ -107,11 +107,11 @@ def run_layer(config: LlamaConfig, block: Block, stream: jax.Array) -> jax.Array
 
 @partial(jax.jit, static_argnums=0)
 def run_output(config: LlamaConfig, params: Llama, stream: jax.Array) -> jax.Array:
-    """Logits [T, V] of the stream [T, D] that the last layer leaves."""
+    """Logits [T, V] from the residual stream [T, D] after the last layer."""
     return unembed(config, params, apply_final_norm(config, params, stream))
 
 
-# Simple enough for a model that only knows children's stories, and not from any book.
+# Simple enough for a model that was trained only on children's stories, and not from any book.
 TEXT = """\
 One day, a little girl named Anna went to the lake with her father. The sun was warm and the water was blue. Anna saw a \
 small brown duck near the shore. The duck could not swim because its foot was stuck under a big stone. "Can we help it?" \
@@ -120,15 +120,15 @@ free. It swam around them three times and then flew away over the trees. Anna wa
 father that she wanted to come back the next day to see if her new friend was still there. That evening she drew a picture \
 of the duck and gave it to her mother.
 """
-# Share of the nats that guessing costs, above which no model of the text's language is at work. Measured on the first 64
-# tokens of the text with the trained 260K stories model: 0.22 as it is, 0.23 in Q4_0, 0.60 and 0.69 with the rotary layout
-# wrong either way, 0.94 with transposed output projections. With fifty times the theta it is still 0.26: an indication.
+# Largest loss, relative to a uniform guess, of a model that works. Measured on the first 64 tokens of the text with the
+# trained 260K stories model: 0.22 unchanged, 0.23 in Q4_0, 0.60 and 0.69 with the rotary layout wrong either way, 0.94 with
+# transposed output projections. With 50 times the theta it is still 0.26: only an indication.
 SPEAKS = 0.5
-FEWEST = 32  # tokens to judge by: the first words of any text are hard to predict
+FEWEST = 32  # minimum number of tokens to judge by: the first words of any text are hard to predict
 
 
 class Check(NamedTuple):
-    """What was looked at, whether it is as it should be, and what was found."""
+    """The name of a check, whether it passed, and what was found."""
 
     name: str
     passed: bool
@@ -136,16 +136,16 @@ class Check(NamedTuple):
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, text: str) -> Check:
-    """Its ids have rows in the embedding, and a text comes back from its tokens."""
+    """Check that all ids have rows in the embedding, and that a text round-trips through its tokens."""
     pieces = tokenizer.vocab_size
     back = tokenizer.decode(tokenizer.encode(text, bos=False, eos=False)) == text
     sizes = f"{pieces:,} pieces for {vocab_size:,} rows of the embedding"
-    whole = "the text comes back from its tokens" if back else "the text does NOT come back from its tokens"
+    whole = "the text round-trips through its tokens" if back else "the text does NOT round-trip through its tokens"
     return Check("vocabulary", pieces <= vocab_size and back, f"{sizes}; {whole}")
 
 
 def check_logits(trace: Trace) -> Check:
-    """All are finite."""
+    """Check that all logits are finite."""
     finite = np.isfinite(trace.logits)
     if finite.all():
         return Check("logits", True, f"finite, the largest {np.abs(trace.logits).max():.3g}")
@@ -153,13 +153,13 @@ def check_logits(trace: Trace) -> Check:
 
 
 def check_speech(trace: Trace) -> Check:
-    """A text of at least `FEWEST` tokens has a far lower loss under the model than under a guess among all tokens.
+    """Check that a text of at least `FEWEST` tokens has a far lower loss under the model than under a uniform guess.
 
-    An indication: a wrong rotary layout or exchanged weights cost a trained model most of what it knows, but small damage
-    does not show, and a model that was not trained on such text fails.
+    Only an indication: a wrong rotary layout or exchanged weights cost a trained model most of what it knows, but small
+    damage goes unnoticed, and a model that was not trained on such text fails.
     """
     nats, guessing = nats_per_token(trace.tokens, trace.logits), math.log(trace.logits.shape[-1])
-    found = f"{nats:.2f} nats per token, where guessing costs {guessing:.2f}"
+    found = f"{nats:.2f} nats per token, against {guessing:.2f} for a uniform guess"
     return Check("text", nats <= SPEAKS * guessing, found)
 
 
@@ -207,7 +207,7 @@ def run_transformers(folder: Path, tokens: np.ndarray) -> Trace:
             for module in (model.model.embed_tokens, *model.model.layers):
                 module.register_forward_hook(keep)
             logits = model(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0].numpy()
-    except Exception as error:  # whatever torch and transformers raise for files that they cannot read
+    except Exception as error:  # torch and transformers raise many kinds of errors for files that they cannot read
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"transformers cannot run {folder} ({type(error).__name__}: {reason})") from None
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
@@ -221,16 +221,16 @@ def check_room(path: Path, config: LlamaConfig, tokens: int) -> None:
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"{path} cannot be written; name a file in a folder that exists")
     if path.exists():
-        raise UserError(f"{path} exists; remove it, or choose another name for the oracle")
+        raise UserError(f"{path} already exists; remove it, or choose another name for the oracle")
     size = 4 * tokens * (1 + config.vocab_size + (config.n_layers + 1) * config.dim)
     if size > LARGEST_ORACLE:
         raise UserError(
-            f"an oracle of {tokens} tokens takes {size} bytes, over the {LARGEST_ORACLE} that are read; take fewer tokens"
+            f"an oracle of {tokens} tokens takes {size} bytes, over the limit of {LARGEST_ORACLE}; use fewer tokens"
         )
 
 
 def write_oracle(path: Path, trace: Trace) -> None:
-    """Store a trace: a plain .npz of tokens, logits, streams and, as JSON in bytes, what they are of."""
+    """Store a trace: an uncompressed .npz of tokens, logits, streams and, as bytes of JSON, their origin."""
     origin = trace.origin
     about = {
         "format": ORACLE_FORMAT,
@@ -240,7 +240,7 @@ def write_oracle(path: Path, trace: Trace) -> None:
         "dtype": origin.dtype,
         "versions": origin.versions,
     }
-    with write_atomically(path) as target, target.open("wb") as file:  # to a name NumPy would add its own ending
+    with write_atomically(path) as target, target.open("wb") as file:  # NumPy would add its extension to a name
         np.savez(
             file,
             tokens=trace.tokens.astype(ORACLE_DTYPES["tokens"]),
@@ -253,8 +253,8 @@ def write_oracle(path: Path, trace: Trace) -> None:
 def read_oracle(path: Path) -> Trace:
     """Read an oracle that `write_oracle` wrote.
 
-    Memory is at most the size of the file, and no pickle in it is run: the bytes of each array are read as numbers of the
-    only type that it can have.
+    Memory is bounded by the size of the file, and no pickle in it is executed: each array is read as numbers of its only
+    valid dtype.
 
     Raises:
       CheckpointError: not an oracle, a damaged one, or one of another version.
@@ -267,14 +267,14 @@ def read_oracle(path: Path) -> Trace:
         with zipfile.ZipFile(path) as archive:
             arrays = {name: _array(archive, f"{name}.npy", dtype) for name, dtype in ORACLE_DTYPES.items()}
         return _trace(arrays)
-    except Exception as error:  # of damaged bytes zipfile, NumPy and json raise whatever comes up
+    except Exception as error:  # zipfile, NumPy and json raise many kinds of errors for damaged bytes
         reason = " ".join(str(error).split())[:120]
         raise CheckpointError(f"{path} is not a whole oracle ({reason}); write it again with --write-oracle") from None
 
 
 def _array(archive: zipfile.ZipFile, name: str, dtype: str) -> np.ndarray:
     info = archive.getinfo(name)
-    if info.compress_type != zipfile.ZIP_STORED:  # what is not compressed cannot be larger than the file
+    if info.compress_type != zipfile.ZIP_STORED:  # an uncompressed array cannot be larger than the file
         raise ValueError(f"{name} is compressed")
     content = io.BytesIO(archive.read(info))
     if (version := np.lib.format.read_magic(content)) != (1, 0):
@@ -288,12 +288,12 @@ def _array(archive: zipfile.ZipFile, name: str, dtype: str) -> np.ndarray:
 def _trace(arrays: dict[str, np.ndarray]) -> Trace:
     about = json.loads(arrays.pop("about").tobytes())
     if not isinstance(about, dict) or about.get("format") != ORACLE_FORMAT:
-        raise ValueError("it is not of this version")
+        raise ValueError("it is of another version")
     kinds, dtype, versions = about["kinds"], about["dtype"], about["versions"]
     if not _texts(kinds) or not set(kinds) <= ROUNDING.keys() or dtype not in KIND:
-        raise ValueError(f"weights of {shown(kinds)} and computed in {shown(dtype)}")
+        raise ValueError(f"unknown kinds of weights {shown(kinds)} or dtype {shown(dtype)}")
     if not isinstance(versions, dict) or not _texts([about["name"], *versions, *versions.values()]):
-        raise ValueError("its name and versions are not texts")
+        raise ValueError("its name or versions are not strings")
     config = config_from_dict(about["config"])
     tokens, logits, streams = arrays["tokens"], arrays["logits"], arrays["streams"]
     count = tokens.size
@@ -302,9 +302,9 @@ def _trace(arrays: dict[str, np.ndarray]) -> Trace:
         (count, config.vocab_size),
         (config.n_layers + 1, count, config.dim),
     ):
-        raise ValueError("the shapes of its arrays are not those of its configuration")
+        raise ValueError("the shapes of its arrays do not match its configuration")
     if not count or tokens.min() < 0 or tokens.max() >= config.vocab_size:
-        raise ValueError("its tokens are not those of its vocabulary")
+        raise ValueError("it has tokens outside its vocabulary")
     if not np.isfinite(logits).all() or not np.isfinite(streams).all():
         raise ValueError("it holds numbers that are not finite")
     return Trace(Origin(about["name"], config, tuple(kinds), dtype, versions), tokens, logits, streams)

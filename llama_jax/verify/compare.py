@@ -1,7 +1,7 @@
 """Whether two models are the same: by how much their outputs differ, where, and whether rounding explains it.
 
 A reference is the trace of another model. The parts of a model (embedding, each layer, output) are compared one by one, each
-with the input of the reference's part: an error then shows in the part that makes it and does not propagate, and the
+with the reference's input to that part: an error then shows in the part that causes it and does not propagate, and the
 difference that rounding explains does not depend on depth.
 """
 
@@ -23,17 +23,17 @@ from llama_jax.model.trees import layers_of
 from llama_jax.verify.activations import Trace, log_softmax, nats_per_token, of_layer, run_layer, run_output
 from llama_jax.verify.rounding_error import EXACT, Rounding, rounding_between
 
-# How many times the rounding a part's own difference may be. Measured on the trained 260K stories model and on small random
-# ones: 1.7 to 3 for every kind of quantization (a layer is two or three rounded matmuls in a row), up to 2.4 for
-# 16-bit arithmetic, up to 3.2 in float32. The rest is for the outliers of larger models. A wrong rotary layout, exchanged or
-# transposed weights make a layer's difference 0.7 and more of all that it adds: some 8 roundings of Q4_0, 60 of bfloat16.
+# Largest difference of a part in multiples of the rounding error. Measured on the 260K stories model and small random
+# ones: 1.7 to 3 for every kind of quantization (a layer is two or three rounded matmuls in a row), up to 2.4 for 16-bit
+# arithmetic, up to 3.2 in float32. The margin is for outliers of larger models. With a wrong rotary layout, or exchanged or
+# transposed weights, a layer differs by at least 0.7 of what it adds: 8 times the rounding error of Q4_0, 60 of bfloat16.
 TIMES = 6.0
-COARSE = 0.7 / TIMES  # of this rounding and above, such an error would pass
-# What float32 logits may differ by: an absolute bound, and where logits are large one relative to the largest. Measured:
-# 1.4e-5 of 21 for the stories model, 2e-3 of 29 for a random one whose activations are wild.
+COARSE = 0.7 / TIMES  # with a rounding error above this, such a mistake would pass
+# Tolerance of float32 logits: absolute, and relative to the largest logit if logits are large. Measured: 1.4e-5 of 21 for
+# the stories model, 2e-3 of 29 for a random model with extreme activations.
 LOGITS_ABSOLUTE, LOGITS_RELATIVE = 1e-3, 1e-4
 
-# What may differ without any effect on what is computed.
+# Fields that may differ without any effect on the results.
 NO_EFFECT = ("max_seq_len", "tie_embeddings")
 
 Differences = tuple[tuple[str, Any, Any], ...]  # of two configurations: name, value here, value there
@@ -44,10 +44,10 @@ class ComparedPart(NamedTuple):
 
     Attributes:
       name: "embedding", "layer 0", ..., "output".
-      max_abs: largest difference of the part's output, with the differences of all parts before it.
-      relative: root mean square over positions of the difference's norm over the reference's.
-      own: the same for the part alone, with the reference's input, relative to what the reference's part added.
-      roundings: `own` in roundings, at most `TIMES` where the parts are the same.
+      max_abs: largest difference of the part's output, including the differences of all earlier parts.
+      relative: norm of that difference divided by the reference's norm, root mean square over positions.
+      own: the same for this part only, with the reference's input, relative to what the reference's part adds.
+      roundings: `own` in multiples of the rounding error, at most `TIMES` if the parts are the same.
     """
 
     name: str
@@ -64,15 +64,15 @@ class Comparison:
     Attributes:
       same: the verdict.
       why: the verdict in words.
-      rounding: which the parts' `roundings` count: "float32" where the numbers are, or should be, equal.
-      settings: what differs of the configuration.
+      rounding: name of the rounding that `roundings` of the parts refers to: "float32" if numbers are, or should be, equal.
+      settings: fields of the configuration that differ.
       positions: T.
       max_abs, largest: the largest difference of logits, and the reference's largest logit without its sign.
       kl, kl_max, kl_max_at: divergence of the model's next-token distribution from the reference's: mean over positions,
         maximum and its position; nats.
-      loss, reference_loss: nats per token of the tokens that were read, but for the first: their difference is the logarithm
-        of the ratio of the perplexities.
-      agreeing: at how many positions the most probable token is the same; `ties` of the others are equal within rounding.
+      loss, reference_loss: nats per token of the input tokens except the first: their difference is the logarithm of the
+        ratio of the perplexities.
+      agreeing: number of positions with the same most probable token; `ties` of the others are ties within rounding.
       parts: embedding, layers and output.
     """
 
@@ -94,14 +94,14 @@ class Comparison:
 
 
 def differing_settings(here: LlamaConfig, there: LlamaConfig) -> Differences:
-    """Name, value here and value there of what differs, but for what has no effect on these tokens' numbers."""
+    """Name, value here and value there of the fields that differ, except those without effect on the results."""
     here, there = (replace(config, parts=config.parts.names) for config in (here, there))
     pairs = ((f.name, getattr(here, f.name), getattr(there, f.name)) for f in fields(LlamaConfig) if f.name not in NO_EFFECT)
     return tuple((name, a, b) for name, a, b in pairs if not _alike(a, b))
 
 
 def _alike(a: object, b: object) -> bool:
-    """Whether two settings are equal in float32, in which some formats keep them."""
+    """Whether two settings are equal in float32, in which some formats store them."""
     if isinstance(a, RopeScaling) and isinstance(b, RopeScaling):
         return all(map(_alike, astuple(a), astuple(b)))
     if isinstance(a, tuple) and isinstance(b, tuple):
@@ -115,20 +115,20 @@ def comparable(settings: Differences) -> bool:
 
 
 def in_words(settings: Differences) -> str:
-    """norm_eps 1e-05 here, 1e-06 there; ..."""
+    """The differences as text: "norm_eps 1e-05 here, 1e-06 there; ..."."""
     return ", ".join(f"{name} {a} here, {b} there" for name, a, b in settings)
 
 
 def compare(params: Llama, ours: Trace, reference: Trace) -> Comparison:
-    """Compare a model, its parameters and their trace, with a reference of the same sizes that read the same tokens."""
-    with np.errstate(over="ignore", invalid="ignore"):  # numbers that are not finite are found, and said
+    """Compare a model's parameters and trace with a reference trace of the same sizes and tokens."""
+    with np.errstate(over="ignore", invalid="ignore"):  # numbers that are not finite are detected and reported
         settings = differing_settings(ours.origin.config, reference.origin.config)
         max_abs, largest = float(np.abs(ours.logits - reference.logits).max()), float(np.abs(reference.logits).max())
         tolerance = max(LOGITS_ABSOLUTE, LOGITS_RELATIVE * largest)
         kl = _kl_divergence(reference.logits, ours.logits)
         agreeing, ties = _top1(ours.logits, reference.logits, 2 * tolerance)
         measured = list(_measure(params, ours, reference))
-        # Equal numbers are looked for whatever rounding there may be: many a conversion loses nothing.
+        # First check for equal numbers, whatever rounding is possible: many conversions lose nothing.
         rounding = EXACT
         parts = tuple(part.scored(EXACT) for part in measured)
         wrong = _differing(settings, parts, EXACT)
@@ -167,29 +167,29 @@ def compare(params: Llama, ours: Trace, reference: Trace) -> Comparison:
 
 
 def _differing(settings: Differences, parts: Sequence[ComparedPart], rounding: Rounding) -> list[str]:
-    """The reasons to call a model a different one, whatever its logits."""
+    """The reasons to call it a different model, regardless of its logits."""
     found = [in_words(settings)] if settings else []
     departing = [part for part in parts if not part.roundings <= TIMES]
     if departing:
         first = departing[0]
         where = (
-            f"it departs in {first.name}, by {first.own:.2g} of what that adds, {first.roundings:,.1f} times the rounding of"
-            f" {rounding.name} where up to {TIMES:g} are explained"
+            f"{first.name} differs by {first.own:.2g} of what it adds, {first.roundings:,.1f} times the rounding error of"
+            f" {rounding.name}, which explains up to {TIMES:g} times"
         )
         if not math.isfinite(first.own):
             where = f"the outputs of {first.name} are not finite"
-        found.append(where + (f"; so do {len(departing) - 1} of the later parts" if departing[1:] else ""))
+        found.append(where + (f"; {len(departing) - 1} of the later parts too" if departing[1:] else ""))
     return found
 
 
 def _loss(kl: float) -> str:
-    """The loss in words: up to Q6_K's, up to Q4_0's, and beyond, by llama.cpp's measurements of Llama 3 8B."""
+    """The divergence in words: up to that of Q6_K, of Q4_0, and beyond, by llama.cpp's measurements of Llama 3 8B."""
     return "negligible degradation" if kl < 0.01 else "small degradation" if kl < 0.1 else "noticeable degradation"
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """A part's differences, and norms [T] over the positions: of its own difference, of what it adds and what it leaves."""
+    """A part's differences, and norms [T] by position: of its own difference, its addition to the stream, and its output."""
 
     name: str
     max_abs: float
@@ -199,8 +199,8 @@ class _Measured:
     left: np.ndarray
 
     def scored(self, rounding: Rounding) -> ComparedPart:
-        """In roundings: at the worst position where numbers should be equal, which leaves nothing unseen; at the median
-        one where they are rounded, as rounding may break the few positions whose numbers cancel."""
+        """The part with its difference in multiples of the rounding error: at the worst position if numbers should be equal,
+        so that nothing is missed; at the median one if they are rounded, since cancellation amplifies a few positions."""
         roundings = _ratio(self.difference, rounding.explains(self.added, self.left))
         own = _ratio(self.difference, self.added)
         return ComparedPart(
@@ -252,15 +252,15 @@ def _root_mean_square(x: np.ndarray) -> float:
 
 
 def _kl_divergence(reference: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Kullback-Leibler divergence of each position's distribution from the reference's, in nats: [T]."""
+    """KL divergence of the distribution at each position from the reference's, in nats: [T]."""
     divergences = []
     for p, q in zip(map(log_softmax, reference), map(log_softmax, found), strict=True):
         divergences.append(float(np.dot(np.exp(p), p - q)))
-    return np.maximum(divergences, 0.0)  # it is never negative but for rounding
+    return np.maximum(divergences, 0.0)  # negative only by rounding
 
 
 def _top1(found: np.ndarray, reference: np.ndarray, tie: float) -> tuple[int, int]:
-    """At how many positions the most probable token is the reference's; and of the others, where that is a tie there."""
+    """The number of positions with the reference's most probable token, and of others where the reference has a tie."""
     rows = np.arange(len(found))
     chosen, best = found.argmax(axis=-1), reference.argmax(axis=-1)
     gap = reference[rows, best] - reference[rows, chosen]

@@ -1,4 +1,4 @@
-"""What rounding does: the part of a difference of two models that it explains, and the error of each quantized matrix."""
+"""Rounding error: how much of the difference of two models it explains, and the error of each quantized matrix."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from llama_jax.ops.weights.layers import get_layer
 from llama_jax.ops.weights.lora import LoraWeight
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 
-# Root mean square of the rounding error of normally distributed weights, relative to their own, by how they are stored:
-# measured with ggml's quantizers; int8 is llama2.c's, with a scale for each 64 numbers; INT4 has integers of -7 to 7, or
-# (ASYM) those between the least and the largest number of a group. Heavy tails add a third.
+# RMS rounding error of normally distributed weights, relative to their RMS, by storage type: measured with ggml's
+# quantizers; int8 is llama2.c's, with one scale per 64 numbers; INT4 has integers from -7 to 7, or (ASYM) between the
+# minimum and the maximum of a group. Heavy tails add a third.
 ROUNDING = {
     "F64": 0.0,
     "F32": 0.0,
@@ -59,32 +59,32 @@ ROUNDING = {
     "IQ2_XXS": 0.35,
     "IQ1_M": 0.45,
     "IQ1_S": 0.49,
-    **dict.fromkeys(("TQ1_0", "TQ2_0"), 0.81),  # three values: for models that were trained with them
+    **dict.fromkeys(("TQ1_0", "TQ2_0"), 0.81),  # ternary: for models that were trained this way
 }
 KIND = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by dtype
-# What two float32 programs may differ by in a part, relative to its numbers: between XLA and torch 0.2e-6 to 1.5e-6 were
-# measured. The angles of rotary embedding are products with the position, so that theirs grows by a rounding per position.
+# Difference of two float32 programs in a part, relative to its numbers: 0.2e-6 to 1.5e-6 were measured between XLA and
+# torch. The angles of RoPE are products with the position, so that their error grows by one rounding per position.
 FLOAT32 = 1e-6
 FLOAT32_PER_POSITION = 2.0**-24
-# How much of KL divergence the square of the rounding explains: 5 to 80 were measured, for the stories model here and for
-# Llama 3 8B by llama.cpp (tools/perplexity/README.md: Q8_0 0.0014 nats, Q6_K 0.0057, Q4_K_M 0.031, Q4_0 0.072, Q3_K_M 0.10).
-# Never more than one nat: there rounding and error look alike.
+# Largest KL divergence that rounding explains, in multiples of its square: 5 to 80 were measured, for the stories model here
+# and for Llama 3 8B by llama.cpp (tools/perplexity/README.md: Q8_0 0.0014 nats, Q6_K 0.0057, Q4_K_M 0.031, Q4_0 0.072,
+# Q3_K_M 0.10). At most one nat: beyond it rounding and mistakes cannot be distinguished.
 KL_TIMES = 300.0
 KL_LIMIT = 1.0
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where numbers come from.
+    """The origin of a trace.
 
     Attributes:
-      name: in words.
-      config: of the model.
-      kinds: how its weights are stored: F32, BF16, Q4_K ...
-      dtype: in which it was computed.
-      versions: of the programs, by name.
-      quantized: what its matrices were rounded by when they were read, if they were: the name, and the root mean square of
-        the error relative to the weights'.
+      name: description of the model.
+      config: configuration of the model.
+      kinds: storage types of its weights: F32, BF16, Q4_K ...
+      dtype: dtype of the computation.
+      versions: versions of the programs, by name.
+      quantized: if its matrices were quantized while reading: name of the quantization, and its RMS error relative to the
+        weights' RMS.
     """
 
     name: str
@@ -104,14 +104,14 @@ class Rounding:
     activations: float
 
     def explains(self, added: np.ndarray, left: np.ndarray) -> np.ndarray:
-        """Norm of the difference that it explains of a part: [T], from those of what the part adds and of what it leaves."""
+        """Norm [T] of the difference that it explains, from the norms of the part's addition and of its output."""
         floor = FLOAT32 + FLOAT32_PER_POSITION * np.arange(len(added))
         weights, activations = np.maximum(self.weights, floor), np.maximum(self.activations, floor)
         return (weights + activations) * added + activations * left
 
     @property
     def kl(self) -> float:
-        """Mean KL divergence that it explains, in nats."""
+        """The mean KL divergence that it explains, in nats."""
         return min(KL_LIMIT, KL_TIMES * (self.weights**2 + self.activations**2))
 
 
@@ -122,13 +122,13 @@ def origin_of(name: str, config: LlamaConfig, tensors: Sequence[TensorInfo], dty
     """The origin of a checkpoint's numbers.
 
     Raises:
-      CheckpointError: a tensor is of a kind whose rounding is not known.
+      CheckpointError: a tensor of a kind with unknown rounding error.
     """
     kinds = tuple(sorted({tensor.kind for tensor in tensors}))
     unknown = sorted(set(kinds) - ROUNDING.keys())
     if unknown:
         raise CheckpointError(
-            f"{name} holds {unknown[0]} tensors, whose rounding is not known; known are {', '.join(ROUNDING)}"
+            f"{name} has tensors of kind {unknown[0]}, with unknown rounding error; known are {', '.join(ROUNDING)}"
         )
     return Origin(name, config, kinds, dtype, versions)
 
@@ -152,12 +152,12 @@ def rounding_between(a: Origin, b: Origin) -> Rounding:
 
 
 def rounding_of(kind: str, columns: int) -> float:
-    """What quantizing while reading does to normally distributed weights, as `ROUNDING` has it for what is stored.
+    """The relative RMS error of quantizing normally distributed weights while reading; `ROUNDING` has that of stored ones.
 
     Args:
-      kind: of `ops.weights`, or "keep": the weights are then as they are stored, and a CPU's kernel rounds tokens to 8 bits,
-        32 to a factor, as Q8_0 rounds weights.
-      columns: of the longest rows, a multiple of the kind's block.
+      kind: a kind of `ops.weights`, or "keep": weights stay as stored, and the CPU kernel rounds activations to 8 bits with
+        one scale per 32, as Q8_0 rounds weights.
+      columns: length of the longest rows, a multiple of the kind's block.
     """
     if kind == "keep":
         return ROUNDING["Q8_0"]
@@ -168,18 +168,18 @@ def rounding_of(kind: str, columns: int) -> float:
     return max(float(np.sqrt(np.mean(error**2) / np.mean(weights**2))), ROUNDING["Q8_0"])
 
 
-RUN = 1 << 22  # numbers that are compared at a time
+RUN = 1 << 22  # numbers compared at a time
 
 
 class MatrixError(NamedTuple):
     """How a quantized matrix differs from the original.
 
     Attributes:
-      name: "embedding", "attention.qkv".
-      layer: None for what stands outside of the layers.
-      kind: "int8"; of parts in several kinds "q4_k and q6_k".
-      bits: in memory for each number, factors included.
-      relative: root mean square of the differences over that of the numbers.
+      name: such as "embedding" or "attention.qkv".
+      layer: index of the layer; None outside the layers.
+      kind: such as "int8", or "q4_k and q6_k" if its parts have several kinds.
+      bits: bits per number in memory, including scales.
+      relative: RMS of the differences divided by the RMS of the original.
     """
 
     name: str
@@ -190,12 +190,12 @@ class MatrixError(NamedTuple):
 
 
 def matrix_errors(params: Llama, reference: Llama) -> tuple[MatrixError, ...]:
-    """The error of every quantized matrix: of those outside of the layers, and then layer by layer.
+    """The error of every quantized matrix: first those outside the layers, then layer by layer.
 
     Args:
-      params: adapted matrices are compared without their adapters.
-      reference: the same in floats; or, so that it need not be in memory, the plan of a checkpoint's parameters from
-        `formats.build_params.plan`, which is then read in runs of rows.
+      params: quantized parameters; matrices with adapters are compared without them.
+      reference: the same parameters in floats; or, to save memory, the plan of a checkpoint's parameters from
+        `formats.build_params.plan`, which is then read in blocks of rows.
     """
     found = []
     is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, LoraWeight)

@@ -41,14 +41,14 @@ def test_slices_of_pods(hardware, count, topology):
 
 
 def test_what_cannot_be_had():
-    with pytest.raises(MeshError, match="powers of two, not with 12 chips"):
+    with pytest.raises(MeshError, match="a power of two of chips, not 12"):
         tpu_topology("tpu-v5e", 12)
     with pytest.raises(MeshError, match="no slice of 512 chips"):
         tpu_topology("tpu-v5e", 512)
     with pytest.raises(MeshError, match="12 GPUs are not whole hosts of 8"):
         devices_of("h100", 12)
     assert missing_compiler("tpu-v4") is not None
-    with pytest.raises(CompilerError, match="no compiler is described for tpu-v4; there are tpu-v5e"):
+    with pytest.raises(CompilerError, match="no compiler is described for tpu-v4; use one of tpu-v5e"):
         devices_of("tpu-v4", 1)
 
 

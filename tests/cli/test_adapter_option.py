@@ -1,9 +1,11 @@
 """--adapter of the commands that read a model, and merge."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import jax
+import numpy as np
 import pytest
 from adapters import LORA, random_adapters
 
@@ -11,8 +13,10 @@ from llama_jax.cli.convert import Merge
 from llama_jax.cli.eval import Eval
 from llama_jax.cli.generate import Generate
 from llama_jax.cli.verify import Verify
+from llama_jax.config.presets import preset
 from llama_jax.errors import CheckpointError
-from llama_jax.formats import open_checkpoint, save_adapter
+from llama_jax.formats import open_checkpoint, save, save_adapter
+from llama_jax.model.trees import init
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,7 @@ def test_what_cannot_be(calling, stories_folder, adapter, hf_folder, tmp_path):
     (tmp_path / "there" / "mine.txt").write_text("x")
     with pytest.raises(CheckpointError, match="exists; remove it"):
         calling(Merge, stories_folder, adapter, tmp_path / "there")
-    with pytest.raises(CheckpointError, match="is, contains or is inside the model that is read"):
+    with pytest.raises(CheckpointError, match="is, contains or is inside the model being read"):
         calling(Merge, stories_folder, adapter, adapter)
 
 
@@ -81,6 +85,34 @@ def test_a_quantized_base_is_verified_beside_itself(calling, stories_folder, ada
     assert (found["here"]["quantized"], found["there"]["quantized"]) == ("int8", None)
     assert {error["name"] for error in found["matrices"]} >= {"embedding", "attention.qkv", "feed_forward.down"}
     assert all(0 < error["relative"] < 0.02 for error in found["matrices"])
+
+
+@pytest.mark.parametrize("dtype", ["auto", "q4_0"])
+def test_it_is_merged_into_a_quantized_base(calling, tmp_path, dtype):
+    """Each matrix keeps its blocks, others the same bits; and changes of a hundredth of a step are not rounded away."""
+    base, out = tmp_path / "base.gguf", tmp_path / "out.gguf"
+    config = replace(preset("stories-260k"), hidden_dim=192)
+    save(base, config, init(config, jax.random.key(0)), dtype="q4_0")
+    save_adapter(tmp_path / "small", config, jax.tree.map(lambda array: 0.01 * array, random_adapters(config)), LORA)
+    _, dense = calling(Merge, base, tmp_path / "small", tmp_path / "dense")
+    assert "q4_0 and q8_0" in dense
+    assert "become float32" in dense
+    _, err = calling(Merge, base, tmp_path / "small", out, "--dtype", dtype)
+    assert f"the weights of {base} have" in err
+    before, after = open_checkpoint(base).tensors, open_checkpoint(out).tensors
+    assert {name: tensor.kind for name, tensor in before.items()} == {name: tensor.kind for name, tensor in after.items()}
+    assert base.stat().st_size == pytest.approx(out.stat().st_size, abs=4096)
+    exact = open_checkpoint(tmp_path / "dense").tensors["model.layers.0.mlp.down_proj.weight"]
+
+    def read(tensor):
+        return np.asarray(tensor.read(0, tensor.shape[0]), np.float32)
+
+    old, new = (read(tensors["blk.0.ffn_down.weight"]) for tensors in (before, after))
+    added = read(exact) - old
+    assert 0 < np.abs(added).max() < 0.1 * np.abs(old[old != 0]).min()
+    assert np.vdot(new - old, added) / np.vdot(added, added) == pytest.approx(1, abs=0.3)
+    old, new = (read(tensors["token_embd.weight"]) for tensors in (before, after))
+    assert np.array_equal(old, new)
 
 
 def test_it_is_merged_into_other_formats(calling, stories, stories_folder, adapter, tmp_path):

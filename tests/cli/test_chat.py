@@ -139,6 +139,8 @@ def test_a_conversation(chat):
     assert "and 92 are free beside a reply; shorten it" in err
     assert "error: the text is not valid Unicode" in err
     assert err.count("error") == 3
+    shown = [line[2:] for line in err.splitlines() if line.startswith("> ")]  # what a terminal would have shown
+    assert shown == [*lines[:12], r"caf\udcff", *lines[13:15]]
 
 
 @pytest.mark.slow

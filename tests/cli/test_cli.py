@@ -181,8 +181,8 @@ AN_OBJECT = 'must be an object like {"prompt": "Once upon a time"}'
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("Once", "is not JSON (Expecting value at column 1); JSONL has one object a line"),
-        ('["Once"]', "is a list; JSONL has one object a line"),
+        ("Once", "is not JSON (Expecting value at column 1); JSONL has one object per line"),
+        ('["Once"]', "is a list; JSONL has one object per line"),
         ('{"text": "Once"}', AN_OBJECT),
         ('{"prompt": ""}', AN_OBJECT),
         ('{"prompt": 3}', AN_OBJECT),

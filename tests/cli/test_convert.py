@@ -54,7 +54,7 @@ def test_the_format_is_guessed_from_the_name(tmp_path, name, format):
             [FORMATS / "meta-1", FORMATS / "meta-2", "--format", "safetensors"],
             "meta-2 exists; remove it, or replace it with overwrite=True (--overwrite)",
         ),
-        ([FORMATS / "meta-1", "out.safetensors"], "is named like a file, and safetensors is a folder"),
+        ([FORMATS / "meta-1", "out.safetensors"], "is named like a file, but safetensors is a folder"),
         ([FORMATS / "meta-1", "out", "--format", "safetensors", "--dtype", "q8_0"], "dtype='q8_0': the safetensors format"),
         ([FORMATS / "meta-1", "/proc/out", "--format", "gguf"], "No such file or directory"),
         ([FORMATS / "meta-1", "a" * 300], "cannot be read: File name too long"),
@@ -75,7 +75,7 @@ def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch):
     """It would be one without a name from then on, in which not even the result is found."""
     monkeypatch.chdir(tmp_path)
     refused = error_of(run(FORMATS / "meta-1", "."))
-    assert "is the current folder, and another would take its place; use a folder inside it" in refused
+    assert "is the current folder, which cannot be replaced; use a folder inside it" in refused
     assert run(FORMATS / "meta-1", "./model").returncode == 0
 
 

@@ -133,5 +133,5 @@ def test_a_build_says_what_it_made_and_what_it_left_out(vocabulary, tmp_path):
     assert re.match(rf"[\d,]+ tokens of 3 documents, 1 duplicates left out in {tmp_path}/out; ", found.stdout)
     found = run_here(*command)
     assert (found.returncode, found.stdout) == (2, "")
-    said = f"llama-jax: error: {tmp_path}/out was built with other drop_duplicates; use another folder"
+    said = f"llama-jax: error: {tmp_path}/out was built with different drop_duplicates; use another folder"
     assert found.stderr.startswith(said)

@@ -183,15 +183,15 @@ def test_a_config_or_a_model_file_is_enough(tmp_path, stories_folder):
         (["stories-260k", "--cache", "int8", "--mode", "train"], "--cache int8 is for --mode decode"),
         (
             ["stories-260k", "--cache", "int8", "--mesh", "context=2"],
-            "prompts that are read over context fill a cache of the param",
+            "prefill over context fills a cache of the param",
         ),
         (
             ["stories-260k", "--hardware", "H200"],
-            "hardware 'H200' is not in the table; did you mean h200? there are a100-40gb, ",
+            "hardware 'H200' is not in the table; did you mean h200? the names are a100-40gb, ",
         ),
         (
             ["stories-260k", "--hardware", "l4", "--mesh", "tensor=2", "--mode", "train"],
-            "the links of L4 connect, and no network beyond",
+            "the links of L4 connect, but no network beyond",
         ),
         (
             ["stories-260k", "--mesh", "context=2", "--attention", "dense"],

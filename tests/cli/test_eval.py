@@ -189,9 +189,9 @@ def test_another_rope(run, model, text, monkeypatch, function, more):
 def test_documents_are_long_enough_for_the_lengths(run, model, tmp_path):
     """A text file is cut into documents of 131,072 characters, unless the lengths ask for more."""
     (tmp_path / "text.txt").write_text(TEXTS[1] * 3000)
-    with pytest.raises(UserError, match=r"length=90000 needs a document of one token more, and the text's longest has"):
+    with pytest.raises(UserError, match=r"length=90000 needs a document with one token more, but the longest has"):
         run(model, "--data", tmp_path / "text.txt", "--lengths", "90000", "--longest", 1 << 17)
-    with pytest.raises(UserError, match=r"max_tokens=9 leaves no whole window of length=50000"):
+    with pytest.raises(UserError, match=r"max_tokens=9 is less than one window of length=50000"):
         run(model, "--data", tmp_path / "text.txt", "--lengths", "50000", "--max-tokens", 9)
 
 

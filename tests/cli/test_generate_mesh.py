@@ -37,14 +37,15 @@ def test_more_devices_than_there_are_is_one_line():
     done = run("generate", "Once", "--mesh", "tensor=4")
     assert done.returncode == 2
     assert done.stderr == (
-        "llama-jax: error: mesh data=1,fsdp=1,tensor=4 needs 4 devices; there are 2; JAX_NUM_CPU_DEVICES=4 simulates them\n"
+        "llama-jax: error: mesh data=1,fsdp=1,tensor=4 needs 4 devices, but there are 2; JAX_NUM_CPU_DEVICES=4 simulates"
+        " them\n"
     )
 
 
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("tensor=9", "needs 9 devices; there are 8"),
+        ("tensor=9", "needs 9 devices, but there are 8"),
         ("data=2", "prompts are split over data and fsdp from Python only; use tensor alone"),
         ("context=2,tensor=2", "generating has no sequence to split over context; use tensor alone"),
     ],

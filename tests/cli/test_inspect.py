@@ -175,9 +175,9 @@ def test_kinds_and_files_of_parts(tmp_path):
         (lambda t: t.update(more=np.zeros(2, np.float32)), "tensor 'more' is not part of a Llama"),
         (
             lambda t: t.update({NAMES["final_norm"]: np.zeros(31, np.float32)}),
-            "has shape [31], the configuration needs [32]",
+            "has shape [31]; the configuration needs [32]",
         ),
-        (lambda t: t.update({NAMES["final_norm"]: np.zeros(32, np.int8)}), "is I8; a float"),
+        (lambda t: t.update({NAMES["final_norm"]: np.zeros(32, np.int8)}), "is I8; a 16- or 32-bit float"),
     ],
 )
 def test_a_problem_is_shown_with_all_there_is(tmp_path, change, problem):

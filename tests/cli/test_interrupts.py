@@ -24,6 +24,25 @@ print("went on")
 """
 
 
+def test_a_command_ends_while_its_main_thread_is_in_compiled_code():
+    """A hash that takes an hour stands for a compilation: Python's handlers wait for its end."""
+    program = """
+import hashlib
+from llama_jax import interrupts
+
+interrupts.install()
+print("begins", flush=True)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begins\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "\nllama-jax: stopped\n")
+
+
 @pytest.mark.parametrize("name", ["SIGINT", *(pytest.param(x, marks=pytest.mark.slow) for x in ("SIGTERM", "SIGHUP"))])
 def test_what_was_being_written_is_removed(name, tmp_path):
     command = [sys.executable, "-c", PROGRAM.format(name), tmp_path / "file"]

@@ -149,7 +149,9 @@ def test_the_time_to_the_first_step_is_told(run, ended, tmp_path):
     code, out, err = run(SMALL, "--workdir", folder, "--data", "text.txt", "--resume")
     assert (code, err) == (0, "")
     assert "compiling the training step, about 93 s\ncompiled in " in out
-    assert re.search(r"resumed at step 2\nfirst step in [0-9.]+ s; the next line comes in about \d+ s\nstep 4/4", out)
+    assert re.search(
+        r"resumed at step 2\nfirst step in [0-9.]+ s, about \d+ s left; the next line comes in about \d+ s\nstep 4/4", out
+    )
 
 
 @pytest.mark.slow
@@ -179,7 +181,7 @@ def test_changes_anywhere_pmap_and_a_profile(run, tmp_path):
         ("tiny --data binary.txt", "so it is not text"),
         ("tiny --data bad.jsonl", "bad.jsonl, line 2 is not JSON"),
         ("tiny --data ids.bin", "ids.bin holds tokens and no text to learn a vocabulary from"),
-        ("SMALL --data short.txt", "a single document, of which nothing can be kept for validation; pass other files with"),
+        ("SMALL --data short.txt", "a single document, which cannot be split for validation; pass other files with"),
         ("SMALL --data text.txt stepss=3", "'stepss' is not a setting of the recipe; did you mean 'steps'?"),
         ("SMALL --data text.txt --trace 5", "--trace '5' must be two steps"),
         ("SMALL --data text.txt --trace 1:" + "9" * 5000, "must be two steps"),
@@ -223,7 +225,7 @@ def test_a_file_system_without_locks_warns(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with (
-        pytest.warns(UserWarning, match="cannot be locked \\(No locks available\\): start no second run"),
+        pytest.warns(UserWarning, match="cannot be locked \\(No locks available\\): do not start a second run"),
         folder_lock(tmp_path),
     ):
         pass
@@ -288,7 +290,7 @@ def test_a_save_that_hangs_in_the_main_thread_ends_the_process(start, files, tmp
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2
     last = err.splitlines()[-1]
-    assert last.startswith(f"llama-jax: error: {tmp_path / 'run/checkpoints'}: step 200 is not saved: it could not be begun")
+    assert last.startswith(f"llama-jax: error: {tmp_path / 'run/checkpoints'}: step 200 is not saved: it did not start")
     assert last.endswith("a device or a disk does not answer; the last good checkpoint is step 100")
     assert "Traceback" not in err
     assert verify(tmp_path / "run/checkpoints/100")

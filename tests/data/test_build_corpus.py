@@ -186,13 +186,13 @@ def test_what_cannot_be_built(files, built, tmp_path):
     (tmp_path / "other" / "thing").write_text("")
     column = BuildOptions(DocumentFormat(field="body"))
     for paths, out, options, message in (
-        (tmp_path / "ids.bin", "out", SMALL, "ids.bin holds token ids already"),
-        (tmp_path / "cut.jsonl.gz", "out1", SMALL, r"cut.jsonl.gz is not whole \(.*\); copy it again"),
-        (tmp_path / "cut.txt.zst", "out2", SMALL, r"cut.txt.zst is not whole \(.*\); copy it again"),
+        (tmp_path / "ids.bin", "out", SMALL, "ids.bin already holds token ids"),
+        (tmp_path / "cut.jsonl.gz", "out1", SMALL, r"cut.jsonl.gz is incomplete \(.*\); copy it again"),
+        (tmp_path / "cut.txt.zst", "out2", SMALL, r"cut.txt.zst is incomplete \(.*\); copy it again"),
         (tmp_path / "cut.parquet", "out3", SMALL, "cut.parquet is not a whole Parquet file"),
         (files[0] / "d.parquet", "out4", column, r"d.parquet has no column 'body'; it has \['text'\]"),
-        (files[0] / "a.txt", "other", SMALL, "other holds 'thing', and no build"),
-        (files[0] / "a.txt", built[0], SMALL, "was built with other files, sources; use another folder"),
+        (files[0] / "a.txt", "other", SMALL, "other holds 'thing', not a build"),
+        (files[0] / "a.txt", built[0], SMALL, "was built with different files, sources; use another folder"),
     ):
         with pytest.raises(DataError, match=message):
             build(paths, tmp_path / out, TOKENIZER, options=options, processes=1)
@@ -242,14 +242,14 @@ def test_a_process_that_dies_is_named_as_such(files, tmp_path, monkeypatch):
             return future
 
     monkeypatch.setattr(build_corpus, "ProcessPoolExecutor", Dying)
-    with pytest.raises(DataError, match=r"a process ended early.*the same command continues"):
+    with pytest.raises(DataError, match=r"a process ended early.*the same command resumes"):
         build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2)
 
 
 def test_it_is_not_built_into_what_is_read(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("Once upon a time.")
-    with pytest.raises(DataError, match=r"texts/out is inside .*texts, and would be read as data next time"):
+    with pytest.raises(DataError, match=r"texts/out is inside .*texts, so it would be read as data next time"):
         build(tmp_path / "texts", tmp_path / "texts" / "out", TOKENIZER)
     assert [path.name for path in (tmp_path / "texts").iterdir()] == ["a.txt"]
 
@@ -303,7 +303,7 @@ def test_a_part_that_was_damaged_meanwhile_is_made_again(files, built, tmp_path,
 def test_a_build_goes_on_with_the_same_settings_only(files, tmp_path, monkeypatch):
     stopped(files[0], tmp_path / "out", monkeypatch)
     other = BuildOptions(unit=3000, drop_duplicates=True)
-    with pytest.raises(DataError, match="out was built with other drop_duplicates, unit; use another folder"):
+    with pytest.raises(DataError, match="out was built with different drop_duplicates, unit; use another folder"):
         build(files[0], tmp_path / "out", TOKENIZER, options=other, processes=1)
 
 
@@ -312,7 +312,7 @@ def test_an_unfinished_build_is_not_read(part, files, tokenizer, tmp_path, monke
     folder = tmp_path / "all" / "out"
     stopped(files[0], folder, monkeypatch, part)
     (tmp_path / "all" / "more.txt").write_text("More.")
-    message = f"{folder} holds a build that is not finished; the same `llama-jax data build` continues it"
+    message = f"{folder} holds an unfinished build; the same `llama-jax data build` resumes it"
     for given in (folder, [files[0], folder], tmp_path / "all"):
         with pytest.raises(DataError, match=message):
             open_corpus(given, tokenizer, cache=tmp_path / "cache")
@@ -322,7 +322,7 @@ def test_an_unfinished_build_is_not_read(part, files, tokenizer, tmp_path, monke
 
 def test_another_tokenizer_is_refused_and_both_are_named(files, built, tmp_path):
     own = built[1].origin["fingerprint"][:12]
-    message = rf"was built with the tokenizer {bundled()} \(fingerprint {own}\), and is read with another one"
+    message = rf"was built with the tokenizer {bundled()} \(fingerprint {own}\), but is read with another one"
     for given in (built[0], [built[0] / CORPUS_NAME, files[0] / "a.txt"]):
         with pytest.raises(DataError, match=message + rf".* use --tokenizer {bundled()}"):
             open_corpus(given, byte_tokenizer(), cache=tmp_path)
@@ -355,18 +355,18 @@ def forged(path, ids=(1, 2, 3, 4), starts=(0, 2, 4), byte_counts=(3, 4), **field
     [
         ({"token_type": "object"}, "token_type='object', which must be uint16 or uint32"),
         ({"token_type": [1]}, "token_type=.*, which must be uint16 or uint32"),
-        ({"token_type": "uint32"}, "other sizes than its description says"),
+        ({"token_type": "uint32"}, "sizes that differ from its description"),
         ({"documents": -1}, "documents=-1, which must be a number of at least 0"),
         ({"tokens": 4.0}, "tokens=4.0, which must be"),
-        ({"tokens": 10**30}, "other sizes"),
-        ({"documents": 1}, "other sizes"),
+        ({"tokens": 10**30}, "sizes that differ"),
+        ({"documents": 1}, "sizes that differ"),
         ({"more": 1}, "no description of a corpus"),
         ({"origin": []}, "no description of a corpus"),
-        ({"starts": (0, 5, 4)}, "do not follow one another"),
-        ({"starts": (1, 2, 4)}, "do not follow one another"),
-        ({"starts": (0, 2, 9)}, "do not follow one another"),
-        ({"byte_counts": (-3, 10)}, "other bytes than its description says"),
-        ({"text_bytes": 8}, "other bytes than its description says"),
+        ({"starts": (0, 5, 4)}, "are not consecutive"),
+        ({"starts": (1, 2, 4)}, "are not consecutive"),
+        ({"starts": (0, 2, 9)}, "are not consecutive"),
+        ({"byte_counts": (-3, 10)}, "byte counts that differ from its description"),
+        ({"text_bytes": 8}, "byte counts that differ from its description"),
         ({"vocab_size": 4}, "the token 4, outside its vocabulary of 4"),
     ],
 )
@@ -379,11 +379,11 @@ def test_what_a_corpus_says_of_itself_is_checked(said, message, tmp_path):
 def test_a_corpus_is_of_the_vocabulary_and_the_type_that_are_given(files, built, tokenizer, tmp_path):
     path, own = built[0] / CORPUS_NAME, built[1].origin
     for given in (path, [path, files[0] / "a.txt"]):
-        with pytest.raises(DataError, match="has ids of uint16, and not of token_type='uint32'; leave that out"):
+        with pytest.raises(DataError, match="has ids of uint16, not token_type='uint32'; omit that"):
             open_corpus(given, tokenizer, cache=tmp_path, reading=DocumentFormat(token_type="uint32"))
     assert open_corpus(path, tokenizer, reading=DocumentFormat(token_type="uint16")).document_count == built[1].documents
     larger = forged(tmp_path / "larger.corpus", vocab_size=60000, origin=own)
-    with pytest.raises(DataError, match="says that its vocabulary has 60000 tokens, and it has 4096"):
+    with pytest.raises(DataError, match="was built for 60000 tokens, but its vocabulary has 4096"):
         open_corpus(larger, tokenizer)
 
 
@@ -398,7 +398,7 @@ def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
     (tmp_path / "out").mkdir()
     lock = hold_lock(tmp_path / "out" / BUILD_LOCK, UserError, "build")
     sign_lock(lock)
-    with pytest.raises(DataError, match=f"out is being built by process {os.getpid()} on .*; wait until that has ended"):
+    with pytest.raises(DataError, match=f"out is being built by process {os.getpid()} on .*; wait until it ends"):
         build(files[0], tmp_path / "out", TOKENIZER, processes=1)
     os.close(lock)
     build(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
@@ -421,7 +421,7 @@ def test_a_file_that_grows_meanwhile_is_refused(tmp_path, monkeypatch):
     with gzip.open(path, "wt") as file:
         file.write('{"text": "One."}\n')
     monkeypatch.setattr(build_corpus, "make_part", growing)
-    with pytest.raises(DataError, match=r"a.jsonl.gz changed while it was read; remove .*, and build when nothing writes"):
+    with pytest.raises(DataError, match=r"a.jsonl.gz changed while being read; remove .*, and build when nothing writes"):
         build(path, tmp_path / "out", TOKENIZER, processes=1)
 
 
@@ -463,4 +463,4 @@ def test_ray_builds_the_same_bytes(tmp_path):
     broken.write_text("{")
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 1
-    assert "was built with other files, sources" in done.stderr
+    assert "was built with different files, sources" in done.stderr

@@ -82,13 +82,13 @@ def test_lines_are_counted_as_an_editor_does(tmp_path):
 
 
 CHATS = [
-    ('{"a": 1', r" is not JSON \(.* at column \d+\); JSONL has one object a line"),
+    ('{"a": 1', r" is not JSON \(.* at column \d+\); JSONL has one object per line"),
     ([1], " is a list"),
-    ({}, r"the fields are no fields; name them so: messages; conversations; prompt and completion"),
-    ({"text": "x"}, r"the fields are \['text'\]; name them so"),
+    ({}, r"the fields are no fields; rename them to one of: messages; conversations; prompt and completion"),
+    ({"text": "x"}, r"the fields are \['text'\]; rename them to one of"),
     ({"messages": []}, r"messages=\[\] must be a list with at least one message"),
     ({"messages": "Hi"}, "messages='Hi' must be a list"),
-    ({"messages": [ASK]}, "no message has the role 'assistant', so there is nothing to learn; leave the line out"),
+    ({"messages": [ASK]}, "no message has the role 'assistant', so there is nothing to learn; remove the line"),
     ({"messages": [ASK, "Hi"]}, r"messages\[1\]='Hi' must be an object with role and content, or from and value"),
     ({"messages": [ASK, {"role": "bot", "content": ""}]}, r"messages\[1\].role='bot' is not a role; rename it to one of"),
     ({"messages": [{"content": ""}]}, r"messages\[0\].role=None is not a role"),
@@ -97,7 +97,7 @@ CHATS = [
     ({"conversations": [{"from": "human", "value": 3}]}, r"conversations\[0\].value=3 must be a text"),
     ({"messages": [ASK, {"role": "assistant", "content": None}]}, r"messages\[1\].content=None must be a text"),
     ({"messages": [{**ASK, "content": [{"type": "image_url"}]}]}, r"messages\[0\].content\[0\]=.*a part of type text"),
-    ({"messages": [{**ASK, "weight": 1}, REPLY]}, r"messages\[0\].weight is not read; remove it"),
+    ({"messages": [{**ASK, "weight": 1}, REPLY]}, r"messages\[0\].weight is not supported; remove it"),
     ({"messages": [ASK, REPLY], "system": 3}, "system=3 must be a text"),
     ({"messages": [ASK, REPLY], "tools": "{"}, "tools='{' is a text, but not JSON"),
     ({"messages": [ASK, REPLY], "tools": {"a": 1}}, "tools={'a': 1} must be a list of objects"),
@@ -108,13 +108,13 @@ CHATS = [
 ]  # fmt: skip
 PREFERENCES = [
     ({"prompt": "a", "chosen": "b"}, r"rejected is missing; write prompt, chosen and rejected; the fields are"),
-    ({"chosen": "b", "rejected": "c"}, r"prompt is missing, which must be a text; the fields are \['chosen', 'rejected'\]"),
+    ({"chosen": "b", "rejected": "c"}, r"prompt, a text, is missing; the fields are \['chosen', 'rejected'\]"),
     ({"prompt": "a", "chosen": "b", "rejected": [REPLY]}, "chosen a text, but rejected messages"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
     ({"prompt": [ASK], "chosen": "b", "rejected": "c"}, r"prompt=\[\{.* must be a text"),
     ({"prompt": "a", "chosen": [REPLY], "rejected": [ASK]}, "rejected has no message of the role 'assistant'"),
-    ({"chosen": [REPLY], "rejected": [ASK, REPLY]}, "prompt is missing, which must be a text or messages"),
-    ({"prompt": "other", "chosen": [ASK, REPLY], "rejected": [ASK, {**REPLY, "content": ""}]}, "not with the same prompt"),
+    ({"chosen": [REPLY], "rejected": [ASK, REPLY]}, "prompt, a text or messages, is missing"),
+    ({"prompt": "other", "chosen": [ASK, REPLY], "rejected": [ASK, {**REPLY, "content": ""}]}, "with different prompts"),
 ]
 
 

@@ -74,7 +74,7 @@ def test_what_is_in_the_validation_data_is_not_trained_on():
     other = replace(other, tokens=np.concatenate([np.arange(1003, 1007), np.arange(3)]).astype(np.uint32))
     assert without(corpus, other).starts.tolist() == [0, 7]
     assert without(corpus, corpus_of([1])) is corpus
-    with pytest.raises(DataError, match="every document of the training data is in the validation data too"):
+    with pytest.raises(DataError, match="every document of the training data is also in the validation data"):
         without(corpus, corpus)
 
 
@@ -85,7 +85,7 @@ def test_another_seed_chooses_others():
 
 @pytest.mark.parametrize("validation", [0, 0.0, 3, 4, -1, 1.0, -0.5, float("nan"), 0.99])
 def test_a_side_without_documents_is_refused(validation):
-    with pytest.raises(DataError, match=f"validation={validation} leaves nothing to train or to validate on"):
+    with pytest.raises(DataError, match=f"validation={validation} leaves no training or validation documents"):
         split(corpus_of([2, 2, 2]), validation)
 
 

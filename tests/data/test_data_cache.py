@@ -78,7 +78,7 @@ def test_a_build_in_a_store(store, texts, tmp_path):
     expected = open_corpus(tmp_path / "built", tokenizer).digest
     assert open_corpus(url, tokenizer).digest == open_corpus(f"{url}/tokens.corpus", tokenizer).digest == expected
     store.objects["built/unfinished-build.json"] = b"{}"
-    with pytest.raises(DataError, match="holds a build that is not finished"):
+    with pytest.raises(DataError, match="holds an unfinished build"):
         open_corpus(url, tokenizer)
 
 
@@ -87,7 +87,7 @@ def test_a_build_in_a_store(store, texts, tmp_path):
     [
         ("none", r"s3://bucket/none: nothing is stored there; pass files of text"),
         ("other", r"s3://bucket/other holds no file that ends in .txt"),
-        ("texts", r"s3://bucket/texts/a.txt cannot be read: no whole answer in 4 tries, the last: 500"),
+        ("texts", r"s3://bucket/texts/a.txt cannot be read: no complete response in 4 tries, the last: 500"),
     ],
 )
 def test_what_cannot_be_fetched(store, texts, tmp_path, path, message):

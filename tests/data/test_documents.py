@@ -76,8 +76,8 @@ def test_byte_order_mark_and_ends_of_line(tmp_path):
     [
         (b"good\nbad \xff\n", "line 2 is not UTF-8 (byte 0xff)"),
         (b"good\nbad \xc3", "line 2 is not UTF-8 (byte 0xc3)"),
-        (b"PNG\n\n\0\0", "line 3 holds a zero byte"),
-        ("a\n".encode("utf-16-le"), "line 1 holds a zero byte"),
+        (b"PNG\n\n\0\0", "line 3 has a zero byte"),
+        ("a\n".encode("utf-16-le"), "line 1 has a zero byte"),
     ],
 )
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
@@ -103,7 +103,7 @@ def test_jsonl_gives_its_texts_as_they_are(stories, name, tmp_path_factory):
         ('{"text": "cut', "is not JSON (Unterminated string starting at at column 10)"),
         ("[" * 100_000, "is not JSON"),
         ("\x00\x01\x02", "is not JSON"),
-        ('["text"]', "is a list; JSONL has one object a line"),
+        ('["text"]', "is a list; JSONL has one object per line"),
         ('{"story": "a", "id": 1}', "has no text in the field 'text'; it has ['story', 'id']"),
         ('{"text": null}', "has no text in the field 'text'"),
         ("{}", "it has no fields"),
@@ -120,7 +120,7 @@ def test_a_line_that_is_no_document_is_named(line, message, tmp_path):
 def test_lines_of_another_encoding_are_said_to_be(encoding, tmp_path):
     path = tmp_path / "some.jsonl"
     path.write_text('{"text": "café"}\n{"text": "b"}\n', encoding)
-    with pytest.raises(DataError, match=re.escape(f"{path}, line 1 is not UTF-8; write the file in that encoding")):
+    with pytest.raises(DataError, match=re.escape(f"{path}, line 1 is not UTF-8; save the file as UTF-8")):
         list(jsonl_documents(path, DocumentFormat()))
 
 
@@ -136,5 +136,5 @@ def test_a_reading_that_cannot_be(settings, message):
 @pytest.mark.parametrize("name", ["a.bin", "a.array_record", "a.corpus"])
 def test_token_ids_are_not_documents(name, tmp_path):
     (tmp_path / name).write_bytes(b"\1\0")
-    with pytest.raises(DataError, match=f"{name} holds token ids already; use text"):
+    with pytest.raises(DataError, match=f"{name} already holds token ids; use text"):
         list(read_documents(tmp_path / name, DocumentFormat()))

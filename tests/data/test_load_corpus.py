@@ -255,7 +255,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(data, cache):
                 file.write("more")
             return super().encode_batch(texts)
 
-    with pytest.raises(DataError, match="changed while it was read"):
+    with pytest.raises(DataError, match="changed while being read"):
         open_corpus(data, Writing(), cache=cache)
     assert not cache.exists()
 
@@ -310,7 +310,7 @@ def test_paths_with_nothing_to_read(data, tmp_path, cache):
             "model holds no file that ends in .txt, .jsonl, .parquet, .arrow, .bin, .array_record, .corpus",
         ),
         (tmp_path / "pipe", "pipe is neither a file nor a folder"),
-        ([], "no files of data were given"),
+        ([], "no data files given"),
         ([data, str(data / "a.txt")], "a.txt is given twice"),
     ]:
         with pytest.raises(DataError, match=re.escape(message)):
@@ -318,7 +318,7 @@ def test_paths_with_nothing_to_read(data, tmp_path, cache):
 
 
 def test_a_cache_that_cannot_be_written_names_the_remedy(data):
-    with pytest.raises(DataError, match=r"a\.txt/.*\.corpus cannot be written .*name another folder as `cache`"):
+    with pytest.raises(DataError, match=r"a\.txt/.*\.corpus cannot be written .*set another folder as `cache`"):
         open_corpus(data, ByteTokenizer(), cache=data / "a.txt")
 
 

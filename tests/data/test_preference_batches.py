@@ -86,7 +86,7 @@ def test_a_prompt_is_on_one_side_of_the_division(tmp_path):
     assert (train.count, held.count) == (8, 2)
     assert without_pairs(pairs, held).count == 40
     assert without_pairs(train, train.select(np.arange(3))).count == 5
-    with pytest.raises(DataError, match="every pair of the training data is in the validation data"):
+    with pytest.raises(DataError, match="every pair of the training data is also in the validation data"):
         without_pairs(held, held)
     with pytest.raises(DataError, match="a single example"):
         split_pairs(pairs.select(np.arange(1)), 0.2, seed=0)
@@ -105,7 +105,7 @@ def test_mismatched_answers_are_those_to_other_prompts(tmp_path):
     np.testing.assert_array_equal(prompts_of(found).stops - found.starts, prompts_of(answers).stops - answers.starts)
     assert (mismatched_answers(answers, 12).stops - mismatched_answers(answers, 12).starts).max() == 13
     same, _ = pairs_of(tmp_path, [line(number, "the same") for number in range(3)])
-    with pytest.raises(DataError, match="all 3 examples have the same prompt, and KTO compares"):
+    with pytest.raises(DataError, match="all 3 examples have the same prompt, but KTO compares"):
         mismatched_answers(same.first, 60)
 
 

@@ -50,10 +50,10 @@ def test_messages_are_a_chat_up_to_the_reply(tmp_path, llama3):  # noqa: F811
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([{"text": "a"}], r"line 1: prompt is missing, a text or messages; the fields are \['text'\]"),
+        ([{"text": "a"}], r"line 1: prompt, a text or messages, is missing; the fields are \['text'\]"),
         ([{"prompt": 3}], "line 1: prompt=3 must be a text, or messages"),
-        ([{"prompt": "a", "x": 1}, {"prompt": "b"}], "line 2: 'x' is a field of the first line and not here"),
-        ([{"prompt": "a"}, {"prompt": "b", "x": 1}], "line 2: 'x' is a field of this line and not in the first"),
+        ([{"prompt": "a", "x": 1}, {"prompt": "b"}], "line 2: 'x' is a field of the first line but not here"),
+        ([{"prompt": "a"}, {"prompt": "b", "x": 1}], "line 2: 'x' is a field of this line but not in the first"),
         ([{"prompt": "long as it is"}], "no prompt has at most 8 tokens: the shortest of 1 has 14; use longer rows"),
     ],
 )
@@ -64,7 +64,7 @@ def test_lines_that_cannot_be_used_are_named(tmp_path, lines, message):
 
 def test_other_files(tmp_path, file):
     (tmp_path / "text.txt").write_text("Once")
-    with pytest.raises(DataError, match=r"text.txt is not a .jsonl, which has one object a line"):
+    with pytest.raises(DataError, match=r"text.txt is not a .jsonl file, with one object per line"):
         open_prompts(tmp_path / "text.txt", Tokenizer(), 8)
     other = written(tmp_path / "zother.jsonl", [{"prompt": "a"}])
     with pytest.raises(DataError, match=r"zother.jsonl has other fields than the files before it \(answer\)"):

@@ -75,7 +75,7 @@ def test_of_a_folder_of_the_hub_one_split_is_read(tmp_path):
     (tmp_path / "dataset_infos.json").write_text("{}")
     assert find_files(tmp_path) == train
     write(tmp_path / "data/test-00000-of-00001.parquet", ["b"])
-    message = rf"holds several splits of a dataset, \['test', 'train'\]; use one of them, as {tmp_path}/data/\*train\*"
+    message = rf"holds several splits of a dataset, \['test', 'train'\]; use one of them, such as {tmp_path}/data/\*train\*"
     with pytest.raises(DataError, match=message):
         find_files(tmp_path)
     assert find_files(train) == train
@@ -100,7 +100,9 @@ def test_of_a_saved_dataset_its_own_files_are_read(tmp_path):
     assert find_files(tmp_path / "all" / "train") == [train]
     save(tmp_path / "all" / "test")
     (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(DataError, match=rf"several splits .*\['test', 'train'\]; use one of them, as {tmp_path}/all/test"):
+    with pytest.raises(
+        DataError, match=rf"several splits .*\['test', 'train'\]; use one of them, such as {tmp_path}/all/test"
+    ):
         find_files(tmp_path)
     (tmp_path / "all" / "train" / "state.json").write_text("[]")
     with pytest.raises(DataError, match=r"state.json does not list the files of a dataset \(TypeError\); save it again"):

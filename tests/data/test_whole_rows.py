@@ -68,7 +68,7 @@ def test_the_order_of_packed_rows_is_one_order():
 
 
 def test_a_conversation_longer_than_a_row_is_refused():
-    with pytest.raises(DataError, match="a conversation has 12 tokens, and rows of length=10 hold 11"):
+    with pytest.raises(DataError, match="a conversation has 12 tokens, but rows of length=10 hold 11"):
         training_batches(with_targets([5, 12]), 2, 10, seed=0)
 
 

@@ -146,7 +146,7 @@ def test_a_model_with_an_adapter_in_fewer_bits_and_on_a_mesh(tmp_path, plain, mo
         ([Continuation([], [1])], {}, "context 0 is empty"),
         ([Continuation([1], [1]), Continuation([1], [])], {}, "continuation 1 is empty"),
         ([Continuation([1], [10_000])], {}, "token id 10000 is outside the vocabulary"),
-        ([Continuation([1], [1] * 65)], {}, "continuation 0 has 65 tokens, the context 64"),
+        ([Continuation([1], [1] * 65)], {}, "continuation 0 has 65 tokens, but the context only 64"),
         ([Continuation([1], [1])], {"batch": 0}, "batch=0 must be at least 1 row"),
     ],
 )
@@ -158,7 +158,7 @@ def test_what_cannot_be_scored(model, measure, pairs, options, message):
 def test_numbers_that_are_none(model, measure):
     config, params = model
     spoiled = params.replace(final_norm=params.final_norm.at[0].set(np.nan))
-    with pytest.raises(GenerationError, match="logits after text 0 are not numbers"):
+    with pytest.raises(GenerationError, match="logits after text 0 are NaN"):
         score_pairs(config, spoiled, [Continuation([1], [2])], batch=2, measure=measure)
 
 

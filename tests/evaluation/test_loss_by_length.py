@@ -191,11 +191,11 @@ def test_pieces_hold_the_length_and_waste_little(length):
 @pytest.mark.parametrize(
     ("lengths", "more", "message"),
     [
-        ([], {}, r"lengths are empty"),
+        ([], {}, r"lengths is empty"),
         ([4, 0], {}, r"length=0 must be at least 1 token"),
         ([4, 8, 4], {}, r"length=4 is given twice"),
-        ([4, 50], {}, r"length=50 needs a document of one token more, and the text's longest has 50; use a longer text"),
-        ([4, 8], {"max_tokens": 7}, r"max_tokens=7 leaves no whole window of length=8"),
+        ([4, 50], {}, r"length=50 needs a document with one token more, but the longest has 50; use a longer text"),
+        ([4, 8], {"max_tokens": 7}, r"max_tokens=7 is less than one window of length=8"),
         ([4], {"batch": 0}, r"batch=0 must be at least 1 row"),
     ],
 )
@@ -205,5 +205,5 @@ def test_mistakes(lengths, more, message):
 
 
 def test_a_larger_vocabulary():
-    with pytest.raises(DataError, match=r"the corpus has a vocabulary of 97, the model one of 96"):
+    with pytest.raises(DataError, match=r"the corpus has a vocabulary of 97, but the model one of 96"):
         evaluate_lengths(CONFIG, None, replace(corpus_of([10]), vocab_size=97), [4])

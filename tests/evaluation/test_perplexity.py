@@ -225,14 +225,14 @@ def test_sizes_that_cannot_be(sizes, message):
 
 
 def test_a_larger_vocabulary():
-    with pytest.raises(DataError, match="the corpus has a vocabulary of 97, the model one of 96"):
+    with pytest.raises(DataError, match="the corpus has a vocabulary of 97, but the model one of 96"):
         evaluate(CONFIG, None, replace(corpus_of([10]), vocab_size=97))
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [1, 1]])
 def test_nothing_to_predict(lengths):
     corpus = corpus_of([3]).select(np.array([], int)) if not lengths else corpus_of(lengths)
-    with pytest.raises(DataError, match=f"in {len(lengths)} documents there is nothing to predict"):
+    with pytest.raises(DataError, match=f"{len(lengths)} documents have no token to predict"):
         evaluate(CONFIG, None, corpus)
 
 

@@ -112,7 +112,7 @@ def test_continuations_are_those_of_generate(texts, model, tokenizer):
 
 
 def test_a_limit_that_leaves_nothing(texts):
-    with pytest.raises(GenerationError, match="max_gen_toks=64 leaves nothing of the context of 64"):
+    with pytest.raises(GenerationError, match="max_gen_toks=64 leaves no room for a text in the context of 64"):
         texts.generate([("once", GenerationSettings(64))])
 
 
@@ -138,7 +138,7 @@ def test_what_a_task_asks_for(settings, wanted):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_beams": 4}, "'num_beams'=4 is a setting of generation that is not supported"),
+        ({"num_beams": 4}, "'num_beams'=4 is not a supported setting of generation"),
         ({"until": 3}, "until=3 must be a text or a list of texts"),
         ({"until": [3]}, r"until=\[3\] must be"),
         ({"max_gen_toks": 0}, "max_gen_toks=0 must be a positive integer"),
@@ -174,5 +174,5 @@ def test_a_vocabulary_of_another_model(model, tokenizer):
     from dataclasses import replace
 
     config, params = model
-    with pytest.raises(GenerationError, match="pieces, the model a vocabulary of 5"):
+    with pytest.raises(GenerationError, match="tokens, but the model only 5"):
         TextModel(replace(config, vocab_size=5), params, tokenizer)

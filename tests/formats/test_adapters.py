@@ -111,14 +111,14 @@ def test_a_model_is_loaded_with_it(hf_folder, written):
     held, divided, _ = llama_jax.load(hf_folder, adapter=written, mesh=mesh)
     assert len(divided.blocks.attention.qkv.low_rank.b.sharding.device_set) == 4
     np.testing.assert_allclose(jit_logits(held, divided, tokens)[..., : config.vocab_size], wanted, rtol=1e-4, atol=1e-4)
-    with pytest.raises(MeshError, match="an adapter can be laid out over a mesh"):
+    with pytest.raises(MeshError, match="adapters cannot be sharded by custom shardings"):
         llama_jax.load(hf_folder, adapter=written, shardings=params)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"peft_type": "LOHA"}, "peft_type='LOHA' is not supported; adapters are read of the type LORA"),
+        ({"peft_type": "LOHA"}, "peft_type='LOHA' is not supported; only LORA adapters are supported"),
         ({"use_dora": True}, "layers.0.self_attn.q_proj.lora_magnitude_vector' is missing"),
         ({"modules_to_save": ["lm_head"]}, r"'modules_to_save'=\['lm_head'\] is not supported"),
         ({"rank_pattern": {"q_proj": 4}}, "'rank_pattern'={'q_proj': 4} is not supported"),
@@ -126,11 +126,11 @@ def test_a_model_is_loaded_with_it(hf_folder, written):
         ({"bias": "lora_only"}, "'bias'='lora_only' is not supported"),
         ({"something_new": 3}, "'something_new'=3 is not supported; train an adapter without it"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' may have changed the base"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "names the target 'lm_head', for which .* has no tensor of layer 0"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "names the target 'lm_head', but .* has no tensor for it in layer 0"),
         ({"r": 0}, "adapter_config.json: rank=0 must be a positive integer"),
         ({"r": None}, "adapter_config.json: rank=None must be a positive integer"),
         ({"lora_alpha": "16"}, "adapter_config.json: alpha='16' must be a finite number"),
-        ({"r": 4}, r"layers.0.self_attn.q_proj.lora_A.weight' has shape \[3, 32\], rank 4 and this base need \[4, 32\]"),
+        ({"r": 4}, r"layers.0.self_attn.q_proj.lora_A.weight' has shape \[3, 32\], but rank 4 and this base need \[4, 32\]"),
     ],
 )
 def test_settings_that_are_not_supported(settings, message, folder):
@@ -161,17 +161,17 @@ def test_tensors_that_do_not_fit(folder):
 
     refused({k: v for k, v in tensors.items() if k != key}, f"{key}' is missing; is this the adapter's base, .* on 'a/base'")
     head = "base_model.model.lm_head.lora_A.weight"
-    refused(tensors | {head: tensors[key]}, rf"tensor '{head}' is no part of a LoRA of this base \(1 such\)")
+    refused(tensors | {head: tensors[key]}, rf"tensor '{head}' does not belong to a LoRA of this base \(1 such\)")
     refused(tensors | {key: tensors[key] * np.nan}, f"{key}' holds NaN or infinity")
-    refused(tensors | {key: tensors[key].astype(np.int32)}, f"{key}' is I32; a float of 16 or 32 bits is needed")
-    refused(tensors, r"shape \[56, 3\], rank 3 and this base need \[64, 3\]", make_goldens._config(hidden_dim=64))
+    refused(tensors | {key: tensors[key].astype(np.int32)}, f"{key}' is I32; a 16- or 32-bit float is needed")
+    refused(tensors, r"shape \[56, 3\], but rank 3 and this base need \[64, 3\]", make_goldens._config(hidden_dim=64))
     refused(tensors, r"layers.2.self_attn.q_proj.lora_A.weight' is missing", make_goldens._config(n_layers=3))
-    refused(tensors, r"layers.1.* is no part of a LoRA of this base \(14 such\)", make_goldens._config(n_layers=1))
-    refused({}, "adapter_config.json names the target 'q_proj', for which")
+    refused(tensors, r"layers.1.* does not belong to a LoRA of this base \(14 such\)", make_goldens._config(n_layers=1))
+    refused({}, "adapter_config.json names the target 'q_proj', but")
 
 
 def test_folders_that_hold_none(hf_folder, folder, tmp_path):
-    with pytest.raises(CheckpointError, match=r"nowhere does not exist; pass a folder that PEFT or train wrote"):
+    with pytest.raises(CheckpointError, match=r"nowhere does not exist; pass a folder written by PEFT or train"):
         llama_jax.load_adapter(tmp_path / "nowhere", llama_jax.preset("stories-260k"))
     with pytest.raises(CheckpointError, match=r"holds no adapter: it has no adapter_config.json"):
         load_adapter(hf_folder, CONFIG)
@@ -193,7 +193,7 @@ def test_what_is_there_is_kept(folder, tmp_path):
     save_adapter(folder, CONFIG, adapters, LORA, overwrite=True)
     jax.tree.map(np.testing.assert_array_equal, load_adapter(folder, CONFIG).params, adapters)
     (folder / "mine.txt").write_text("kept")
-    with pytest.raises(CheckpointError, match=r"holds more than a model \(mine.txt\)"):
+    with pytest.raises(CheckpointError, match=r"contains other files \(mine.txt\)"):
         save_adapter(folder, CONFIG, adapters, LORA, overwrite=True)
     broken = jax.tree.map(lambda a: a * jnp.nan, adapters)
     with pytest.raises(CheckpointError, match="holds NaN or infinity"):
@@ -245,9 +245,7 @@ def test_beside_a_model_in_gguf_it_changes_the_same_rows(tmp_path):
 def test_adapters_are_converted_both_ways(calling, tmp_path):
     base = write_hf_folder(tmp_path / "base", CONFIG)
     theirs.write_adapter(tmp_path / "peft", CONFIG, LORA)
-    with pytest.raises(
-        CheckpointError, match=r"says nothing of its base; pass the base's folder or file as base \(--base\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"does not name its base; pass the base's folder or file as base \(--base\)"):
         convert(tmp_path / "peft", tmp_path / "a.gguf")
     calling(Convert, tmp_path / "peft", tmp_path / "a.gguf", "--base", base, "--dtype", "float16")
     assert {tensor.kind for tensor in read_file(tmp_path / "a.gguf")[1].values()} == {"F16"}
@@ -261,15 +259,15 @@ def test_an_adapter_in_another_place(tmp_path):
     base = write_hf_folder(tmp_path / "base", CONFIG)
     adapters = random_adapters(CONFIG)
     save_adapter(tmp_path / "a.gguf", CONFIG, adapters, LORA, base="a/hub")
-    with pytest.raises(CheckpointError, match=r"is an adapter; pass the model that it was trained on"):
+    with pytest.raises(CheckpointError, match=r"is an adapter; pass its base as the model"):
         llama_jax.load(tmp_path / "a.gguf")
     with pytest.raises(CheckpointError, match=r"was trained on 'a/hub', which is not here; pass the base"):
         convert(tmp_path / "a.gguf", tmp_path / "peft")
-    with pytest.raises(CheckpointError, match="is an adapter: it is written as safetensors or gguf, in a float"):
+    with pytest.raises(CheckpointError, match="is an adapter: write it as safetensors or gguf, in a 16- or 32-bit float"):
         convert(tmp_path / "a.gguf", tmp_path / "b.gguf", dtype="q8_0", base=base)
-    with pytest.raises(CheckpointError, match=r"an adapter in GGUF is a file named .gguf, and for PEFT a folder"):
+    with pytest.raises(CheckpointError, match=r"an adapter in GGUF is a file named .gguf; for PEFT it is a folder"):
         convert(tmp_path / "a.gguf", tmp_path / "b", format="gguf", base=base)
-    with pytest.raises(CheckpointError, match=r"is for an adapter, and .* is a model"):
+    with pytest.raises(CheckpointError, match=r"is for an adapter, but .* is a model"):
         convert(base, tmp_path / "b.gguf", base=base)
     with pytest.raises(CheckpointError, match="rank 3 and this base need"):
         load_adapter(tmp_path / "a.gguf", make_goldens._config(hidden_dim=64))

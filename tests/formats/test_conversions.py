@@ -108,7 +108,7 @@ def test_save_takes_what_load_found(format, tmp_path, published, caplog):
         assert said == []
     else:
         (line,) = said
-        assert line.startswith(f"{tmp_path / 'copy'} has no place for LICENSE.txt; USE_POLICY.md")
+        assert line.startswith(f"{tmp_path / 'copy'} cannot store LICENSE.txt; USE_POLICY.md")
 
 
 def test_without_sampling_llama_cpp_takes_the_most_probable_token(tmp_path, published):

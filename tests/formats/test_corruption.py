@@ -209,7 +209,10 @@ class Evil:
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_a_pickle_that_calls(protocol, tmp_path):
     path = write_pickle(tmp_path / "ckpt.pt", pickle.dumps({"model_args": Evil()}, protocol))
-    with bounded(path.stat().st_size), pytest.raises(CheckpointError, match=r"system'; a model needs tensors only|no place"):
+    with (
+        bounded(path.stat().st_size),
+        pytest.raises(CheckpointError, match=r"system'; a model needs only tensors|not allowed"),
+    ):
         read_pickled(path)
 
 
@@ -258,12 +261,12 @@ def test_settings_of_gigabytes_are_not_read(tmp_path):
     path = write_hf_folder(tmp_path / "model", SMALL, TENSORS)
     with (path / "config.json").open("r+b") as file:
         file.truncate(20 << 30)
-    with pytest.raises(CheckpointError, match="too large to be a model's"):
+    with pytest.raises(CheckpointError, match="too large"):
         llama_jax.load(path)
     shutil.copytree(FORMATS / "meta-1", tmp_path / "meta")
     with (tmp_path / "meta" / "params.json").open("r+b") as file:
         file.truncate(20 << 30)
-    with pytest.raises(CheckpointError, match="too large to be a model's"):
+    with pytest.raises(CheckpointError, match="too large"):
         llama_jax.load(tmp_path / "meta")
 
 
@@ -279,9 +282,9 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path):
         (dict(size=(4, 4), stride=(4, 1)), "beyond its storage"),
         (dict(size=(2**40,), stride=(0,)), "beyond its storage"),
         (dict(offset=15), "beyond its storage"),
-        (dict(offset=-1), "integers from 0"),
-        (dict(stride=(-1,)), "integers from 0"),
-        (dict(size=(2, 2)), "integers from 0"),
+        (dict(offset=-1), "non-negative integers"),
+        (dict(stride=(-1,)), "non-negative integers"),
+        (dict(size=(2, 2)), "non-negative integers"),
         (dict(size=(0,)), "empty"),
         (dict(count=2**40), "shorter than its tensors"),
         (dict(count=-5), "shorter than its tensors"),

@@ -170,7 +170,7 @@ def test_turned_rows(a, b):
 def test_a_file_that_became_shorter(tmp_path):
     path = tmp_path / "weights"
     path.write_bytes(bytes(100))
-    with pytest.raises(CheckpointError, match="ends at byte 100, 128 are needed"):
+    with pytest.raises(CheckpointError, match="ends at byte 100, but 128 bytes are needed"):
         Dense(path, 0, (8, 4), "F32").read(0, 8)
 
 

@@ -278,7 +278,7 @@ def test_split_gguf(tmp_path, small):
     same(llama_jax.load(tmp_path / "split").params, small)
     same(llama_jax.load(tmp_path / "split" / "model-00002-of-00003.gguf").params, small)
     (tmp_path / "split" / "model-00003-of-00003.gguf").unlink()
-    with pytest.raises(CheckpointError, match=r"one of 3 parts, of which model-00003-of-00003.gguf is missing"):
+    with pytest.raises(CheckpointError, match=r"one of 3 parts, but model-00003-of-00003.gguf is missing"):
         llama_jax.load(tmp_path / "split")
 
 
@@ -291,7 +291,7 @@ def test_gguf_rope_scaling_is_found_from_its_factors(tmp_path):
     fields = {"general.architecture": "llama"}
     plain = llama_jax.LlamaConfig(**(vars(config) | {"rope_scaling": None}))
     assert with_scaling(fields, plain, {"rope_freqs.weight": stored}, "llama") == config
-    with pytest.raises(ConfigError, match=r"factor=2.0 is not supported beside the tensor"):
+    with pytest.raises(ConfigError, match=r"factor=2.0 is not supported with tensor"):
         with_scaling(fields | {"llama.rope.scaling.factor": 2.0}, plain, {"rope_freqs.weight": stored}, "llama")
     path.write_bytes((factors * np.linspace(1, 1.01, 32, dtype=np.float32)).tobytes())
     with pytest.raises(ConfigError, match="frequency factors"):
@@ -385,7 +385,7 @@ def test_ranks_of_two_releases(tmp_path):
 
 def test_weights_without_settings(tmp_path):
     shutil.copy(FORMATS / "pytorch" / "pytorch_model.bin", tmp_path)
-    with pytest.raises(CheckpointError, match=r"config.json or params.json must lie beside it"):
+    with pytest.raises(CheckpointError, match=r"config.json or params.json must be next to it"):
         llama_jax.load(tmp_path / "pytorch_model.bin")
 
 

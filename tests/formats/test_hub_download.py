@@ -64,7 +64,7 @@ def test_only_what_is_read_is_downloaded(hub, tmp_path, read, beside):
 def test_a_model_of_several_in_a_repository(hub, tmp_path):
     hub.content = {"small.gguf": b"s", "other/model.gguf": b"o", **SPLIT}
     with pytest.raises(
-        CheckpointError, match=r"several models; pass one of them, as hf://org/name/.*: .*small.gguf \(0.0 GB\)"
+        CheckpointError, match=r"several models; pass one of them, such as hf://org/name/.*: .*small.gguf \(0.0 GB\)"
     ):
         fetch("org/name")
     assert fetch("org/name/small.gguf", folder=tmp_path / "a").path == tmp_path / "a/small.gguf"
@@ -90,13 +90,13 @@ def test_a_fetched_model_is_generated_from(hub, tmp_path):
 def test_what_cannot_be_fetched_is_said_in_one_line(hub):
     hub.content = NOT_READ
     for arguments, message in (
-        (["name"], "'name' is not a repository of the hub; pass ORGANIZATION/NAME"),
+        (["name"], "'name' is not a repository of the Hub; pass ORGANIZATION/NAME"),
         (["org/private"], "hf://org/private cannot be fetched: there is no such repository, or it is private: log in with"),
         (["org/gated"], "its license must be accepted first: accept it at http"),
         (["org/name", "--revision", "none"], "hf://org/name@none cannot be fetched: the repository has no such revision"),
-        (["org/name@a", "--revision", "b"], "names the revision a, and --revision b; pass one of them"),
+        (["org/name@a", "--revision", "b"], "names the revision a, but --revision is b; pass one of them"),
         (["org/name/none.gguf"], "hf://org/name/none.gguf: there is no such file or folder in the repository"),
-        (["org/name"], "hf://org/name holds no model that is read here"),
+        (["org/name"], "hf://org/name holds no supported model"),
     ):
         done = run_here("fetch", *arguments)
         assert (done.returncode, done.stdout) == (2, "")
@@ -115,7 +115,7 @@ def test_no_network(hub, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
-    with pytest.raises(CheckpointError, match=r"hf://org/name: the hub gave no answer \(.*is this machine connected"):
+    with pytest.raises(CheckpointError, match=r"hf://org/name: the Hub did not respond \(.*is this machine connected"):
         fetch("org/name")
 
 
@@ -156,11 +156,11 @@ def test_a_repository_is_read_by_ranges_of_one_commit(hub):
 
 def test_a_hub_that_fails_is_named(hub):
     hub.fault = 500
-    with pytest.raises(OSError, match="no whole answer in 2 tries, the last: the hub answers 500") as named:
+    with pytest.raises(OSError, match="no complete response in 2 tries, the last: the Hub responded with 500") as named:
         (locate("hf://org/name") / "model.safetensors").open().read()
     assert named.value.filename == "hf://org/name/model.safetensors"
     hub.fault = 403
-    with pytest.raises(PermissionError, match=r"the hub does not allow it \(403\)"):
+    with pytest.raises(PermissionError, match=r"the Hub denies access \(403\)"):
         (locate("hf://org/name") / "model.safetensors").open().read()
 
 

@@ -99,6 +99,7 @@ def load_alone(folder: Path, devices: int, *arguments: str) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures through Linux's /proc")
 @pytest.mark.parametrize(
     ("devices", "dtype"),
@@ -127,6 +128,7 @@ def test_peak_memory_is_the_weights_and_less_than_two_tensors(folder, devices, d
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures through Linux's /proc")
 @pytest.mark.parametrize(
     ("kind", "bits", "more"),

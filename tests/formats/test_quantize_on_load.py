@@ -145,15 +145,13 @@ def test_what_cannot_be_is_one_line(tmp_path, stories_model):
     config, params, tokenizer = stories_model
     with pytest.raises(CheckpointError, match=r"quantize='int3' is not one of int8, int4, .*, q4_k-pure, .*, keep$"):
         llama_jax.load(bundled(), quantize="int3")
-    with pytest.raises(
-        CheckpointError, match="quantize='q3_k': blocks of this kind are only kept, from a GGUF that has them"
-    ):
+    with pytest.raises(CheckpointError, match="quantize='q3_k': this format is only kept, from a GGUF that has it"):
         llama_jax.load(bundled(), quantize="q3_k")
     with pytest.raises(
-        CheckpointError, match=r"quantize='keep': .* has no quantized tensor of those that are kept \(\w*16\); use int8"
+        CheckpointError, match=r"quantize='keep': .* has no tensor in a supported format \(\w*16\); use int8"
     ):
         llama_jax.load(bundled(), quantize="keep")
-    with pytest.raises(CheckpointError, match="rows of 192 numbers, and int4_32 needs multiples of 32 on each of 4 devices"):
+    with pytest.raises(CheckpointError, match="rows of 192 values, but int4_32 needs multiples of 32 on each of 4 devices"):
         llama_jax.load(bundled(), quantize="int4", mesh=MeshSizes(fsdp=4))
     with pytest.raises(CheckpointError, match="q8_0 needs multiples of 32 on each of 4 devices"):
         llama_jax.load(bundled(), quantize="q8_0", mesh=MeshSizes(fsdp=4))
@@ -252,7 +250,7 @@ def test_orbax_over_a_mesh(kind, tmp_path, stories_model):
     llama_jax.save(tmp_path / "a", config, found, tokenizer, format="orbax")
     if kind == "int4":
         with pytest.raises(
-            CheckpointError, match="rows of 192 numbers, and int4_64 needs multiples of 64 on each of 2 devices"
+            CheckpointError, match="rows of 192 values, but int4_64 needs multiples of 64 on each of 2 devices"
         ):
             llama_jax.load(tmp_path / "a", mesh=MeshSizes(tensor=2))
         return
@@ -266,11 +264,11 @@ def test_orbax_over_a_mesh(kind, tmp_path, stories_model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda kinds: kinds | {"embedding": "int3"}, "has 'embedding' in the kind 'int3', which is not known"),
-        (lambda kinds: kinds | {"final_norm": "int8"}, "has final_norm in 'int8', which is impossible"),
-        (lambda kinds: kinds | {"nothing": "int8"}, "names 'nothing', which this model does not have"),
-        (lambda kinds: kinds | {"embedding": "fp8"}, "'embedding.planes.0' is int8, its kind needs uint8"),
-        (lambda kinds: kinds | {"embedding": ["int8"] * 3}, "has embedding in .*, which is impossible"),
+        (lambda kinds: kinds | {"embedding": "int3"}, "has 'embedding' in the unknown kind 'int3'"),
+        (lambda kinds: kinds | {"final_norm": "int8"}, "has final_norm in 'int8', which is invalid"),
+        (lambda kinds: kinds | {"nothing": "int8"}, "names 'nothing', which this model lacks"),
+        (lambda kinds: kinds | {"embedding": "fp8"}, "'embedding.planes.0' is int8, but its format needs uint8"),
+        (lambda kinds: kinds | {"embedding": ["int8"] * 3}, "has embedding in .*, which is invalid"),
         (lambda kinds: {}, "array 'blocks.attention.out' has shape None"),
     ],
 )

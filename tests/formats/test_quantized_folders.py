@@ -128,7 +128,7 @@ def test_converted_they_are_numbers(tmp_path):
 
 def test_columns_in_another_order_are_not_kept(tmp_path, caplog):
     writers.write_folder(tmp_path, "gptq, reordered")
-    with pytest.raises(CheckpointError, match=r"columns in another order than their groups \(desc_act\); use int8"):
+    with pytest.raises(CheckpointError, match=r"has reordered columns \(desc_act\); use int8"):
         llama_jax.load(tmp_path, quantize="keep")
     assert kinds_in_memory(llama_jax.load(tmp_path).params) == "float32"
     assert "tensors in int4_asym become floats" in caplog.text
@@ -137,31 +137,31 @@ def test_columns_in_another_order_are_not_kept(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("kind", "end", "array", "message"),
     [
-        ("gptq", ".scales", None, "tensor .*scales' is missing; its weight is quantized"),
+        ("gptq", ".scales", None, "tensor .*scales' is missing, but its weight is quantized"),
         ("gptq", ".qzeros", np.zeros((2, 16), np.int32), r"has qzeros of \[2, 16\]; \[1, 16\] is needed"),
         (
             "gptq",
             ".qzeros",
             np.zeros((1, 16), np.int32),
-            "zeros that are not the middle, but quantization_config says sym=true",
+            "has asymmetric zero points, but quantization_config says sym=true",
         ),
         (
             "gptq",
             ".g_idx",
             np.arange(128, dtype=np.int32),
-            "columns in another order, but quantization_config says desc_act=false",
+            "has reordered columns, but quantization_config says desc_act=false",
         ),
-        ("gptq, reordered", ".g_idx", np.full(128, 7, np.int32), "has a column of group 7, and 1 groups"),
-        ("int4", ".weight_shape", np.asarray([128, 120]), r"another weight_shape than its weight_packed, \[128, 128\]"),
+        ("gptq, reordered", ".g_idx", np.full(128, 7, np.int32), "assigns a column to group 7, but has 1 groups"),
+        ("int4", ".weight_shape", np.asarray([128, 120]), r"a weight_shape unlike its weight_packed, \[128, 128\]"),
         ("int4", ".weight_scale", np.full((128, 1), np.nan, np.float32), "holds NaN or infinity; the file is damaged"),
         ("float8 by rows", ".weight", np.full((128, 128), np.nan).astype(jnp.float8_e4m3fn), "holds NaN or infinity"),
         ("fp8", ".weight_scale_inv", np.ones((1, 2), np.float32), r"has weight_scale_inv of \[1, 2\]; \[1, 1\] is needed"),
-        ("nf4", ".weight.quant_map", np.zeros(16, np.float32), "has a quant_map that is not that of bitsandbytes"),
+        ("nf4", ".weight.quant_map", np.zeros(16, np.float32), "has a quant_map other than that of bitsandbytes"),
         (
             "nf4",
             ".weight.quant_state.bitsandbytes__nf4",
             np.frombuffer(b'{"shape": [1e9, 64]}', np.uint8),
-            "quant_state that is",
+            "an unsupported quant_state",
         ),
         (
             "nf4",
@@ -169,7 +169,7 @@ def test_columns_in_another_order_are_not_kept(tmp_path, caplog):
             np.frombuffer(b'{"shape": [1000000000, 6400], "quant_type": "nf4", "blocksize": 64}', np.uint8),
             r"has weight of \[8192, 1\]; \[3200000000000, 1\]",
         ),
-        ("nf4 twice", ".weight.nested_quant_map", None, "factors that are quantized themselves, and not all that says how"),
+        ("nf4 twice", ".weight.nested_quant_map", None, "quantized scales without all of their nested tensors"),
     ],
 )
 def test_what_does_not_fit_together_is_named(kind, end, array, message, tmp_path):
@@ -199,18 +199,18 @@ def _with_weights(**changes):
     ("setting", "message"),
     [
         *[({"quant_method": name}, f"quant_method='{name}' is not supported") for name in ("hqq", "exl2")],
-        ({}, "quant_method=None is not supported; compressed-tensors, fp8, gptq, awq, bitsandbytes are read"),
+        ({}, "quant_method=None is not supported; compressed-tensors, fp8, gptq, awq, bitsandbytes are supported"),
         (7, "quantization_config=7 must be an object"),
-        ({"quant_method": "gptq", "bits": 8}, "bits=8 is not supported; weights of GPTQ are read with 4"),
-        ({"quant_method": "gptq", "group_size": 16}, "group_size=16 is not supported; a multiple of 32, or -1, is read"),
+        ({"quant_method": "gptq", "bits": 8}, "bits=8 is not supported; GPTQ weights must have 4"),
+        ({"quant_method": "gptq", "group_size": 16}, "group_size=16 is not supported; it must be a multiple of 32, or -1"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not supported"),
-        ({"quant_method": "awq", "version": "gemv"}, "version='gemv' is not supported; weights of AWQ are read with 'gemm'"),
+        ({"quant_method": "awq", "version": "gemv"}, "version='gemv' is not supported; AWQ weights must have 'gemm'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bnb_4bit_quant_type='fp4' is not supported"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 100]}, "columns in multiples of 32 are read"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 100]}, "the number of columns must be a multiple of 32"),
         (INT4 | {"format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized' is not supported"),
         (INT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config=.* is not supported"),
-        (INT4 | {"config_groups": {"a": {}, "b": {}}}, "config_groups=.* one group, for all linear layers, is read"),
-        (_with_weights(num_bits=8), "num_bits=8 is not supported; pack-quantized weights are read with 4"),
+        (INT4 | {"config_groups": {"a": {}, "b": {}}}, "config_groups=.* it must be one group for all linear layers"),
+        (_with_weights(num_bits=8), "num_bits=8 is not supported; pack-quantized weights must have 4"),
         (_with_weights(actorder="group"), "actorder='group' is not supported"),
     ],
 )
@@ -223,5 +223,7 @@ def test_other_schemes_are_refused_by_name(setting, message):
 def test_a_setting_without_quantized_weights_is_an_error(hf_folder):
     config = json.loads((hf_folder / "config.json").read_text())
     (hf_folder / "config.json").write_text(json.dumps(config | {"quantization_config": writers.FOLDERS["gptq"][0]}))
-    with pytest.raises(CheckpointError, match=r"has a quantization_config, but no weight is quantized so \(\.qweight\)"):
+    with pytest.raises(
+        CheckpointError, match=r"has a quantization_config, but no weight is quantized that way \(\.qweight\)"
+    ):
         open_checkpoint(hf_folder)

@@ -78,7 +78,7 @@ def test_a_note_that_contradicts_what_stands_beside_it_is_refused(name, change, 
     written = config_to_dict(config)
     written["rope_parameters"] |= change
     folder = write_hf_folder(tmp_path / "model", CONFIG, **written)
-    with pytest.raises(CheckpointError, match=r"llama_jax=.* contradicts the rope settings beside it"):
+    with pytest.raises(CheckpointError, match=r"llama_jax=.* contradicts the other rope settings"):
         llama_jax.load(folder)
     with pytest.raises(ConfigError, match="contradicts"):
         config_from_dict(config_to_dict(config) | {"max_position_embeddings": 256})
@@ -115,7 +115,7 @@ def test_what_transformers_takes_where_config_json_is_silent():
             "with original_max_position_embeddings=64",
         ),
         ({"rope_type": "yarn", "original_max_position_embeddings": "x"}, "original_max_position_embeddings='x' must be"),
-        ({"rope_type": "ntk", "factor": 2.0}, "'ntk' is not supported; 'default', 'linear', 'dynamic', 'yarn', "),
+        ({"rope_type": "ntk", "factor": 2.0}, "'ntk' is not supported; use 'default', 'linear', 'dynamic', 'yarn', "),
     ):
         with pytest.raises(ConfigError, match=message):
             read(**scaling)
@@ -167,7 +167,7 @@ def llama_cpps_rotation(fields, tensors, config, context):
 
 @pytest.mark.parametrize("name", NOT_IN_GGUF)
 def test_gguf_has_no_place_for_some(name, params, tmp_path):
-    with pytest.raises(CheckpointError, match=f"{NOT_IN_GGUF[name]} has no place in GGUF"):
+    with pytest.raises(CheckpointError, match=f"{NOT_IN_GGUF[name]} cannot be stored in GGUF"):
         save(tmp_path / "model.gguf", CONFIGS[name], params, format="gguf")
     assert not any(tmp_path.iterdir())
 
@@ -201,16 +201,16 @@ class _Array:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"llama.rope.scaling.type": "su"}, "type='su' is not supported; none, linear, yarn and longrope are"),
+        ({"llama.rope.scaling.type": "su"}, "type='su' is not supported; use none, linear, yarn or longrope"),
         (
             {"llama.rope.scaling.type": "yarn"},
-            "tensor 'rope_factors_long.weight' is there, but llama.rope.scaling.type='yarn'",
+            "tensor 'rope_factors_long.weight' is present, but llama.rope.scaling.type='yarn'",
         ),
-        ({"llama.rope.scaling.factor": 4.0}, "factor=4.0 is not supported where the type is 'longrope'"),
-        ({"llama.rope.scaling.yarn_beta_fast": 16.0}, "yarn_beta_fast=16.0 is not supported; llama.cpp takes 32.0"),
+        ({"llama.rope.scaling.factor": 4.0}, "factor=4.0 is not supported with type 'longrope'"),
+        ({"llama.rope.scaling.yarn_beta_fast": 16.0}, "yarn_beta_fast=16.0 is not supported; llama.cpp uses 32.0"),
         ({"llama_jax.rope_scaling": "{"}, "llama_jax='{' is not a note"),
         ({"llama_jax.rope_scaling": '{"rope_scaling": {}}'}, "is not a note"),
-        ({"llama.rope.scaling.attn_factor": 1.5}, "contradicts the rope settings"),
+        ({"llama.rope.scaling.attn_factor": 1.5}, "contradicts the other rope settings"),
     ],
 )
 def test_gguf_settings_that_cannot_be(changes, message):
@@ -238,7 +238,7 @@ def test_gguf_of_others():
     assert longrope == replace(SCALINGS["longrope"], attention_factor=1.0)
     with pytest.raises(ConfigError, match=r"scaling.factor is missing"):
         read(type="yarn")
-    with pytest.raises(ConfigError, match=r"attn_factor=1.5 is not supported where the type is 'linear'"):
+    with pytest.raises(ConfigError, match=r"attn_factor=1.5 is not supported with type 'linear'"):
         read(type="linear", factor=2.0, attn_factor=1.5)
 
 
@@ -254,8 +254,8 @@ def test_a_longrope_as_llama_cpps_converter_writes_it(tmp_path):
     assert sorted(scaled) == ["phi3.rope.scaling.attn_factor", "phi3.rope.scaling.original_context_length"]
     assert config_from_fields(theirs, tensors) == config
     for changes, without, message in (
-        ({"phi3.rope.scaling.type": "none"}, None, "phi3.rope.scaling.attn_factor=.* where the type is 'none'"),
-        ({}, "rope_factors_long.weight", "phi3.rope.scaling.attn_factor=.* where the type is 'none'"),
+        ({"phi3.rope.scaling.type": "none"}, None, "phi3.rope.scaling.attn_factor=.* with type 'none'"),
+        ({}, "rope_factors_long.weight", "phi3.rope.scaling.attn_factor=.* with type 'none'"),
         ({"phi3.rope.scaling.factor": 4.0}, None, "phi3.rope.scaling.factor=4.0 is not supported"),
         ({"phi3.rope.scaling.factor": 1e39}, None, r"phi3.rope.scaling.factor=1e\+39 must be a finite number"),
     ):
@@ -270,5 +270,5 @@ def test_a_setting_of_each_layer_is_read_where_all_are_alike(name):
     n, value = fields["llama.block_count"], fields[key]
     assert config_from_fields(fields | {key: array("i", [value] * n)}, plain) == config_from_fields(fields, plain)
     for wrong in ([value] * (n - 1) + [2 * value], [value] * (n + 1), []):
-        with pytest.raises(ConfigError, match=f"^{key}=.* must be one number, or the same for each of {n} layers"):
+        with pytest.raises(ConfigError, match=f"^{key}=.* must be one number, or {n} equal ones"):
             config_from_fields(fields | {key: array("i", wrong)}, plain)

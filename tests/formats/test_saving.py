@@ -60,7 +60,7 @@ def test_orbax_is_cast_and_placed(tmp_path, models):
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - set(FOR_LLAMA2C)))
 def test_what_llama2c_cannot_hold(kind, tmp_path, models):
-    with pytest.raises(CheckpointError, match=r"has no place in llama2.c's format"):
+    with pytest.raises(CheckpointError, match=r"cannot be stored in llama2.c's format"):
         save(tmp_path / "model.bin", *models[kind], format="llama2c")
     assert not os.listdir(tmp_path)
 
@@ -102,7 +102,7 @@ def test_q8_0_is_what_the_gguf_package_makes_of_each_tensor(tmp_path):
 def test_q8_0_needs_blocks(tmp_path):
     config = replace(KINDS["gqa"], hidden_dim=40)
     params = params_of(config, make_goldens.random_tensors(config))
-    with pytest.raises(CheckpointError, match="rows of 40, Q8_0 needs multiples of 32"):
+    with pytest.raises(CheckpointError, match="rows of 40; Q8_0 needs multiples of 32"):
         save(tmp_path / "model.gguf", config, params, format="gguf", dtype="q8_0")
     assert not os.listdir(tmp_path)
 
@@ -142,7 +142,7 @@ def test_a_model_is_not_written_over_itself(hf_folder):
         (inside, "orbax"),
         (hf_folder / "model.bin", "gguf"),
     ):
-        with pytest.raises(CheckpointError, match="is, contains or is inside the model that is read"):
+        with pytest.raises(CheckpointError, match="is, contains or is inside the model being read"):
             convert(hf_folder, path, format=format, overwrite=True)
         assert sorted(os.listdir(hf_folder)) == ["config.json", "model.safetensors"]
     llama_jax.load(hf_folder)
@@ -153,11 +153,11 @@ def test_only_a_model_is_replaced(tmp_path, models):
     folder.mkdir()
     save(folder, *models["gqa"])  # an empty folder makes room
     (folder / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match=r"more than a model \(thesis.txt\)"):
+    with pytest.raises(CheckpointError, match=r"contains other files \(thesis.txt\)"):
         save(folder, *models["gqa"], overwrite=True)
-    with pytest.raises(CheckpointError, match="is a folder, and this format is a file"):
+    with pytest.raises(CheckpointError, match="is a folder, but this format is a file"):
         save(folder, *models["gqa"], format="llama2c", overwrite=True)
-    with pytest.raises(CheckpointError, match="is a file, and this format is a folder"):
+    with pytest.raises(CheckpointError, match="is a file, but this format is a folder"):
         save(folder / "thesis.txt", *models["gqa"], overwrite=True)
     assert (folder / "thesis.txt").read_text() == "years of work"
 
@@ -210,7 +210,7 @@ def test_the_vocabulary_of_another_model_is_not_taken_for_this_ones(stories, tmp
         lambda: save(folder / "m.bin", config, params, tokenizer, format="llama2c"),
         lambda: convert(source, folder / "m.bin", format="llama2c"),
     ):
-        with pytest.raises(CheckpointError, match=r"tokenizer.model is another vocabulary than this model's"):
+        with pytest.raises(CheckpointError, match=r"tokenizer.model is not this model's vocabulary"):
             write()
     assert sorted(os.listdir(folder)) == there
     assert (folder / "tokenizer.model").read_bytes() == before
@@ -225,7 +225,7 @@ def test_the_vocabulary_goes_with_the_weights(stories, tmp_path):
         save(tmp_path / name, config, params, tokenizer, format=format)
         read = llama_jax.load(tmp_path / name).tokenizer
         assert read.encode("Once upon a time") == tokenizer.encode("Once upon a time")
-    with pytest.raises(CheckpointError, match="the tokenizer has 512 pieces, the model a vocabulary of 96"):
+    with pytest.raises(CheckpointError, match="the tokenizer has 512 pieces, but the model's vocabulary has 96"):
         save(tmp_path / "wrong", KINDS["gqa"], params, tokenizer)
 
 
@@ -234,7 +234,7 @@ def test_convert_with_another_vocabulary(name, stories, tmp_path, caplog):
     config, params, tokenizer = stories
     format = "orbax" if name == "orbax" else None
     convert(write_hf_folder(tmp_path / "none", KINDS["gqa"]), tmp_path / "none.gguf")
-    assert "none.gguf has no vocabulary, so that llama.cpp does not open it" in caplog.text
+    assert "none.gguf has no vocabulary, so llama.cpp cannot open it" in caplog.text
     caplog.clear()
     unknown = write_unknown_vocabulary(tmp_path / "unknown.gguf", config, params, tokenizer)
     tokenizer.save(tmp_path)
@@ -245,7 +245,7 @@ def test_convert_with_another_vocabulary(name, stories, tmp_path, caplog):
     assert found.tokenizer.encode("Once upon a time") == tokenizer.encode("Once upon a time")
     same(found.params, params)
     assert not caplog.text
-    with pytest.raises(CheckpointError, match="the tokenizer has 512 pieces, the model a vocabulary of 96"):
+    with pytest.raises(CheckpointError, match="the tokenizer has 512 pieces, but the model's vocabulary has 96"):
         convert(tmp_path / "none", tmp_path / "wrong", format=format, tokenizer=tmp_path)
 
 
@@ -270,7 +270,7 @@ def test_tokens_that_are_no_utf_8_are_written_as_they_are(stories, tmp_path):
 def test_a_llama2c_file_leaves_its_neighbours_settings(name, stories, tmp_path):
     theirs = tmp_path / name
     theirs.write_text('{"eos_token_id": 7}')
-    with pytest.raises(CheckpointError, match=f"{name} is of another model, .*; write into another folder"):
+    with pytest.raises(CheckpointError, match=f"{name} belongs to another model, .*; write into another folder"):
         save(tmp_path / "model.bin", *stories, format="llama2c")
     assert os.listdir(tmp_path) == [name]
     assert theirs.read_text() == '{"eos_token_id": 7}'
@@ -350,7 +350,7 @@ def test_nothing_is_left_when_writing_fails(format, error, tmp_path, monkeypatch
         (dict(format="torch"), "format='torch' is not one of safetensors"),
         (dict(dtype="int8"), "dtype='int8' is not one of float32"),
         (dict(dtype="q8_0"), "dtype='q8_0': the safetensors format"),
-        (dict(format="llama2c", dtype="bfloat16"), "llama2c format holds float32 only"),
+        (dict(format="llama2c", dtype="bfloat16"), "llama2c format supports only float32"),
     ],
 )
 def test_impossible_wishes(arguments, message, tmp_path, models):
@@ -390,6 +390,6 @@ def test_a_llama2c_file_beside_one_that_samples_otherwise_is_refused(stories, tm
     save(tmp_path / "hf", config, params, tokenizer)
     convert(tmp_path / "hf", tmp_path / "there" / "first.bin", format="llama2c")
     (tmp_path / "there" / "generation_config.json").write_text('{"temperature": 0.3}')
-    with pytest.raises(CheckpointError, match="how to sample, for another model"):
+    with pytest.raises(CheckpointError, match="has another model's stop ids or sampling settings"):
         convert(tmp_path / "hf", tmp_path / "there" / "second.bin", format="llama2c")
     assert not (tmp_path / "there" / "second.bin").exists()

@@ -74,6 +74,8 @@ def half(x, weight, eps):
     return ops.rms_norm(x, weight, eps) / 2
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_part_of_ones_own(export, models):
     config, params = models["gqa"]
     export(replace(config, parts=Parts(norm=half)), params)
@@ -201,7 +203,7 @@ def test_what_is_there_is_kept(stories, tmp_path):
     said = error_of(run_here("export", bundled(), stories))
     assert "exists; remove it, or replace it with overwrite=True (--overwrite)" in said
     (tmp_path / "notes.txt").touch()
-    assert "holds more than a model (notes.txt)" in error_of(run_here("export", bundled(), tmp_path, "--overwrite"))
+    assert "contains other files (notes.txt)" in error_of(run_here("export", bundled(), tmp_path, "--overwrite"))
 
 
 def test_no_room(models, tmp_path, monkeypatch):
@@ -209,7 +211,7 @@ def test_no_room(models, tmp_path, monkeypatch):
     exported = export_model(config, unstack_layers(params), context=16, platforms=("cpu",))  # as it is loaded for a GPU
     assert [x.shape for x in exported.weights.values()] == [x.shape for x in jax.tree.leaves(params)]
     monkeypatch.setattr("llama_jax.formats.stablehlo.free_bytes", lambda path: 1000)
-    with pytest.raises(CheckpointError, match=r"/out needs 0.0 GB, and 0.0 GB are left; make room there"):
+    with pytest.raises(CheckpointError, match=r"/out needs 0.0 GB, but 0.0 GB are free; make room there"):
         exported.save(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -217,7 +219,7 @@ def test_no_room(models, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--context", "1000"], "context=1000 exceeds the model's own of 512; export at most that, or with a window"),
+        (["--context", "1000"], "context=1000 exceeds the model's context of 512; export at most that, or set a window"),
         (["--platforms", "cpu,mps"], "platforms='cpu,mps' must be some of cpu, cuda, rocm, tpu"),
         (["--batch", "0"], "batch=0"),
     ],
@@ -238,5 +240,5 @@ def test_models_that_are_refused(models):
         check_exportable(ROPES["longrope"], 17)
     check_exportable(ROPES["longrope"], 16)
     lora = Lora(4)
-    with pytest.raises(GenerationError, match="adapters by name are not exported"):
+    with pytest.raises(GenerationError, match="a table of adapters cannot be exported"):
         export_model(config, adapter_table(config, params, [(random_adapters(config, lora), lora)]))

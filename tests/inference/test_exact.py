@@ -40,7 +40,8 @@ from llama_jax.training.policy_gradient import PolicyOptions
 from llama_jax.training.policy_loss import AnswerLoss
 
 EXACT = Compute(exact=True)
-KINDS = ["float32", "q4_0", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bfloat16", "int8"))]
+VARIANT = (pytest.mark.slow, pytest.mark.rotating)
+KINDS = ["float32", *(pytest.param(kind, marks=VARIANT) for kind in ("bfloat16", "int8", "q4_0"))]
 NEW = 9
 # At the edges of the blocks of tokens and of keys, and of the pages.
 LENGTHS = [1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 130]
@@ -146,7 +147,7 @@ def served(model, options, turns, prompts=PROMPTS):
 OPTIONS = EngineOptions(rows=5, context=160, prefill_chunk=16, compute=EXACT)
 
 
-@pytest.mark.parametrize("chunk", [16, 48])
+@pytest.mark.parametrize("chunk", [16, pytest.param(48, marks=VARIANT)])
 def test_served_among_others(model, alone, chunk):
     assert served(model, replace(OPTIONS, prefill_chunk=chunk), 3)[0] == alone
 
@@ -174,6 +175,8 @@ def test_kept_prefixes(model):
     engine.close()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
 def test_frequencies_that_depend_on_the_length(scaling):
     """A pass without a cache is that of generation; of both kinds the usual pass is close."""
@@ -186,6 +189,8 @@ def test_frequencies_that_depend_on_the_length(scaling):
     np.testing.assert_allclose(found, usual, atol=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_many_sinks_in_caches_of_other_capacities():
     model, cache = model_of("float32"), CacheOptions(window=20, sinks=300)
     prompts = some_prompts([200, 330], seed=2)
@@ -193,6 +198,8 @@ def test_many_sinks_in_caches_of_other_capacities():
     assert continued(model, prompts, Sampling(), cache=cache)[:1] == alone
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("cache", [CacheOptions("int8"), CacheOptions(window=20), CacheOptions(window=20, sinks=4)])
 def test_other_caches(cache):
     model = model_of("float32")
@@ -200,6 +207,8 @@ def test_other_caches(cache):
     assert continued(model, cache=cache) == alone
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_with_an_adapter():
     lora = Lora(rank=3, alpha=5.0)
     model = CONFIG, adapted(model_of("float32")[1], random_adapters(CONFIG, lora, seed=1), lora)
@@ -210,6 +219,8 @@ def test_with_an_adapter():
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_without_native_kernels(monkeypatch):
     monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
     model = model_of("float32")
@@ -227,7 +238,7 @@ def test_the_numbers_are_those_of_the_model(model):
             np.testing.assert_allclose(*both, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["float32", pytest.param("bfloat16", marks=VARIANT)])
 def test_a_neighbor_that_is_not_a_number(kind):
     """Its embedding overflows; the others' numbers are as they are alone."""
     config, params = model_of(kind)
@@ -269,6 +280,8 @@ def test_evaluated(model):
     assert found[0][-NEW:].tolist() == [np.float32(x) for x in answer.logprobs]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_the_sampler_is_the_trainer(kind):
     """Log-probabilities of answers in a training step are those with which they were sampled."""

@@ -216,11 +216,11 @@ def test_bad_requests_are_refused_before_anything_runs(model, prompts, arguments
 def test_logits_that_are_no_numbers_are_an_error(model):
     config, params = model
     broken = params.replace(final_norm=params.final_norm * np.float32(np.inf))
-    with pytest.raises(GenerationError, match="logits in row 0 are not numbers"):
+    with pytest.raises(GenerationError, match="logits in row 0 are NaN"):
         llama_jax.generate(config, broken, [[1, 2]], max_new_tokens=3)
     # Hidden states that are finite, and whose squares are not: the norm would make them zeros, and the logits all alike.
     large = params.replace(embedding=params.embedding * np.float32(1e25))
-    with pytest.raises(GenerationError, match="logits in row 0 are not numbers"):
+    with pytest.raises(GenerationError, match="logits in row 0 are NaN"):
         llama_jax.generate(config, large, [[1, 2]], max_new_tokens=3)
 
 

@@ -61,6 +61,8 @@ def _of_length(params, tokens, lengths):
     return llama_jax.unembed(CONFIG, params, hidden)[0, lengths[0] - 1]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("cache", [llama_jax.CacheOptions(), llama_jax.CacheOptions(dtype="int8")], ids=["plain", "int8"])
 def test_what_is_drawn_and_penalised_goes_on_as_without_the_point(params, cache):
     """Where both lists of factors are the same nothing changes there, so the tokens are those of a row that is read once."""
@@ -93,6 +95,8 @@ def test_what_cannot_read_again_refuses(params):
         complete(CONFIG, 64, params, *prepared)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_an_engine_stops_where_it_would_have_to_read_again(params):
     engine = Engine(CONFIG, params, EngineOptions(rows=2, prefill_chunk=16))
     refused = GenerationRequest(prompt=PROMPTS[0], max_new_tokens=13)

@@ -62,10 +62,10 @@ def test_convert_reads_a_text(params, tmp_path):
     llama_jax.convert(source, tmp_path / "plain.gguf", dtype="q4_0")
     assert llama_jax.load(out).config == llama_jax.load(source).config
     assert out.read_bytes() != (tmp_path / "plain.gguf").read_bytes()
-    with pytest.raises(CheckpointError, match="is for fewer bits: dtype='q4_k' for a GGUF"):
+    with pytest.raises(CheckpointError, match="needs quantization: dtype='q4_k' for a GGUF"):
         llama_jax.convert(source, tmp_path / "floats.gguf", dtype="float16", calibrate=text)
     text.write_text("Too short")
-    with pytest.raises(CheckpointError, match="tokens; a few hundred are needed"):
+    with pytest.raises(CheckpointError, match="tokens; at least a few hundred are needed"):
         llama_jax.convert(source, tmp_path / "short.gguf", dtype="q4_0", calibrate=text)
     with pytest.raises(CheckpointError, match=r"nothing\.txt cannot be read"):
         llama_jax.convert(source, tmp_path / "short.gguf", dtype="q4_0", calibrate=tmp_path / "nothing.txt")

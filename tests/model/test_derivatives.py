@@ -142,6 +142,8 @@ def relaxed(config, params, prompts, key, steps):
     return jax.lax.scan(step, mixed, jnp.arange(steps))[1].swapaxes(0, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_gradient_through_several_steps_of_relaxed_generation(model):
     config, params, tokens = model
     wanted = jax.nn.one_hot(tokens[:2, -3:], config.vocab_size, dtype=jnp.float64)
@@ -243,6 +245,8 @@ def test_scales_in_the_layers_of_a_model_have_gradients(quantized):
     np.testing.assert_allclose(gradient, wanted, rtol=1e-2, atol=1e-3 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_hessian_of_adapters_on_a_quantized_model(quantized):
     config, coded, dense, batch = quantized
     lora = Lora(rank=2, targets=("q_proj", "v_proj"))
@@ -261,6 +265,8 @@ def test_a_hessian_of_adapters_on_a_quantized_model(quantized):
         np.testing.assert_allclose(a, b, atol=1e-2 * largest)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_gradients_through_experts_whose_scales_are_in_16_bits(models):
     """The scales have no tangent, and so their bits need none."""
     config = replace(models["tied"][0], experts=4, experts_per_token=2, dim=64, hidden_dim=64)

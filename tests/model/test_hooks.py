@@ -172,6 +172,8 @@ def test_a_server(steered):
     assert found == expected
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_quantized_weights(params):
     config = replace(CONFIG, layers=(), n_heads=2, n_kv_heads=2, dim=64, head_dim=32, hidden_dim=64)
     hooked = with_hooks(quantize(llama_jax.init(config, jax.random.key(0)), "q4_0"), STEERED)
@@ -181,6 +183,8 @@ def test_quantized_weights(params):
     assert float(jnp.abs(whole - llama_jax.logits(config, hooked.replace(hooks=None), TOKENS)).max()) > 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_over_a_mesh(steered, params, tmp_path):
     _, expected = steered
     llama_jax.save(tmp_path / "model", CONFIG, params)

@@ -46,6 +46,8 @@ def test_layers_with_more_bits():
     assert kinds_of_parameter("blocks.feed_forward.gate", "q4_k", 0, 9) == ("q4_k",)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("kind", "outside"),
     [("q4_k", "q6_k"), ("int4", "int8")]

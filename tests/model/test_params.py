@@ -51,6 +51,8 @@ def test_layers_of_and_stack_undo_each_other():
     jax.tree.map(np.testing.assert_array_equal, params.replace(blocks=llama_jax.stack(layers)), params)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", [None, "q4_0"])
 def test_layers_apart_are_the_same_model(kind):
     """As a GPU has them: programs whose layers are unrolled read each from its own array."""

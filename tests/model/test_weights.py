@@ -82,7 +82,7 @@ def test_logits_and_tokens_are_those_of_the_merged_weights(adapted):
 def test_it_is_no_weight_for_a_file(adapted, tmp_path):
     config, params = adapted
     for name in ("a.gguf", "folder"):
-        with pytest.raises(CheckpointError, match=r"blocks.attention.qkv is a Adapted; files hold weights: merge it"):
+        with pytest.raises(CheckpointError, match=r"blocks.attention.qkv is a Adapted; files store only weights: merge it"):
             llama_jax.save(tmp_path / name, config, params)
     assert not list(tmp_path.iterdir())
 

@@ -132,7 +132,14 @@ def test_ties_are_broken_alike():
     close(chosen(*case, routing=routing), every(*case, routing=routing), 1e-6)
 
 
-@pytest.mark.parametrize("dtypes", [(jnp.bfloat16, jnp.bfloat16), (jnp.bfloat16, jnp.float32)], ids=["short", "mixed"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        pytest.param((jnp.bfloat16, jnp.bfloat16), marks=(pytest.mark.slow, pytest.mark.rotating)),
+        (jnp.bfloat16, jnp.float32),
+    ],
+    ids=["short", "mixed"],
+)
 def test_16_bits(dtypes):
     """As near to float32 as all experts are, which round in other places; a mixed gradient is one of the weight's dtype."""
     rng, routing = np.random.default_rng(0), Routing(2)
@@ -148,6 +155,8 @@ def test_16_bits(dtypes):
         assert mine <= 1.5 * other + 1e-3 * np.linalg.norm(right)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_derivatives_in_forward_mode_and_of_gradients():
     with jax.enable_x64(True):
         rng, routing = np.random.default_rng(1), Routing(2, normalized=False)

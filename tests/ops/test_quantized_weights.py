@@ -461,7 +461,13 @@ def check_exact(kind: str, columns: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("kind", "columns"), EXACT_KINDS)
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [
+        case if case[0] in ("float32", "q4_0") else pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.rotating))
+        for case in EXACT_KINDS
+    ],
+)
 def test_exact_kernels_give_a_token_the_same_bits_among_any_number(kind, columns):
     check_exact(kind, columns)
 
@@ -634,6 +640,8 @@ def test_bytes_for_each_weight(kind, most, made):
     assert bytes_in_memory(found) == sum(leaf.on_device_size_in_bytes() for leaf in jax.tree.leaves(found))
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("kind", "way"),
     [

@@ -90,7 +90,13 @@ def test_what_is_compared_is_uneven_and_clipped(alone):
     assert int(alone[0].step) == STEPS
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m in ("data=4", "fsdp=2"))) for m in MESHES])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(m, marks=[] if m in ("pmap", "data=2,fsdp=4") else (pytest.mark.slow, pytest.mark.rotating))
+        for m in MESHES
+    ],
+)
 def test_every_mesh_has_the_same_bits(alone, mesh):
     same_trees(take_steps(begin(), range(STEPS), mesh), alone)
 
@@ -103,6 +109,8 @@ def test_a_step_without_a_mesh_has_them_too(alone):
     same_trees(jax.tree.map(np.asarray, (state, metrics)), (alone[0], alone[1][-1]))
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=4", pytest.param("pmap", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("config", "options"),

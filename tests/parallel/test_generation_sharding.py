@@ -132,6 +132,8 @@ def own_attention(queries, view, seen, **options):
     return ops.attend(queries, view, seen, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("compute", "parts"),
     [(Compute(attention="dense"), Parts()), (Compute(), Parts(attend=own_attention))],
@@ -177,6 +179,8 @@ def remembering_options(kind):
     return {"max_new_tokens": 36, "sampling": SAMPLING, "cache": CacheOptions(**REMEMBERING[kind])}
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
@@ -375,18 +379,18 @@ def test_a_mesh_that_cannot_be_is_refused_before_weights_are_read(tmp_path, monk
         (MeshSizes(tensor=3), r"n_kv_heads=4 \(of 2 queries each\) cannot be split over tensor=3; 1, 2, 4, 8 would do"),
         (
             MeshSizes(fsdp=16),
-            r"mesh data=1,fsdp=16,tensor=1 needs 16 devices; there are 8; JAX_NUM_CPU_DEVICES=16 simulates ",
+            r"mesh data=1,fsdp=16,tensor=1 needs 16 devices, but there are 8; JAX_NUM_CPU_DEVICES=16 simulates ",
         ),
     ):
         with pytest.raises(MeshError, match=message):
             llama_jax.load(folder, mesh=sizes)
-    with pytest.raises(MeshError, match="mesh data=1,fsdp=1,tensor=2 and shardings exclude each other"):
+    with pytest.raises(MeshError, match="mesh data=1,fsdp=1,tensor=2 and shardings both say how the parameters are sharded"):
         llama_jax.load(folder, mesh=MeshSizes(tensor=2), shardings=param_shardings(CONFIG, MeshSizes(tensor=2)))
 
 
 def test_what_is_wrong_with_a_file_is_said_of_its_own_shapes(tmp_path):
     folder = write_hf_folder(tmp_path / "model", CONFIG, vocab_size=252)
-    with pytest.raises(CheckpointError, match=r"has shape \[250, 32\], the configuration needs \[252, 32\]"):
+    with pytest.raises(CheckpointError, match=r"has shape \[250, 32\]; the configuration needs \[252, 32\]"):
         llama_jax.load(folder, mesh=MeshSizes(tensor=8))
 
 
@@ -450,7 +454,7 @@ def test_pmap_refuses_what_it_cannot_do(on_all, params, monkeypatch):
     with pytest.raises(MeshError, match=r"parameters on .* is not on all 8 devices; replicate it first"):
         run(params, PROMPTS, max_new_tokens=NEW)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(MeshError, match="pmap runs in one process, this is one of 2"):
+    with pytest.raises(MeshError, match="pmap needs a single process, but this is one of 2"):
         pmap_generate(CONFIG, jax.devices())
 
 

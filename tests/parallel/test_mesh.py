@@ -40,7 +40,7 @@ def test_an_absent_axis_is_one():
         ("data=²", "'data=²' is not axis=size"),
         ("data=0", "mesh axis data=0 must be a positive integer"),
         ("model=8", "has no axis 'model'; the axes are data, fsdp, context, tensor"),
-        ("data=2,fsdp=2,data=4", "gives data twice"),
+        ("data=2,fsdp=2,data=4", "has data twice"),
     ],
 )
 def test_what_is_no_mesh_is_named(text, message):
@@ -62,5 +62,5 @@ def test_a_mesh_has_all_axes_in_order_and_leaves_propagation_to_xla():
 
 def test_more_devices_than_there_are():
     there = len(jax.devices())
-    with pytest.raises(MeshError, match=f"needs {there + 1} devices; there are {there}"):
+    with pytest.raises(MeshError, match=f"needs {there + 1} devices, but there are {there}"):
         make_mesh(MeshSizes(data=there + 1))

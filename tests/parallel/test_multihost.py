@@ -1,4 +1,4 @@
-"""The roll call of several processes, and what they say of each other; nothing here starts JAX's own service."""
+"""The rendezvous of several processes, and what they report about each other; nothing here starts JAX's own service."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def test_one_process_needs_nobody(monkeypatch):
     [
         (("node1:1", None, None), {}, r"--processes, --process-id is missing; pass all of --coordinator"),
         ((None, 2, 0), {}, r"--coordinator is missing"),
-        (("node1", 2, 0), {}, r"--coordinator 'node1' is no HOST:PORT; write it as node1:29500"),
-        (("node1:99999", 2, 0), {}, r"--coordinator 'node1:99999' is no HOST:PORT"),
+        (("node1", 2, 0), {}, r"--coordinator 'node1' is not HOST:PORT; write it as node1:29500"),
+        (("node1:99999", 2, 0), {}, r"--coordinator 'node1:99999' is not HOST:PORT"),
         (("node1:1", 0, 0), {}, r"--processes 0 must be at least 1"),
         (("node1:1", 2, 2), {}, r"--process-id 2 must be at least 0 and below --processes 2"),
         (("node1:1", 2, 0), {"timeout": 0.0}, r"--start-timeout 0\.0 must be above 0 and at most"),
         (("node1:1", 2, 0), {"timeout": math.inf}, r"--start-timeout inf must be above 0 and at most"),
-        ((), {"detect": True}, r"no Slurm, Open MPI, Kubernetes or TPU pod was found that says --coordinator, --processes"),
+        ((), {"detect": True}, r"no Slurm, Open MPI, Kubernetes or TPU pod was found that sets --coordinator, --processes"),
     ],
 )
 def test_values_that_cannot_be(arguments, options, message):
@@ -121,7 +121,9 @@ def test_open_mpi_says_it_all(monkeypatch):
 def test_the_missing_are_named_by_all_who_came(port, others):
     run, wait = others
     run(answer, port, 2, 4)
-    with pytest.raises(MeshError, match=r"of 4 processes 2 did not come to 127\.0\.0\.1:\d+ in time: processes 1, 3; start"):
+    with pytest.raises(
+        MeshError, match=r"2 of 4 processes did not connect to 127\.0\.0\.1:\d+ in time: processes 1, 3; start"
+    ):
         join(f"127.0.0.1:{port}", 4, 0, timeout=1.0)
     (refused,) = wait()
     assert "processes 1, 3" in str(refused)
@@ -142,7 +144,7 @@ def test_another_program_at_the_coordinators_port(port):
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        with pytest.raises(MeshError, match=r"cannot reach process 0 at .* \(no answer to the roll call\); is that running"):
+        with pytest.raises(MeshError, match=r"cannot reach process 0 at .* \(it did not answer\); is it running"):
             join(f"127.0.0.1:{port}", 2, 1, timeout=0.3)
         server.shutdown(socket.SHUT_RDWR)
         thread.join(10)
@@ -151,9 +153,7 @@ def test_another_program_at_the_coordinators_port(port):
 def test_a_port_that_is_taken(port):
     with (
         socket.create_server(("", port), reuse_port=False),
-        pytest.raises(
-            MeshError, match=r"port \d+ of --coordinator localhost:\d+ cannot be taken \(Address already in use\)"
-        ),
+        pytest.raises(MeshError, match=r"port \d+ of --coordinator localhost:\d+ cannot be used \(Address already in use\)"),
     ):
         join(f"localhost:{port}", 2, 0, timeout=5.0)
 
@@ -162,7 +162,7 @@ def test_other_counts(port, others):
     run, wait = others
     run(answer, port, 1, 3)
     with pytest.raises(
-        MeshError, match=r"process 1 \(pid \d+ on .*\) was started for 3 processes, process 0 for 2; pass all"
+        MeshError, match=r"process 1 \(pid \d+ on .*\) was started for 3 processes, but process 0 for 2; pass all"
     ):
         join(f"127.0.0.1:{port}", 2, 0, timeout=5.0)
     assert "was started for 3 processes" in str(wait()[0])
@@ -173,10 +173,10 @@ def test_the_same_number_twice(port, others):
     for _ in range(2):
         run(answer, port, 1, 3)
     with pytest.raises(
-        MeshError, match=r"process 1 .* and process 1 .* have the same number; pass each its own --process-id"
+        MeshError, match=r"process 1 .* and process 1 .* have the same id; pass each a different --process-id"
     ):
         join(f"127.0.0.1:{port}", 3, 0, timeout=5.0)
-    assert all("have the same number" in str(refused) for refused in wait())
+    assert all("have the same id" in str(refused) for refused in wait())
 
 
 def test_one_that_dies_and_is_started_again_may_come_again(port, others):
@@ -312,7 +312,7 @@ def test_values_that_differ_are_told_to_all(three, others):
     for process in joined:
         run(process.agree, "what is trained", {"recipe steps": 5 + (process.index == 2)})
     for error in wait():
-        assert "recipe steps: process 2 has 6, process 0 5; pass all processes the same command" in str(error)
+        assert "recipe steps: process 2 has 6, but process 0 has 5; pass all the same command" in str(error)
 
 
 def test_the_first_gathers_while_other_threads_wait(three, others):

@@ -161,5 +161,5 @@ def test_another_mesh_in_scope_is_refused_by_jax(on_all):
 
 def test_several_processes_are_an_error(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(MeshError, match="pmap runs in one process, this is one of 2"):
+    with pytest.raises(MeshError, match="pmap needs a single process, but this is one of 2"):
         pmap_step(STEP, jax.devices())

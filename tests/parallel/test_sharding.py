@@ -112,5 +112,5 @@ def test_points_of_the_model():
     x = jnp.ones((2, 3, 4))
     for where in ("embedded", "residual", "hidden", "logits", "head_gradient"):
         assert (constrain(x, where) == x).all()
-    with pytest.raises(ValueError, match="no point of the model is called 'elsewhere'"):
+    with pytest.raises(ValueError, match="the model has no constraint point 'elsewhere'"):
         constrain(x, "elsewhere")

@@ -120,6 +120,8 @@ def experts_alone():
     return run(MeshSizes(), EXPERTS)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

@@ -79,9 +79,9 @@ def test_checkpoints_hold_the_adapters_alone(whole, base, caplog):
     assert (found.lora, found.base) == (RECIPE.lora, str(base))
     same(found.params, result.state.ema)
     same(llama_jax.load(base, adapter=folder).params, adapted(params, found.params, found.lora))
-    with pytest.raises(CheckpointError, match="holds adapters and not a model; pass their base as the model"):
+    with pytest.raises(CheckpointError, match="holds an adapter, not a model; pass its base as the model"):
         llama_jax.load(folder)
-    with pytest.raises(CheckpointError, match="holds a whole model and no adapter"):
+    with pytest.raises(CheckpointError, match="holds a whole model, not an adapter"):
         load_adapter(base, config)
     with pytest.raises(CheckpointError, match=r"array 'blocks.attention.out.a' has shape .* is this the adapter's base"):
         load_adapter(folder, replace(config, n_layers=3))
@@ -100,9 +100,9 @@ def test_adapters_are_converted_without_their_base(whole, base, tmp_path):
     found, wanted = load_adapter(tmp_path / "adapter", config), load_adapter(folder, config)
     assert (found.lora, found.base) == (wanted.lora, str(base))
     same(found.params, wanted.params)
-    with pytest.raises(CheckpointError, match=r"holds an adapter and no model; pass its base .* \(--adapter\)"):
+    with pytest.raises(CheckpointError, match=r"holds an adapter, not a model; pass its base .* \(--adapter\)"):
         llama_jax.load(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match="is inside the model that is read"):
+    with pytest.raises(CheckpointError, match="is inside the model being read"):
         llama_jax.convert(folder, folder / "adapter")
 
 
@@ -117,7 +117,7 @@ def test_another_base_is_refused(whole, base, text, tmp_path):
     config, params, tokenizer = llama_jax.load(base)
     moved = params.replace(final_norm=params.final_norm.at[3].add(1e-6))
     llama_jax.save(tmp_path / "other", config, moved, tokenizer)
-    with pytest.raises(TrainingError, match=r"other is not the model that this run's adapters began with, .* its weights"):
+    with pytest.raises(TrainingError, match=r"other is not the base model that this run began with, .* its weights"):
         train(RECIPE, folder, [text], weights=tmp_path / "other", resume=True, log=log)
     with pytest.raises(TrainingError, match=r"lora trains adapters on a frozen model; pass the model with"):
         train(RECIPE, folder, [text], resume=True, log=log)
@@ -149,6 +149,8 @@ def test_the_base_may_be_quantized(base, text, tmp_path):
     assert "parameters in int8 that stay as they are" in log.said
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_quantized_base_is_kept_where_layers_differ_too(tmp_path):
     config = recipe().model
     params = quantize(jit_init(config, jax.random.key(0)), "q8_0")
@@ -164,7 +166,7 @@ def test_a_quantized_base_is_kept_where_layers_differ_too(tmp_path):
     assert kinds_in_memory(floats) == "float32"
     tensors = open_checkpoint(tmp_path / "a.gguf").tensors
     assert describe_weights(RECIPE, tensors) == ["weights: q8_0 and q4_0, kept as they are under the adapters"]
-    assert describe_weights(FULL, tensors) == ["weights: q8_0 and q4_0, dequantized to float32, in which they are trained"]
+    assert describe_weights(FULL, tensors) == ["weights: q8_0 and q4_0, dequantized to float32 for training"]
 
 
 def test_recipes_that_cannot_be():

@@ -250,8 +250,8 @@ def test_a_save_that_hangs_is_an_error(kept, tmp_path, monkeypatch):
         hanging.wait()
         with pytest.raises(
             StuckSaveError,
-            match=r"checkpoints: step 20 is not saved: it has not been written within 0.2 s; where writing takes so long,"
-            r" set more with --save-timeout \(save_timeout=\); the last good checkpoint is step 10$",
+            match=r"checkpoints: step 20 is not saved: it has not been written within 0.2 s; if writing takes that long,"
+            r" raise the limit with --save-timeout \(save_timeout=\); the last good checkpoint is step 10$",
         ):
             other.wait()
         other.check()  # it was told
@@ -285,8 +285,8 @@ def test_a_save_that_hangs_before_it_has_a_thread_is_told(kept, monkeypatch):
     (error,) = told
     assert isinstance(error, StuckSaveError)
     assert re.search(
-        r"checkpoints: step 20 is not saved: it could not be begun within 0.05 s \(--save-timeout\): a device or a disk does"
-        r" not answer; the last good checkpoint is step 10$",
+        r"checkpoints: step 20 is not saved: it did not start within 0.05 s \(--save-timeout\): a device or a disk does"
+        r" not respond; the last good checkpoint is step 10$",
         str(error),
     )
     assert not [thread for thread in threading.enumerate() if thread.name == "watching step 10"]
@@ -327,7 +327,7 @@ def test_a_damaged_step_is_named_and_a_whole_one_found(run, how):
             kept.restore(shapes_of())
         same(kept.restore(shapes_of(), 10)[0], state_of(10))
         spoil(run / "checkpoints/10")
-        with pytest.raises(CheckpointError, match="no older step is whole"):
+        with pytest.raises(CheckpointError, match="no older step is intact"):
             kept.restore(shapes_of())
     gc.collect()  # so that what was dropped is told of here
 
@@ -383,7 +383,7 @@ def test_what_says_nothing_about_the_files_advises_no_deletion(error, sums, run,
 
     monkeypatch.setattr(ocp, "load", fail)
     reason = re.escape((error.strerror if isinstance(error, OSError) else None) or str(error))
-    said = rf"20/params cannot be read \(.*{reason}\), which proves nothing"
+    said = rf"20/params cannot be read \(.*{reason}\), which is no proof of damage"
     with CheckpointManager(run / "checkpoints") as kept, pytest.raises(CheckpointError, match=said) as restoring:
         kept.restore(shapes_of())
     with pytest.raises(CheckpointError, match=said) as loading:
@@ -401,7 +401,7 @@ def test_a_disk_that_fails_under_the_checksums_is_no_damage(run, monkeypatch):
     monkeypatch.setattr("hashlib.file_digest", fail)
     with CheckpointManager(run / "checkpoints") as kept:
         for read in (lambda: kept.restore(shapes_of()), lambda: llama_jax.load(run)):
-            with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\), which proves nothing"):
+            with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\), which is no proof of damage"):
                 read()
 
 

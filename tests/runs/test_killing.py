@@ -63,7 +63,7 @@ def whole(live, tmp_path_factory):
 @pytest.mark.parametrize(
     ("devices", "seed"),
     [
-        pytest.param(8, 3, marks=pytest.mark.slow),
+        pytest.param(8, 3, marks=(pytest.mark.slow, pytest.mark.rotating)),
         *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((1, 0), (1, 1), (8, 2))),
     ],
 )

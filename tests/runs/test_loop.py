@@ -300,7 +300,7 @@ def test_a_loss_that_stays_infinite_ends_the_run(text, tmp_path):
     ("changes", "options", "message"),
     [
         ({}, {"mesh": MeshSizes(data=3)}, "batch=8 cannot be split over"),
-        ({}, {"mesh": MeshSizes(data=16)}, "needs 16 devices; there are 8"),
+        ({}, {"mesh": MeshSizes(data=16)}, "needs 16 devices, but there are 8"),
         ({}, {"mesh": MeshSizes(fsdp=2), "backend": "pmap"}, "pmap copies the whole model"),
         ({"accumulate": 4}, {"mesh": MeshSizes(data=4), "backend": "pmap"}, "batch=8 must be a multiple of data=4 times"),
         ({}, {"validation_data": "missing.txt"}, "missing.txt does not exist"),
@@ -319,7 +319,7 @@ def test_what_is_quick_to_check_comes_before_a_vocabulary(text, tmp_path, change
     ("changes", "message"),
     [
         ({"vocabulary": "given"}, "needs a tokenizer; pass one with --tokenizer"),
-        ({"model": dataclasses.replace(CONFIG, vocab_size=100)}, "has 259 tokens, the model a vocabulary of 100"),
+        ({"model": dataclasses.replace(CONFIG, vocab_size=100)}, "has 259 tokens, but the model's vocabulary has 100"),
     ],
 )
 def test_vocabularies_that_cannot_be_trained(text, tmp_path, changes, message):

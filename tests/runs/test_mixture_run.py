@@ -65,10 +65,11 @@ def test_each_source_has_its_share_its_epochs_and_its_loss(whole):
 def test_what_is_read_too_often_is_said(files):
     given = TaskInputs(find_data(sources(files, stories=1, books=1)), (), byte_tokenizer(), MeshSizes(), Log(quiet=True))
     corpora = read_data(RECIPE, given)
-    said = data_summary(replace(RECIPE, steps=60), corpora)
+    said = data_summary(replace(RECIPE, steps=30), corpora)
     assert [line for line in said if "repeated text" in line] == [said[-1]]
     assert said[-1].startswith("  books is read ")
     assert not any("repeated text" in line for line in data_summary(RECIPE, corpora))
+    assert data_summary(replace(RECIPE, steps=90), corpora)[-1].startswith("warning: the data books is read ")
 
 
 def test_a_curve_for_each(whole):
@@ -106,7 +107,7 @@ def test_other_weights_are_refused_unless_asked_for_and_then_noted(files, tmp_pa
     ("given", "message"),
     [
         (lambda files: [*sources(files, stories=1), files / "books.txt"], "books.txt has no name and weight"),
-        (lambda files: sources(files, stories=1) * 2, "two sources are called stories"),
+        (lambda files: sources(files, stories=1) * 2, "two sources are named stories"),
         (lambda files: [WeightedData("a b", files / "books.txt", 1)], "the name 'a b' of a source must be letters"),
         (lambda files: [WeightedData(name, files / "books.txt", 1) for name in "ab"], "books.txt is given twice"),
         (lambda files: sources(files, stories=0), "the weight of stories, 0, must be a number above 0"),

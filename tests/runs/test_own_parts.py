@@ -163,6 +163,8 @@ def test_generation_and_serving_have_the_numbers_of_the_logits(made, model):
     assert accepted >= drafted - 2 > 0  # the draft has the parts, too; the last ones may be beyond the limit
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_divergence_computes_each_model_with_its_own_parts(made, model):
     config, params, tokenizer, _ = model
     plain, others, _ = llama_jax.load(made.plain)
@@ -193,6 +195,8 @@ def test_a_run_goes_on_with_the_same_functions_only(made, tmp_path):
     assert losses[0][-2:] == losses[1][-2:]
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_training_goes_on_from_its_weights_with_the_parts_or_not_at_all(made, tmp_path):
     config = llama_jax.load(made.own).config
     without = replace(find(f"{made.file}:plain"), log_every=1)
@@ -208,6 +212,8 @@ def test_training_goes_on_from_its_weights_with_the_parts_or_not_at_all(made, tm
     assert llama_jax.load(tmp_path / "c").config.parts == config.parts
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_teacher_and_its_student_have_parts_of_their_own(made, tmp_path):
     def divergence(weights, teacher, parts):
         short = replace(find(f"{made.file}:plain"), distill=DistillOptions(teacher=str(teacher)), parts=parts)
@@ -218,7 +224,7 @@ def test_a_teacher_and_its_student_have_parts_of_their_own(made, tmp_path):
     parts = made.recipe().parts
     assert divergence(made.own, made.own, parts) == pytest.approx(0, abs=1e-6)
     assert divergence(made.plain, made.plain, parts) > 1e-4
-    with pytest.raises(ConfigError, match=r"Parts\(\) has no function 'attend', which the model has as its attend"):
+    with pytest.raises(ConfigError, match=r"Parts\(\) has no function 'attend', which the model uses as its attend"):
         divergence(made.plain, made.own, Parts())
 
 
@@ -243,7 +249,9 @@ def arguments(text, made, tmp_path):
     return text.format(**vars(made), out=tmp_path / "out").split()
 
 
-@pytest.mark.parametrize("name", COMPUTING)
+@pytest.mark.parametrize(
+    "name", ["generate", *(pytest.param(name, marks=(pytest.mark.slow, pytest.mark.rotating)) for name in [*COMPUTING][1:])]
+)
 def test_a_command_that_computes_needs_the_file(made, tmp_path, monkeypatch, name):
     if name == "lm-eval":
         pytest.importorskip("lm_eval")
@@ -285,10 +293,10 @@ def test_a_file_without_the_functions_is_refused(made, tmp_path):
     (tmp_path / "fails.py").write_text("1 / 0")
     (tmp_path / "mine.txt").write_text("")
     generate = partial(run_here, "generate", "the", "--model", made.own, "--exact", "--parts")
-    assert "mine.py has no function 'attend', which the model has as its attend (mine:attend)" in error_of(
+    assert "mine.py has no function 'attend', which the model uses as its attend (mine:attend)" in error_of(
         generate(tmp_path / "mine.py")
     )
-    assert "has yours:attend as 'attend', and the model's attend is mine:attend" in error_of(generate(tmp_path / "yours.py"))
+    assert "has yours:attend as 'attend', but the model's attend is mine:attend" in error_of(generate(tmp_path / "yours.py"))
     assert "failed with ZeroDivisionError" in error_of(generate(tmp_path / "fails.py"))
     assert "is not a Python file" in error_of(generate(tmp_path / "mine.txt"))
     assert "does not exist" in error_of(generate(tmp_path / "none.py"))
@@ -311,10 +319,10 @@ def test_files_keep_the_names_or_are_refused(made, tmp_path):
     llama_jax.save(tmp_path / "saved", llama_jax.with_parts(config, made.file), params)
     assert llama_jax.load(tmp_path / "saved").config.parts == NAMES
     for name in ("a.gguf", "a.bin"):
-        with pytest.raises(CheckpointError, match=r"norm='mine:norm'.* have no place in .* write safetensors or orbax"):
+        with pytest.raises(CheckpointError, match=r"norm='mine:norm'.* cannot be stored in .* write safetensors or orbax"):
             llama_jax.convert(made.own, tmp_path / name)
     for base in ({}, {"base": made.plain}):
-        with pytest.raises(CheckpointError, match=r"norm='mine:norm'.* have no place in an adapter's files"):
+        with pytest.raises(CheckpointError, match=r"norm='mine:norm'.* cannot be stored in adapter files"):
             llama_jax.convert(made.adapters, tmp_path / "adapter", **base)
     assert run_here("merge", made.plain, made.adapters, tmp_path / "merged").returncode == 0
     assert llama_jax.load(tmp_path / "merged").config.parts == NAMES
@@ -350,7 +358,7 @@ def test_functions_are_found_again_by_their_names(made):
     assert llama_jax.with_parts(script, __import__(module)).parts.norm is of_module
     with pytest.raises(ConfigError, match="has no function 'of_module'"):
         llama_jax.with_parts(named, made.file)
-    with pytest.raises(ConfigError, match="names no parts of its own"):
+    with pytest.raises(ConfigError, match="names no custom parts"):
         llama_jax.with_parts(recipe().model, made.file)
 
 
@@ -360,7 +368,7 @@ def test_parts_stay_with_a_recipe_whose_model_is_replaced(made):
         changed = override(short, [change])
         assert changed.model.parts == changed.parts == short.parts
     for change in ("parts.norm=norm", "parts=norm", "model.parts.norm=norm", "loss=loss"):
-        with pytest.raises(TrainingError, match="is set to functions, in a recipe of a file of your own"):
+        with pytest.raises(TrainingError, match="must be set to functions in a recipe file"):
             override(short, [change])
     with pytest.raises(ConfigError, match="attention='dense' is for the library's attention"):
         replace(short, attention="dense")

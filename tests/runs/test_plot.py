@@ -106,7 +106,7 @@ def test_lines_without_some_of_the_values(tmp_path):
     run = read_run(write(tmp_path, [{"kind": "train", "step": 1, "loss": 2.0}, validation(1)]))
     assert np.isnan(run.train["tokens"]).all()
     assert png(draw([run], log=True))
-    with pytest.raises(UserError, match="did not write its number of tokens; draw it by='step'"):
+    with pytest.raises(UserError, match="has no token counts; plot it with by='step'"):
         draw([run], by="tokens")
 
 
@@ -115,7 +115,7 @@ def test_lines_without_some_of_the_values(tmp_path):
     [
         ([], "", "metrics.jsonl has no line of training to draw; has the run"),
         ([event(0, "start"), validation(1)], "", "metrics.jsonl has no line of training"),
-        ([], '{"kind": "tr', "metrics.jsonl has no line of training to draw; 1 of its lines are not whole"),
+        ([], '{"kind": "tr', "metrics.jsonl has no line of training to draw; 1 of its lines are incomplete"),
     ],
 )
 def test_a_run_without_training(tmp_path, lines, end, message):
@@ -126,7 +126,7 @@ def test_a_run_without_training(tmp_path, lines, end, message):
 def test_what_is_no_run(tmp_path):
     with pytest.raises(UserError, match=r"holds no metrics\.jsonl; pass the folder of a run"):
         read_run(tmp_path)
-    with pytest.raises(UserError, match="no run was given"):
+    with pytest.raises(UserError, match="no run given"):
         read_runs([])
 
 
@@ -244,7 +244,7 @@ def test_a_run_of_one_step_and_without_validation(tmp_path):
 def test_arguments_that_cannot_be(run, arguments, message):
     with pytest.raises(UserError, match=message):
         draw([run], **arguments)
-    with pytest.raises(UserError, match="no run was given"):
+    with pytest.raises(UserError, match="no run given"):
         draw([])
 
 
@@ -252,7 +252,7 @@ def test_without_matplotlib(run, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match="plots need matplotlib; get it with pip install -e"):
+    with pytest.raises(UserError, match="plots need matplotlib: pip install -e"):
         draw([run])
 
 

@@ -126,10 +126,10 @@ def test_the_cached_reference_belongs_to_the_run(whole, base, pairs, tmp_path):
         held = dict(file)
     assert held["train"].shape == (48, 2)
     np.savez(folder / "reference.npz", **held | {"train": held["train"] + 1e-3})
-    with pytest.raises(TrainingError, match=r"reference\.npz is not of this run: its numbers are others; copy it"):
+    with pytest.raises(TrainingError, match=r"reference\.npz is not from this run: its values differ; copy it"):
         train(FULL, folder, pairs, weights=base, resume=True)
     (folder / "reference.npz").write_bytes(b"PK\3\4")
-    with pytest.raises(TrainingError, match=r"reference\.npz, .* began with, cannot be read .* copy it from where"):
+    with pytest.raises(TrainingError, match=r"reference\.npz, .* initial model, cannot be read .* copy it from the"):
         train(FULL, folder, pairs, weights=base, resume=True)
     other = replace(FULL, preference=PreferenceOptions(beta=0.1))
     with pytest.raises(TrainingError, match=r"preference.beta: 0.5 in the folder, 0.1 now"):
@@ -180,7 +180,7 @@ def test_answers_with_a_label(base, pairs, judged, tmp_path):
     assert found[0]["loss"] == pytest.approx(0.5, abs=1e-5)
     assert found[-1]["loss"] < 0.5
     assert "accuracy" not in found[0]
-    with pytest.raises(TrainingError, match=r"has single answers with a label, which preference.kind=kto learns from"):
+    with pytest.raises(TrainingError, match=r"has single answers with a label, which only preference.kind=kto supports"):
         train(FULL, tmp_path / "other", judged, weights=base)
 
 

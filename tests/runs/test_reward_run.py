@@ -91,7 +91,7 @@ def test_what_is_rewarded_becomes_more_probable(whole):
     assert last["reward"] > first["reward"]
     assert result.validation.numbers["reward"] == last["reward"] == -last["loss"]
     assert result.validation.text.endswith("(64 answers)")
-    assert "32 prompts to train on, of 8 tokens at most, 8 to evaluate" in said
+    assert "32 prompts to train on, of at most 8 tokens, 8 to evaluate" in said
     assert "on; 8 answers of at most 8 tokens to each of 4 prompts" in said
     assert "validation reward " in said
     assert said.count("    [") == 2, "a sample at each evaluation"
@@ -178,7 +178,9 @@ def test_with_all_parameters_the_reference_is_what_training_began_with(file, pro
     assert found[0] < 1e-6 < found[-1]
     resumed = train(told, tmp_path / "half", [prompts], weights=base, resume=True)
     same(resumed.state, whole.state)
-    with pytest.raises(TrainingError, match=r"rewards.beta is for a divergence from the model .*; pass --weights"):
+    with pytest.raises(
+        TrainingError, match=r"rewards.beta penalizes divergence from the initial model; pass it with --weights"
+    ):
         train(replace(told, vocabulary="byte"), tmp_path / "none", [prompts])
 
 

@@ -147,6 +147,7 @@ def alone(started, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
@@ -171,6 +172,7 @@ def test_two_processes_train_what_one_does(started, alone, tmp_path, mesh, chang
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_exact_training_on_any_devices(started, environment, tmp_path, monkeypatch):
     """As XLA compiles by default: 50 steps on one device, and in two processes that stop at 20 and go on by pmap."""
     monkeypatch.delitem(environment, "XLA_FLAGS", raising=False)
@@ -195,6 +197,7 @@ def test_exact_training_on_any_devices(started, environment, tmp_path, monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_two_processes_train_into_a_store(started, environment, tmp_path, monkeypatch):
     """Both are on one host: the first puts what they write, and brings what they go on from."""
     with object_server.serving() as store:
@@ -248,6 +251,7 @@ def saved_in_the_store():
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_two_hosts_train_into_a_store(started, over_hosts, tmp_path, calling, count):
     """A host dies in the middle of a save, and the run goes on: to the bit it is what one in a shared folder is."""
@@ -288,6 +292,7 @@ def test_two_hosts_train_into_a_store(started, over_hosts, tmp_path, calling, co
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -322,6 +327,7 @@ def test_hosts_end_together(over_hosts, fault, message):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_a_signal_to_one_saves_all(started, tmp_path):
     """Sent to the second alone: both end after the same step, with 0, and go on in one process."""
     with started(tmp_path, "steps=3000", "save_every=0", "evaluate_every=0") as running:
@@ -336,31 +342,34 @@ def test_a_signal_to_one_saves_all(started, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_what_is_missing_and_what_differs(started, tmp_path):
     with started(tmp_path, "--start-timeout", 1.5, of=3) as running:
         results = ended(running)
     for code, _, said in results:
         assert code == 2
-        assert re.search(r"llama-jax: error: of 3 processes 1 did not come to \S+ in time: process 2; start them", said)
+        assert re.search(r"llama-jax: error: 1 of 3 processes did not connect to \S+ in time: process 2; start them", said)
     with started(tmp_path, own=("steps=5", "steps=6")) as running:
         results = ended(running)
     for code, _, said in results:
         assert code == 2
-        assert "recipe steps: process 1 has 6, process 0 5; pass all processes the same command" in said
+        assert "recipe steps: process 1 has 6, but process 0 has 5; pass all the same command" in said
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_processes_with_unequal_devices(started, tmp_path):
     """As where a node has lost a GPU: what JAX offers to wait for each other fails with a trace then."""
     with started(tmp_path, devices=(2, 3)) as running:
         for code, _, said in ended(running):
             assert code == 2
-            assert "devices: process 1 has 3, process 0 2" in said
+            assert "devices: process 1 has 3, but process 0 has 2" in said
             assert "Traceback" not in said
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_a_folder_of_the_run_that_is_not_the_same(started, tmp_path):
     """As where every host has a disk of its own under the same name: checkpoints would wait for each other for ever."""
     with started(tmp_path / "one", own=("", f"--workdir={tmp_path / 'other'}"), program=("-c", IMPATIENT)) as running:
@@ -380,6 +389,7 @@ def whole(started, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(("victim", "next_count"), [pytest.param(0, 2, marks=pytest.mark.nightly), (1, 1)])
 def test_one_is_killed_and_the_other_says_so(started, whole, tmp_path, victim, next_count):
     """In the middle of training; then the run goes on, in two processes or in one, with the same data."""

@@ -84,7 +84,7 @@ def test_fine_tuning_needs_a_model(chats, tmp_path):
     assert find("sft").chats == ChatReading()
     talk = tmp_path / "talk.jsonl"
     talk.write_text(json.dumps({"instruction": "a", "output": "b"}) + "\n")
-    with pytest.raises(TrainingError, match=r"no chat template.*in training as chats.format=plain"):
+    with pytest.raises(TrainingError, match=r"no chat template.*in training set chats.format=plain"):
         train(RECIPE, tmp_path / "run", talk)
     with pytest.raises(TrainingError, match="vocabulary='bpe' is learned from text, and the data are chats"):
         replace(RECIPE, vocabulary="bpe")

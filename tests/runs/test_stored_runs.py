@@ -126,7 +126,7 @@ def test_a_save_that_fails_leaves_the_last_good_one(store, kept):
     with pytest.raises(
         CheckpointError,
         match=r"^s3://bucket/run/checkpoints: step 20 could not be saved \(s3://bucket/run/checkpoints/20/rest/[^ ]*: no"
-        r" whole answer in 4 tries, the last: 503 InternalError.*; the last good checkpoint is step 10$",
+        r" complete response in 4 tries, the last: 503 InternalError.*; the last good checkpoint is step 10$",
     ):
         kept.wait()
     store.write_fault = lambda key, changes: None
@@ -180,8 +180,8 @@ def test_slow_bodies_lose_nothing_and_show_no_half(store, kept, fault, monkeypat
     save(kept, 20, 20)
     with pytest.raises(
         CheckpointError,
-        match=r"step 20 could not be saved \(s3://bucket/run/checkpoints/20/params/d/[^ ]*: no whole answer in 3 tries, the"
-        r" last: not done within 0.5 s\); the last good checkpoint is step 10$",
+        match=r"step 20 could not be saved \(s3://bucket/run/checkpoints/20/params/d/[^ ]*: no complete response in 3 tries,"
+        r" the last: not done within 0.5 s\); the last good checkpoint is step 10$",
     ):
         kept.wait()
     assert kept.steps() == [10]
@@ -260,7 +260,7 @@ def test_metrics_are_put_in_parts(store, run, monkeypatch):
 
 def test_hosts_whose_scratch_folder_is_the_same(run):
     second = Processes(1, (Member(0, "host0", 1), Member(1, "host1", 1)))
-    with pytest.raises(TrainingError, match=r"cannot be made on \S+ \(File exists\); the variable TMPDIR must name"):
+    with pytest.raises(TrainingError, match=r"cannot be created on \S+ \(File exists\); TMPDIR must be set to"):
         StoredRun(locate(RUN), second, Log(quiet=True), run.path)
 
 

@@ -110,19 +110,19 @@ def test_what_one_changes_in_its_lists_is_not_changed_for_others(file):
             "fails",
             r"failed with ZeroDivisionError: division by zero \(.*mine.py, line 11, in inner: return 1 / len\(text\)\)$",
         ),
-        ("short", "short gave 1 values for 2 answers; a list of 2 numbers, one for each answer, is needed"),
-        ("not_a_number", "not_a_number gave nan for the answer 'ab'; a finite number is needed"),
-        ("nothing", "nothing gave None; a list of 2 numbers"),
-        ("texts", "texts gave '1' for the answer 'ab'; a finite number"),
+        ("short", "short returned 1 values for 2 answers; it must return a list of 2 numbers, one for each answer"),
+        ("not_a_number", "not_a_number returned nan for the answer 'ab'; it must be a finite number"),
+        ("nothing", "nothing returned None; it must return a list of 2 numbers"),
+        ("texts", "texts returned '1' for the answer 'ab'; it must be a finite number"),
         ("leaves", r"leaves' failed with SystemExit: 0 \(.*mine.py, line 33, in leaves"),
-        ("later", "later gave <coroutine object later .*; a list of 2 numbers"),
+        ("later", "later returned <coroutine object later .*; it must return a list of 2 numbers"),
         ("interrupted", r"interrupted' failed with KeyboardInterrupt \(.*mine.py, line 39, in interrupted"),
-        ("endless", "endless gave 3 values for 2 answers"),
+        ("endless", "endless returned 3 values for 2 answers"),
         ("late", r"late' failed with KeyError: 'late' \(.*mine.py, line 47, in late"),
         ("none", r"none' failed with TypeError: .*; call it as function\(completions, \*\*columns\)$"),
         ("refuses", r"refuses' failed with UserError: no judge \(.*mine.py, line 67, in refuses"),
-        ("unordered", r"unordered gave \{0.0, 1.0\}; a list of 2 numbers"),
-        ("tensors", "tensors gave <.*Two object .* for the answer 'ab'; a finite number"),
+        ("unordered", r"unordered returned \{0.0, 1.0\}; it must return a list of 2 numbers"),
+        ("tensors", "tensors returned <.*Two object .* for the answer 'ab'; it must be a finite number"),
     ],
 )
 def test_what_cannot_be_a_reward_is_an_error_of_one_line(file, name, message):
@@ -135,10 +135,10 @@ def test_functions_that_are_not_there(file, tmp_path):
     for names, weights, message in (
         (["mine"], [], r"reward 'mine' is not FILE.py:FUNCTION"),
         ([f"{tmp_path}/absent.py:f"], [], r"absent.py does not exist"),
-        ([f"{file}:f"], [], r"has no function 'f': it is not there"),
-        ([f"{file}:number"], [], r"has no function 'number': it is no function"),
+        ([f"{file}:f"], [], r"has no function 'f': it does not exist"),
+        ([f"{file}:number"], [], r"has no function 'number': it is not a function"),
         ([], [], r"pass one with --reward FILE.py:FUNCTION"),
-        ([f"{file}:length", f"{file}:exact"], [1.0], r"weights=\[1.0\] are 1 for 2 rewards; pass one for each"),
+        ([f"{file}:length", f"{file}:exact"], [1.0], r"weights=\[1.0\] has 1 for 2 rewards; pass one for each"),
     ):
         with pytest.raises(TrainingError, match=message):
             find_rewards(names, weights)
@@ -158,7 +158,7 @@ def test_the_columns_are_what_the_function_takes(file):
         check_columns(find_rewards([f"{file}:exact"]), ("prompt",))
     with pytest.raises(TrainingError, match=r"only cannot be called .*; write it as def f\(completions, \*\*columns\), and"):
         check_columns(find_rewards([f"{file}:only"]), ("prompt",))
-    with pytest.raises(TrainingError, match="a field 'completions', which is what the answers are called; rename it"):
+    with pytest.raises(TrainingError, match="a field 'completions', which is the name of the answers; rename it"):
         check_columns(find_rewards([f"{file}:length"]), ("prompt", "completions"))
 
 
@@ -173,7 +173,9 @@ def test_who_asks_is_told_which_answers_ended(tmp_path):
     check_columns(rewards, ())
     found = judge(rewards, ["a", "b"], {"stopped": [True, False]})
     np.testing.assert_array_equal(found, [[1, 0], [1, 0], [0.5, 0.5]])
-    with pytest.raises(TrainingError, match="a field 'stopped', which is whether an answer ended by itself; rename it"):
+    with pytest.raises(
+        TrainingError, match="a field 'stopped', which is whether an answer ended before the limit; rename it"
+    ):
         check_columns(rewards, ("stopped",))
 
 

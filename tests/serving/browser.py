@@ -34,12 +34,12 @@ os.dup2(103, 3)
 os.dup2(104, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-KEYS = {"Enter": 13, "Escape": 27, "Tab": 9}
+KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowRight": 39}
 # Looks again with every change of the page, and until a while has passed.
 UNTIL = """new Promise((done, failed) => {
   const look = () => { try { if (%s) { clearInterval(timer); clearTimeout(end); done(true) } } catch (error) {} };
   const timer = setInterval(look, 10);
-  const end = setTimeout(() => { clearInterval(timer); failed(new Error("never true")) }, 20000);
+  const end = setTimeout(() => { clearInterval(timer); failed(new Error("never true")) }, %d);
 })"""
 
 
@@ -114,9 +114,9 @@ class Browser:
         assert "exceptionDetails" not in found, (expression, found)
         return found["result"].get("value")
 
-    def until(self, condition: str) -> None:
+    def until(self, condition: str, seconds: int = 60) -> None:
         """Wait until a condition holds in the page."""
-        self.get(UNTIL % condition)
+        self.get(UNTIL % (condition, 1000 * seconds))
 
     def press(self, key: str) -> None:
         given = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}

@@ -107,7 +107,7 @@ class FakeEngine:
 
     def check_room(self, requests: int = 1) -> None:
         if self.closing:
-            raise ClosedError("the engine is ending")
+            raise ClosedError("the engine is shutting down")
         if len(self.waiting) + requests > self.most_waiting:
             raise BusyError("the queue is full", 2.4)
 

@@ -321,7 +321,7 @@ def test_usage_in_every_chunk():
 
 
 REFUSED = [
-    ({"prompt": "a", "bogus": 1}, "bogus", "'bogus': not known here"),
+    ({"prompt": "a", "bogus": 1}, "bogus", "'bogus': unknown"),
     ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "is not supported here; it must be 0"),
     ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "it must be {}"),
     ({"prompt": "a", "suffix": "end"}, "suffix", 'it must be ""'),
@@ -334,7 +334,7 @@ REFUSED = [
     ({"prompt": "a", "stop": ""}, "stop", "from 1 to 1000"),
     ({"prompt": "a", "stop": ["\ud800"]}, "stop[0]", "surrogate"),
     ({"prompt": "\ud800"}, "prompt", "surrogate"),
-    ({"prompt": "a", "\ud800": 1}, "\\ud800", "not known here"),
+    ({"prompt": "a", "\ud800": 1}, "\\ud800", "unknown; leave it out"),
     ({"prompt": [259]}, "prompt[0]", "from 0 to 258"),
     ({"prompt": [True]}, "prompt[0]", "integer"),
     ({"prompt": []}, "prompt", "from 1 to"),
@@ -346,9 +346,9 @@ REFUSED = [
     ({"prompt": "a", "max_tokens": 511}, "max_tokens", "context of 512"),
     ({"prompt": "a" * 512}, "prompt", "context of 512"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),
-    ({"prompt": "a", "min_tokens": 3, "max_tokens": 2}, "min_tokens", "lower it"),
+    ({"prompt": "a", "min_tokens": 3, "max_tokens": 2}, "min_tokens", "at most max_tokens=2"),
     ({"prompt": "a", "stream_options": {}}, "stream_options", "stream=true"),
-    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not known"),
+    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
     ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     ({"prompt": "a", "response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "response_format"),
     ({"prompt": "a", "response_format": {"type": "regex", "regex": "("}}, "response_format", "cannot be used"),
@@ -422,7 +422,7 @@ def no_object(schema):
         (
             {"tools": [TOOL], "tool_choice": NAMED | {"function": {"name": "stocks"}}},
             "tool_choice",
-            "is none of the tools",
+            "is not one of the tools",
         ),
         ({"tools": [TOOL], "tool_choice": NAMED | {"type": "x"}}, "tool_choice.type", 'must be "function"'),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function", "missing"),
@@ -454,8 +454,9 @@ def test_invalid_tool_choices(body, param, said):
 def test_a_model_without_a_chat_format():
     shown = served(chat=None)
     chat, models = ask(FakeEngine(), lambda c: c.chat("a"), lambda c: c.get("/v1/models"), shown=shown)
-    assert "fake does not chat: it has no template" in error_of(chat, 400)["message"]
+    assert "fake does not support chat: it has no template" in error_of(chat, 400)["message"]
     assert models.json["data"][0]["chat"] is False
+    assert models.json["data"][0]["memory"] == {}
 
 
 def test_invalid_bodies():
@@ -666,7 +667,7 @@ def test_health_and_readiness():
 
     statuses, wedged, (health, ready, refused) = talk(engine, conversation, thread=False)
     assert statuses == [200] * 4
-    assert "no turn for 6 s" in error_of(wedged, 503)["message"]
+    assert "not finished a turn for 6 s" in error_of(wedged, 503)["message"]
     assert health.status == 200
     assert error_of(ready, 503)["code"] == "not_ready"
     assert error_of(refused, 503)["code"] == "draining"

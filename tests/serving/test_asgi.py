@@ -97,7 +97,7 @@ def test_a_failed_engine_is_reported():
 
 
 def test_what_the_host_owns():
-    with pytest.raises(UserError, match="most_connections=5: the host has the connections"):
+    with pytest.raises(UserError, match="most_connections=5 must be 0: the host manages connections"):
         Mounted(FakeEngine(), served(), ServerOptions(access=Access(most_connections=5)))
     with pytest.raises(GenerationError, match="port=9000 is for `llama-jax serve` alone"):
         Serve(port=9000).application()

@@ -202,9 +202,9 @@ class TestInvalidDrafts:
         with pytest.raises(GenerationError, match="the draft has a vocabulary of 511, the model one of 512") as caught:
             Engine(*model, replace(SMALL, draft=DraftModel(replace(config, vocab_size=511), params)))
         assert "\n" not in str(caught.value)
-        with pytest.raises(GenerationError, match="the draft's context is 100 tokens, the engine's 128; pass context=100"):
+        with pytest.raises(GenerationError, match="the draft model's context is 100 tokens, but the engine's 128; set"):
             Engine(*model, replace(SMALL, draft=DraftModel(replace(config, max_seq_len=100), params)))
-        with pytest.raises(GenerationError, match="an engine drafts by a PromptLookup or a DraftModel"):
+        with pytest.raises(GenerationError, match="must be a PromptLookup, a DraftModel or None"):
             list(llama_jax.batch(*model, [[1]], max_new_tokens=1, draft=Other()))
         draft = llama_jax.PromptLookup()
         with pytest.raises(GenerationError, match="draft is set twice"):

@@ -146,7 +146,7 @@ def test_invalid_schemas(grammars, schema):
 
 def test_a_vocabulary_without_an_end():
     pytest.importorskip("llguidance")
-    with pytest.raises(UserError, match="no token that ends a text"):
+    with pytest.raises(UserError, match="with an end-of-sequence token"):
         Grammars(BYTES, 300, ()).regex("a")
 
 

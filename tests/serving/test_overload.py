@@ -344,7 +344,7 @@ def test_more_messages_than_tokens_are_refused_by_their_number():
     messages = [{"role": "user", "content": "a"}] * 513
     answer = talk(FakeEngine(), lambda client: client.post("/v1/chat/completions", {"messages": messages}))
     assert error_of(answer, 400)["code"] == "context_length_exceeded"
-    assert "513 messages are more than the 512" in answer.json["error"]["message"]
+    assert "513 messages exceed the context of 512 tokens" in answer.json["error"]["message"]
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(tmp_path):

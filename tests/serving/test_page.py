@@ -1,5 +1,6 @@
 """The page at `/`, in a browser."""
 
+import json
 import re
 import threading
 from dataclasses import replace
@@ -7,11 +8,70 @@ from importlib.resources import files
 
 import pytest
 from browser import Browser
-from fakes import BYTES, FakeEngine, ids, listening, served
+from fakes import BYTES, FakeEngine, ids, listening, saying, served
+from test_server import go_on, process
 
 BODY = "document.querySelector('.answer:last-of-type .body').textContent"
-IDLE = "document.getElementById('stop').disabled"
+IDLE = "document.getElementById('stop').hidden && model"
 SAID = "Grüße 🦙!"
+HOSTILE = """<img src=x onerror="window.owned = 1"> <script>window.owned = 2</script> **<svg onload=owned=3>**
+[click](javascript:window.owned=4) [data](data:text/html,x) <javascript:owned=5> [a](https://example.org/"onclick="owned=6)
+
+| <b>x</b> | y |
+|---|---|
+| <iframe src=//example.org> | `<i>` |
+
+- <style>*{display:none}</style>
+
+```html" onload="owned=7
+<script>window.owned = 8</script>"""
+HARMLESS_TAGS = {"button", "p", "strong", "em", "a", "code", "pre", "div", "span", "ul", "li"}
+HARMLESS_TAGS |= {"table", "thead", "tbody", "tr", "th", "td"}
+HARMLESS_ATTRIBUTES = {
+    "class",
+    "type",
+    "href",
+    "target",
+    "rel",
+    "style",
+    "tabindex",
+    "role",
+    "aria-describedby",
+    "data-blank",
+}
+MARKDOWN = """# Title
+A *b* **c** ***d*** `e*` ~~f~~ snake_case_name 2 * 3 \\*g\\* [h](https://example.org/a_(b)) https://example.org/i. ![j](k)
+
+1. one
+   - nested **two**
+
+3. three
+   ```py
+   if x:
+       y
+   ```
+
+| k | l |
+|:--|--:|
+| m | n |
+
+> q
+> r
+
+---
+`open **never closed"""
+RENDERED = (
+    "<h3>Title</h3><p>A <em>b</em> <strong>c</strong> <strong><em>d</em></strong> <code>e*</code> <s>f</s>"
+    ' snake_case_name 2 * 3 *g* <a href="https://example.org/a_(b)" target="_blank" rel="noopener noreferrer nofollow">h</a>'
+    ' <a href="https://example.org/i" target="_blank" rel="noopener noreferrer nofollow">https://example.org/i</a>.'
+    " ![j](k)</p>"
+    '<ol start="1"><li><p>one</p><ul><li><p>nested <strong>two</strong></p></li></ul></li>'
+    '<li><p>three</p><div class="code"><div><span>py</span><button type="button" class="quiet copy">Copy</button></div>'
+    "<pre><code>if x:\n    y</code></pre></div></li></ol>"
+    '<div class="scroll"><table><thead><tr><th>k</th><th style="text-align: end;">l</th></tr></thead>'
+    '<tbody><tr><td>m</td><td style="text-align: end;">n</td></tr></tbody></table></div>'
+    "<blockquote><p>q\nr</p></blockquote><hr><p>`open **never closed</p>"
+)
 
 
 class Hesitating:
@@ -36,43 +96,49 @@ def browser(tmp_path):
         yield browser
 
 
+def click(browser, selector):
+    browser.get(f"document.querySelector({selector!r}).click()")
+
+
+def choose(browser, name, value):
+    place = f"document.getElementById({name!r})"
+    browser.get(f"{place}.value = {value!r}; {place}.dispatchEvent(new Event('change'))")
+
+
+def say(browser, text):
+    browser.get("document.getElementById('text').focus()")
+    browser.type(text)
+    browser.press("Enter")
+
+
 @pytest.mark.slow
 def test_a_chat_in_the_browser(browser):
     says = Hesitating()
     engine = FakeEngine(says=says)
-    with listening(engine, served()) as address:
+    shown = replace(served(), memory={"weights": 2_000_000_000, "kv_cache": 5_000_000})
+    with listening(engine, shown) as address:
         browser.open(address)
         browser.until("document.getElementById('model').textContent === 'fake'")
         assert browser.get("document.title") == "fake"
         assert browser.get("document.activeElement.id") == "text"
+        assert browser.get("document.getElementById('about').textContent") == "512-token context · 2.0 GB memory"
 
-        browser.type("Hello </s>")
-        browser.press("Enter")
+        say(browser, "Hello </s>")
         browser.until(f"{BODY} === '1: {SAID} end' && {IDLE}")
         assert browser.get("document.querySelector('.user .body').textContent") == "Hello </s>"
         stats = browser.get("document.querySelector('.stats').textContent")
-        assert re.match(r"\d+ tokens · first after .* s · .* tokens/s · mean log-probability -0.\d+$", stats)
+        assert re.match(r"\d+\.\d tokens/s · \d+ tokens · first after \d+\.\d\d s$", stats)
+        assert re.match(r"\d+ of 512 tokens of context used$", browser.get("document.getElementById('used').textContent"))
 
-        # Each token has its log-probability and a colour, also the one that a character of four bytes ended.
-        parts = "t.textContent, t.dataset.logprob, t.title, t.style.backgroundColor"
-        tokens = browser.get(f"[...document.querySelectorAll('.token')].map(t => [{parts}])")
-        assert "".join(text for text, *_ in tokens) == f"1: {SAID} end"
-        assert tokens[0][:2] == ["1", "-0.5"]
-        assert '"1"  -0.500  60.7 %' in tokens[0][2]
-        assert "🦙" in [text for text, *_ in tokens]
-        assert all(colour for *_, colour in tokens)
-        browser.get("document.getElementById('show').click()")
-        assert not browser.get("document.querySelector('.token').style.backgroundColor")
-
-        browser.get("document.getElementById('again').click()")
+        click(browser, ".answer .again")
         browser.until(f"{BODY} === '2: {SAID} end' && {IDLE}")
         assert browser.get("document.querySelectorAll('.answer').length") == 1
 
         # Stopped with a key in the middle of an answer, which frees its row; what was said stays in the history.
         says.go.clear()
-        browser.type("More")
-        browser.press("Enter")
+        say(browser, "More")
         browser.until(f"{BODY} === '3: {SAID}'")
+        assert browser.get("getComputedStyle(document.querySelector('.answer .again')).display") == "none"
         browser.press("Escape")
         browser.until(IDLE)
         for _ in range(10_000):  # until the server knows
@@ -81,36 +147,203 @@ def test_a_chat_in_the_browser(browser):
             browser.get("0")
         says.go.set()
         assert "stopped" in browser.get("document.querySelector('.answer:last-of-type .stats').textContent")
-        browser.type("And?")
-        browser.press("Enter")
+        say(browser, "And?")
         browser.until(f"{BODY} === '4: {SAID} end' && {IDLE}")
         assert engine.finished["cancelled"] == 1
         assert BYTES.decode(engine.admitted[-1].prompt).count(SAID) == 2
 
-        before = browser.get("[document.documentElement.dataset.theme, getComputedStyle(document.body).backgroundColor]")
-        browser.get("document.getElementById('theme').click()")
-        after = browser.get("[document.documentElement.dataset.theme, getComputedStyle(document.body).backgroundColor]")
-        assert sorted([before[0], after[0]]) == ["dark", "light"]
-        assert before[1] != after[1]
+        # The last message can be edited: it goes back to where it was written, and its answer goes.
+        click(browser, ".user:nth-last-of-type(2) .edit")
+        assert browser.get("document.getElementById('text').value") == "And?"
+        say(browser, "!")
+        browser.until(f"{BODY} === '5: {SAID} end' && {IDLE}")
+        assert BYTES.decode(engine.admitted[-1].prompt).count("And?!") == 1
+        assert browser.get("document.querySelectorAll('.turn').length") == 6
+
+        # Twice: then the message before it, whose answer goes as well; what remains of the answers can be asked again.
+        for _ in range(2):
+            click(browser, ".user:nth-last-of-type(2) .edit")
+        assert browser.get("document.getElementById('text').value") == "More"
+        browser.get("document.getElementById('text').value = ''; 0")
+        click(browser, ".answer:last-of-type .again")
+        browser.until(f"{BODY} === '6: {SAID} end' && {IDLE}")
+        assert BYTES.decode(engine.admitted[-1].prompt).count(SAID) == 0
+        assert browser.get("document.querySelectorAll('.turn').length") == 2
+
+        # Settings are folded away until they are asked for, and Escape folds them.
+        assert not browser.get("document.getElementById('settings').checkVisibility()")
+        click(browser, "#more")
+        assert browser.get("document.getElementById('temperature').checkVisibility()")
+        assert "KV cache 5 MB" in browser.get("document.getElementById('memory').textContent")
+        colors = []
+        for theme in ("light", "dark"):
+            choose(browser, "theme", theme)
+            colors.append(browser.get("getComputedStyle(document.body).backgroundColor"))
+        assert colors[0] == "rgb(255, 255, 255)" != colors[1]
+        browser.get("document.querySelector('details').open = true; 0")
+        reached = set()
+        for _ in range(20):
+            browser.press("Tab")
+            reached.add(browser.get("document.activeElement.id"))
+        assert {"close", "mode", "system", "max_tokens", "temperature", "top_p", "seed", "theme", "key"} <= reached
+        browser.press("Escape")
+        assert not browser.get("document.getElementById('settings').open")
 
         # Every control has a name, and the keyboard reaches them all in turn.
-        named = "e => e.textContent || e.labels.length || e.ariaLabel"
-        assert browser.get(f"[...document.querySelectorAll('button, input, select, textarea')].every({named})")
+        named = "e => e.textContent || e.labels?.length || e.ariaLabel"
+        controls = "button, input, select, textarea, [role=button]"
+        assert browser.get(f"[...document.querySelectorAll('{controls}')].every({named})")
+        browser.type("x")
         reached = set()
         for _ in range(25):
             browser.press("Tab")
-            reached.add(browser.get("document.activeElement.id"))
-        assert {"text", "send", "again", "clear", "mode", "theme", "more", "temperature", "log"} <= reached
+            reached.add(browser.get("document.activeElement.id || document.activeElement.className"))
+        assert {"text", "send", "clear", "more", "log", "quiet view", "quiet copy", "quiet again", "quiet edit"} <= reached
 
         browser.get("document.getElementById('max_tokens').value = 100000; 0")
-        browser.type("too much")
-        browser.get("document.getElementById('text').focus()")
-        browser.type("too much")
-        browser.press("Enter")
-        browser.until("document.getElementById('trouble').textContent.includes('max_tokens=100000 must be')")
+        say(browser, "too much")
+        browser.until("document.getElementById('trouble').textContent.includes('Max_tokens=100000 must be')")
         loaded = browser.get("performance.getEntriesByType('resource').map(one => new URL(one.name).origin)")
         assert set(loaded) == {address}
     assert [e for e in browser.errors if "400" not in str(e) and "favicon" not in str(e)] == []
+
+
+@pytest.mark.slow
+def test_tokens_with_their_alternatives(browser):
+    with listening(FakeEngine(says=saying(f"1: {SAID}\n")), served()) as address:
+        browser.open(address)
+        browser.until("document.querySelectorAll('.example').length === 4")
+        click(browser, ".example")
+        browser.until(f"{BODY}.startsWith('1:') && {IDLE}")
+        assert browser.get("document.querySelector('.user .body').textContent === EXAMPLES.chat[0]")
+        assert not browser.get("document.querySelector('.token')")
+        click(browser, ".view")
+
+        # Each token has a color by its probability, also the one that a character of four bytes ended.
+        tokens = browser.get(
+            "[...document.querySelectorAll('.token')].map(t => [t.textContent, getComputedStyle(t).backgroundColor])"
+        )
+        assert "".join(text for text, _ in tokens) == f"1: {SAID}\n"
+        assert "🦙" in [text for text, _ in tokens]
+        assert all(re.match(r"color\(srgb .* / 0\.\d+\)$", color) for _, color in tokens)
+        assert "mean log-probability -0." in browser.get("document.querySelector('.legend').textContent")
+
+        # The keyboard: one stop for all tokens, arrow keys from one to the next, Escape.
+        rows = "[...document.querySelectorAll('#tip div')].map(row => [row.className, row.textContent])"
+        expected = [
+            ["", '"A"60.7%'],
+            ["chosen", '"1"60.7%'],
+            ["", '"B"22.3%'],
+            ["", '"C"8.2%'],
+            ["", '"D"3.0%'],
+            ["", '"E"1.1%'],
+        ]
+        browser.get("document.querySelector('.token').focus()")
+        assert browser.get(rows) == expected
+        assert browser.get("document.querySelectorAll('.token[tabindex=\"0\"]').length") == 1
+        browser.press("ArrowRight")
+        assert '":"59.7%' in browser.get("document.getElementById('tip').textContent")
+        browser.press("Escape")
+        assert not browser.get("document.getElementById('tip').checkVisibility()")
+
+        # The mouse, and a finger.
+        box = "document.querySelector('.token').getBoundingClientRect()"
+        x, y = browser.get(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({box})")
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        browser.until("document.getElementById('tip').checkVisibility()")
+        assert browser.get(rows) == expected
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+        browser.until("!document.getElementById('tip').checkVisibility()")
+        browser.call("Emulation.setTouchEmulationEnabled", enabled=True)
+        for kind, points in (("touchStart", [{"x": x, "y": y}]), ("touchEnd", [])):
+            browser.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
+        browser.until("document.getElementById('tip').checkVisibility()")
+        click(browser, ".again")
+        browser.until(f"{BODY} === {json.dumps(f'1: {SAID}') + '+String.fromCharCode(10)'} && {IDLE}")
+        assert browser.get("document.querySelectorAll('.token').length") == len(tokens)
+        click(browser, ".view")
+        assert not browser.get("document.querySelector('.token')")
+
+
+@pytest.mark.slow
+def test_what_a_model_writes_is_inert(browser):
+    with listening(FakeEngine(says=saying(HOSTILE), context=4096, per_turn=64), served()) as address:
+        browser.open(address)
+        browser.until("model")
+        browser.get("document.getElementById('max_tokens').value = 2000; 0")
+        say(browser, HOSTILE.splitlines()[0])
+        browser.until(f"{BODY}.includes('window.owned = 8') && {IDLE}")
+        for _ in range(2):  # as text, and as tokens
+            every = "[...document.querySelectorAll('.turn .body *')]"
+            assert set(browser.get(f"{every}.map(node => node.localName)")) <= HARMLESS_TAGS
+            assert set(browser.get(f"{every}.flatMap(node => node.getAttributeNames())")) <= HARMLESS_ATTRIBUTES
+            links = set(browser.get("[...document.querySelectorAll('.turn .body a')].map(node => node.protocol)"))
+            assert links <= {"https:"}
+            click(browser, ".view")
+        assert browser.get("window.owned === undefined")
+        loaded = browser.get("performance.getEntriesByType('resource').map(one => new URL(one.name).origin)")
+        assert set(loaded) == {address}
+
+        # Markdown in detail, whole and as it comes; then long lines of what could be slow.
+        shown = "(text => { const place = el('div'); %s; return place.innerHTML })(" + json.dumps(MARKDOWN) + ")"
+        assert browser.get(shown % "markdown(place, text)") == RENDERED
+        every = "for (let i = 0; i <= text.length; i++) markdown(place, text.slice(0, i))"
+        assert browser.get(shown % every) == RENDERED
+        parts = [
+            "x",
+            "*",
+            "**a ",
+            "*a_b",
+            "`",
+            "`" * 7 + "a",
+            "[",
+            "[a](https://",
+            "> ",
+            "- ",
+            "|-",
+            "1. ",
+            "#",
+            " ",
+            "\\",
+            "a(*",
+        ]
+        parts += ["https://!!!", "~~~", "-", "- - ", "\n> ", "\n- a", "(https://a(", "``a`", "_a __b "]
+        lines = [part * (100_000 // len(part)) for part in parts]
+        timed = "(() => { const t = performance.now(); markdown(el('div'), %s); return performance.now() - t })()"
+        for line in lines:
+            assert browser.get(timed % json.dumps(line)) < 5000, line[:20]  # milliseconds; squares would take minutes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [320, 390])
+def test_a_phone(browser, width):
+    text = (
+        "A long line of text. " * 20
+        + "\n\n```\n"
+        + "code " * 60
+        + "\n```\n\n| a | b |\n|---|---|\n| "
+        + "wide" * 30
+        + " | c |"
+    )
+    with listening(FakeEngine(says=saying(text), context=4096, per_turn=64), replace(served(), name="n" * 60)) as address:
+        browser.call("Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=2, mobile=True)
+        browser.call("Emulation.setTouchEmulationEnabled", enabled=True)
+        browser.open(address)
+        browser.until("model")
+        fits = "document.documentElement.scrollWidth <= innerWidth && $('log').scrollWidth <= $('log').clientWidth"
+        fits += f" && innerWidth === {width} && $('text').getBoundingClientRect().bottom < innerHeight"
+        assert browser.get(fits)
+        click(browser, ".example")
+        browser.until(f"{BODY}.length > 100 && {IDLE}")
+        assert browser.get(fits)
+        click(browser, ".view")
+        assert browser.get(fits)
+        browser.get("document.querySelector('.token:nth-of-type(20)').focus()")
+        browser.get("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done))), 0")  # it scrolls there
+        browser.until("document.getElementById('tip').checkVisibility()")
+        assert browser.get("(r => r.left >= 0 && r.right <= innerWidth)($('tip').getBoundingClientRect())")
+        click(browser, "#more")
+        assert browser.get(fits + " && $('settings').scrollWidth <= $('settings').clientWidth")
 
 
 @pytest.mark.slow
@@ -118,14 +351,20 @@ def test_a_model_that_only_completes(browser):
     engine = FakeEngine(says=Hesitating())
     with listening(engine, served(chat=None)) as address:
         browser.open(address)
-        browser.until(
-            "document.getElementById('mode').value === 'completion' && document.getElementById('about').textContent"
-        )
+        browser.until("document.querySelectorAll('.example').length === 4")
         assert browser.get("document.getElementById('mode').options[0].disabled")
-        browser.type("Once")
-        browser.press("Enter")
+        assert browser.get("document.querySelector('.example').textContent") == "Once upon a time, a little llama"
+        say(browser, "Once")
         browser.until(f"{BODY} === 'Once1: {SAID} end' && {IDLE}")
+        click(browser, ".view")
         assert browser.get("document.querySelectorAll('.token').length") == len(f"1: {SAID} end")
+        assert browser.get(BODY) == f"Once1: {SAID} end"
+        say(browser, "Twice")
+        browser.until(f"{BODY} === 'Twice2: {SAID} end' && {IDLE}")
+        click(browser, ".answer:last-of-type .edit")
+        assert browser.get("document.getElementById('text').value") == "Twice"
+        click(browser, ".answer:last-of-type .again")
+        browser.until(f"{BODY} === 'Once3: {SAID} end' && {IDLE}")
 
 
 @pytest.mark.slow
@@ -133,22 +372,48 @@ def test_an_adapter_is_chosen_as_the_model(browser):
     engine = FakeEngine(says=Hesitating())
     with listening(engine, replace(served(), adapters=("pirate", "poet"))) as address:
         browser.open(address)
-        browser.until("!document.getElementById('which').hidden")
+        browser.until("!document.getElementById('models').hidden")
         options = "[...document.getElementById('models').options].map(one => one.value)"
         assert browser.get(options) == ["fake", "pirate", "poet"]
-        choose = (
-            "const list = document.getElementById('models'); list.value = 'poet'; list.dispatchEvent(new Event('change'))"
-        )
-        browser.get(f"(() => {{ {choose} }})(), 0")
+        choose(browser, "models", "poet")
         assert browser.get("document.title") == "poet"
-        browser.get("document.getElementById('text').focus()")
-        browser.type("Hello")
-        browser.press("Enter")
+        say(browser, "Hello")
         browser.until(f"{BODY} === '1: {SAID} end' && {IDLE}")
         assert [request.adapter for request in engine.admitted] == [1]
         assert browser.get("document.querySelector('.answer b').textContent") == "poet"
 
 
+@pytest.mark.slow
+def test_a_server_that_is_busy(browser):
+    engine = FakeEngine(says=Hesitating(), most_waiting=0)
+    with listening(engine, served()) as address:
+        browser.open(address)
+        browser.until("model")
+        say(browser, "Hello")
+        busy = "The server is busy with other requests. Try again in 2 seconds.Try again"
+        browser.until(f"document.getElementById('trouble').textContent === '{busy}' && {IDLE}")
+        assert not browser.get("document.querySelector('.answer')")
+        engine.most_waiting = 64
+        click(browser, "#trouble button")
+        browser.until(f"{BODY} === '1: {SAID} end' && {IDLE} && !document.getElementById('trouble').textContent")
+
+
+@pytest.mark.slow
+def test_a_server_that_starts_and_ends(browser):
+    with process(starts="at a line") as running:
+        browser.open(f"http://{running.address}")
+        words = "document.getElementById('empty').textContent"
+        browser.until(f"{words}.startsWith('Almost readyThe server is compiling programs, 3 of 7')")
+        assert browser.get("document.getElementById('send').disabled")
+        go_on(running)
+        browser.until("document.querySelectorAll('.example').length === 4")
+        running.kill()
+        running.wait()
+        say(browser, "Hello")
+        browser.until("document.getElementById('trouble').textContent.startsWith('The connection to the server is lost.')")
+
+
 def test_the_page_loads_nothing():
     page = files("llama_jax.serving.http").joinpath("page.html").read_text("utf-8")
-    assert not re.search(r"https?://|src=|@import|url\(", page)
+    assert not re.search(r"src=|@import|url\(|innerHTML|insertAdjacentHTML|document\.write|eval\(", page)
+    assert not re.search(r"https?://(?!\(\?|\[)", page)  # only those of the patterns that find links

@@ -83,7 +83,7 @@ def test_unknown_adapters(tabled, model):
         Client(engine, prompt=[1], max_new_tokens=1, adapter=3)
     with pytest.raises(GenerationError, match="adapter=0 must be an integer from -1 to -1"):
         Client(Engine(*model[:2], TINY), prompt=[1], max_new_tokens=1, adapter=0)
-    with pytest.raises(GenerationError, match="adapters are 1 numbers for 2 prompts"):
+    with pytest.raises(GenerationError, match="1 adapters for 2 prompts"):
         list(llama_jax.batch(*tabled, [[1], [2]], max_new_tokens=1, adapters=[0], options=TINY))
 
 
@@ -163,7 +163,7 @@ def test_a_table_is_loaded(model, tmp_path):
     save_adapter(tmp_path / "a", config, *adapters[0])
     _, found, _ = llama_jax.load(tmp_path / "model", adapters=[tmp_path / "a"])
     jax.tree.map(np.testing.assert_array_equal, found, adapter_table(config, params, adapters[:1]))
-    with pytest.raises(CheckpointError, match="adapter is for all rows, and adapters are a table to choose from"):
+    with pytest.raises(CheckpointError, match="adapter is for all rows, and adapters is a table to choose from"):
         llama_jax.load(tmp_path / "model", adapter=tmp_path / "a", adapters=[tmp_path / "a"])
     with pytest.raises(CheckpointError, match="is one path; pass a list of them, or adapter for all rows"):
         llama_jax.load(tmp_path / "model", adapters=tmp_path / "a")
@@ -205,7 +205,7 @@ def test_what_is_served_is_listed_and_nothing_else_is_there():
     ]  # fmt: skip
     error = error_of(unknown, 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
-    assert error["message"] == "model='painter' is not served here; 'fake', 'pirate', 'poet' are, or leave it out"
+    assert error["message"] == "model='painter' is not served; 'fake', 'pirate', 'poet' are, or leave it out"
     assert {event["model"] for event in stream.events[:-1]} == {"poet"}
 
 

@@ -49,7 +49,7 @@ def test_an_error_leaves_what_was_there(tmp_path):
 
 def test_a_folder_is_not_replaced_by_a_file(tmp_path):
     write(tmp_path / "model", OLD, folder=True)
-    with pytest.raises(UserError, match=r"model cannot be written \(Is a directory\); a folder is there"):
+    with pytest.raises(UserError, match=r"model cannot be written \(Is a directory\); a folder has that name"):
         write(tmp_path / "model", NEW, folder=False)
     assert read(tmp_path / "model") == {OLD}
     assert os.listdir(tmp_path) == ["model"]
@@ -93,15 +93,15 @@ def test_a_failing_rename_is_taken_back(exchange, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), r"No space left on device\); the disk is full: make room"),
+        (OSError(errno.ENOSPC, "No space left on device"), r"No space left on device\); the disk is full: free some space"),
         (
             OSError("8388608 requested and 1045664 written"),
             r"requested and 1045664 written\); the disk is full",
         ),
-        (OSError(errno.EFBIG, "File too large"), r"File too large\); files have a largest size here"),
+        (OSError(errno.EFBIG, "File too large"), r"File too large\); file sizes are limited"),
         (
             OSError(errno.ENOTDIR, "Not a directory"),
-            r"Not a directory\); a file is where a folder is needed: give",
+            r"Not a directory\); a file is where a folder is needed: choose",
         ),
     ],
 )

@@ -127,11 +127,11 @@ def failing(store, fault):
     [
         (
             500,
-            r"s3://bucket/model/model.safetensors cannot be read: no whole answer in 4 tries, the last: 500 InternalError",
+            r"s3://bucket/model/model.safetensors cannot be read: no complete response in 4 tries, the last: 500",
         ),
-        ("reset", r"model.safetensors cannot be read: no whole answer in 4 tries"),
-        (403, r"s3://bucket/model/model.safetensors cannot be read: the store does not allow it \(403 AccessDenied"),
-        (400, r"model.safetensors cannot be read: the store refuses \(400"),
+        ("reset", r"model.safetensors cannot be read: no complete response in 4 tries"),
+        (403, r"s3://bucket/model/model.safetensors cannot be read: the store denies access \(403 AccessDenied"),
+        (400, r"model.safetensors cannot be read: the store refused the request \(400"),
     ],
 )
 def test_answers_that_stay_wrong_are_named(fault, message, tmp_path, store):
@@ -153,12 +153,13 @@ def test_slow_answers(tmp_path, store, monkeypatch, caplog):
     failing(store, "slow")
     began = time.monotonic()
     said = (
-        r"^s3://bucket/model/model.safetensors cannot be read: no whole answer in 3 tries, the last: not done within 0.5 s$"
+        r"^s3://bucket/model/model.safetensors cannot be read: no complete response in 3 tries, the last:"
+        r" not done within 0.5 s$"
     )
     with pytest.raises(CheckpointError, match=said):
         llama_jax.load(url)
     assert time.monotonic() - began < 10
-    assert "s3://bucket/model/model.safetensors: not done within 0.5 s; asking again in" in caplog.messages[0]
+    assert "s3://bucket/model/model.safetensors: not done within 0.5 s; retrying in" in caplog.messages[0]
     store.asked.clear()
     store.fault = lambda key, before: "slow" if key.endswith(".safetensors") and before in (1, 4) else None
     same(llama_jax.load(url).params, llama_jax.load(folder).params)
@@ -175,7 +176,9 @@ def test_what_is_not_there(store):
 def test_an_endpoint_that_is_none(given, monkeypatch):
     """At which obstore would panic."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", given)
-    with pytest.raises(llama_jax.UserError, match=rf"AWS_ENDPOINT_URL='{given}' must be a URL with a host, as https://"):
+    with pytest.raises(
+        llama_jax.UserError, match=rf"AWS_ENDPOINT_URL='{given}' must be a URL with a host, such as https://"
+    ):
         open_bucket("s3://bucket")
 
 
@@ -186,7 +189,7 @@ def test_a_panic_is_an_error():
     def ask(bucket):
         raise PanicException("request valid")
 
-    with pytest.raises(OSError, match=r"obstore fails \(request valid\)"):
+    with pytest.raises(OSError, match=r"obstore failed \(request valid\)"):
         ObjectBucket("s3://bucket", lambda seconds: None)._call("x", ask)
 
 
@@ -205,7 +208,7 @@ def test_what_is_replaced_meanwhile_is_noticed(tmp_path, store):
     url = store.upload(write_hf_folder(tmp_path / "model", CONFIG), "model")
     opened = llama_jax.formats.open_checkpoint(url)
     store.objects["model/model.safetensors"] = bytes(len(store.objects["model/model.safetensors"]))
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read: it was replaced while it was read"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read: the object was replaced while"):
         next(iter(opened.tensors.values())).read(0, 1)
 
 
@@ -221,7 +224,7 @@ def test_a_header_that_is_damaged(tmp_path, store):
 def test_of_orbax_the_steps_of_runs_are_read(store):
     store.objects |= {"run/checkpoints/4/about/config.json": b"{}", "saved/config.json": b"{}"}
     store.objects["saved/params/_CHECKPOINT_METADATA"] = b"{}"
-    with pytest.raises(CheckpointError, match=r"^s3://bucket/saved.* is an orbax checkpoint that is not a run's, and is"):
+    with pytest.raises(CheckpointError, match=r"^s3://bucket/saved.* is an orbax checkpoint outside of a run, which is"):
         llama_jax.load("s3://bucket/saved")
     with pytest.raises(CheckpointError, match=r"^s3://bucket/run/checkpoints holds no checkpoint"):  # but half of one
         llama_jax.load("s3://bucket/run")
@@ -285,7 +288,7 @@ def test_a_folder_is_whole_when_its_settings_are_there(store, model, tmp_path):
     assert ("DELETE", "models/one/model-00001-of-00002.safetensors") in store.changes
     same(llama_jax.load(url).params, params)
     store.objects["models/one/notes.txt"] = b"mine"
-    with pytest.raises(CheckpointError, match=r"holds more than a model \(notes.txt\)"):
+    with pytest.raises(CheckpointError, match=r"contains other files \(notes.txt\)"):
         llama_jax.save(url, config, params, overwrite=True)
 
 
@@ -313,7 +316,7 @@ def test_what_cannot_be_written_leaves_nothing(fault, written, store, model):
     config, params = model
     store.write_fault = lambda key, changes: fault if changes >= written else None
     with pytest.raises(
-        CheckpointError, match=r"s3://bucket/one cannot be written \((no whole answer|the store does not)"
+        CheckpointError, match=r"s3://bucket/one cannot be written \((no complete response|the store denies)"
     ) as named:
         llama_jax.save("s3://bucket/one", config, params)
     assert "\n" not in str(named.value)
@@ -343,7 +346,7 @@ def test_another_that_writes_there_is_noticed(store, model):
             store.objects["one/config.json"] = b"{}"
 
     store.write_fault = fault
-    with pytest.raises(CheckpointError, match="another has written there meanwhile"):
+    with pytest.raises(CheckpointError, match="another writer wrote there meanwhile"):
         llama_jax.save("s3://bucket/one", config, params)
     assert store.objects["one/config.json"] == b"{}"
 
@@ -351,7 +354,7 @@ def test_another_that_writes_there_is_noticed(store, model):
 def test_what_is_created_is_new(store):
     view = locate("s3://bucket").view
     view.create("lease", b"mine")
-    with pytest.raises(FileExistsError, match="such an object already"):
+    with pytest.raises(FileExistsError, match="the object already exists"):
         view.create("lease", b"yours")
     assert store.objects == {"lease": b"mine"}
     view.delete("lease")
@@ -361,9 +364,9 @@ def test_what_is_created_is_new(store):
 def test_formats_and_places_that_are_not_written(model):
     config, params = model
     for format in ("orbax", "llama2c"):
-        with pytest.raises(CheckpointError, match=f"{format} is written to a path of this machine"):
+        with pytest.raises(CheckpointError, match=f"{format} can only be written to a local path"):
             llama_jax.save("s3://bucket/one", config, params, format=format)
-    with pytest.raises(CheckpointError, match=r"hf://org/name is on the hub: .* upload that with `hf upload`"):
+    with pytest.raises(CheckpointError, match=r"hf://org/name is on the Hub: .* upload that with `hf upload`"):
         llama_jax.save("hf://org/name", config, params)
 
 
@@ -376,4 +379,4 @@ def test_convert_into_a_store(store, tmp_path, model):
     same(llama_jax.load("s3://bucket/copy.gguf").params, model[1])
     inside = run_here("convert", source, "s3://bucket/source/copy")
     assert inside.returncode == 2
-    assert "is inside the model that is read" in inside.stderr
+    assert "is inside the model being read" in inside.stderr

@@ -158,7 +158,7 @@ def test_which_format_auto_is(all_kinds, tmp_path):
         ([{"role": "user", "content": None}], "llama3", "message 0 has the content None"),
         (CHAT[:3], "llama3", "the last message is from 'assistant'"),
         (CHAT[:1], "llama3", "the last message is from 'system'"),
-        ([CHAT[1], CHAT[1]], "llama2", "message 1 is from 'user'; in the format llama2"),
+        ([CHAT[1], CHAT[1]], "llama2", "message 1 is from 'user'; the format llama2"),
         ([CHAT[0], *CHAT[2:]], "llama2", "message 1 is from 'assistant'"),
         ([*CHAT[1:3], CHAT[0], CHAT[1]], "llama2", "message 2 is from 'system'"),
         ([CHAT[1], CHAT[1]], "template", "the checkpoint's chat template cannot be used here: roles must alternate"),

@@ -154,13 +154,13 @@ def test_characters_of_several_tokens_are_targets_whole(all_kinds):
 
 def test_where_a_reply_is_cannot_always_be_told(tmp_path):
     forgetful = "{% for m in messages %}{{ m.role if not loop.last else 'last' }}: {{ m.content }}<|eot_id|>{% endfor %}"
-    named = pytest.raises(GenerationError, match=r"where message 2, from 'assistant'.*put \{% generation %\}")
+    named = pytest.raises(GenerationError, match=r"message 2, from 'assistant', cannot be found.*put \{% generation %\}")
     with ReplyEncoder(tokenizer_of(tmp_path / "a", "bytes", forgetful)) as encoder, named:
         encoder.chat(TALK)
     marked = forgetful.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
     with ReplyEncoder(tokenizer_of(tmp_path / "b", "bytes", marked)) as encoder:
         assert len(said(encoder.tokenizer, encoder.chat(TALK))) == len(TALK)
-        with pytest.raises(GenerationError, match="the first 2 messages, which are given, otherwise"):
+        with pytest.raises(GenerationError, match="the first 2 messages, which are given, differently"):
             encoder.chat(TALK, 2)
 
 
@@ -168,7 +168,7 @@ def test_what_cannot_be_taught_is_named(all_kinds, tmp_path):
     with ReplyEncoder(all_kinds["llama2"]) as encoder:
         with pytest.raises(GenerationError, match="message 0 has the role 'nobody'"):
             encoder.chat([{"role": "nobody", "content": ""}])
-        with pytest.raises(GenerationError, match="takes no tools"):
+        with pytest.raises(GenerationError, match="does not support tools"):
             encoder.chat(TALK, tools=[{"type": "function"}])
         with pytest.raises(TokenizerError, match="lone surrogate"):
             encoder.pair("a", "\ud800")

@@ -98,7 +98,7 @@ def test_bos_and_eos_are_special_whatever_their_type(fields):
     [
         ({"model": "rwkv"}, "model='rwkv' must be 'llama' .SentencePiece. or 'gpt2'"),
         ({"model": None}, "model=None must be a text"),
-        ({"model": "gpt2", "pre": "mine"}, "pre='mine' is not known; load or convert .* .--tokenizer tokenizer.json.$"),
+        ({"model": "gpt2", "pre": "mine"}, "pre='mine' is unknown; load or convert .* .--tokenizer tokenizer.json.$"),
         ({"model": "gpt2", "pre": "llama-bpe"}, "merges=None must be a list"),
         ({"model": "gpt2", "pre": "llama-bpe", "merges": ["abc"]}, "merges='abc' must be two tokens"),
         ({"tokens": None}, "tokens=None must be a list"),
@@ -393,7 +393,7 @@ def test_published_pre_tokenizers(published, ignore_merges, name):
 def test_one_that_has_no_name_is_refused():
     library = tokenizers.Tokenizer.from_str(vocabularies.bytes_json().decode())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
-    with pytest.raises(TokenizerError, match=r"cuts texts as none of llama\.cpp's pre-tokenizers"):
+    with pytest.raises(TokenizerError, match=r"with a pre-tokenizer that llama\.cpp does not have"):
         to_metadata(from_json(library.to_str().encode(), "here"))
 
 

@@ -132,7 +132,7 @@ def test_damaged_settings_are_named(tmp_path, name, content, message):
 def test_what_is_no_vocabulary_is_named(tmp_path):
     with pytest.raises(TokenizerError, match="does not exist"):
         load_tokenizer(tmp_path / "nothing")
-    with pytest.raises(TokenizerError, match=r"holds no SentencePiece model, no rank file of Llama 3 and no tokenizer"):
+    with pytest.raises(TokenizerError, match=r"has no SentencePiece model, rank file of Llama 3 or tokenizer"):
         load_tokenizer(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(TokenizerError, match="neither a file nor a folder"):
@@ -176,7 +176,7 @@ def test_a_vocabulary_much_smaller_than_the_models_warns(tmp_path, size, told):
         warnings.simplefilter("always")
         assert find_tokenizer(tmp_path, size).vocab_size == own
     assert [str(each.message) for each in caught] == told * [
-        f"{tmp_path / 'tokenizer.json'} has {own} tokens, the model {size}: it may be another model's vocabulary"
+        f"{tmp_path / 'tokenizer.json'} has {own} tokens, but the model {size}: it may be another model's vocabulary"
     ]
 
 
@@ -187,7 +187,7 @@ def test_an_id_far_above_the_others(tmp_path, token):
     found = json.loads(path.read_text())
     found["model"]["vocab"][list(found["model"]["vocab"])[-1]] = token
     path.write_text(json.dumps(found))
-    with pytest.raises(TokenizerError, match=f"gives a token the id {token}, but has"):
+    with pytest.raises(TokenizerError, match=f"has a token with id {token}, but only"):
         load_tokenizer(path)
 
 

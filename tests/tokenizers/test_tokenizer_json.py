@@ -113,7 +113,7 @@ def test_damage_is_named(content, message):
 def test_vocabularies_of_other_families_are_refused_by_name(decoder, name):
     library = tokenizers.Tokenizer.from_str(vocabularies.bytes_json().decode())
     library.decoder = decoder
-    with pytest.raises(TokenizerError, match=f"here: the decoder {name} is not of a Llama"):
+    with pytest.raises(TokenizerError, match=f"here: the decoder {name} is not supported"):
         HuggingFaceTokenizer(library, "here", library.get_vocab_size())
 
 
@@ -252,8 +252,8 @@ def test_a_folders_settings_are_those_of_transformers(kind, setting, tmp_path):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (r"(\w+\s?)+\d$", "retry-limit.*its pattern for cutting texts backtracks too often on this one: simplify"),
-        ("(", "parenthesis.*; correct its pattern for cutting texts .pre_tokenizer.$"),
+        (r"(\w+\s?)+\d$", "retry-limit.*its pre_tokenizer's pattern backtracks too much on this text: simplify"),
+        ("(", "parenthesis.*; correct the pattern of its pre_tokenizer$"),
     ],
 )
 def test_a_bad_pattern_is_named(pattern, message, tmp_path):

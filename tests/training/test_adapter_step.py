@@ -138,6 +138,8 @@ def test_a_quantized_base_learns():
     assert losses[-1] < losses[0] - 0.05
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_base_whose_layers_differ_in_their_kinds(dora):
     """As a GGUF has them: the loss, the gradients and the merged model are those over its numbers."""

@@ -150,10 +150,10 @@ def test_a_wrong_part_is_named(against, tensors, fault):
     spoil, where = FAULTS[fault]
     found = against(spoil(tensors))
     assert not found.same
-    assert found.why.startswith(f"NOT the same model: it departs in {where}, by ")
+    assert found.why.startswith(f"NOT the same model: {where} differs by ")
     departing = {part.name for part in found.parts if part.roundings > module.TIMES}
     assert departing == ({"layer 0", "layer 1"} if fault == "rotary layout" else {where})
-    assert ("so do 1 of the later parts" in found.why) == (fault == "rotary layout")
+    assert ("; 1 of the later parts too" in found.why) == (fault == "rotary layout")
     first = [part.name for part in found.parts].index(where)
     assert all(part.relative == 0 for part in found.parts[:first])
     assert all(part.relative > 0 for part in found.parts[first:])
@@ -171,14 +171,14 @@ def test_rounding_hides_no_wrong_part(against, tensors, fault, disguise):
     wrong = quantized(spoil(tensors), bits) if bits else spoil(tensors)
     found = against(wrong, **{name: value for name, value in disguise.items() if name != "bits"})
     assert not found.same
-    assert f"departs in {where}, " in found.why
+    assert f"{where} differs by " in found.why
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(rope_theta=20_000.0), "rope_theta 20000.0 here, 10000.0 there; it departs in layer 0"),
-        (dict(norm_eps=1e-3), "norm_eps 0.001 here, 1e-05 there; it departs in layer 0"),
+        (dict(rope_theta=20_000.0), "rope_theta 20000.0 here, 10000.0 there; layer 0 differs"),
+        (dict(norm_eps=1e-3), "norm_eps 0.001 here, 1e-05 there; layer 0 differs"),
         (dict(rope_scaling=llama_jax.RopeScaling("linear", 2.0)), "factor=2.0"),
     ],
 )

@@ -50,7 +50,7 @@ def test_the_rounding_of_every_kind_that_is_read_is_known():
     assert {kind for kind, *_ in TYPES.values()} <= ROUNDING.keys()
     assert {"F64", "int8"} <= ROUNDING.keys()
     assert {name.upper() for name in QUANT_FORMATS} <= ROUNDING.keys()
-    with pytest.raises(CheckpointError, match="x holds I8 tensors, whose rounding is not known"):
+    with pytest.raises(CheckpointError, match="x has tensors of kind I8, with unknown rounding error"):
         origin_of("x", CONFIG, [Dense(Path("x"), 0, (2, 2), "I8")], "float32", {})
 
 

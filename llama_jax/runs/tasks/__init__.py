@@ -1,1 +1,1 @@
-"""Kinds of training, their data and losses: one file for each, `interface` for what they have in common."""
+"""Kinds of training, with their data and losses: one file for each, and `interface` for what they share."""

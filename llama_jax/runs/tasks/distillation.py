@@ -23,7 +23,7 @@ from llama_jax.training.distillation import DistillOptions, Teacher, distillatio
 from llama_jax.training.flops import step_flops
 from llama_jax.training.step import Loss
 
-EXAMPLE = "One day, a llama said 42 times: Grüße, world!\n"  # which two vocabularies seldom encode alike
+EXAMPLE = "One day, a llama said 42 times: Grüße, world!\n"  # different vocabularies rarely encode it alike
 
 
 def options_of(recipe: Recipe) -> DistillOptions:
@@ -36,9 +36,9 @@ def teacher_config(recipe: Recipe) -> LlamaConfig:
     """The configuration of the teacher.
 
     Raises:
-      TrainingError: no teacher, or one of another vocabulary or of a shorter context than rows have.
+      TrainingError: no teacher, or one with another vocabulary or a context shorter than the rows.
       CheckpointError: no model at its path.
-      ConfigError: it has parts of its own that the recipe does not have.
+      ConfigError: it has custom parts that the recipe does not have.
     """
     path = options_of(recipe).teacher
     if not path:
@@ -46,9 +46,9 @@ def teacher_config(recipe: Recipe) -> LlamaConfig:
     config = open_checkpoint(path).config
     if config.vocab_size != recipe.model.vocab_size:
         raise TrainingError(
-            f"the teacher {path} has a vocabulary of {config.vocab_size}, the student one of {recipe.model.vocab_size}, and"
-            " predictions are compared token by token; use a teacher of the same vocabulary, or, where the student is made"
-            f" anew, model.vocab_size={config.vocab_size}"
+            f"the teacher {path} has a vocabulary of {config.vocab_size}, but the student one of {recipe.model.vocab_size},"
+            " and predictions are compared token by token; use a teacher with the same vocabulary, or, for a new"
+            f" student, model.vocab_size={config.vocab_size}"
         )
     if config.max_seq_len < recipe.length:
         raise TrainingError(
@@ -64,18 +64,18 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer | None:
-    """The teacher's tokenizer, which a new student takes."""
+    """The teacher's tokenizer, which a new student uses."""
     return open_checkpoint(options_of(recipe).teacher).tokenizer()
 
 
 def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
-    """Text or chats with a teacher beside them; for the errors see `language_modeling.read_data` and `teacher_config`."""
+    """Text or chats with a teacher; for the errors see `language_modeling.read_data` and `teacher_config`."""
     options, config = options_of(recipe), teacher_config(recipe)
     theirs = tokenizer_of(recipe)
     if theirs is not None and theirs.encode(EXAMPLE, bos=False) != inputs.tokenizer.encode(EXAMPLE, bos=False):
         raise TrainingError(
-            f"the teacher {options.teacher} has another vocabulary than the student: its tokens stand for other text; use a"
-            " teacher of the same vocabulary"
+            f"the teacher {options.teacher} has another vocabulary than the student: its tokens have other texts; use a"
+            " teacher with the same vocabulary"
         )
     corpora = language_modeling.read_data(recipe, inputs)
     task = language_modeling.task_of(recipe, inputs.mesh, corpora)
@@ -110,7 +110,7 @@ KIND = TaskKind("a teacher's predictions", open_task, check, tokenizer=tokenizer
 
 
 class DistillationBatchSource(language_modeling.TextBatchSource):
-    """The batches of a text, and how far the student is from the teacher; see `interface.BatchSource`."""
+    """Batches of text, evaluated by the divergence from the teacher too; see `interface.BatchSource`."""
 
     def __init__(
         self, recipe: Recipe, corpora: language_modeling.Corpora, teacher: tuple[LlamaConfig, Llama], context: TaskContext

@@ -1,4 +1,4 @@
-"""Training by rewards: the model's own answers to prompts, judged by the user's functions (GRPO and its variants)."""
+"""Training with rewards: the model's own answers to prompts, judged by the user's functions (GRPO and its variants)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.sharding import training_sharding
 from llama_jax.runs.compiled_step import loss_options
 from llama_jax.runs.pretrained import load_frozen
-from llama_jax.runs.recipe import Recipe, RewardSettings, fit_to_data
+from llama_jax.runs.recipe import Recipe, RewardSettings, data_warnings, fit_to_data
 from llama_jax.runs.tasks.interface import (
     EvalResult,
     FrozenModels,
@@ -64,11 +64,11 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
     """Checks that need no data; raises TrainingError, MeshError."""
     r = settings_of(recipe)
     if recipe.chats is not None:
-        raise TrainingError("rewards are for prompts, and chats for conversations; leave one of the two out")
+        raise TrainingError("rewards are for prompts, and chats for conversations; omit one of them")
     if recipe.batch % r.group:
         raise TrainingError(f"batch={recipe.batch} answers must be a multiple of rewards.group={r.group}")
     if recipe.exact and mesh.devices > 1:
-        raise TrainingError(f"exact=true samples on a single device, and the mesh is {mesh}; leave one of the two out")
+        raise TrainingError(f"exact=true samples on a single device, but the mesh is {mesh}; omit one of them")
     prompts = recipe.batch // r.group
     if prompts % mesh.rows:
         raise TrainingError(
@@ -80,13 +80,13 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
     scaling = recipe.model.rope_scaling
     if scaling is not None and scaling.kind in BY_LENGTH and recipe.length >= (scaling.original_max_seq_len or 0):
         raise TrainingError(
-            f"with rope scaling {scaling.kind!r} generation caches other keys than a pass over a row of"
-            f" over {scaling.original_max_seq_len} tokens at once; set a length below that"
+            f"with rope scaling {scaling.kind!r} generation caches different keys than a pass over a row of"
+            f" over {scaling.original_max_seq_len} tokens; set a length below that"
         )
 
 
 def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
-    """Prompts and functions as a task.
+    """Prompts and reward functions as a task.
 
     Raises:
       TrainingError: functions with the wrong arguments; see also `find_rewards`.
@@ -115,22 +115,22 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     reference = None
     if r.beta and recipe.lora is None:
         if inputs.weights is None:
-            raise TrainingError("rewards.beta is for a divergence from the model that training begins with; pass --weights")
+            raise TrainingError("rewards.beta penalizes divergence from the initial model; pass it with --weights")
         reference, known = load_frozen(inputs.weights, recipe.model, inputs.mesh, recipe.dtype, None)
         digests["reference"] = known["digest"]
-    if not recipe.steps:  # a prompt has `group` answers, and each answer is learned from in `updates` steps
-        recipe = fit_to_data(recipe, inputs.mesh, recipe.length, lambda _: len(train) * r.group, r.group)
-        recipe = replace(recipe, steps=recipe.steps * r.updates)
+    # A prompt has `group` answers, each used in `updates` steps.
+    recipe = fit_to_data(recipe, inputs.mesh, recipe.length, lambda _: len(train) * r.group, r.group, r.updates)
     batch, length = recipe.batch, length_of(recipe, train, held)
     frozen = recipe.lora is not None
     return Task(
         recipe=recipe,
         objective=replace(objective(recipe, length), frozen=reference),
         digests=digests,
-        facts=(data_summary(recipe, train, held),),
+        facts=data_summary(recipe, train, held),
         tokens=batch * length,
-        # Sampling reads each token once: a forward pass, a third of a step of the whole model.
+        # Sampling processes each token once: a forward pass, a third of a full training step.
         flops=step_flops(recipe.model, batch, length, frozen=frozen) + step_flops(recipe.model, batch, length) / 3,
+        decoded=r.answer / r.updates,
         begin=partial(RewardBatchSource, recipe, rewards, (train, held), inputs),
         shown=("reward", "length", "stopped", "flat", "kl", "clipped"),
     )
@@ -158,7 +158,7 @@ def length_of(recipe: Recipe, train: PromptSet, held: PromptSet) -> int:
 
 
 def objective(recipe: Recipe, length: int) -> Objective:
-    """The recipe's loss of judged answers in rows of T predicted tokens."""
+    """The recipe's loss for judged answers in rows of T predicted tokens."""
     r, loss = settings_of(recipe), loss_of(recipe)
     rows = (recipe.batch, length)
     numbers = jax.ShapeDtypeStruct(rows, jnp.float32)
@@ -185,16 +185,17 @@ def objective(recipe: Recipe, length: int) -> Objective:
     return Objective(judged, lambda _: loss, loss.count, prepare if r.beta else None)
 
 
-def data_summary(recipe: Recipe, train: PromptSet, held: PromptSet) -> str:
-    """A line about the amount of data."""
+def data_summary(recipe: Recipe, train: PromptSet, held: PromptSet) -> tuple[str, ...]:
+    """Lines about the amount of data."""
     r = settings_of(recipe)
     prompts = recipe.batch // r.group
     epochs = recipe.steps / r.updates * prompts / len(train)
-    dropped = f", {train.dropped:,} left out as longer than {recipe.length + 1 - r.answer} tokens" if train.dropped else ""
-    return (
-        f"data: {len(train):,} prompts to train on, of {train.longest} tokens at most{dropped}, {len(held):,} to evaluate"
+    dropped = f", {train.dropped:,} omitted as longer than {recipe.length + 1 - r.answer} tokens" if train.dropped else ""
+    line = (
+        f"data: {len(train):,} prompts to train on, of at most {train.longest} tokens{dropped}, {len(held):,} to evaluate"
         f" on; {r.group} answers of at most {r.answer} tokens to each of {prompts} prompts, {epochs:.1f} epochs"
     )
+    return line, *data_warnings(epochs, len(train), prompts, unit="prompts")
 
 
 class RewardBatchSource:
@@ -212,17 +213,18 @@ class RewardBatchSource:
         self._train, self._held = prompts
         self._tokenizer, self._log, self._program = inputs.tokenizer, context.log, context.program
         self._prompts = recipe.batch // self._settings.group
-        # Those of all data, so that one program is for all.
+        # The size for all data, so that one program serves all batches.
         self._width = max(self._train.longest, self._held.longest)
         self._length = length_of(recipe, *prompts)
         place = context.data_state or {"next_batch": 0, "update": 0, "rows": None, "found": [], "reported": False}
         self._number, self._update = place["next_batch"], place["update"]
         self._rows = None if place["rows"] is None else unpack_arrays(place["rows"], self._shapes())
-        # Of the batches since the last report, or else of the one before.
+        # For the batches since the last report, or for the one before.
         self._found: list[dict[str, float]] = place["found"]
         self._reported: bool = place["reported"]
         model = self._program.model(context.state.params)
         mesh = make_mesh(inputs.mesh)
+        self._log.progress("compiling the sampler")
         self._sample = self._compiled_sampler(model, mesh)
         self._score = self._compiled_score(model, mesh) if self._settings.updates > 1 else None
 
@@ -239,7 +241,7 @@ class RewardBatchSource:
         return jitted.lower(model, chosen).compile()
 
     def _compiled_score(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
-        """The trainer's log-probabilities of the rows, computed part by part as in the step."""
+        """The trainer's log-probabilities of the rows, computed in microbatches as in the step."""
         config, sharding = training_sharding(self._recipe.model, mesh)
         options, parts = loss_options(self._recipe), self._recipe.accumulate
 
@@ -262,7 +264,7 @@ class RewardBatchSource:
             self._rows = self._judged(model())
         rows = self._rows
         self._update += 1
-        if self._update == self._settings.updates:  # all that is learned from these answers
+        if self._update == self._settings.updates:  # these answers have been used in all updates
             self._number, self._update, self._rows = self._number + 1, 0, None
         share, shares = self._program.share
         size = self._recipe.batch // shares
@@ -280,8 +282,8 @@ class RewardBatchSource:
     def evaluate(self, model: Llama) -> EvalResult:
         """Evaluate answers to held-out prompts, sampled as in training.
 
-        The numbers are the mean reward of all answers and its standard error from the spread between prompts, nan for a
-        single one; the mean tokens of an answer; the share of the answers that a stop token ended; and -reward as the loss.
+        The numbers are the mean reward of all answers and its standard error from the variance between prompts, nan for a
+        single prompt; the mean tokens of an answer; the share of answers ended by a stop token; and -reward as the loss.
         """
         r, count = self._settings, min(len(self._held), self._settings.held or len(self._held))
         totals, lengths, stopped = [], [], []
@@ -315,7 +317,7 @@ class RewardBatchSource:
         self._log.line(f"    [{reward:.4g}] {shown(prompt, 80)} -> {shown(text, 400)}")
 
     def _judged(self, model: Llama) -> ScoredAnswers:
-        """Rows to learn from."""
+        """Rows to train on."""
         r = self._settings
         chosen = prompt_batch(len(self._train), self._prompts, r.group, seed=self._recipe.seed, number=self._number)
         answers, texts, values, seconds = self._answer(model, self._train, chosen)
@@ -345,7 +347,7 @@ class RewardBatchSource:
     def _answer(
         self, model: Llama, prompts: PromptSet, chosen: PromptBatch
     ) -> tuple[Completions, list[str], np.ndarray, float]:
-        """Answers, their texts, the rewards of each function, and the seconds that sampling took."""
+        """Answers, their texts, the rewards from each function, and the seconds spent on sampling."""
         began = time.perf_counter()
         found = self._sample(model, self._prompt_arrays(prompts, chosen))
         answers = Completions(*(np.asarray(part) for part in found))
@@ -363,7 +365,7 @@ class RewardBatchSource:
         return answers, texts, self._agreed(texts, columns), seconds
 
     def _agreed(self, texts: list[str], columns: dict[str, list[Any]]) -> np.ndarray:
-        """The rewards; with several processes those of the first one, since a function may be random."""
+        """The rewards; with several processes those of process 0, since a function may be random."""
         if jax.process_count() == 1:
             return judge(self._rewards, texts, columns)
         values = np.full((len(self._rewards), len(texts)), np.nan)
@@ -373,12 +375,12 @@ class RewardBatchSource:
                 values = judge(self._rewards, texts, columns)
             except TrainingError as error:
                 problem = error
-        # As bits: JAX would round them to float32, and several processes would learn from other numbers than one.
+        # As bits: JAX would round them to float32, and results would differ between one and several processes.
         values = np.asarray(multihost_utils.broadcast_one_to_all(values.view(np.uint32))).view(np.float64)
         if problem is not None:
             raise problem
         if np.isnan(values).any():
-            raise TrainingError("the rewards of process 0 failed; it says why")
+            raise TrainingError("the rewards of process 0 failed; see its error")
         return values
 
     def _prompt_arrays(self, prompts: PromptSet, chosen: PromptBatch) -> RolloutPrompts:
@@ -392,7 +394,7 @@ class RewardBatchSource:
 def make_sampler(
     config: LlamaConfig, mesh: Mesh, options: RolloutOptions, compute: Compute
 ) -> Callable[[Llama, RolloutPrompts], Completions]:
-    """`roll_out` from a model sharded as in training, possibly with adapters or quantized weights."""
+    """`roll_out` for a model sharded as in training, possibly with adapters or quantized weights."""
     held, sharding = generation_sharding(config, mesh)
 
     def sample(model: Llama, prompts: RolloutPrompts) -> Completions:
@@ -404,13 +406,13 @@ def make_sampler(
 
 
 def answer_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text that an answer adds to its prompt, with a leading space if it begins with one."""
+    """The text that an answer adds to its prompt, including a leading space."""
     stream = TextStream(tokenizer)
     return "".join([*map(stream.push, ids), stream.finish()])
 
 
 def answer_rows(prompts: Sequence[Sequence[int]], answers: Completions, learned: np.ndarray, length: int) -> ScoredAnswers:
-    """Prompts and answers one after the other, [B, T + 1], without advantages.
+    """Concatenated prompts and answers, [B, T + 1], without advantages.
 
     Args:
       learned: bool[B], whether the answer's tokens are in the mask.
@@ -429,7 +431,7 @@ def answer_rows(prompts: Sequence[Sequence[int]], answers: Completions, learned:
 
 
 def pack_arrays(judged: ScoredAnswers) -> str:
-    """Arrays as JSON can hold them, bit for bit."""
+    """Arrays as JSON text, bit for bit."""
     whole = b"".join(np.ascontiguousarray(part).tobytes() for part in jax.tree.leaves(judged))
     return base64.b64encode(zlib.compress(whole, 1)).decode()
 

@@ -1,4 +1,4 @@
-"""The interface of a kind of training, its data and loss, to the loop and the program."""
+"""The interface of a kind of training, with its data and loss, to the loop and the program."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ StepMetrics = dict[str, jax.Array]
 
 
 class FrozenModels(NamedTuple):
-    """Models that a step reads and does not change.
+    """Models that a step reads without changing them.
 
     Attributes:
-      base: the model under the adapters in training, in the shapes of the layout's configuration: the model with its
-        adapters switched off. None if the whole model is trained.
-      other: the task's own, `Objective.frozen`, such as a teacher.
+      base: the base model of the adapters in training, in the shapes of the sharding's configuration: the model with its
+        adapters disabled. None if the whole model is trained.
+      other: models of the task, from `Objective.frozen`, such as a teacher.
     """
 
     base: Llama | None
@@ -47,13 +47,13 @@ class Objective:
 
     Attributes:
       shapes: the batch of all processes, a tree of `jax.ShapeDtypeStruct` [B, ...].
-      loss: given the frozen models, the loss of one part of a batch, see `training.step.Loss`.
+      loss: maps the frozen models to the loss of a microbatch, see `training.step.Loss`.
       count: see `StepOptions.count`.
-      prepare: None, or given the frozen models a function with the arguments of a loss that returns the batch extended by
-        what is computed from all its rows, without gradients, before it is divided into parts: the log-probabilities of a
-        reference, or a mean over the batch. It gets the whole batch and must divide it itself if memory requires it
-        (`training.step.microbatches`). Its result has B rows as well.
-      frozen: arrays that are passed to the step as `FrozenModels.other`, already placed.
+      prepare: None, or maps the frozen models to a function with the arguments of a loss that returns the batch extended by
+        values computed from all its rows, without gradients, before it is split into microbatches: the log-probabilities of
+        a reference, or a mean over the batch. It receives the whole batch and must split it itself if memory requires it
+        (`training.step.microbatches`). Its result also has B rows.
+      frozen: arrays that are passed to the step as `FrozenModels.other`, already sharded.
     """
 
     shapes: Any
@@ -67,7 +67,7 @@ class EvalResult(NamedTuple):
     """The result of an evaluation on held-out data.
 
     Attributes:
-      numbers: for the line in metrics.jsonl; "loss" is what the best checkpoints are chosen by: lower is better.
+      numbers: for the line in metrics.jsonl; "loss" ranks checkpoints: lower is better.
       text: for the log: "loss 2.1, perplexity 8.2".
     """
 
@@ -84,25 +84,25 @@ class BatchSource(Protocol):
 
     @property
     def state(self) -> dict[str, Any]:
-        """The position in the data as JSON, `TaskContext.data_state` of a resumed run. No name in it is that of a digest."""
+        """The position in the data as JSON, `TaskContext.data_state` of a resumed run; no name equals that of a digest."""
 
     def next(self, model: Callable[[], Llama]) -> Any:
-        """This process's rows of the next batch, a tree as `Objective.shapes`.
+        """This process's rows of the next batch, a tree like `Objective.shapes`.
 
         Args:
           model: returns the model before the step, with adapters joined to their base; its arrays are deleted in the step.
-            Calling it waits for the previous step. Whatever is computed from it must depend on the model, the recipe's seed
-            and the number of the batch alone, so that a resumed run computes the same.
+            Calling it waits for the previous step. Anything computed from it must depend only on the model, the recipe's
+            seed and the index of the batch, so that a resumed run computes the same.
         """
 
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Numbers for the line of a report besides loss and speed: from a step's metrics, and about the batches."""
+        """Numbers for a line of metrics besides loss and speed: from a step's metrics, and about the batches."""
 
     def evaluate(self, model: Llama) -> EvalResult:
-        """Evaluate a model; all processes take part, and each gets the whole result."""
+        """Evaluate a model; all processes take part, and each receives the whole result."""
 
     def close(self) -> None:
-        """Stop making batches."""
+        """Stop preparing batches."""
 
 
 @dataclass(frozen=True)
@@ -110,22 +110,22 @@ class TrainingProgram:
     """The functions that the loop calls.
 
     Attributes:
-      step: from a state, which is donated, and a placed batch to the next state and the step's metrics.
+      step: maps a state, which is donated, and a placed batch to the next state and the step's metrics.
       place: puts the rows that this process reads onto its devices.
-      share: which part of a batch these rows are, and of how many.
-      start: the state before the first step, from random parameters or from given ones: sharded by `param_specs`, and not
-        to be used again.
-      shapes: of the state, with shardings, for `CheckpointManager.restore`.
+      share: the index and number of the share of a batch that these rows are.
+      start: returns the state before the first step, from random or given parameters, which are sharded by `param_specs` and
+        must not be used again.
+      shapes: shapes of the state, with shardings, for `CheckpointManager.restore`.
       adopt: turns a restored state into one that `step` accepts.
-      model: the model of trained parameters: they themselves, or adapters joined with their base.
-      jit: `jax.jit` of a function of such a model and of arrays that every process has; every process gets the result.
-      fit: turns such a model into one of `config`, which can be evaluated and can generate where it lies.
-      config: of that model, as the mesh holds it.
-      sharding: of forward passes for evaluation and generation; rows are divided into `batch_shards` shards.
-      devices: their number.
-      description: of the devices, in words.
-      compile_seconds: of `step`.
-      attention: how `step` computes attention, in words; empty if it is compiled later, as by pmap.
+      model: the model of trained parameters: the parameters themselves, or adapters joined with their base.
+      jit: `jax.jit` of a function of such a model and of arrays that every process has; every process receives the result.
+      fit: turns such a model into one with `config`, which can be evaluated and can generate with its sharding.
+      config: the configuration of that model on the mesh.
+      sharding: for forward passes in evaluation and generation; rows are divided into `batch_shards` shards.
+      devices: number of devices.
+      description: description of the devices.
+      compile_seconds: time to compile `step`.
+      attention: description of the attention in `step`; empty if it is compiled later, as by pmap.
     """
 
     step: Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]
@@ -149,11 +149,11 @@ class TaskContext(NamedTuple):
     """The arguments of `Task.begin`.
 
     Attributes:
-      program: compiled, with the placement of its arrays.
-      state: before the first step, which deletes its arrays.
-      base: the model under the adapters in training, or None.
+      program: compiled, with its arrays' shardings.
+      state: the state before the first step, which deletes its arrays.
+      base: the base model of the adapters in training, or None.
       data_state: `BatchSource.state` with the digests, from the checkpoint that the run resumes from; None for a new run.
-      folder: of the run.
+      folder: the run's folder.
     """
 
     program: TrainingProgram
@@ -170,18 +170,20 @@ class Task:
     """A kind of training with its data, read and checked.
 
     Attributes:
-      recipe: with the sizes that follow from the data, where the given one had no steps (`recipe.fit_to_data`).
+      recipe: the recipe with its warm-up, and with sizes that follow from the data if the given one had no steps
+        (`recipe.fit_to_data`).
       objective: the compiled part.
       digests: of "train" and "validation", by which a resumed run recognizes its data, and of everything else that must not
-        change. They are kept in checkpoints and compared.
+        change. They are stored in checkpoints and compared.
       facts: lines about the data, for the log.
-      tokens: that a step reads, padding included: for tokens per second.
-      flops: of a step, for MFU.
+      tokens: tokens that a step reads, including padding, for tokens per second.
+      flops: FLOPs of a step, for MFU.
+      decoded: number of tokens that a step samples one after another, in each of its rows.
       begin: makes the batch source, once everything is compiled.
-      mixture: the share of each source, as written in the note of a checkpoint; None for a single source.
+      mixture: the share of each source, as stored in the note of a checkpoint; None for a single source.
       load: reads what all processes must read together, such as the weights of a teacher, and returns the task with it; None
-        if there is nothing. Called when the data of all processes are known to be the same.
-      shown: names of `BatchSource.report` that the log's line has; the others are in metrics.jsonl alone.
+        if there is nothing. Called once all processes are known to have the same data.
+      shown: names from `BatchSource.report` that appear in the log; the others are only in metrics.jsonl.
     """
 
     recipe: Recipe
@@ -194,14 +196,15 @@ class Task:
     mixture: dict[str, str] | None = None
     load: Callable[[], Task] | None = None
     shown: tuple[str, ...] = ()
+    decoded: float = 0.0
 
 
 class TaskInputs(NamedTuple):
-    """The inputs of a task besides the recipe.
+    """The inputs of a task in addition to the recipe.
 
     Attributes:
-      sources: of a mixture, or the only one.
-      validation_sources: likewise; empty if a share of the data is held out for validation.
+      sources: the sources of a mixture, or the only one.
+      validation_sources: those for validation; empty if a share of the data is held out instead.
     """
 
     sources: Sequence[FoundData]
@@ -218,23 +221,23 @@ class TaskInputs(NamedTuple):
 
     @property
     def validation_data(self) -> list[Path]:
-        """The files of all sources."""
+        """The validation files of all sources."""
         return [file for source in self.validation_sources for file in source.files]
 
 
 @dataclass(frozen=True)
 class TaskKind:
-    """A kind of training, before its data are read.
+    """A kind of training, before its data is read.
 
     Attributes:
-      name: in messages: "preferences".
-      check: raises errors about a recipe, a mesh or a backend, without looking at any data.
+      name: for messages: "preferences".
+      check: raises errors about a recipe, a mesh or a backend, without reading any data.
       open: reads the data; raises DataError or TrainingError.
-      backends: those that support it.
+      backends: backends that support it.
       mixes: whether it supports mixtures of sources.
       divides_rows: whether a mesh may divide rows over its context axis.
       exact: whether it supports `Recipe.exact`.
-      tokenizer: for a new model if neither --tokenizer nor --weights gives one.
+      tokenizer: for a new model if neither --tokenizer nor --weights provides one.
     """
 
     name: str
@@ -251,18 +254,18 @@ def check_vocabulary(recipe: Recipe, size: int) -> None:
     """Raise TrainingError for a vocabulary larger than the model's."""
     if size > recipe.model.vocab_size:
         raise TrainingError(
-            f"the tokenizer has {size} tokens, the model a vocabulary of {recipe.model.vocab_size};"
+            f"the tokenizer has {size} tokens, but the model's vocabulary has {recipe.model.vocab_size};"
             f" set model.vocab_size={size} or more, or give a model of --weights that vocabulary first (docs/models.md)"
         )
 
 
 @contextmanager
 def name_format_setting(setting: str) -> Iterator[None]:
-    """Raise TrainingError that names a recipe's setting for messages without a chat format."""
+    """For messages without a chat format, raise a TrainingError that names the recipe's setting."""
     try:
         yield
     except GenerationError as error:
-        raise TrainingError(f"{error}; in training as {setting}=plain") from None
+        raise TrainingError(f"{error}; in training set {setting}=plain") from None
 
 
 def compute_of(recipe: Recipe) -> Compute:

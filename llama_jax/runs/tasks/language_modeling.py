@@ -1,4 +1,4 @@
-"""Training on text, or on the assistant's messages in chats, by the loss of the next token."""
+"""Training on text, or on the assistant's messages in chats, with the next-token loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.progress import progress_bar
-from llama_jax.runs.recipe import Recipe, fit_to_data
+from llama_jax.runs.recipe import MOST_EPOCHS, Recipe, data_warnings, fit_to_data
 from llama_jax.runs.tasks.interface import (
     EvalResult,
     Objective,
@@ -54,13 +54,13 @@ class ValidationSource(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpora:
-    """The documents of a run, to train on and held out.
+    """The training and held-out documents of a run.
 
     Attributes:
-      train: of each source, by name; a single source without a name has the empty one.
+      train: by source name; a single source without a name has the empty one.
       shares: of each source, in the rows of a batch.
-      held: of each source, or a single unnamed one if plain files were given for validation.
-      kept: share of the tokens that was held out for validation; None if validation has its own files.
+      held: for each source, or a single unnamed one if plain validation files were given.
+      kept: share of the tokens that was held out for validation; None if validation has separate files.
     """
 
     train: dict[str, Corpus]
@@ -70,7 +70,7 @@ class Corpora:
 
     @property
     def mixture(self) -> dict[str, str] | None:
-        """The shares as written in the note of a checkpoint; None for a single source."""
+        """The shares as stored in the note of a checkpoint; None for a single source."""
         return {name: str(share) for name, share in self.shares.items()} if len(self.train) > 1 else None
 
 
@@ -110,7 +110,7 @@ KIND = TaskKind("text", open_task, backends=("jit", "pmap"), mixes=True, exact=T
 
 
 def objective(recipe: Recipe) -> Objective:
-    """The recipe's loss of packed rows."""
+    """The recipe's loss for packed rows."""
     rows = jax.ShapeDtypeStruct((recipe.batch, recipe.length + 1), jnp.int32)
     mask = None if recipe.chats is None else jax.ShapeDtypeStruct(rows.shape, jnp.bool_)
     noise = jax.ShapeDtypeStruct(rows.shape, jnp.uint32) if recipe.neftune else None
@@ -118,11 +118,11 @@ def objective(recipe: Recipe) -> Objective:
 
 
 def noise_of(seed: int, number: int, rows: tuple[int, int, int], length: int) -> np.ndarray:
-    """Random numbers for some rows of a batch, uint32[rows, T + 1]: the same on any number of hosts.
+    """Random numbers for some rows of a batch, uint32[rows, T + 1]: the same for any number of hosts.
 
     Args:
-      number: of the batch.
-      rows: the first, how many, and of how many of all hosts.
+      number: index of the batch.
+      rows: the first row, the number of rows, and the number of rows of all hosts.
     """
     first, count, batch = rows
     bits = np.random.Philox(key=[seed, number]).random_raw(batch * (length + 1)).astype(np.uint32)
@@ -189,9 +189,9 @@ class TextBatchSource:
 
 
 def evaluate_sources(held: Sequence[ValidationSource], find: Callable[[Corpus], EvalResult]) -> EvalResult:
-    """Evaluate each source by a function, with the mean weighted by the shares; a single source by itself.
+    """Evaluate each source with a function, and average by the shares; a single source is evaluated by itself.
 
-    The numbers of a mixture are those of each source, `loss/NAME`, and the mean loss.
+    The numbers of a mixture are `loss/NAME` for each source, and the mean loss.
     """
     found = {source.name: find(source.corpus) for source in held}
     if len(held) == 1:
@@ -230,15 +230,17 @@ def data_summary(recipe: Recipe, corpora: Corpora) -> tuple[str, ...]:
             for name, each in corpora.train.items()
         ]
         lines += [
-            f"  {name} is read {count:.1f} times; beyond {REPEATED} times repeated text teaches less and less"
+            f"  {name} is read {count:.1f} times; beyond {REPEATED} times repeated text helps less and less"
             for name, count in epochs.items()
-            if count > REPEATED
+            if REPEATED < count <= MOST_EPOCHS
         ]
+    for name, each in corpora.train.items():
+        lines += data_warnings(epochs[name], rows_of(r, r.length, each), float(corpora.shares[name]) * r.batch, name)
     return tuple(lines)
 
 
 def read_data(recipe: Recipe, inputs: TaskInputs) -> Corpora:
-    """The files as documents of tokens, split for validation if no files are given for it.
+    """The files as documents of tokens, split for validation if no validation files are given.
 
     Raises:
       TrainingError: nothing to validate on, or a vocabulary larger than the model's.
@@ -289,15 +291,15 @@ def _split_source(recipe: Recipe, inputs: TaskInputs, source: FoundData) -> Spli
         raise TrainingError(f"{what} is a single conversation; add more, or pass others with --validation-data")
     if corpus.document_count < 2:
         raise TrainingError(
-            f"{what} is a single document, of which nothing can be kept for validation; pass other files with"
-            " --validation-data, or cut a long text into documents of fewer characters, as reading.longest=4000"
+            f"{what} is a single document, which cannot be split for validation; pass other files with"
+            " --validation-data, or cut a long text into documents of fewer characters, such as reading.longest=4000"
         )
-    divisible = None if recipe.chats is not None else inputs.tokenizer  # a conversation is read whole
+    divisible = None if recipe.chats is not None else inputs.tokenizer  # conversations are not divided
     return split(corpus, recipe.validation, seed=recipe.seed, tokenizer=divisible)
 
 
 def limit_tokens(corpora: Corpora, limit: int) -> Corpora:
-    """Limit the held-out data to whole documents of about `limit` tokens of each source, unless that is 0."""
+    """Limit each source's held-out data to whole documents of about `limit` tokens; 0 sets no limit."""
     if not limit:
         return corpora
     held = []

@@ -1,4 +1,4 @@
-"""Training on preferences: pairs of a chosen and a rejected answer, or single answers that are good or bad."""
+"""Training on preferences: pairs of a chosen and a rejected answer, or single answers labeled good or bad."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llama_jax.evaluation.measure import default_batch, token_nats
 from llama_jax.evaluation.perplexity import AnswerLogprobs, pair_logprobs
 from llama_jax.model.params import Llama
 from llama_jax.progress import progress_bar
-from llama_jax.runs.recipe import Recipe, fit_to_data
+from llama_jax.runs.recipe import Recipe, data_warnings, fit_to_data
 from llama_jax.runs.tasks.interface import (
     EvalResult,
     FrozenModels,
@@ -81,10 +81,11 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     )
     rows = PairRows(train, recipe.batch, recipe.length, seed=recipe.seed)
     what = "answers" if options.kind == "kto" else "pairs"
+    epochs = recipe.steps * recipe.batch / len(rows.members)
     fact = (
         f"data: {train.count:,} {what} in {len(rows.members):,} rows to train, {held.count:,} {what} to validate;"
         f" {recipe.steps:,} steps of {recipe.batch} rows x 2 x {recipe.length} are"
-        f" {recipe.steps * recipe.batch / len(rows.members):.1f} epochs"
+        f" {epochs:.1f} epochs"
     )
     sides = 1 if options.kind == "kto" else 2
     trained = step_flops(recipe.model, sides * recipe.batch, recipe.length, frozen=recipe.lora is not None)
@@ -94,7 +95,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
         recipe=recipe,
         objective=objective(recipe, rows.most),
         digests=digests,
-        facts=(fact,),
+        facts=(fact, *data_warnings(epochs, len(rows.members), recipe.batch)),
         tokens=2 * recipe.batch * recipe.length,
         flops=trained + read_again * forward,
         begin=partial(PreferenceBatchSource, recipe, train, held),
@@ -117,7 +118,7 @@ def needs_reference(options: PreferenceOptions) -> bool:
 
 
 def objective(recipe: Recipe, most: int) -> Objective:
-    """The loss of rows of `most` pairs at most."""
+    """The loss for rows of at most `most` pairs."""
     options = options_of(recipe)
     kto, adapters = options.kind == "kto", recipe.lora is not None
     refers = needs_reference(options)
@@ -138,14 +139,14 @@ def objective(recipe: Recipe, most: int) -> Objective:
 
 
 def read_pairs(recipe: Recipe, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[Pairs, Any]:
-    """The pairs of files, or for KTO their answers beside mismatched ones; and counts of the lines read."""
+    """The pairs in files, or for KTO their answers with mismatched ones; and counts of the examples."""
     reading, length, kto = recipe.chats, recipe.length, options_of(recipe).kind == "kto"
     assert reading is not None
     fields = first_fields(paths)
     labeled = "label" in fields and "chosen" not in fields
     if labeled and not kto:
         raise TrainingError(
-            f"{paths[0]} has single answers with a label, which preference.kind=kto learns from; use that, or chosen and"
+            f"{paths[0]} has single answers with a label, which only preference.kind=kto supports; use that, or chosen and"
             " rejected answers"
         )
     with name_format_setting("chats.format"):
@@ -174,7 +175,7 @@ class PreferenceBatchSource:
         self._reference: dict[str, str] = {}
         self._of_held: np.ndarray | None = None
         if needs_reference(self._options):
-            if context.base is not None:  # the adapters switched off; each step computes those of its own rows
+            if context.base is not None:  # adapters disabled; each step computes those of its rows
                 self._of_held = self._measure(context.base, self._held).logprobs
             else:
                 found, digest = self._cached(context, {"train": train, "validation": held})
@@ -185,14 +186,14 @@ class PreferenceBatchSource:
         self._batches = Batches(rows, place["next_batch"])
 
     def _measure(self, model: Llama, pairs: Pairs, progress: Progress | None = None) -> AnswerLogprobs:
-        """Log-probabilities of N pairs of answers, float32[N, 2], and their tokens."""
+        """Log-probabilities of N pairs of answers, float32[N, 2], and the answers' token counts."""
         config, fitted = self._program.config, self._program.fit(model)
         batch = self._program.sharding.batch_shards * default_batch()
         found = pair_logprobs(config, fitted, pairs, length=self._length, batch=batch, measure=self._nats, progress=progress)
         return replace(found, logprobs=found.logprobs.astype(np.float32))
 
     def _cached(self, context: TaskContext, parts: dict[str, Pairs]) -> tuple[dict[str, np.ndarray], str]:
-        """Log-probabilities of the initial model, and their digest: computed once, and kept in the folder."""
+        """Log-probabilities of the initial model, and their digest: computed once, and stored in the folder."""
         path = context.folder / REFERENCE
         if context.data_state is None:
             params, bar = context.state.params, progress_bar("reference", "batches", quiet=context.log.quiet, delay=1.0)
@@ -206,12 +207,12 @@ class PreferenceBatchSource:
                 found: dict[str, np.ndarray] = {name: arrays[name] for name in parts}
         except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
             raise TrainingError(
-                f"{path}, the log-probabilities of the model that the run began with, cannot be read ({error}); copy it from"
-                " where the run was, or begin anew in another --workdir"
+                f"{path}, the log-probabilities of the initial model, cannot be read ({error}); copy it from"
+                " the run's previous location, or start again in another --workdir"
             ) from None
         digest = arrays_digest(found)
         if context.data_state.get("reference") != digest:
-            raise TrainingError(f"{path} is not of this run: its numbers are others; copy it from where the run was")
+            raise TrainingError(f"{path} is not from this run: its values differ; copy it from the run's previous location")
         return found, digest
 
     @property
@@ -225,7 +226,7 @@ class PreferenceBatchSource:
         return means(metrics)
 
     def evaluate(self, model: Llama) -> EvalResult:
-        """The numbers of `means`, and the mean loss over pairs, or answers for KTO."""
+        """The numbers of `means`, and the mean loss over pairs, or over answers for KTO."""
         numbers, count = (
             compare(self._measure(model, self._held), self._of_held, self._held, self._options),
             self._held.count,
@@ -239,7 +240,7 @@ class PreferenceBatchSource:
 
 
 def limit_tokens(held: Pairs, limit: int) -> Pairs:
-    """The first pairs of about `limit` tokens, where that is not 0."""
+    """The first pairs with about `limit` tokens, unless that is 0."""
     if not limit:
         return held
     chosen = 1 + int(np.searchsorted(np.cumsum(2 * held.sizes), limit))
@@ -257,7 +258,7 @@ def arrays_digest(found: dict[str, np.ndarray]) -> str:
 def compare(
     answers: AnswerLogprobs, reference: np.ndarray | None, pairs: Pairs, options: PreferenceOptions
 ) -> dict[str, float]:
-    """The numbers of an evaluation, from the log-probabilities of N pairs by model and reference: float32[N, 2] each."""
+    """The numbers of an evaluation, from the log-probabilities of N pairs under model and reference: float32[N, 2] each."""
     rows = PairBatch(
         *(None,) * 4,
         there=np.ones((pairs.count, 1), bool),
@@ -278,7 +279,7 @@ def means(sums: dict[str, float]) -> dict[str, float]:
     """Numbers from the sums that `pair_loss` returns.
 
     The margin is the mean reward of the chosen answers minus that of the rejected ones; rewards are described in
-    `Preferred`. The accuracy is the share of pairs whose chosen answer has the larger reward. KTO has none: its chosen
+    `Preferred`. The accuracy is the share of pairs whose chosen answer has the larger reward; KTO has none, and its chosen
     answers are the good ones. Log-probabilities are means of the sums over an answer's tokens.
     """
     chosen, rejected = max(sums["chosen"], 1.0), max(sums["rejected"], 1.0)

@@ -1,1 +1,1 @@
-"""The HTTP server of an engine: OpenAI's completions and chat, metrics, and a page. Needs the extra `serve`."""
+"""The HTTP server of an engine: OpenAI's completions and chat APIs, metrics, and a web page. Needs the extra `serve`."""

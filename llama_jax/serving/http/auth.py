@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llama_jax.errors import shown
 from llama_jax.serving.http.errors import ApiError
 
-OPEN = ("/", "/health", "/ready")  # need no key: the page, which asks for the key, and probes
+OPEN = ("/", "/health", "/ready")  # without a key: the page, which asks the user for the key, and probes
 CLIENT_LEFT = 499  # as in nginx
-BLANKS = " \t"  # HTTP's; str.strip alone also takes bytes of latin-1 that may end a key
+BLANKS = " \t"  # white space of HTTP; plain str.strip would also remove latin-1 bytes that may end a key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +28,10 @@ class Access:
 
     Attributes:
       api_key: bearer token that requests must have; None for no key.
-      hosts: names by which the server is reached, besides localhost and addresses; "*" for any.
-      origins: other origins whose pages may send requests, as https://example.org; "*" for any.
-      most_connections: at the same time; 0 for no limit.
-      open_metrics: `/metrics` needs no key.
+      hosts: allowed host names of the server, in addition to localhost and IP addresses; "*" for any.
+      origins: other origins whose pages may send requests, such as https://example.org; "*" for any.
+      most_connections: maximum number of concurrent connections; 0 for no limit.
+      open_metrics: whether `/metrics` needs no key.
     """
 
     api_key: str | None = None
@@ -42,10 +42,10 @@ class Access:
 
 
 class Guard:
-    """ASGI middleware: refuses what `Access` does not allow, and counts responses.
+    """ASGI middleware that rejects requests that `Access` does not allow, and counts responses.
 
-    A page of another site whose name resolves to this machine (DNS rebinding) sends that name as the host, never an address:
-    so addresses are allowed, and names only if they are known.
+    In DNS rebinding, a page of a site that resolves to this machine sends the site's name as the host, never an IP address:
+    so addresses are allowed, and names only if known.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Guard:
         status = 0
         headers = Headers(scope=scope)
         origin = headers.get("origin")
-        cors: list[tuple[bytes, bytes]] = []  # without cookies, because there are none
+        cors: list[tuple[bytes, bytes]] = []  # without credentials, because no cookies are used
         if origin is not None and self._is_shared(origin):
             readers = b"*" if "*" in self._access.origins else origin.encode("latin-1")
             cors = [(b"access-control-allow-origin", readers), (b"vary", b"Origin")]
@@ -94,7 +94,7 @@ class Guard:
             self._answered[path, status or CLIENT_LEFT] += 1
 
     def _responder(self, scope: Scope, headers: Headers, origin: str | None) -> ASGIApp:
-        """The application, or the response that is sent in its place."""
+        """The application, or an error response to send instead."""
         try:
             self._check(scope, headers, origin)
             if scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers:
@@ -119,7 +119,7 @@ class Guard:
             )
 
     def _check(self, scope: Scope, headers: Headers, origin: str | None) -> None:
-        """Raise ApiError for a host, an origin or a number of connections that is not allowed."""
+        """Raise ApiError if the host, the origin or the number of connections is not allowed."""
         most = self._access.most_connections
         if most and self._connections() > most and scope["path"] not in OPEN:
             raise ApiError(
@@ -129,11 +129,11 @@ class Guard:
                 headers={"Retry-After": "1", "Connection": "close"},
             )
         if len(hosts := headers.getlist("host")) > 1:  # a proxy might use the other one
-            raise ApiError(400, f"the request has {len(hosts)} hosts; send one")
+            raise ApiError(400, f"the request has {len(hosts)} Host headers; send one")
         host = headers.get("host", "")
         if "*" not in self._access.hosts and not self._is_known(host):
             raise ApiError(
-                403, f"the host {shown(host, 80)} is not known here; the server's --allow-host adds one", code="unknown_host"
+                403, f"the host {shown(host, 80)} is not allowed; the server's --allow-host adds one", code="unknown_host"
             )
         if origin is not None and not self._is_shared(origin) and origin.partition("://")[2] != host:
             raise ApiError(

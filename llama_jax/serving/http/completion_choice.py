@@ -1,6 +1,6 @@
-"""One continuation as text: tokens in; text, log-probabilities and calls of tools out, up to a stop text or another end.
+"""One continuation as text: tokens in; text, log-probabilities and tool calls out, up to a stop string or another end.
 
-Tool calls have the forms that published templates ask for.
+Tool calls have the formats that published templates request.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 class PlacedToken(NamedTuple):
-    """A token with its log-probability, and where its text begins in the choice's text."""
+    """A token with its log-probability, and the offset of its text in the choice's text."""
 
     token: ScoredToken
     offset: int
 
 
 class Delta(NamedTuple):
-    """What is new in a choice."""
+    """The new part of a choice."""
 
     text: str
     scored: Sequence[PlacedToken] = ()
@@ -42,15 +42,15 @@ class Choice:
     """A choice that is being generated.
 
     Attributes:
-      count: tokens generated so far, a stop token included.
-      cached: tokens of the prompt that were in the prefix cache.
+      count: number of tokens generated so far, including a stop token.
+      cached: number of prompt tokens found in the prefix cache.
       finish: OpenAI's finish_reason; None while it continues.
 
     Args:
-      stop: texts that end it.
+      stop: stop strings.
       echo: the prompt's text, if it precedes the continuation; otherwise None.
-      at_start: whether the continuation begins a text, with a vocabulary's leading space dropped.
-      scored: whether log-probabilities are wanted.
+      at_start: whether the continuation begins a text, so that a vocabulary's leading space is dropped.
+      scored: whether log-probabilities are requested.
       tools: names of the functions that it may call.
     """
 
@@ -78,7 +78,7 @@ class Choice:
         self._prompt_length = 0
 
     def take(self, update: Update) -> Delta:
-        """Take what the engine has delivered, and return what can be shown. Nothing changes after a finish."""
+        """Process an update from the engine, and return the part that can be shown. No effect after the finish."""
         if self.finish is not None:
             return Delta("")
         self.cached = max(self.cached, update.cached)
@@ -114,7 +114,7 @@ class Choice:
             self._held_back.append(PlacedToken(token, self._echo_length + self._text.length))
 
     def _ready(self) -> list[PlacedToken]:
-        """The tokens whose text has been shown; those of text that is held back wait with it, or are never shown."""
+        """The tokens whose text has been shown; tokens of held-back text wait with it, or are never shown."""
         end = self._echo_length + len(self._text.shown)
         whole = not self._text.ended and end == self._echo_length + self._text.length
         ready = []
@@ -124,7 +124,7 @@ class Choice:
 
 
 class TokenNames:
-    """How tokens are written in log-probabilities, as JSON."""
+    """Tokens as they are written in log-probabilities, as JSON."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -132,7 +132,7 @@ class TokenNames:
         self._known: dict[int, tuple[str, str]] = {}
 
     def __call__(self, token: int) -> tuple[str, str]:
-        """The token's text and bytes. One that is not valid UTF-8 by itself is written as OpenAI does: bytes:\\xe2\\x80."""
+        """The token's text and bytes; invalid UTF-8 is written as in OpenAI's API: bytes:\\xe2\\x80."""
         if token not in self._known:
             content = b""
             if token not in self._special and token < self._tokenizer.vocab_size:
@@ -146,7 +146,7 @@ class TokenNames:
 
 
 class ToolCall(NamedTuple):
-    """A call of a function; `arguments` are JSON."""
+    """A function call; `arguments` is JSON."""
 
     id: str
     name: str
@@ -157,19 +157,19 @@ class ToolCall(NamedTuple):
 
 
 def grammar_of_calls(tools: Sequence[dict[str, Any]], names: Sequence[str], template: str, *, several: bool) -> str:
-    """A grammar, in llguidance's Lark, of calls in the form of a template: in tags or as JSON alone.
+    """A grammar, in llguidance's Lark syntax, of tool calls in the format of a chat template: in tags or as plain JSON.
 
     Args:
-      tools: of a `ChatRequest`.
-      names: of the tools that may be called.
-      template: of the model's chats.
-      several: whether there may be more than one call.
+      tools: the tools of a `ChatRequest`.
+      names: names of the tools that may be called.
+      template: the model's chat template.
+      several: whether more than one call is allowed.
 
     Raises:
       ApiError: parameters that are not an object.
     """
     tagged = OPENING in template
-    # Llama 3.1 uses this name for arguments, other templates OpenAI's. A template's text contains no schemas of tools.
+    # Llama 3.1 uses this name for arguments, other templates use OpenAI's. A template's text contains no tool schemas.
     as_parameters = re.search(r'parameters\\?"\s*:', template) and not re.search(r'arguments\\?"\s*:', template)
     key = "parameters" if as_parameters else "arguments"
     called = [(i, tool["function"]) for i, tool in enumerate(tools) if tool["function"]["name"] in names]
@@ -187,7 +187,7 @@ def grammar_of_calls(tools: Sequence[dict[str, Any]], names: Sequence[str], temp
 
 
 def _arguments_schema(i: int, function: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments, in the style in which JSON is written here."""
+    """The schema of a function's arguments, with this library's JSON style."""
     schema = function.get("parameters", {})
     if schema.get("type", "object") != "object":
         name = f"tools[{i}].function.parameters"
@@ -197,20 +197,20 @@ def _arguments_schema(i: int, function: dict[str, Any]) -> dict[str, Any]:
 
 
 class ToolText:
-    """A reply in progress that may be a call: text that may be a call is held back until it is known.
+    """A reply in progress that may be a tool call: text is held back until this is known.
 
-    Calls are JSON objects with a name and arguments (or parameters, as Llama 3.1 writes them). They are the whole reply,
-    alone or in a list, or are in `<tool_call>` tags. Anything else, and a call of an unknown function, is text.
+    Calls are JSON objects with a name and arguments (or parameters, as in Llama 3.1). They are the whole reply, as one
+    object or a list, or are in `<tool_call>` tags. Anything else, and a call of an unknown function, is text.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)
         self._held = ""
-        self._begun = False  # something was shown
-        self._calls = False  # what is held may be calls
+        self._begun = False  # some text was shown
+        self._calls = False  # the held text may be calls
 
     def push(self, text: str) -> str:
-        """What can be shown after this text."""
+        """Add text, and return the part that can be shown."""
         self._held += text
         start = self._held.lstrip()
         if not self._begun and start[:1] in ("{", "["):
@@ -227,14 +227,14 @@ class ToolText:
         return shown
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """The rest to be shown, and the calls."""
+        """The remaining text to show, and the calls."""
         calls = _calls_of(self._held, self._names) if self._calls else None
         text, self._held = self._held, ""
         return (text, []) if calls is None else ("", calls)
 
 
 def _calls_of(text: str, names: frozenset[str]) -> list[ToolCall] | None:
-    """The calls that a text consists of, or None where it is something else."""
+    """The calls of which a text consists, or None if it is something else."""
     if text.lstrip().startswith(OPENING):
         parts = re.findall(f"{OPENING}(.*?)(?:{CLOSING}|$)", text, re.DOTALL)
         whole = re.sub(f"{OPENING}.*?(?:{CLOSING}|$)", "", text, flags=re.DOTALL).strip() == ""
@@ -256,7 +256,7 @@ def _call(value: Any, names: frozenset[str]) -> ToolCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # some write the JSON as a text
+    if isinstance(arguments, str):  # some models write the JSON as a string
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):

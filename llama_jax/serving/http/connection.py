@@ -1,4 +1,4 @@
-"""uvicorn's connection, with limits for the size of everything but bodies, for the time of a head, and for not reading."""
+"""uvicorn's connection, with limits on the size and time of request heads, and on the time that a client does not read."""
 
 from __future__ import annotations
 
@@ -14,41 +14,42 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from llama_jax.serving.http.errors import ApiError
 
-LARGEST_HEAD = 64 << 10  # bytes of a head, or between the parts of a body
-HEAD_SECONDS = 60  # limit for a client to send a head
-FEED = 16 << 10  # bytes that are parsed at once: their heads hold up the event loop for a few hundredths of a second
-UNREAD_SECONDS = 60  # limit for a client that reads nothing
-LINGER_SECONDS = 1  # in which a client that was refused may go on sending
+LARGEST_HEAD = 64 << 10  # bytes of a head, or between the chunks of a body
+HEAD_SECONDS = 60  # time limit for a client to send a head
+FEED = 16 << 10  # bytes that are parsed at once: their heads block the event loop for a few hundredths of a second
+UNREAD_SECONDS = 60  # time limit for a client that reads nothing
+LINGER_SECONDS = 1  # time in which a rejected client may continue to send
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn keeps heads of any size for any time: here both are limited, with an error in the usual form.
+    """uvicorn accepts heads of any size and duration: here both are limited, with an error in the usual format.
 
-    uvicorn also waits for ever until a client reads. Here a response pauses as soon as the kernel takes no more of it, and
-    when that has taken nothing for UNREAD_SECONDS the connection is closed, and its request leaves the engine.
+    uvicorn also waits forever for a client to read. Here a response pauses when the kernel's buffer is full, and if no byte
+    is sent for UNREAD_SECONDS, the connection is closed and its request is cancelled.
 
-    A client may send many requests before it reads a response: of these no more than come in FEED bytes are parsed and kept
-    as requests; the others follow once all of them have been answered.
+    A client may send many requests before it reads a response (pipelining): only those in the first FEED bytes are parsed;
+    the others follow after all of these have been answered.
 
-    What cannot be read is refused once the requests before it have been answered; uvicorn closes the connection at once.
+    Invalid data is answered with an error after all earlier requests have been answered; uvicorn closes the connection
+    immediately.
 
-    Requests that offer to switch protocols (as Java's own client does, in every first request) and have a body are answered,
-    too: the parser takes what follows such a head for the other protocol.
+    Requests with a body that offer to switch protocols (like every first request of Java's HttpClient) are answered, too:
+    the parser would treat the bytes after such a head as the other protocol.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._unfed = b""  # what was received and is parsed once the requests before it have been answered
+        self._unfed = b""  # received bytes that are parsed after the earlier requests have been answered
         self._unused = 0  # bytes received that belong to neither a finished head nor a body
         self._late: asyncio.TimerHandle | None = None
         self._in_body = False
         self._unread: asyncio.TimerHandle | None = None
-        self._running: Any = None  # the cycle of the request that is being answered; uvicorn keeps only the last one
-        self._refusal: bytes | None = None  # the response after which the connection is closed; nothing more is read
+        self._running: Any = None  # the cycle of the request that is being answered; uvicorn only knows the last one
+        self._refusal: bytes | None = None  # an error response before the connection is closed; no more data is parsed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that writing is paused whenever something is left in the buffer
+        transport.set_write_buffer_limits(high=0)  # pause writing whenever bytes are left in the buffer
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -73,7 +74,7 @@ class Connection(HttpToolsProtocol):
             self._feed_more()
 
     def _feed_more(self) -> None:
-        """Parse what was received, until requests wait for the responses to others."""
+        """Parse received bytes, until requests wait for the responses to earlier ones."""
         while self._unfed and not self.pipeline and self._refusal is None and not self.transport.is_closing():
             data, self._unfed = self._unfed[:FEED], self._unfed[FEED:]
             self._unset_keepalive_if_required()
@@ -84,7 +85,7 @@ class Connection(HttpToolsProtocol):
                 self.send_400_response("the request is not HTTP")
                 return
             if self._unused > LARGEST_HEAD:
-                self._refuse(431, f"the head of the request is larger than {LARGEST_HEAD} bytes; send less")
+                self._refuse(431, f"the head of the request is larger than {LARGEST_HEAD} bytes; send a smaller one")
         if self._unfed:
             self.flow.pause_reading()
 
@@ -94,7 +95,7 @@ class Connection(HttpToolsProtocol):
         self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:  # headers after a body (trailers) are not read
+        if not self._in_body:  # headers after a body (trailers) are ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -126,7 +127,7 @@ class Connection(HttpToolsProtocol):
             self._late = None
 
     def _expect_reading(self, left: int) -> None:
-        """End the connection if as many bytes are left at the end of the limit; nothing is written meanwhile."""
+        """Close the connection if this many bytes are still unsent at the time limit; nothing is written meanwhile."""
 
         def check() -> None:
             now = self.transport.get_write_buffer_size()
@@ -157,7 +158,7 @@ class Connection(HttpToolsProtocol):
                 self.loop.call_soon(self._feed_more)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer what cannot be read, once all requests before it have been answered, and close the connection."""
+        """Send an error response after all earlier requests have been answered, and close the connection."""
         if self.transport.is_closing() or self._refusal is not None:
             return
         body = json.dumps(ApiError(status, message).body()).encode()
@@ -165,7 +166,7 @@ class Connection(HttpToolsProtocol):
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self._refusal = head.encode() + body
         cycle, running = self.cycle, self._running
-        if cycle is not None and cycle.more_body:  # its body is what cannot be read: the application gets no more of it
+        if cycle is not None and cycle.more_body:  # the invalid data is its body, which the application gets no more of
             if cycle is not running:
                 self.pipeline.popleft()
             elif not cycle.response_started:
@@ -175,8 +176,8 @@ class Connection(HttpToolsProtocol):
             self._send_refusal()
 
     def _send_refusal(self) -> None:
-        """Send it once, and close when the client has, or soon: a close before its bytes are read would reset the
-        connection, and with that could take the response back.
+        """Send the error response once, and close after the client has closed, or soon: closing before its bytes are read
+        would reset the connection, and the response could be lost.
         """
         if self._refusal and not self.transport.is_closing():
             self.transport.write(self._refusal)
@@ -202,14 +203,14 @@ class Connection(HttpToolsProtocol):
 
 
 def _disconnect(cycle: Any) -> None:
-    """Let the application know that nobody waits for its response, as uvicorn does when a connection is lost."""
+    """Notify the application that its client has disconnected, as uvicorn does when a connection is lost."""
     if not cycle.response_complete:
         cycle.disconnected = True
     cycle.message_event.set()
 
 
 class _Resumed:
-    """The callbacks of a parser for the body of a message whose head is known, and for further messages."""
+    """The parser callbacks for the body of a message with an already parsed head, and for the messages after it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -1,4 +1,4 @@
-"""The errors of requests, in OpenAI's form."""
+"""Errors of requests, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ApiError(Exception):
 
     Attributes:
       status: the HTTP status.
-      message: names the thing, its value, the need and the remedy.
-      param: the field of the body that is wrong.
+      message: names the input, its value, what is needed and the remedy.
+      param: the invalid field of the body.
       code: identifies the error for programs.
-      headers: to send with it.
+      headers: headers of the response.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DisconnectedError(ApiError):
 
 
 def _valid(text: str | None) -> str | None:
-    """The text as valid UTF-8, because field names come from clients and may contain lone surrogates."""
+    """The text as valid Unicode, because field names come from clients and may contain lone surrogates."""
     return text and text.encode(errors="backslashreplace").decode()
 
 

@@ -1,4 +1,4 @@
-"""Bodies of requests: read within one budget of bytes for all of them, and parsed without holding up other requests."""
+"""Request bodies: read within a byte budget that all share, and parsed without blocking other requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from llama_jax.serving.http import json_process
 from llama_jax.serving.http.errors import ApiError, DisconnectedError, refused
 from llama_jax.serving.thread_pool import LOW
 
-BODY_SECONDS = 60  # limit for a client to send a body
-SMALL_BODY = 64 << 10  # bytes; so much of each body is outside the budget, and is parsed on the event loop
-PARSE_SECONDS = 30  # limit for a body to be parsed
+BODY_SECONDS = 60  # time limit for a client to send a body
+SMALL_BODY = 64 << 10  # bytes of each body outside the budget; bodies up to this size are parsed on the event loop
+PARSE_SECONDS = 30  # time limit to parse a body
 
 
 class BodyReader:
-    """Reads bodies. Those of all requests together, beyond SMALL_BODY of each, have at most `most_bytes`.
+    """Reads bodies. All requests together, beyond SMALL_BODY of each, take at most `most_bytes`.
 
     Attributes:
       held: bytes of the budget in use.
@@ -35,7 +35,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytearray]:
-        """The body, which is counted in the budget until the context ends; ApiError if it is too large or too slow."""
+        """The body, counted in the budget until the context manager exits; ApiError if it is too large or too slow."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip(" \t").lower()
         if kind != "application/json":
             raise ApiError(415, f"the content type {kind or 'that is missing'!r} is not JSON; send application/json")
@@ -64,7 +64,7 @@ class BodyReader:
         if self.held + more > self._most_bytes:
             raise ApiError(
                 429,
-                f"other bodies take {self.held} of {self._most_bytes} bytes; try again later",
+                f"other request bodies take {self.held} of {self._most_bytes} bytes; try again later",
                 code="bodies_full",
                 headers={"Retry-After": "2", "Connection": "close"},
             )
@@ -73,22 +73,22 @@ class BodyReader:
 
     def _too_large(self) -> ApiError:
         # The rest of the body is not read, so the connection cannot be reused.
-        message = f"the body is larger than {self._largest} bytes; send less"
+        message = f"the body is larger than {self._largest} bytes; send a smaller one"
         return ApiError(413, message, headers={"Connection": "close"})
 
 
 class JsonParser:
-    """Parses JSON bodies, from any thread: large ones in a process of their own."""
+    """Parses JSON bodies, from any thread: large ones in a child process."""
 
     def __init__(self) -> None:
         self._child = ChildProcess(*isolated(Path(json_process.__file__), (), niceness=LOW), PARSE_SECONDS)
 
     def close(self) -> None:
-        """Kill the process, if there is one; another body starts another."""
+        """Kill the child process, if there is one; the next large body starts a new one."""
         self._child.close()
 
     def parse(self, content: bytearray) -> Any:
-        """The value of a body; ApiError if it is not JSON, or of too many parts."""
+        """The value of a body; ApiError if it is not JSON, or has too many parts."""
         if len(content) <= SMALL_BODY:
             try:
                 return json_process.parse(content)
@@ -96,7 +96,7 @@ class JsonParser:
                 raise refused(str(error), code=error.code) from None
         answer = self._child.ask(bytes(content))
         if answer is None:
-            raise refused(f"the body takes over {PARSE_SECONDS} s or too much memory to parse; send less")
+            raise refused(f"the body takes over {PARSE_SECONDS} s or too much memory to parse; send a smaller one")
         value = marshal.loads(memoryview(answer)[1:])
         if answer[:1] == b"t":
             return value

@@ -1,7 +1,7 @@
-"""JSON of bodies, and what parses large ones, as a program of `child_process` that `json_body` starts.
+"""Parsing of JSON bodies; large ones in a `child_process` that `json_body` starts.
 
-`json.loads` holds Python's lock until it is done, 0.1 s for 16 MB and more on a busy machine, in which no stream goes on: so
-this is a process.
+`json.loads` holds the GIL until it is done, 0.1 s for 16 MB and more on a busy machine, which would stall all streams: so
+this runs in another process.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import marshal
 from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
-MOST_SYMBOLS = 1 << 18  # strings, commas and brackets: so many are passed on in less than 0.1 s
+MOST_SYMBOLS = 1 << 18  # limit of strings, commas and brackets, which are transferred in less than 0.1 s
 
 
 class JsonError(ValueError):
-    """A body that is no JSON, or of too many parts.
+    """A body that is not JSON, or has too many parts.
 
     Attributes:
-      code: as of an `ApiError`.
+      code: see `ApiError`.
     """
 
     def __init__(self, message: str, code: str | None = None) -> None:
@@ -35,7 +35,7 @@ def parse(content: bytes | bytearray) -> Any:
     try:
         text = content.decode("utf-8-sig", "surrogatepass")
         if not _is_small(text):
-            raise JsonError(f"the body has more than {MOST_SYMBOLS} strings, commas and brackets; send less")
+            raise JsonError(f"the body has more than {MOST_SYMBOLS} strings, commas and brackets; send a smaller one")
         return json.loads(text, parse_constant=_no_number)
     except JsonError:
         raise
@@ -47,7 +47,7 @@ def parse(content: bytes | bytearray) -> Any:
 
 
 def _is_small(text: str) -> bool:
-    """Whether a JSON text has at most MOST_SYMBOLS strings, and commas and brackets outside of them."""
+    """Whether a JSON text has at most MOST_SYMBOLS strings, and commas and brackets outside strings."""
     if sum(map(text.count, '",[{')) <= MOST_SYMBOLS:
         return True
     bare = text.replace("\\\\", "").replace('\\"', "")  # without escaped quotes
@@ -63,7 +63,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def begin(source: BinaryIO) -> Callable[[bytes], bytes]:
-    """The function that answers bodies: with "t" and the marshalled value, or "e" and the marshalled reason and code."""
+    """The function that answers a body with "t" and the marshalled value, or "e" and the marshalled reason and code."""
     return _answer
 
 
@@ -72,7 +72,7 @@ def _answer(content: bytes) -> bytes:
         value = parse(content)
         try:
             return b"t" + marshal.dumps(value)
-        except ValueError:  # of some versions of Python, whose parser goes deeper than `marshal`
+        except ValueError:  # in versions of Python whose parser allows deeper nesting than `marshal`
             raise JsonError("the body is nested too deeply") from None
     except JsonError as error:
         return b"e" + marshal.dumps((str(error), error.code))

@@ -1,5 +1,5 @@
-"""`/metrics`: the numbers of the engine and the server, for Prometheus. The names are vLLM's with another prefix, so that
-their readers (the Gateway API's inference extension, dashboards) only need that prefix."""
+"""`/metrics` of the engine and the server, for Prometheus. Names are vLLM's with another prefix, so that existing consumers
+(the Gateway API's inference extension, dashboards) only need that prefix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHOLE = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4, 204.8, 409.
 
 
 class Histogram:
-    """A histogram without the lock of prometheus_client's, because everything here runs on the event loop."""
+    """A histogram without prometheus_client's lock, because everything here runs on the event loop."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -45,11 +45,11 @@ class ServerMetrics(Collector):
     """All metrics of a server. Only the event loop writes and reads them.
 
     Attributes:
-      stats: returns the engine's numbers; None until there is an engine.
-      first_token, between_tokens, whole: seconds of requests that were answered.
-      requests: those that the engine accepted, by model.
-      compiling: returns how many requests wait for their grammars.
-      answered: HTTP responses by path and status; 499 where the client disconnected before.
+      stats: returns the engine's statistics; None until there is an engine.
+      first_token, between_tokens, whole: latencies of answered requests in seconds.
+      requests: number of requests that the engine accepted, by model.
+      compiling: returns the number of requests that wait for their grammars.
+      answered: number of HTTP responses by path and status; 499 if the client disconnected earlier.
     """
 
     def __init__(self) -> None:
@@ -64,11 +64,11 @@ class ServerMetrics(Collector):
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """The metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        return []  # so that registering asks no engine for its numbers
+        return []  # so that registration does not call `stats`
 
     def collect(self) -> Iterator[Metric]:
         if self.stats is not None:
@@ -77,38 +77,38 @@ class ServerMetrics(Collector):
 
     def _of_engine(self, now: EngineStats) -> Iterator[Metric]:
         gauges = {
-            "num_requests_running": (now.running + now.reading, "Requests that are being read or decoded."),
+            "num_requests_running": (now.running + now.reading, "Requests that are being prefilled or decoded."),
             "num_requests_waiting": (now.waiting + self.compiling(), "Requests in the queue, or waiting for grammars."),
             "num_tokens_waiting": (now.waiting_tokens, "Prompt tokens in the queue."),
             "kv_cache_usage_perc": (now.cache_fill, "Share of the pages for keys and values in use, 0 to 1."),
-            "max_num_seqs": (now.rows, "Requests that can be decoded at once."),
+            "max_num_seqs": (now.rows, "Maximum number of requests decoded concurrently."),
             "prefix_cache_entries": (now.prefix_entries, "Chunks of prompts in the prefix cache."),
-            "prefix_cache_bytes": (now.prefix_bytes, "Bytes that they take."),
+            "prefix_cache_bytes": (now.prefix_bytes, "Bytes of these chunks."),
         }
         for name, (value, about) in gauges.items():
             yield GaugeMetricFamily(PREFIX + name, about, value=value)
         counts = {
-            "prompt_tokens": (now.prompt_tokens, "Prompt tokens read, cached ones included."),
+            "prompt_tokens": (now.prompt_tokens, "Prompt tokens prefilled, including cached ones."),
             "generation_tokens": (now.generated_tokens, "Tokens generated."),
             "prefix_cache_queries": (now.prompt_tokens, "Prompt tokens looked up in the prefix cache."),
-            "prefix_cache_hits": (now.cached_tokens, "Prompt tokens found there."),
-            "prefix_cache_evictions": (now.evicted, "Chunks dropped from it."),
+            "prefix_cache_hits": (now.cached_tokens, "Prompt tokens found in the prefix cache."),
+            "prefix_cache_evictions": (now.evicted, "Chunks evicted from the prefix cache."),
             "spec_decode_num_draft_tokens": (now.drafted, "Tokens proposed by --draft."),
-            "spec_decode_num_accepted_tokens": (now.accepted, "How many of them the model chose too."),
-            "requests_refused": (now.refused, "Requests answered with 429, as the queue was full."),
+            "spec_decode_num_accepted_tokens": (now.accepted, "Accepted draft tokens."),
+            "requests_refused": (now.refused, "Requests answered with 429, because the queue was full."),
             "compilations_after_ready": (now.compilations_after_ready, "Programs compiled since the server was ready."),
             "engine_turns": (now.turns, "Turns of the engine."),
-            "engine_turn_seconds": (now.turn_seconds, "Seconds that they took."),
+            "engine_turn_seconds": (now.turn_seconds, "Total seconds of these turns."),
         }
         for name, (value, about) in counts.items():
             yield CounterMetricFamily(PREFIX + name, about, value=value)
         finished = {(reason,): count for reason, count in now.finished.items()}
-        yield _labelled("request_success", "Requests by why they ended.", ["finished_reason"], finished)
+        yield _labelled("request_success", "Finished requests by finish reason.", ["finished_reason"], finished)
         requests = {(name,): count for name, count in self.requests.items()}
         yield _labelled("model_requests", "Requests by model.", ["model_name"], requests)
-        yield self.first_token.family("time_to_first_token_seconds", "From the request to its first token.")
-        yield self.between_tokens.family("inter_token_latency_seconds", "Between tokens of a choice.")
-        yield self.whole.family("e2e_request_latency_seconds", "From the request to the end of its answer.")
+        yield self.first_token.family("time_to_first_token_seconds", "Time from the request to its first token.")
+        yield self.between_tokens.family("inter_token_latency_seconds", "Time between tokens of a choice.")
+        yield self.whole.family("e2e_request_latency_seconds", "Time from the request to its end.")
 
 
 def _labelled(name: str, about: str, labels: Sequence[str], counts: Mapping[Any, int]) -> Metric:

@@ -1,4 +1,4 @@
-"""The bodies of requests: their schemas, and the typed requests that are made of them."""
+"""Request bodies: their schemas, and the typed requests that are built from them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from llama_jax.serving.requests import MOST_ALTERNATIVES
 from llama_jax.tokenizers import Message
 
 MOST_STOPS = 16
-MOST_STOP_TOKENS = 8  # in addition to the model's: the engine has 16 places
+MOST_STOP_TOKENS = 8  # in addition to the model's; the engine allows 16
 LONGEST_STOP = 1000  # characters
-LEAST_TEMPERATURE = 1e-6  # below, only the most probable token is left
-DEFAULT_COMPLETION = 16  # tokens, as OpenAI's
+LEAST_TEMPERATURE = 1e-6  # below, sampling is greedy
+DEFAULT_COMPLETION = 16  # tokens, as in OpenAI's API
 MOST_TOOLS = 128
-LONGEST_NAME = 64  # of a function, in characters
+LONGEST_NAME = 64  # characters of a function's name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a request may ask for.
+    """Limits of a request.
 
     Attributes:
-      vocab_size: of the model.
-      context: tokens of prompt and continuation together.
-      most_choices: continuations per HTTP request: prompts times n.
-      longest_prompt: characters of a prompt, or of all messages together.
+      vocab_size: vocabulary size of the model.
+      context: maximum number of tokens of prompt and continuation together.
+      most_choices: maximum number of continuations per HTTP request: prompts times n.
+      longest_prompt: maximum number of characters of a prompt, or of all messages together.
     """
 
     vocab_size: int
@@ -44,13 +44,13 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-    """What completions and chats have in common.
+    """The common fields of completions and chats.
 
     Attributes:
       max_tokens: None for the default.
-      stop: texts that end a choice.
-      stop_token_ids: tokens that end it, in addition to the model's.
-      alternatives: how many further tokens get log-probabilities; None for no log-probabilities at all.
+      stop: stop strings.
+      stop_token_ids: stop tokens, in addition to the model's.
+      alternatives: number of alternative tokens with log-probabilities; None for no log-probabilities at all.
       usage: for a stream, "last" for a separate chunk at the end, "each" for every chunk.
       format: the `response_format` that the text must follow; None for any text.
     """
@@ -80,12 +80,12 @@ class CompletionRequest(ApiRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest(ApiRequest):
-    """A request for a reply.
+    """A request for a chat reply.
 
     Attributes:
-      tools: functions that the model may call, as templates take them.
-      must_call: names of functions, at least one of which it must call; none where it may choose.
-      several: whether it may call more than one where it must call.
+      tools: functions that the model may call, in the format of chat templates.
+      must_call: names of functions, at least one of which it must call; empty if calls are optional.
+      several: whether several calls are allowed if a call is required.
     """
 
     messages: tuple[Message, ...]
@@ -102,18 +102,16 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
     completion: dict[str, Schema] = {
         "prompt": {"anyOf": [text, ids, texts, lists]},
         **_common_fields(limits, fewest=0),
-        "echo": f.boolean(about="Return the prompt before its continuation; with logprobs, also the prompt's own."),
-        "logprobs": f.integer(0, MOST_ALTERNATIVES, about="Log-probabilities, also of so many most probable tokens."),
+        "echo": f.boolean(about="Return the prompt before its continuation; with logprobs, also those of the prompt."),
+        "logprobs": f.integer(0, MOST_ALTERNATIVES, about="Return log-probabilities, and this number of alternatives."),
         "best_of": f.integer(1, limits.most_choices, about="Must equal n."),
-        "add_special_tokens": f.boolean(
-            True, "Begin a text with the begin-of-sequence token, where the vocabulary has one."
-        ),
+        "add_special_tokens": f.boolean(True, "Begin a text with the begin-of-sequence token, if the vocabulary has one."),
         "suffix": f.unsupported(""),
     }
     chat: dict[str, Schema] = {
         "messages": f.array(_message(limits.longest_prompt), fewest=1, most=limits.context),
         **_common_fields(limits, fewest=1),
-        "max_completion_tokens": f.integer(1, limits.context, about="The same as max_tokens."),
+        "max_completion_tokens": f.integer(1, limits.context, about="Alias of max_tokens."),
         "logprobs": f.boolean(),
         "top_logprobs": f.integer(0, MOST_ALTERNATIVES),
         "tools": f.array(_tool(), most=MOST_TOOLS),
@@ -121,7 +119,7 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
             "anyOf": [f.enum("none", "auto", "required"), _function(f.object_of({"name": _name()}, "name"))],
             "default": "auto",
             "description": "none: the tools are not shown to the model; auto: it may call some; required, or a function:"
-            " it must.",
+            " it must call.",
         },
         "parallel_tool_calls": f.boolean(True, "false, for one call, needs tool_choice to be required, or a function."),
         "functions": f.unsupported([]),
@@ -131,7 +129,7 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
         "metadata": f.unsupported({}),
         "service_tier": f.unsupported("auto", "default"),
     }
-    special = f.boolean(True, "Add the begin and end tokens that the vocabulary's own rule adds.")
+    special = f.boolean(True, "Add begin- and end-of-sequence tokens as the tokenizer does by default.")
     model = f.text(longest=1000)
     return {
         "/v1/completions": f.object_of(completion, "prompt"),
@@ -143,8 +141,8 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
 
 def _common_fields(limits: Limits, *, fewest: int) -> dict[str, Schema]:
     stop = f.text(longest=LONGEST_STOP, shortest=1)
-    seed = "Start of the random stream, modulo 2**32; choice i has seed + i. Random by default."
-    below = f"Divides the logits; below {LEAST_TEMPERATURE:g} the most probable token is taken."
+    seed = "Random seed, modulo 2**32; choice i uses seed + i. Random by default."
+    below = f"Divisor of the logits; below {LEAST_TEMPERATURE:g} sampling is greedy."
     stream_options = {
         "include_usage": f.boolean(),
         "continuous_usage_stats": f.boolean(),
@@ -162,8 +160,8 @@ def _common_fields(limits: Limits, *, fewest: int) -> dict[str, Schema]:
         "seed": f.integer(-(2**63), 2**63 - 1, about=seed),
         "stop": {"anyOf": [stop, f.array(stop, most=MOST_STOPS)]},
         "stop_token_ids": f.array(f.integer(0, limits.vocab_size - 1), most=MOST_STOP_TOKENS),
-        "ignore_eos": f.boolean(about="Go on after the tokens that end a text."),
-        "min_tokens": f.integer(0, limits.context, 0, "Before so many tokens only a stop text ends a choice."),
+        "ignore_eos": f.boolean(about="Continue after tokens that end a text."),
+        "min_tokens": f.integer(0, limits.context, 0, "Minimum tokens before a stop token may end a choice."),
         "stream": f.boolean(),
         "stream_options": f.object_of(stream_options),
         "response_format": _response_format(),
@@ -179,7 +177,7 @@ def _response_format() -> Schema:
         "name": f.text(longest=1000),
         "description": f.text(longest=100_000),
         "schema": {"type": "object"},
-        "strict": f.boolean(about="The text follows the schema either way."),
+        "strict": f.boolean(about="No effect: the text always follows the schema."),
     }
     fields: dict[str, dict[str, Schema]] = {
         "text": {},
@@ -199,7 +197,7 @@ def _function(function: Schema, **others: Schema) -> Schema:
 
 
 def _tool() -> Schema:
-    strict = "Only where tool_choice asks for a call: only then do arguments follow a grammar."
+    strict = "Only if tool_choice requires a call: only then do arguments follow a grammar."
     function = {
         "name": _name(),
         "description": f.text(longest=100_000),
@@ -210,10 +208,10 @@ def _tool() -> Schema:
 
 
 def _message(longest: int) -> Schema:
-    """A message of a chat.
+    """The schema of a chat message.
 
     Args:
-      longest: characters of its content.
+      longest: maximum number of characters of its content.
     """
     text, name = f.text(longest=longest), f.text(longest=1000)
     part = f.tagged("type", f.object_of({"type": f.enum("text"), "text": text}, "type", "text"))
@@ -221,7 +219,7 @@ def _message(longest: int) -> Schema:
     function = {"name": f.text(longest=LONGEST_NAME), "arguments": f.text(longest=1_000_000)}
     call = _function(f.object_of(function, "name", "arguments"), id=name, index=f.integer(0, 2**31))
     call["required"] += ["id"]
-    # Clients send these back empty.
+    # Clients send these fields back empty.
     empty = {field: f.enum([]) for field in ("refusal", "audio", "annotations", "function_call", "tool_calls")}
     empty |= {"name": f.NULL, "tool_call_id": f.NULL}
 
@@ -238,16 +236,16 @@ def _message(longest: int) -> Schema:
 
 
 def read_completion(schema: Schema, body: Any, limits: Limits) -> CompletionRequest:
-    """The request of a body of `/v1/completions`; ApiError for an invalid one."""
+    """The request in a body of `/v1/completions`; ApiError if it is invalid."""
     fields = f.read(schema, body)
     prompt, n, max_tokens = fields["prompt"], fields["n"], fields["max_tokens"]
     prompts = (prompt,) if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     if len(prompts) * n > limits.most_choices:
-        raise refused(f"{len(prompts)} prompts and n={n} make more than {limits.most_choices} choices; ask for fewer", "n")
+        raise refused(f"{len(prompts)} prompts with n={n} make more than {limits.most_choices} choices; send fewer", "n")
     if fields["best_of"] not in (None, n):
         raise refused(f"best_of={fields['best_of']} must equal n, which is {n}; leave it out", "best_of")
     if max_tokens == 0 and not fields["echo"]:
-        raise refused("max_tokens=0 asks for nothing; set echo=true to have the prompt scored", "max_tokens")
+        raise refused("max_tokens=0 needs echo=true, which scores the prompt; set it, or increase max_tokens", "max_tokens")
     return CompletionRequest(
         **_common(fields, max_tokens, fields["logprobs"]),
         prompts=prompts,
@@ -257,11 +255,9 @@ def read_completion(schema: Schema, body: Any, limits: Limits) -> CompletionRequ
 
 
 def read_chat(schema: Schema, body: Any, limits: Limits) -> ChatRequest:
-    """The request of a body of `/v1/chat/completions`; ApiError for an invalid one."""
+    """The request in a body of `/v1/chat/completions`; ApiError if it is invalid."""
     if isinstance(body, dict) and isinstance(body.get("messages"), list) and len(body["messages"]) > limits.context:
-        message = (
-            f"{len(body['messages'])} messages are more than the {limits.context} tokens of the context; leave some out"
-        )
+        message = f"{len(body['messages'])} messages exceed the context of {limits.context} tokens; send fewer"
         raise refused(message, "messages", "context_length_exceeded")
     fields = f.read(schema, body)
     max_tokens, alias = fields["max_tokens"], fields["max_completion_tokens"]
@@ -279,7 +275,7 @@ def read_chat(schema: Schema, body: Any, limits: Limits) -> ChatRequest:
     messages = tuple(_message_for_templates(f"messages[{i}]", each) for i, each in enumerate(fields["messages"]))
     length = sum(len(message["content"]) for message in messages)
     if length > limits.longest_prompt:
-        message = f"messages have {length} characters, more than {limits.longest_prompt}"
+        message = f"messages have {length} characters, more than the limit of {limits.longest_prompt}"
         raise refused(message, "messages", "context_length_exceeded")
     in_templates = ("name", "description", "parameters")
     functions = [
@@ -300,35 +296,35 @@ def read_chat(schema: Schema, body: Any, limits: Limits) -> ChatRequest:
 
 
 def _must_call(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[str, ...]:
-    """The functions, one or more of which must be called; none where the model may choose. ApiError for an unknown one."""
+    """The functions, at least one of which must be called; empty if calls are optional. ApiError for an unknown one."""
     if choice in ("none", "auto"):
         return ()
     names = tuple(tool["function"]["name"] for tool in tools)
     if not names:
-        raise refused("tool_choice asks for a call, and there are no tools; send some", "tool_choice")
+        raise refused("tool_choice requires a call, but there are no tools; send some", "tool_choice")
     if choice == "required":
         return names
     if (name := choice["function"]["name"]) not in names:
-        raise refused(f"tool_choice asks for {shown(name, 70)}, which is none of the tools; name one of them", "tool_choice")
+        raise refused(f"tool_choice={shown(name, 70)} is not one of the tools; name one of them", "tool_choice")
     return (name,)
 
 
 def _check_free_choice(tools: Sequence[dict[str, Any]], parallel: bool) -> None:
-    """Raise ApiError for what only a grammar can enforce, where the model may choose whether to call tools."""
+    """Raise ApiError for options that only a grammar can enforce, if calls are optional."""
     for i, tool in enumerate(tools):
         if tool["function"]["strict"]:
             name = f"tools[{i}].function.strict"
             raise refused(f"{name}=true needs tool_choice to be required, or a function; leave it out", name, "unsupported")
     if tools and not parallel:
         raise refused(
-            "parallel_tool_calls=false needs tool_choice to be required, or a function; leave it out, and take the first",
+            "parallel_tool_calls=false needs tool_choice to be required, or a function; leave it out and use the first call",
             "parallel_tool_calls",
             "unsupported",
         )
 
 
 def _message_for_templates(name: str, fields: dict[str, Any]) -> Message:
-    """A message whose content is one text, and whose calls have objects as arguments, not JSON texts."""
+    """A message for chat templates: content as one text, and arguments of calls as objects instead of JSON strings."""
     content, calls = fields["content"], fields["tool_calls"] or ()
     if content is None and not calls:
         raise refused(f"{name}.content is missing", f"{name}.content", "missing_field")
@@ -349,7 +345,7 @@ def _call_for_templates(name: str, call: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise refused(f"{name} has arguments that are no JSON object; send what was received", name)
+        raise refused(f"{name} has arguments that are not a JSON object; send them as received", name)
     return {"id": call["id"], "type": "function", "function": {"name": call["function"]["name"], "arguments": arguments}}
 
 
@@ -359,25 +355,25 @@ def _common(
     """The fields of `ApiRequest`.
 
     Args:
-      grammar: the field that may constrain the text.
+      grammar: the field that may constrain the text, for error messages.
     """
     stop, options = fields["stop"] or (), fields["stream_options"]
     if options is not None and not fields["stream"]:
-        raise refused("stream_options is for streams; set stream=true, or leave it out", "stream_options")
+        raise refused("stream_options needs stream=true; set it, or leave stream_options out", "stream_options")
     if max_tokens is not None and fields["min_tokens"] > max_tokens:
-        raise refused(f"min_tokens={fields['min_tokens']} is more than max_tokens={max_tokens}; lower it", "min_tokens")
+        raise refused(f"min_tokens={fields['min_tokens']} must be at most max_tokens={max_tokens}", "min_tokens")
     if _format(fields) is not None or grammar == "tool_choice":
         for name in ("ignore_eos", "min_tokens"):
             if fields[name]:
                 raise refused(
-                    f"{name} cannot be combined with {grammar}, which says where the text ends; leave it out", name
+                    f"{name} cannot be combined with {grammar}, which determines where the text ends; leave it out", name
                 )
     options = options or {"include_usage": False, "continuous_usage_stats": False}
     return {name: fields[name] for name in ("model", "n", "ignore_eos", "min_tokens", "stream")} | {
         "max_tokens": max_tokens,
         "sampling": Sampling(
             temperature=fields["temperature"] if fields["temperature"] >= LEAST_TEMPERATURE else 0.0,
-            top_p=max(fields["top_p"], 1e-9),  # keeps only the most probable token, as 0 would
+            top_p=max(fields["top_p"], 1e-9),  # 1e-9 keeps only the most probable token, as 0 would
             top_k=max(fields["top_k"], 0),
             min_p=fields["min_p"] if fields["min_p"] >= 1e-30 else 0.0,
             repetition_penalty=fields["repetition_penalty"],

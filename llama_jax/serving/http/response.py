@@ -1,4 +1,4 @@
-"""The response to a completion or a chat: its JSON, whole or as chunks of a stream, until the client disconnects.
+"""The response to a completion or a chat: JSON, complete or as chunks of a stream, until the client disconnects.
 
 Tokens come from the engine's thread. It wakes the event loop once per turn, not per token.
 """
@@ -39,7 +39,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 @dataclass
 class WholeChoice:
-    """All parts of a choice so far; `logprobs` as `ResponseFormat.logprobs` returns them."""
+    """All parts of a choice so far; `logprobs` as returned by `ResponseFormat.logprobs`."""
 
     texts: list[str] = field(default_factory=list)
     logprobs: dict[str, list[str]] = field(default_factory=dict)
@@ -47,14 +47,14 @@ class WholeChoice:
 
 
 class ResponseFormat(ABC):
-    """How a response is written. Log-probabilities are written without dictionaries, which take three times as long.
+    """The format of a response. Log-probabilities are written without dictionaries, which would take three times as long.
 
     Attributes:
-      opening, closing: what surrounds the text of a chunk.
-      others: fields of log-probabilities that are no lists.
+      opening, closing: JSON before and after the text of a chunk.
+      others: fields of log-probabilities that are not lists.
 
     Args:
-      model: its name in the response.
+      model: name of the model in the response.
     """
 
     id_prefix: str
@@ -73,11 +73,11 @@ class ResponseFormat(ABC):
         self._tail = self.closing + ',"logprobs":null,"finish_reason":null}]' + self._end
 
     def begin(self, index: int) -> bytes:
-        """What comes before the first chunk of a choice."""
+        """The events before the first chunk of a choice."""
         return b""
 
     def chunk(self, index: int, delta: Delta, finish: str | None, usage: dict[str, Any] | None) -> bytes:
-        """What is new in a choice, as an event."""
+        """The new part of a choice, as an event."""
         head = f"{self._head}{index}{self.opening}{quoted(delta.text)}"
         if delta.calls:
             head += ',"tool_calls":' + json.dumps([{"index": i} | call.as_dict() for i, call in enumerate(delta.calls)])
@@ -94,7 +94,7 @@ class ResponseFormat(ABC):
     def whole(
         self, choices: Sequence[WholeChoice], finishes: Sequence[str | None], usage: dict[str, Any]
     ) -> Iterator[bytes]:
-        """The whole response, in a part for each choice."""
+        """The whole response, in one part per choice."""
         before = compact(self._fixed | {"object": self.object})[:-1] + ',"choices":['
         for i, (choice, finish) in enumerate(zip(choices, finishes, strict=True)):
             content = compact({"index": i, **self.content("".join(choice.texts), choice.calls)})[:-1]
@@ -111,7 +111,7 @@ class ResponseFormat(ABC):
 
     @abstractmethod
     def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, str]:
-        """Log-probabilities: the elements of each list that they consist of, as JSON."""
+        """Log-probabilities: for each of their lists the elements as JSON."""
 
     @abstractmethod
     def content(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class ResponseFormat(ABC):
 
 
 class CompletionFormat(ResponseFormat):
-    """The form of `/v1/completions`."""
+    """The format of `/v1/completions`."""
 
     id_prefix = "cmpl"
     object = chunk_object = "text_completion"
@@ -146,7 +146,7 @@ class CompletionFormat(ResponseFormat):
 
 
 class ChatFormat(ResponseFormat):
-    """The form of `/v1/chat/completions`."""
+    """The format of `/v1/chat/completions`."""
 
     id_prefix = "chatcmpl"
     object, chunk_object = "chat.completion", "chat.completion.chunk"
@@ -177,7 +177,7 @@ class ChatFormat(ResponseFormat):
 
 
 def _number(logprob: float | None) -> str:
-    """The log-probability as JSON: values below -9999, such as minus infinity, become -9999, as with OpenAI."""
+    """The log-probability as JSON: values below -9999, such as minus infinity, become -9999, as in OpenAI's API."""
     return "null" if logprob is None else repr(logprob if logprob > -9999.0 else -9999.0)
 
 
@@ -187,13 +187,13 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),  # without this nginx buffers a stream
 ]
 
-SLICE = 64  # tokens that are written at once, in a millisecond or two with log-probabilities; then other tasks run
+SLICE = 64  # tokens written at once, in a millisecond or two with log-probabilities, before other tasks run
 
 
 async def unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """The result of a coroutine; it is cancelled, with a DisconnectedError, if the client disconnects before."""
+    """The result of a coroutine; it is cancelled, with a DisconnectedError, if the client disconnects earlier."""
     task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # is no surprise where nobody asks for it
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # so that asyncio does not log it
 
     async def until_disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -202,7 +202,7 @@ async def unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) ->
     disconnected = asyncio.ensure_future(until_disconnected())
     try:
         await asyncio.wait([task, disconnected], return_when=asyncio.FIRST_COMPLETED)
-        if disconnected.done():  # which is not reported again
+        if disconnected.done():  # receive() does not report it again
             raise DisconnectedError
         return task.result()
     finally:
@@ -224,14 +224,14 @@ class UpdateStream:
         self._closed = closed
 
     async def next(self) -> dict[int, Update]:
-        """What is new, by choice."""
+        """The new updates, by choice."""
         await self._has_updates.wait()
         self._has_updates.clear()
         updates, self._updates = self._updates, {}
         return updates
 
     def put(self, index: int, update: Update) -> None:
-        """Store what the engine has delivered."""
+        """Store an update that the engine has delivered."""
         merged = self._updates.setdefault(index, update)
         if merged is not update:
             merged.tokens += update.tokens
@@ -247,11 +247,11 @@ class UpdateStream:
                 self.put(index, Update(finish=reason))
 
     def end_after(self, seconds: float) -> None:
-        """End as "timeout" what has not ended by then, in any stage."""
+        """After this time, end the choices that have not ended as "timeout", in any stage."""
         self._limit = asyncio.get_running_loop().call_later(seconds, self.end, "timeout")
 
     def close(self) -> None:
-        """End the response: cancel the requests that still run."""
+        """End the response: cancel the requests that are still running."""
         if self._limit is not None:
             self._limit.cancel()
         for ticket in self.tickets:
@@ -260,7 +260,7 @@ class UpdateStream:
 
 
 class EngineBridge:
-    """All update streams of an engine. Everything here runs on the event loop, except what the engine calls."""
+    """All update streams of an engine. Everything here runs on the event loop, except functions that the engine calls."""
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self.open: set[UpdateStream] = set()
@@ -270,12 +270,12 @@ class EngineBridge:
         engine.after_turn = self.wake
 
     def submit(self, requests: Sequence[GenerationRequest]) -> UpdateStream:
-        """Hand requests to the engine, all or none; `UpdateStream.close` must be called in the end.
+        """Submit all requests or none to the engine; `UpdateStream.close` must be called at the end.
 
         Raises:
-          what `Engine.submit` raises.
+          see `Engine.submit`.
         """
-        self._engine.check_room(len(requests))  # otherwise those admitted would fill the queue until they are withdrawn
+        self._engine.check_room(len(requests))  # otherwise admitted ones would fill the queue until they are withdrawn
         stream = UpdateStream(self.open.discard)
         try:
             for i, request in enumerate(requests):
@@ -287,12 +287,12 @@ class EngineBridge:
         return stream
 
     def cancel(self) -> None:
-        """End every response as cancelled without the engine, which is in a long step."""
+        """End every response as cancelled, without the engine, which may be in a long step."""
         for stream in list(self.open):
             stream.end("cancelled")
 
     def wake(self) -> None:
-        """Wake the loop to take what was delivered. From any thread; the engine calls it after each turn."""
+        """Wake the loop to process delivered updates. From any thread; the engine calls it after each turn."""
         if self._arrived:
             with suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(self._flush)
@@ -301,7 +301,7 @@ class EngineBridge:
         self._arrived.append((stream, index, update))
 
     def _flush(self) -> None:
-        for _ in range(len(self._arrived)):  # no more than have arrived by now, so that other tasks can run
+        for _ in range(len(self._arrived)):  # only those that have arrived by now, so that other tasks can run
             stream, index, update = self._arrived.popleft()
             stream.put(index, update)
 
@@ -312,8 +312,8 @@ class GeneratedResponse:
 
     Attributes:
       prompts: tokens of each prompt; choices i * n to i * n + n - 1 continue prompt i.
-      constraints: of each choice, where there are any.
-      arrived: by `time.monotonic`.
+      constraints: constraint of each choice; empty without constraints.
+      arrived: time of arrival, by `time.monotonic`.
     """
 
     body: ApiRequest
@@ -327,8 +327,8 @@ class GeneratedResponse:
 
     def __post_init__(self) -> None:
         self._open = len(self.choices)
-        self._last = [0.0] * len(self.choices)  # when each choice last got tokens
-        self._since = 0  # tokens that were written since other tasks could run
+        self._last = [0.0] * len(self.choices)  # time of the last tokens of each choice
+        self._since = 0  # tokens written since other tasks could run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond until the client disconnects, streamed or not, also while the request waits in the queue."""
@@ -340,7 +340,7 @@ class GeneratedResponse:
             self.updates.close()
 
     async def _next(self, write: Callable[[int, Update], None]) -> None:
-        """Write what is new, in slices between which other tasks run."""
+        """Write the new updates, in slices between which other tasks run."""
         for i, update in (await self.updates.next()).items():
             self._observe(i, update)
             for part in in_slices(update):
@@ -357,7 +357,7 @@ class GeneratedResponse:
             choice, delta = choices[index], self._take(index, update)
             choice.texts.append(delta.text)
             choice.calls += delta.calls
-            if delta.scored:  # written as it comes, so that little is left to be done when the last token has come
+            if delta.scored:  # written early, so that little work is left after the last token
                 for name, elements in self.format.logprobs(delta.scored).items():
                     choice.logprobs.setdefault(name, []).append(elements)
 
@@ -406,7 +406,7 @@ class GeneratedResponse:
             await send({"type": "http.response.body", "body": event(error.body()), "more_body": False})
 
     def _observe(self, index: int, update: Update) -> None:
-        """Record when a choice gets tokens."""
+        """Record the times at which a choice gets tokens."""
         if update.tokens and self.choices[index].finish is None:
             now, last = time.monotonic(), self._last[index]
             if last:
@@ -428,11 +428,11 @@ class GeneratedResponse:
                 self.updates.tickets[index].cancel()
             if self.constraints and (error := self.constraints[index].error) is not None:
                 constrained_by = "tool_choice" if self.body.format is None else "response_format"
-                raise refused(f"the grammar cannot be followed further: {error}", constrained_by)
+                raise refused(f"the grammar could not be followed to its end: {error}", constrained_by)
         return delta
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens so far: each prompt once, and every generated token of the continuations, including stop tokens."""
+        """The usage so far: each prompt once, and all generated tokens, including stop tokens."""
         prompt = sum(map(len, self.prompts))
         generated = sum(choice.count for choice in self.choices)
         return {
@@ -444,7 +444,7 @@ class GeneratedResponse:
 
 
 def in_slices(update: Update) -> Sequence[Update]:
-    """An update in parts of at most SLICE tokens: a scored prompt, or what a slow client has let gather, may be long."""
+    """An update in parts of at most SLICE tokens: a scored prompt, or the backlog of a slow client, may be long."""
     prompt, tokens = update.prompt or [], update.tokens
     if len(prompt) + len(tokens) <= SLICE:
         return [update]
@@ -454,10 +454,10 @@ def in_slices(update: Update) -> Sequence[Update]:
 
 
 def _check_finish(update: Update) -> None:
-    """Raise ApiError for a request that did not end by its text."""
+    """Raise ApiError for a request that did not end normally."""
     if update.finish == "failed":
         raise ApiError(500, f"the engine failed: {update.error}", code="engine_failed")
     if update.finish == "timeout":
-        raise ApiError(504, "the request took longer than this server allows (--timeout)", code="timeout")
+        raise ApiError(504, "the request exceeded this server's time limit (--timeout)", code="timeout")
     if update.finish == "cancelled":
         raise shutting_down()

@@ -35,11 +35,11 @@ def make_app(service: Service, connections: Callable[[], int] = lambda: 0) -> St
     """The ASGI application of a service.
 
     Args:
-      connections: returns how many there are now.
+      connections: returns the current number of connections.
     """
     routes = Routes(service)
     table: dict[str, tuple[str, Handler]] = {
-        "/": ("GET", routes.page),
+        "/": ("GET", page),
         "/v1/completions": ("POST", routes.completions),
         "/v1/chat/completions": ("POST", routes.chat),
         "/v1/models": ("GET", routes.models),
@@ -59,7 +59,7 @@ def guarded(
     connections: Callable[[], int],
     handlers: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]],
 ) -> Starlette:
-    """An application of routes, each with its method, open to the requests that `access` allows."""
+    """An application with these routes and methods, for requests that `access` allows."""
     guard = Middleware(Guard, access=access, paths=tuple(table), answered=metrics.answered, connections=connections)
     routes = [Route(path, handler, methods=[method]) for path, (method, handler) in table.items()]
     return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
@@ -88,7 +88,7 @@ class Routes:
         read: Callable[..., Any],
         prepare: Callable[[Any], Coroutine[Any, Any, Submit]],
     ) -> Response:
-        """Hand a request to the engine, unless its client disconnects or the server begins to shut down before."""
+        """Submit a request to the engine, unless its client disconnects or the server begins to shut down earlier."""
         arrived, service = time.monotonic(), self._service
         service.check_open()  # before a body is read for nothing
         submit = await self._post(path, request, read, lambda typed: unless_disconnected(prepare(typed), request.receive))
@@ -97,11 +97,11 @@ class Routes:
     async def _post(
         self, path: str, request: Request, read: Callable[..., Any], use: Callable[[Any], Coroutine[Any, Any, T]]
     ) -> T:
-        """What is made of a body, which counts among those in flight until its text is converted, whoever has left.
+        """The result of `use` for a body, which counts in the budget until its text is converted, even if the client left.
 
         Args:
-          path: of the route; the URL may have a prefix, where the application is mounted.
-          read: makes the typed request from the schema and the value of the body.
+          path: path of the route; the URL may have a prefix, if the application is mounted.
+          read: builds the typed request from the schema and the value of the body.
           use: is called with that request.
         """
         service = self._service
@@ -127,6 +127,7 @@ class Routes:
             "owned_by": "llama_jax",
             "max_model_len": service.limits.context,
             "chat": service.served.chat is not None,
+            "memory": dict(service.served.memory),
         }
         base, *adapters = service.served.names
         data = [{"id": base, **model, "parent": None}, *({"id": name, **model, "parent": base} for name in adapters)]
@@ -135,25 +136,26 @@ class Routes:
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(openapi_description(self._service))
 
-    async def page(self, request: Request) -> Response:
-        # The page shows what a model wrote, so it may load and run only its own content.
-        policy = (
-            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
-        )
-        headers = {
-            "Content-Security-Policy": f"{policy}; form-action 'none'; frame-ancestors 'none'",
-            "X-Content-Type-Options": "nosniff",
-        }
-        return HTMLResponse(files("llama_jax.serving.http").joinpath("page.html").read_text("utf-8"), headers=headers)
+
+async def page(request: Request, status: int = 200) -> Response:
+    """The chat page, which polls `/ready` until the server is ready."""
+    # It shows model output, so it may load and run only its own content.
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
+    headers = {
+        "Content-Security-Policy": f"{policy}; form-action 'none'; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+    }
+    content = files("llama_jax.serving.http").joinpath("page.html").read_text("utf-8")
+    return HTMLResponse(content, status, headers)
 
 
 def probes(
     metrics: ServerMetrics, unhealthy: Callable[[], str | None], not_ready: Callable[[], str | None]
 ) -> dict[str, tuple[str, Handler]]:
-    """The routes for those that watch a server.
+    """The routes for monitoring a server.
 
     Args:
-      unhealthy, not_ready: return what is not as it should be, or None.
+      unhealthy, not_ready: return the problem, or None.
     """
 
     async def health(request: Request) -> Response:
@@ -181,8 +183,8 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected_error(request: Request, error: Exception) -> Response:
-    """The response to an unexpected exception: the log has the traceback; the client gets only its type."""
-    message = f"the server failed at this request ({type(error).__name__}); its log says why"
+    """The response to an unexpected exception: the traceback is logged; the client gets only its type."""
+    message = f"the server failed to handle this request ({type(error).__name__}); see its log"
     return ApiError(500, message, code="internal").response()
 
 
@@ -190,7 +192,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """The response to an unknown path or method."""
     assert isinstance(error, HTTPException)
     messages = {404: f"there is no {request.url.path[:200]}; /openapi.json lists the paths"}
-    messages[405] = f"{request.url.path[:200]} does not take {request.method}; /openapi.json lists the methods"
+    messages[405] = f"{request.url.path[:200]} does not support {request.method}; /openapi.json lists the methods"
     return ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=error.headers).response()
 
 
@@ -199,9 +201,9 @@ COUNT: Schema = {"type": "integer", "minimum": 0}
 
 
 def openapi_description(service: Service) -> Schema:
-    """The description of the routes, with the limits of this server."""
+    """The OpenAPI description of the routes, with the limits of this server."""
     schemas = service.schemas
-    chunks = "With stream=true a text/event-stream of chunks, which ends with `data: [DONE]`."
+    chunks = "With stream=true, a text/event-stream of chunks that ends with `data: [DONE]`."
     return {
         "openapi": "3.1.0",
         "info": {"title": "llama_jax", "version": llama_jax.__version__, "description": f"Serves {service.served.name}."},
@@ -209,12 +211,12 @@ def openapi_description(service: Service) -> Schema:
         "paths": {
             "/v1/completions": _post("Continue texts.", schemas["/v1/completions"], "Completion", chunks, stream=True),
             "/v1/chat/completions": _post("Reply in a chat.", schemas["/v1/chat/completions"], "Chat", chunks, stream=True),
-            "/v1/models": _get("What is served.", "Models"),
+            "/v1/models": _get("The served models.", "Models"),
             "/tokenize": _post("Ids of a text.", schemas["/tokenize"], "Tokens"),
             "/detokenize": _post("The text of ids.", schemas["/detokenize"], "Text"),
-            "/health": _get("Whether the engine runs; 503 where it has failed, or is stuck.", "Status", probe=True),
-            "/ready": _get("Whether new requests are taken; 503 where not.", "Status", probe=True),
-            "/metrics": _get("Numbers for Prometheus.", None),
+            "/health": _get("Whether the engine runs; 503 if it has failed or is stuck.", "Status", probe=True),
+            "/ready": _get("Whether new requests are accepted; 503 if not.", "Status", probe=True),
+            "/metrics": _get("Metrics for Prometheus.", None),
         },
         "components": {"schemas": _schemas(), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
@@ -303,6 +305,7 @@ def _schemas() -> Schema:
                     owned_by=TEXT,
                     max_model_len=COUNT,
                     chat={"type": "boolean"},
+                    memory={"type": "object", "additionalProperties": COUNT},
                     parent=f.or_null(TEXT),
                 )
             ),

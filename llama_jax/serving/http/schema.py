@@ -1,7 +1,7 @@
-"""JSON Schema of request bodies: one table both checks what is sent and describes it in `/openapi.json`.
+"""JSON Schema of request bodies, which both validates them and describes them in `/openapi.json`.
 
-Only the keywords that are used here are understood. An object has no fields beyond its `properties`, and a field that
-is `null` or left out has its `default`.
+Only the keywords that are used here are supported. An object has no fields except its `properties`, and a field that is
+`null` or missing has its `default`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def enum(*values: Any, about: str = "") -> Schema:
 
 
 def unsupported(*values: Any) -> Schema:
-    """A field of OpenAI's that is not supported: only values without an effect are accepted."""
+    """An unsupported field of OpenAI's API: only values without an effect are accepted."""
     return enum(*values, about="Not supported: only values without an effect are accepted.")
 
 
 def array(items: Schema, *, most: int, fewest: int = 0) -> Schema:
-    """A list, which is read as a tuple."""
+    """A list, parsed as a tuple."""
     return {"type": "array", "items": items, "minItems": fewest, "maxItems": most}
 
 
@@ -69,7 +69,7 @@ def _annotated(schema: Schema, default: Any, about: str) -> Schema:
 
 
 def described(schema: Schema) -> Schema:
-    """The schema for clients: with `null` for every field that may be left out."""
+    """The schema for clients: with `null` for every optional field."""
     schema = {name: [*map(described, part)] if name in ("anyOf", "oneOf") else part for name, part in schema.items()}
     if "items" in schema:
         schema["items"] = described(schema["items"])
@@ -89,10 +89,10 @@ def or_null(schema: Schema) -> Schema:
 
 
 def read(schema: Schema, value: Any, name: str = "") -> Any:
-    """The value to use, with tuples for lists and every field of an object; ApiError (400) names what is not accepted.
+    """The validated value, with tuples for lists and with all fields of objects; ApiError (400) names what is invalid.
 
     Args:
-      name: of the value in the body, "" for the body itself.
+      name: name of the value in the body, "" for the body itself.
     """
     if "anyOf" in schema:
         schema = _alternative(schema["anyOf"], value, name)
@@ -160,7 +160,7 @@ def _read_object(schema: Schema, value: dict[str, Any], name: str) -> dict[str, 
     if unknown:
         names = ", ".join(shown(before + field, 60) for field in unknown[:5])
         raise refused(
-            f"{names}: not known here; leave it out (/openapi.json lists what is)", before + unknown[0][:60], "unknown_field"
+            f"{names}: unknown; leave it out (/openapi.json lists all fields)", before + unknown[0][:60], "unknown_field"
         )
     values = {}
     for field, part in fields.items():

@@ -1,4 +1,4 @@
-"""The server process: its answers while it starts, the engine on a thread, the sockets on an event loop, and shutdown.
+"""The server process: responses during startup, the engine on a thread, the sockets on an event loop, and shutdown.
 
 `Mounted` is the same server for a host that owns the sockets and the event loop, such as Ray Serve.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import html
 import os
 import signal
 import socket
@@ -23,7 +22,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llama_jax.errors import UserError, reason_of
@@ -31,16 +30,16 @@ from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.metrics import ServerMetrics
-from llama_jax.serving.http.routes import guarded, make_app, probes
+from llama_jax.serving.http.routes import Handler, guarded, make_app, page, probes
 from llama_jax.serving.http.service import Served, ServerOptions, Service
 from llama_jax.serving.thread_pool import DaemonThreadPool
 
-SWITCH_SECONDS = 0.001  # after which a thread that converts a long text lets the engine and the event loop run
-LAST_WORDS = 0.5  # seconds after the engine has ended in which clients can read their responses; then they are disconnected
+SWITCH_SECONDS = 0.001  # thread switch interval, so that converting a long text does not delay the engine and the event loop
+LAST_WORDS = 0.5  # seconds after the end of the engine in which clients can read responses before they are disconnected
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; UserError if that fails. Opened before a model is loaded, which may take minutes."""
+    """A listening socket; UserError if that fails. Opened before loading the model, which may take minutes."""
     with contextlib.ExitStack() as stack:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -50,7 +49,7 @@ def listen(host: str, port: int) -> socket.socket:
             listening.bind(address)
         except (OSError, OverflowError) as error:
             reason = reason_of(getattr(error, "strerror", None) or error)
-            remedy = "choose another --port, 0 for a free one, or --host"
+            remedy = "choose another --port (0 for a free one) or --host"
             raise UserError(f"cannot listen on {host} port {port} ({reason}); {remedy}") from None
         stack.pop_all()
     listening.setblocking(False)
@@ -64,7 +63,7 @@ def address_of(listening: socket.socket) -> str:
 
 
 class Started(NamedTuple):
-    """What a server serves: an `Engine` that is warm, and the model as clients see it."""
+    """A warmed-up `Engine`, and the model as clients see it."""
 
     engine: Any
     served: Served
@@ -77,22 +76,22 @@ def serve(
     listening: socket.socket,
     ready: Callable[[], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT, and then until the requests that run have ended; call on the main thread.
+    """Serve until SIGTERM or SIGINT, and then until all running requests have ended; call it on the main thread.
 
     Args:
-      start: called on a thread once the server listens. Until it returns every request is answered with how far it is, and
-        signals do what they did before: it cannot be interrupted.
-      startup: what `start` reports to.
-      ready: called once requests are accepted.
+      start: called on a thread when the server listens. Until it returns, every request is answered with its progress, and
+        signal handlers are unchanged, since it cannot be interrupted.
+      startup: records the progress of `start`.
+      ready: called when requests are accepted.
 
-    Objects that exist by then are left out of every later garbage collection: a full one would scan all that JAX has traced,
-    some 300,000 objects, and stop all threads for a tenth of a second or more.
+    Objects that exist by then are excluded from later garbage collections: a full one would scan everything that JAX has
+    traced, about 300,000 objects, and stop all threads for a tenth of a second or more.
 
     Raises:
-      what `start` raised; or the engine, if it failed: all requests have then been answered.
+      the exception of `start`, or of a failed engine, after all requests have been answered.
 
-    It returns within a second and a half after `options.drain_seconds`, whatever clients and engine do. The engine's thread,
-    which is a daemon, may then still be in a step.
+    Returns within 1.5 seconds after `options.drain_seconds`, whatever clients and engine do. The engine's daemon thread may
+    then still be in a step.
     """
 
     def begin() -> Started:
@@ -122,7 +121,7 @@ async def _serve(
         http=Connection,
         ws="none",
         lifespan="off",
-        log_config=None,  # which would close every handler that there is
+        log_config=None,  # a config would close all existing handlers
         log_level="error",
         access_log=False,
         server_header=False,
@@ -158,26 +157,26 @@ async def _serve(
         return service.ended.result()
     if service.trouble() is not None:
         os._exit(1)  # the engine hangs in a program, so an orderly exit of Python would hang too
-    return None  # it is in a long step, which nobody waits for
+    return None  # the engine is in a long step; do not wait for it
 
 
 def _stop(number: int, stop: asyncio.Future[None]) -> None:
-    """The first signal starts an orderly shutdown, the second ends the process at once."""
+    """Start an orderly shutdown on the first signal; end the process immediately on the second."""
     if stop.done():
         os._exit(128 + number)
     stop.set_result(None)
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server whose signals are handled here, and whose end has a limit."""
+    """A uvicorn server without signal handlers, and with a time limit for its end."""
 
     async def end(self, serving: asyncio.Task[None], seconds: float) -> None:
-        """Close the connections once their responses have been sent, and after so many seconds the others."""
+        """Close connections when their responses have been sent, and the others after `seconds`."""
         self.should_exit = True
         await asyncio.wait([serving], timeout=seconds)
         self.force_exit = True
         for connection in list(self.server_state.connections):
-            connection.transport.abort()  # of a client that does not read, uvicorn would wait for
+            connection.transport.abort()  # uvicorn would wait for a client that does not read
         done, _ = await asyncio.wait([serving], timeout=seconds)
         for task in done:
             task.result()
@@ -188,7 +187,7 @@ class _Server(uvicorn.Server):
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop where it is installed: it halves the cost of writing to sockets."""
+    """uvloop if it is installed: it halves the cost of writing to sockets."""
     try:
         import uvloop
     except ImportError:
@@ -196,18 +195,14 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
-LOG_SECONDS = 10.0  # between two lines of the log
-RETRY_SECONDS = 1, 60  # bounds of Retry-After; the first also where the end cannot be estimated
-FEW = 2  # after which nothing can be estimated yet
-STARTING_PAGE = (
-    '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>llama_jax</title>'
-    "<p>The server is {0}. This page loads itself again."
-)
+LOG_SECONDS = 10.0  # between log lines
+RETRY_SECONDS = 1, 60  # bounds of Retry-After; the first also if the end cannot be estimated
+FEW = 2  # up to this number of finished items no estimate is made
 
 
 @dataclass
 class Startup:
-    """How far a server is that is not ready yet. One thread reports, any may read.
+    """The progress of a starting server. One thread reports; any thread may read.
 
     Attributes:
       log: called with a line every LOG_SECONDS; None for no log.
@@ -222,7 +217,7 @@ class Startup:
         self._begun = self._logged = time.monotonic()
 
     def report(self, doing: str, done: int = 0, of: int = 0) -> None:
-        """Record what is being done, as "compiling programs", and how much of it."""
+        """Record the current stage, such as "compiling programs", and its progress."""
         now = time.monotonic()
         if doing != self._now[0]:
             self._begun = now
@@ -233,7 +228,7 @@ class Startup:
 
     @property
     def seconds_left(self) -> float | None:
-        """An estimate for what is being done, at the pace so far; None where there is none yet."""
+        """Estimated remaining seconds of the current stage, at its speed so far; None if not known yet."""
         _, done, of = self._now
         return (time.monotonic() - self._begun) / done * (of - done) if FEW < done < of else None
 
@@ -246,31 +241,29 @@ class Startup:
 def make_starting_app(
     startup: Startup, access: Access, metrics: ServerMetrics, connections: Callable[[], int] = lambda: 0
 ) -> Starlette:
-    """The ASGI application until a server is ready; for the arguments see `make_app`."""
-
-    async def page(request: Request) -> Response:
-        return HTMLResponse(
-            STARTING_PAGE.format(html.escape(str(startup))), 503, {"Content-Security-Policy": "default-src 'none'"}
-        )
+    """The ASGI application until the server is ready; for the arguments see `make_app`."""
 
     async def other(request: Request, error: Exception) -> Response:
         least, most = RETRY_SECONDS
         seconds = min(max(round(startup.seconds_left or least), least), most)
         headers = {"Retry-After": str(seconds), "Connection": "close"}
-        message = f"the server is {startup}; /ready says when it has started"
+        message = f"the server is {startup}; /ready reports when it has started"
         return ApiError(503, message, code="starting", headers=headers).response()
 
-    table = {"/": ("GET", page), **probes(metrics, lambda: None, lambda: f"the server is {startup}")}
+    table: dict[str, tuple[str, Handler]] = {
+        "/": ("GET", partial(page, status=503)),
+        **probes(metrics, lambda: None, lambda: f"the server is {startup}"),
+    }
     return guarded(table, access, metrics, connections, {HTTPException: other})
 
 
 class Mounted:
-    """A server as an ASGI application, whose engine starts and stops with the lifespan events of its host.
+    """A server as an ASGI application; its engine starts and stops with the lifespan events of the host.
 
     At shutdown it accepts no new requests, and running ones have `options.drain_seconds` to end.
 
     Args:
-      engine: an `Engine` that is warm.
+      engine: a warmed-up `Engine`.
 
     Raises:
       UserError: a limit on connections, which only the host can count.
@@ -278,7 +271,7 @@ class Mounted:
 
     def __init__(self, engine: Any, served: Served, options: ServerOptions = ServerOptions()) -> None:
         if options.access.most_connections:
-            raise UserError(f"most_connections={options.access.most_connections}: the host has the connections; pass 0")
+            raise UserError(f"most_connections={options.access.most_connections} must be 0: the host manages connections")
         self._engine = engine
         self._served = served
         self._options = options
@@ -293,7 +286,7 @@ class Mounted:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif self._app is None:
-            raise RuntimeError("the host has not begun this application: it must send ASGI's lifespan events")
+            raise RuntimeError("the host has not started this application: it must send ASGI's lifespan events")
         else:
             await self._app(scope, receive, send)
 

@@ -1,4 +1,4 @@
-"""The model that a server serves, and how an HTTP request becomes requests to the engine."""
+"""The model that a server serves, and the conversion of HTTP requests to requests to the engine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,18 +33,18 @@ from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.chat import Renderer
 
-LONGEST_PROMPT = 1_000_000  # characters, and more where the context is long
-CHARACTERS_OF_A_TOKEN = 16  # on average, in a prompt that fills the context
-SHORT = 4000  # characters or tokens that are converted on the event loop: more would delay other requests
-# Threads at most, see `threads_beside_engine`.
+LONGEST_PROMPT = 1_000_000  # maximum characters of a prompt; more if the context is long
+CHARACTERS_OF_A_TOKEN = 16  # maximum average, in a prompt that fills the context
+SHORT = 4000  # characters or tokens converted on the event loop: more would delay other requests
+# Maximum numbers of threads, see `threads_beside_engine`.
 TEXT_THREADS = 4  # for texts and chats of up to SMALL_BODY characters
-LONG_THREADS = 2  # for longer ones and their bodies, which take seconds: others do not wait for them
-LONG_WAITING = 32  # further requests are refused
-BODIES = 4  # times the largest body, for all bodies together
+LONG_THREADS = 2  # for longer ones and their bodies, which take seconds
+LONG_WAITING = 32  # further requests are rejected
+BODIES = 4  # budget for all bodies together, as a multiple of the largest body
 GRAMMAR_THREADS = 2
-GRAMMARS_WAITING = 16  # further requests are refused
-IDS_AT_ONCE = 1 << 14  # ids that are written as JSON while other threads wait
-ENGINE_SECONDS = 0.5  # for the engine to end its step after draining; then clients are answered without it
+GRAMMARS_WAITING = 16  # further requests are rejected
+IDS_AT_ONCE = 1 << 14  # ids written as JSON at a time, while other threads wait
+ENGINE_SECONDS = 0.5  # time for the engine to end its step after draining; then clients are answered without it
 T = TypeVar("T")
 
 
@@ -53,11 +53,12 @@ class Served:
     """A model as clients see it.
 
     Attributes:
-      name: the name in requests.
-      tokenizer: its vocabulary.
-      chat: how messages are put together; None if it is not a chat model.
-      no_chat: why not.
-      adapters: the names in requests of the model with each adapter, by adapter number.
+      name: name of the model in requests.
+      tokenizer: its tokenizer.
+      chat: the chat format; None if it is not a chat model.
+      no_chat: the reason why `chat` is None.
+      adapters: names in requests of the model with each adapter, by adapter index.
+      memory: planned bytes per device, by purpose; empty if nothing was planned.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Served:
     chat: Format | None
     no_chat: str = ""
     adapters: tuple[str, ...] = ()
+    memory: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,14 +76,14 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How a server is reached, what a request may take, and how it ends.
+    """Access, limits of requests, and shutdown of a server.
 
     Attributes:
-      access: who may ask.
-      most_choices: continuations per HTTP request: prompts times n.
-      largest_body: bytes.
-      seconds: limit for a request, 0 for no limit.
-      drain_seconds: limit for running requests to end once shutdown was requested.
+      access: which requests are allowed.
+      most_choices: maximum number of continuations per HTTP request: prompts times n.
+      largest_body: maximum bytes of a body.
+      seconds: time limit for a request, 0 for no limit.
+      drain_seconds: time limit for running requests to end after shutdown was requested.
       wedged_after: seconds without a turn of a busy engine after which `/health` fails.
     """
 
@@ -97,16 +99,16 @@ Submit = Callable[[float], GeneratedResponse]  # called with the time at which t
 
 
 class Service:
-    """Everything that the routes share. Made on the event loop that is to run it.
+    """The shared state of the routes. Must be created on the event loop that runs it.
 
     Attributes:
-      draining: no new requests are accepted.
-      failure: why the engine has failed.
+      draining: whether new requests are rejected.
+      failure: why the engine has failed; None if it has not.
       ended: resolved when the engine's thread ends, with the exception that ended it or None.
 
     Args:
-      engine: an `Engine` that is warm.
-      metrics: those that have counted before there was an engine.
+      engine: a warmed-up `Engine`.
+      metrics: metrics that have already counted during startup.
     """
 
     def __init__(
@@ -149,25 +151,25 @@ class Service:
 
     @property
     def compiling(self) -> int:
-        """Grammars that wait for a thread."""
+        """The number of grammars that wait for a thread."""
         return self._compiling.waiting
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for a model that is not served."""
         if name not in (None, *self.served.names):
             verb = "is" if len(self.served.names) == 1 else "are"
-            message = f"model={name!r} is not served here; {', '.join(map(repr, self.served.names))} {verb}, or leave it out"
+            message = f"model={name!r} is not served; {', '.join(map(repr, self.served.names))} {verb}, or leave it out"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_open(self) -> None:
-        """Raise ApiError where no work is accepted any more (503), or none for now (429)."""
+        """Raise ApiError if no requests are accepted any more (503), or none at the moment (429)."""
         if self.draining or self.failure is not None:
             raise shutting_down()
         with _as_api_errors():
             self.engine.check_room(1 + self.compiling)
 
     def start_engine(self) -> None:
-        """Run the engine on a thread of its own, and prepare for grammars before there are streams to be held up."""
+        """Run the engine on its own thread, and build the grammar tables before there are streams to delay."""
         for grammars in {self._grammars, self._chat_grammars}:
             self._compiling.submit(grammars.prepare)
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
@@ -184,13 +186,13 @@ class Service:
             self.bridge.loop.call_soon_threadsafe(self.ended.set_result, failure)
 
     def begin_drain(self) -> None:
-        """Accept no new requests; those that the engine has not taken yet are refused."""
+        """Accept no new requests; those that the engine has not admitted yet are rejected."""
         self.draining = True
         for task in self._preparing:
             task.cancel()
 
     async def drain(self, seconds: float) -> None:
-        """Accept no new requests, wait so many seconds for the running ones, and then end the others."""
+        """Accept no new requests, wait `seconds` for the running ones, and then cancel the rest."""
         self.begin_drain()
         end = time.monotonic() + seconds
         while self.bridge.open and not self.ended.done() and time.monotonic() < end:
@@ -202,7 +204,7 @@ class Service:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """For what a request needs before it is answered: its task is cancelled, with an ApiError, if the server drains."""
+        """A context for the preparation of a request: its task is cancelled, with an ApiError, if the server drains."""
         task = asyncio.current_task()
         assert task is not None
         if self.draining:
@@ -219,19 +221,19 @@ class Service:
             self._preparing.discard(task)
 
     async def parse(self, body: bytearray, read: Callable[[Any], T]) -> T:
-        """The result of `read` for the value of a JSON body, a large one in a thread."""
+        """The result of `read` for the value of a JSON body, computed in a thread if it is large."""
         run = lambda: read(self._json.parse(body))
         return await self._convert(run, "body", self._long_texts if len(body) > SMALL_BODY else None)
 
     def _pool(self, size: int) -> DaemonThreadPool | None:
-        """Where so many characters or tokens are converted: None for the event loop."""
+        """The pool for this many characters or tokens; None for the event loop."""
         return None if size <= SHORT else self._texts if size <= SMALL_BODY else self._long_texts
 
     async def complete(self, body: CompletionRequest) -> Submit:
-        """The function that hands a completion to the engine.
+        """A function that submits a completion to the engine.
 
         Raises:
-          ApiError: the request is invalid, or there is no room.
+          ApiError: the request is invalid, or a queue is full.
         """
         self.check_open()
         bos = None if body.add_special_tokens else False
@@ -249,13 +251,13 @@ class Service:
         return partial(self._submit, CompletionFormat, body, prompts, self._ends, constraint, **settings)
 
     async def chat(self, body: ChatRequest) -> Submit:
-        """The function that hands a chat to the engine; raises as `complete` does."""
+        """A function that submits a chat to the engine; for errors see `complete`."""
         self.check_open()
         tokenizer, format = self.served.tokenizer, self.served.chat
         if format is None:
-            raise refused(f"{self.served.name} does not chat: {self.served.no_chat}", "messages", "no_chat")
+            raise refused(f"{self.served.name} does not support chat: {self.served.no_chat}", "messages", "no_chat")
         if body.tools and not takes_tools(tokenizer, format):
-            raise refused("the model's chat format takes no tools; leave them out", "tools", "unsupported")
+            raise refused("the model's chat format does not support tools; leave them out", "tools", "unsupported")
         encode = partial(encode_chat, tokenizer, body.messages, format, self._renderer, body.tools)
         size = sum(len(message["content"]) for message in body.messages)
         pool = self._pool(size) or self._texts  # a template is never rendered on the loop
@@ -283,7 +285,7 @@ class Service:
         return await self._convert(run, "prompt", self._pool(len(text)))
 
     async def decode(self, ids: Sequence[int], param: str) -> str:
-        """The text of ids from the field `param`; ids beyond the vocabulary, a model's padding, have none."""
+        """The text of ids from the field `param`; ids in the model's padding of the vocabulary have no text."""
         tokenizer = self.served.tokenizer
         run = lambda: tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
         return await self._convert(run, param, self._pool(len(ids)))
@@ -387,29 +389,29 @@ class Service:
         return await self._convert(compile, "response_format", self._compiling)
 
     def trouble(self) -> str | None:
-        """Why the server is not healthy, or None: the engine has failed, or has work but has long not ended a turn."""
+        """Why the server is unhealthy, or None: the engine has failed, or is busy but has not finished a turn for long."""
         if self.failure is not None:
             return self.failure
         stats = self.engine.stats()
         since = time.monotonic() - max(stats.last_turn, self._busy_since)
         if stats.busy and self.bridge.open and since > self.options.wedged_after:
-            return f"the engine has work, and has ended no turn for {since:.0f} s"
+            return f"the engine is busy, but has not finished a turn for {since:.0f} s"
         return None
 
     def close(self) -> None:
-        """End the processes that parse bodies, render chats and compile grammars."""
+        """Kill the child processes that parse bodies, render chats and compile grammars."""
         for child in (self._json, self._renderer, self._grammars, self._chat_grammars):
             child.close()
 
 
 def threads_beside_engine(most: int) -> int:
-    """Threads of a pool: at most a fourth of the processor's cores, which the steps of an engine may need."""
+    """The number of threads of a pool: at most a quarter of the CPU cores, which the steps of the engine need."""
     return max(min(most, (os.cpu_count() or 1) // 4), 1)
 
 
 @contextmanager
 def _as_api_errors() -> Iterator[None]:
-    """What the engine raises for a request, as an error for clients."""
+    """Convert errors of the engine about a request to `ApiError`."""
     try:
         yield
     except BusyError as error:

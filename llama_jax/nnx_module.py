@@ -1,0 +1,87 @@
+"""The model as a `flax.nnx.Module`, for trainers and tools that take one: the pure functions with the parameters inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Integer
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import ConfigError
+from llama_jax.model.checks import check_no_hooks
+from llama_jax.model.forward_options import Compute
+from llama_jax.model.logits import logits
+from llama_jax.model.lora import Lora, adapted
+from llama_jax.model.params import Llama
+from llama_jax.ops.platform import AnyArray
+
+
+class LlamaModule(nnx.Module):
+    """A model whose arrays are `nnx.Param`s, or with adapters beside them, `nnx.LoRAParam`s.
+
+    It computes nothing by itself: a call is `llama_jax.logits`, and any other function takes `module.pure()`. `nnx.split`,
+    `nnx.state`, `nnx.jit`, `nnx.grad` and `nnx.Optimizer` see a `Llama` with a variable for each array, by the names of its
+    fields: `params.blocks.attention.qkv`.
+
+    Attributes:
+      config, compute: as for `llama_jax.logits`.
+      params: a `Llama` of `nnx.Param`.
+      adapters: a `Llama` of `nnx.LoRAParam`, or None.
+      lora: the settings of the adapters, or None.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        params: Llama,
+        adapters: Llama | None = None,
+        lora: Lora | None = None,
+        *,
+        compute: Compute = Compute(),
+    ) -> None:
+        """Wrap parameters, without a copy.
+
+        Args:
+          params: as `llama_jax.load` returns them: dense, quantized, or with adapters already joined.
+          adapters, lora: of `init_adapters` or `load_adapter`: train them alone with `wrt=nnx.LoRAParam`.
+
+        Raises:
+          ConfigError: parameters with hooks; or adapters without `lora`, or the reverse.
+        """
+        check_no_hooks(params)
+        if (adapters is None) != (lora is None):
+            raise ConfigError("adapters and lora belong together; pass both or neither")
+        self.config, self.compute, self.lora = config, compute, lora
+        self.params = nnx.data(jax.tree.map(nnx.Param, params))
+        self.adapters = nnx.data(jax.tree.map(nnx.LoRAParam, adapters))
+
+    def __call__(self, tokens: Integer[AnyArray, "B T"]) -> Float[Array, "B T V"]:
+        """Logits of whole sequences, in float32 at least."""
+        return logits(self.config, self.pure(), tokens, self.compute)
+
+    def pure(self) -> Llama:
+        """The model as the pure functions take it: the same arrays, joined with the adapters if there are some."""
+        params = nnx.as_pure(self.params)
+        return params if self.lora is None else adapted(params, nnx.as_pure(self.adapters), self.lora)
+
+    def wrap_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+        """The optimizer for `nnx.Optimizer(module, ..., wrt=...)`, for one that reads the paths of the parameters.
+
+        `nnx.Optimizer` passes nested dictionaries; `make_optimizer` reads the paths of a `Llama`, which say what decays and
+        what Muon updates. The wrapped optimizer gets {"params": Llama}, or {"adapters": Llama} with `wrt=nnx.LoRAParam`.
+        Optimizers of optax that treat all arrays alike need no wrapper.
+        """
+        inner = optax.with_extra_args_support(optimizer)
+        trees = {name: nnx.graphdef(nnx.as_pure(getattr(self, name))) for name in ("params", "adapters")}
+
+        def to_trees(state: nnx.State) -> dict[str, Llama]:
+            return {name: nnx.merge(trees[name], nested) for name, nested in nnx.as_pure(state).items()}
+
+        def update(gradients: Any, state: Any, params: Any, **more: Any) -> tuple[nnx.State, Any]:
+            updates, state = inner.update(to_trees(gradients), state, to_trees(params), **more)
+            return nnx.state(updates), state
+
+        return optax.GradientTransformationExtraArgs(lambda params: inner.init(to_trees(params)), update)
