@@ -404,8 +404,10 @@ def test_the_clock_asks_a_run_for_its_end(name):
         while (stop is None or stop.name is None) and time.monotonic() < deadline:
             pass
 
-    with StopRequest() as stop, speedrun.Clock(1e-4, name).stopping():
-        wait(stop)
+    with StopRequest() as stop:
+        stop.begin_steps()
+        with speedrun.Clock(1e-4, name).stopping():
+            wait(stop)
     assert stop.name == "SIGTERM"
     with pytest.raises(SystemExit, match="outside of training"), speedrun.Clock(1e-4, name).stopping():
         wait()

@@ -31,6 +31,7 @@ FLOOR = {
     "xla_flags": 1,
     "child_process": 1,
     "progress": 0,
+    "interrupts": 0,
     "gguf_header": 1,
     "analysis": 5,  # looks at the programs of all subpackages below
     "formats": 5,  # finds the tokenizer beside the weights, and reads each device's share of a laid-out model

@@ -79,7 +79,7 @@ def test_every_device_that_jax_names_has_a_name_to_ask_for():
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("H200", "did you mean h200?"), ("tpu v5p", "did you mean tpu-v5p?"), ("banana", "table; there are a100")],
+    [("H200", "did you mean h200?"), ("tpu v5p", "did you mean tpu-v5p?"), ("banana", "table; the names are a100")],
 )
 def test_an_unknown_name_is_answered_with_the_nearest_and_all(name, near):
     with pytest.raises(ConfigError, match="is not in the table") as caught:

@@ -85,7 +85,7 @@ def test_windows_are_read_as_evaluate_reads_them_and_the_shorter_context_counts(
 
 def test_another_vocabulary_is_refused(pair):
     other = replace(CONFIG, vocab_size=CONFIG.vocab_size + 1)
-    with pytest.raises(DataError, match=r"the reference has a vocabulary of \d+, the model one of \d+"):
+    with pytest.raises(DataError, match=r"the reference has a vocabulary of \d+, but the model one of \d+"):
         divergence(CONFIG, *pair, corpus_of([40]), reference_config=other)
 
 
