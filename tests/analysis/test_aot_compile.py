@@ -158,6 +158,7 @@ print(json.dumps(out))
 
 
 @pytest.mark.accelerators
+@pytest.mark.rotating
 @pytest.mark.supports("prefill", "decode", "step", family=FAMILY_MODELS)
 @pytest.mark.parametrize("hardware", ["tpu-v5e", "h100"])
 def test_programs_of_every_family(hardware):
