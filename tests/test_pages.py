@@ -262,7 +262,7 @@ def test_training_on_the_pages_has_settings_that_go_together():
 
 def test_every_block_is_run_or_says_why_not():
     assert len([block for block in BLOCKS if not block.not_run]) > 30
-    assert len([block for block in BLOCKS if block.not_run]) < 20
+    assert len([block for block in BLOCKS if block.not_run]) < 21
     fences = sum(
         len(re.findall(r"^ *```(?:python|bash|sh|shell|console|py)\b", page.read_text("utf-8"), re.MULTILINE))
         for page in PAGES
