@@ -20,7 +20,7 @@ from llama_jax.ops.platform import AnyArray
 
 
 class LlamaModule(nnx.Module):
-    """A model whose arrays are `nnx.Param`s, or with adapters beside them, `nnx.LoRAParam`s.
+    """A model whose arrays are variables: `nnx.Param`, and `nnx.LoRAParam` for adapters.
 
     It computes nothing by itself: a call is `llama_jax.logits`, and any other function takes `module.pure()`. `nnx.split`,
     `nnx.state`, `nnx.jit`, `nnx.grad` and `nnx.Optimizer` see a `Llama` with a variable for each array, by the names of its
