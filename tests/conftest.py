@@ -88,17 +88,22 @@ FIRST = (
 
 
 TURNS = 5
-"""A run with LLAMA_JAX_TURN=N has every so manieth of the tests marked `rotating`, another part for every other N."""
+SLOW_TURNS = 2
+"""A run with LLAMA_JAX_TURN=N has one of TURNS parts of the tests marked `rotating`, and one of SLOW_TURNS parts of the files
+with other slow tests; the next N has the next part."""
 
 
 @pytest.hookimpl(trylast=True)  # after those of another mark were left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest first: the first process begins at the front, others take from the end. Of rotating ones a part."""
+    """The longest first: the first process begins at the front, others take from the end. Of slow ones a part."""
     items.sort(key=lambda item: item.path.name not in FIRST)
     turn = os.environ.get("LLAMA_JAX_TURN", "")
     if turn:
         rotating = [item for item in items if item.get_closest_marker("rotating")]
         left_out = {item for number, item in enumerate(rotating) if (number + int(turn)) % TURNS}
+        slow = [item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("rotating")]
+        numbers = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in slow))}
+        left_out |= {item for item in slow if (numbers[item.path] + int(turn)) % SLOW_TURNS}
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=list(left_out))
 

@@ -73,7 +73,7 @@ class SupportClaims:
         """Tests of another turn (tests/conftest.py) have no outcome in this run."""
         if os.environ.get("LLAMA_JAX_TURN") and self.worker in (None, "gw0"):
             for item in items:
-                if item.get_closest_marker("rotating"):
+                if item.get_closest_marker("rotating") or item.get_closest_marker("slow"):
                     self.write("rotated", *claims_of(item))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -131,7 +131,8 @@ def test_int8(model, tokens):
     assert 0 < error < 0.02  # a random model of two layers; what it does to a trained one is measured in tests/inference
 
 
-@pytest.mark.parametrize("kind", [pytest.param("bias", marks=(pytest.mark.slow, pytest.mark.rotating)), "weights"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bias", pytest.param("weights", marks=pytest.mark.rotating)])
 def test_int8_of_keys_that_stand_out(tokens, kind, monkeypatch):
     """Rounded as they come the others of a head would be lost beside them; in a ring with sinks likewise."""
     config = llama_jax.LlamaConfig(96, 64, 2, 2, 1, 64, 64, 1e-5, 1e4, True, head_dim=64)
