@@ -89,8 +89,8 @@ FIRST = (
 
 TURNS = 5
 SLOW_TURNS = 2
-"""A run with LLAMA_JAX_TURN=N has one of TURNS parts of the tests marked `rotating`, and one of SLOW_TURNS parts of the files
-with other slow tests; the next N has the next part."""
+"""A run with LLAMA_JAX_TURN=N has one of TURNS parts of the tests marked `rotating`, and one of SLOW_TURNS parts of the
+files with other slow tests; the next N has the next part."""
 
 
 @pytest.hookimpl(trylast=True)  # after those of another mark were left out
