@@ -14,8 +14,8 @@ FACTS = ("Thursday", "7 dollars", "14", "Pepper", "15 dollars", "pellets", "outs
 """What the answers to the held-out questions say, one for each."""
 
 
-@pytest.fixture(scope="module")
-def outputs(smollm2, tmp_path_factory):
+@pytest.fixture
+def outputs(smollm2, tmp_path, monkeypatch):
     """What each block printed, by its code. Without transformers, which the page does not install, its block is left out."""
     wanted = first_hour.blocks(first_hour.PAGE.read_text("utf-8"))
     if importlib.util.find_spec("transformers") is None:
@@ -23,8 +23,9 @@ def outputs(smollm2, tmp_path_factory):
         wanted = [block for block in wanted if "import transformers" not in block.code]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    folder = tmp_path_factory.mktemp("page") / "first_hour"
-    return {done.code: done.output for done in first_hour.run(wanted, smollm2, folder, port)}
+    for name in ("XLA_FLAGS", "LLAMA_JAX_EXECUTABLES"):  # those of tests/conftest.py make slow programs, and store none
+        monkeypatch.delenv(name, raising=False)
+    return {done.code: done.output for done in first_hour.run(wanted, smollm2, tmp_path / "first_hour", port)}
 
 
 def of(outputs, *parts):
@@ -40,12 +41,11 @@ def known(output):
     return sum(fact in answer for fact, answer in zip(FACTS, answers, strict=False))
 
 
-def test_the_model_answers_in_a_terminal_and_over_http(outputs):
+def test_every_command_runs_and_the_model_learns_what_the_page_says(outputs):
+    """One test, so that one process runs the page, once."""
     for parts in (["llama-jax chat", "--temperature 0\n"], ["curl"], ["import openai"]):
         assert "Tokyo" in of(outputs, *parts)
 
-
-def test_it_learns_what_it_was_not_asked_in_these_words(outputs):
     assert known(of(outputs, "questions.txt", 'chat --model "$MODEL" --temperature 0')) <= 1
     after = of(outputs, "questions.txt", "--adapter")
     assert known(after) >= 4
@@ -54,8 +54,6 @@ def test_it_learns_what_it_was_not_asked_in_these_words(outputs):
     ]
     assert losses[1] < losses[0] / 3
 
-
-def test_the_exported_model_has_learned_it_too(outputs):
-    assert known(of(outputs, "farm.gguf", "chat")) >= 3  # rounded to 4 bits again
+    assert known(of(outputs, "farm.gguf", "chat")) >= 3  # in 4 bits again
     if any("import transformers" in code for code in outputs):
         assert "7 dollars" in of(outputs, "import transformers")
