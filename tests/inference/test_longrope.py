@@ -100,7 +100,7 @@ def test_what_cannot_read_again_refuses(params):
 def test_an_engine_stops_where_it_would_have_to_read_again(params):
     engine = Engine(CONFIG, params, EngineOptions(rows=2, prefill_chunk=16))
     refused = GenerationRequest(prompt=PROMPTS[0], max_new_tokens=13)
-    with pytest.raises(GenerationError, match=r"exceed 24 tokens, after which .* longrope frequencies change .* generate at most 12,"):
+    with pytest.raises(GenerationError, match=r"exceed 24 tokens, .* longrope frequencies change .* at most 12,"):
         engine.submit(refused, print)
     assert [engine.room(n) for n in (13, BORDER, BORDER + 1)] == [12, 1, 96 - BORDER - 1]
     updates = []
