@@ -45,7 +45,7 @@ class Done:
     output: str
     seconds: float
     processor_seconds: float | None
-    """Of all threads together; None for a server, which goes on."""
+    """Seconds of all threads together; None for a server, which keeps running."""
 
 
 def blocks(page: str) -> list[Block]:

@@ -28,7 +28,7 @@ class Record:
     """Ask a server for an answer at temperature 0, and write it as tokens on a desktop and as text on a phone."""
 
     address: tyro.conf.Positional[str]
-    """Of a server of SmolLM2-135M-Instruct."""
+    """Address of a server with SmolLM2-135M-Instruct."""
     folder: tyro.conf.Positional[Path]
     """Where serve_page.png and serve_page_phone.png go."""
 

@@ -399,7 +399,7 @@ class Run:
     recipe: tyro.conf.Positional[str] = "ours"
     """ours, baseline, h100, or FILE.py:FUNCTION, which returns a Recipe."""
     changes: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Of the recipe, as `llama-jax train` takes them."""
+    """Settings of the recipe to change, as for `llama-jax train`."""
     track: Track = "cores"
     """Two cores of a CPU, to which the process keeps, or one H100."""
     minutes: float = MINUTES
@@ -407,7 +407,7 @@ class Run:
     clock: ClockName = "wall"
     """processor counts what both cores compute, for practice on a busy machine."""
     name: str = ""
-    """Of the entry; that of the recipe by default."""
+    """Name of the entry. The default is the name of the recipe."""
     by: str = "llama_jax"
     """Whose entry it is."""
     tokenizer: Path | None = None

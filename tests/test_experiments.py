@@ -370,7 +370,7 @@ def slices(tmp_path_factory):
 
 
 class Told:
-    """A clock that is told how the time passes."""
+    """A clock whose time the test sets."""
 
     left = 100.0
 

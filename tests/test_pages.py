@@ -371,7 +371,7 @@ def test_the_programs_of_the_page_continue_each_others_runs(exact, tmp_path, mon
     lay_out(tmp_path)
 
     def losses(folder: str, *runs: tuple[int, int]) -> list[float]:
-        """Of runs of (program, steps) one after the other."""
+        """The losses of consecutive runs of (program, steps)."""
         (tmp_path / folder).mkdir()
         monkeypatch.chdir(tmp_path / folder)
         Path("stories.txt").symlink_to(tmp_path / "stories.txt")

@@ -132,7 +132,7 @@ def has_hooks(kind):
 
 
 def has_adapters(kind):
-    """Of experts' matrices there are none."""
+    """Matrices of experts have no adapters."""
     config, params = model(kind)
     lora = Lora(rank=3, alpha=5.0)
     if config.experts:

@@ -25,7 +25,7 @@ def test_every_family_has_a_row():
 
 
 def test_the_committed_matrix_is_what_the_tests_claim(request):
-    """Of the files that were collected in this run; those of the whole suite in a run of it."""
+    """For the test files that this run collected."""
     _, committed = support_matrix.read_report(support_matrix.RESULTS / "support.json")
     assert all((ROOT / cell.test.split("::")[0]).exists() for cell in committed)
     if COLLECTED not in request.config.stash:

@@ -5,8 +5,8 @@
     line 3    the key, in hexadecimal
     the rest  the content
 
-An executable is a pickle and machine code: whoever can write the file can run code as its reader. So, as ssh does with keys,
-a folder or file is used only if it is owned by the user (or root) and writable by nobody else.
+An executable is a pickle and machine code: anyone who can write the file can run code as its reader. So, as ssh does with
+keys, a folder or file is used only if it is owned by the user (or root) and writable by nobody else.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def write_atomically(
     """A new file, or an empty folder, on this machine; it becomes `path` as a whole at the end, or is removed on an error.
 
     On a disk it lies next to `path`; it is flushed before it is renamed, and the new name before this returns. For a store
-    it lies in TMPDIR and is then uploaded, without a lock. Of two writers of one stored folder, one gets an error; for a
-    single object the later write wins.
+    it lies in TMPDIR and is then uploaded, without a lock. If two processes write to one stored folder, one gets an error;
+    for a single object the later write wins.
 
     Args:
       check: called before the renaming or the upload, and prevents it by raising an error.
