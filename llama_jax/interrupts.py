@@ -49,12 +49,16 @@ def say(text: str) -> None:
         os.write(2, f"\n{text}\n".encode())
 
 
+_ending = threading.RLock()  # never released: only the first thread that ends the process prints and exits
+
+
 def end_command(*_: Any, how: str = "stopped") -> NoReturn:
     """End the process at once, from any thread: the handler of Ctrl-C of the command line.
 
     At once, for XLA may be compiling in its own threads, which crash when the interpreter shuts down in order; and extension
     modules do not survive an exception while they are imported.
     """
+    _ending.acquire()
     say(f"llama-jax: {how}")
     os._exit(128 + signal.SIGINT)
 
