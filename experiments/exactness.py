@@ -393,10 +393,10 @@ def main_of_training(arguments: Arguments) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report |= compare_training(arguments.steps, arguments.stop, arguments.text, Path(folder))
     write_report(output, report)
-    print("| | exact | exact, resumed on the next | as usual |\n|---|---|---|---|")
+    print("| | exact | exact, resumed on the next | not exact |\n|---|---|---|---|")
     for where in ON_DEVICES:
         cells = [report[kind][where][life] for kind, life in (("exact", "whole"), ("exact", "moved"), ("as usual", "whole"))]
-        shown = [f"{cell['steps']} steps, {'same' if cell['state'] else 'another'} state" for cell in cells]
+        shown = [f"{cell['steps']} steps, {'same' if cell['state'] else 'different'} state" for cell in cells]
         print(f"| {where} | {' | '.join(shown)} |")
 
 
