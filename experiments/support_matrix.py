@@ -59,28 +59,28 @@ FEATURES: dict[str, dict[str, str]] = {
         "Q8_0": "a GGUF file of Q8_0 blocks is written, read and converted to safetensors",
         "orbax": "an orbax folder is written and read back",
         "StableHLO": "an exported program continues prompts without this library, with the same tokens",
-        "logits": "within 1e-4 of transformers', also with a cache that is filled in pieces",
-        "ragged": "rows of different lengths in one batch have transformers' logits of each row alone",
-        "gradients": "of every parameter are transformers', within 1e-4 of the largest",
+        "logits": "within 1e-4 of transformers', also with a cache that is filled in chunks",
+        "ragged": "each row of a ragged batch has the logits that transformers gives for the row alone",
+        "gradients": "those of every parameter match transformers', within 1e-4 of the largest",
     },
     "Inference": {
-        "generate": "greedy tokens of a ragged batch, with a cache, are the argmax of the logits of whole rows",
+        "generate": "greedy tokens of a ragged batch, with a cache, are the argmax of the logits of full rows",
         "speculation": "prompt lookup changes no token",
         "engine": "the server's engine gives the same tokens",
-        "int8": "int8 weights have the logits of the dequantized model, within 5 % of their norm, and generate",
-        "Q4_0": "Q4_0 blocks in memory likewise",
-        "int8 cache": "a cache of int8 changes logits by at most 5 % of their norm",
-        "window": "a cache with a window gives the tokens of a model that has the window",
+        "int8": "int8 weights generate, with the dequantized model's logits within 5 % of their norm",
+        "Q4_0": "the same for Q4_0 blocks in memory",
+        "int8 cache": "an int8 cache changes logits by at most 5 % of their norm",
+        "window": "a cache with a window gives the same tokens as a model with that window",
         "exact": "`exact=True`: a row has the same bits alone and in a batch",
-        "hooks": "hooks change the generated tokens as they change the logits of whole rows",
-        "mesh": "loaded over fsdp=2, tensor=2 from safetensors and orbax, the logits are those of one device",
+        "hooks": "hooks affect the generated tokens in the same way as the logits of full rows",
+        "mesh": "a model loaded over fsdp=2, tensor=2 from safetensors or orbax has the logits of one device",
     },
     "Training": {
         "training": "steps of AdamW lower the loss, and every parameter learns",
-        "packed": "documents packed into a row have the logits that they have alone, which are transformers'",
-        "LoRA": "adapters lower the loss of a frozen base; merged into the weights they give the same logits",
-        "fsdp, tensor": "a training step over fsdp=2, tensor=2 is that of one device",
-        "context": "a training step over a ring of devices (context=2) is that of one device",
+        "packed": "documents packed into a row have the same logits as alone and in transformers",
+        "LoRA": "adapters lower the loss of a frozen base; merged into the weights, they give the same logits",
+        "fsdp, tensor": "a training step over fsdp=2, tensor=2 gives the results of one device",
+        "context": "a training step over a ring of devices (context=2) gives the results of one device",
     },
     "Compiled": {
         "prefill": "a prompt is read into the cache",
@@ -256,13 +256,13 @@ def render(runs: Mapping[str, Any], cells: set[Cell], results: Path = RESULTS) -
 
 <!-- Written by experiments/support_matrix.py; do not edit. -->
 
-Every mark on this page comes from a test that passed. The tests take a small random model of each family, with everything
-that the family has beyond Llama, and compare it with transformers or with another way to compute the same numbers. Features
-that do not depend on the family are tested with Llama alone and are not listed here.
+Every ✓ and every error on this page comes from a test that passed. The tests build a small random model of each family, with
+everything that the family adds to Llama, and compare it with transformers or with another way to compute the same numbers.
+Features that do not depend on the family are tested with Llama only and are not listed here.
 
 - ✓: a test passed.
-- error: the combination is refused by an error that names it, and a test checks this.
-- ?: a test claims it, but not all such tests have passed in a recorded run.
+- error: the library refuses the combination with an error that names it, and a test checks this.
+- ?: tests claim it, but not all of them have passed in a recorded run.
 - an empty cell: no test covers it.
 
 Last runs: {when}. [Models](models.md#models) describes the families.
@@ -270,12 +270,12 @@ Last runs: {when}. [Models](models.md#models) describes the families.
 {on_cpu}
 ## Compiled for TPU and GPU
 
-The compilers for TPU v5e and H100 accept these programs of each family, on a machine without either. This says nothing about
-numbers or speed.
+The compilers for TPU v5e and H100 accept these programs of each family, on a machine with neither device. This says nothing
+about numbers or speed.
 
 {tables["Compiled"]}
 {_legend("Compiled", cells)}
-Programs of Llama at real sizes that were compiled and fit into memory, by device and parameters ([details](compiled.md)):
+Llama programs at real sizes that were compiled and fit into memory, by device and model size ([details](compiled.md)):
 
 {_programs(results)}
 ## Run on a device
@@ -291,9 +291,9 @@ python experiments/gpu_report.py --sections families --device-json gpu_report_fa
 {_devices(results)}
 ## How this page is made
 
-Tests claim cells by marks. A run of `.ci/run` must confirm all cells, except those compiled for a GPU, which are
-confirmed by hand, and those of slow tests that it runs on another day: all within five days. A default test compares
-the marks with this page.
+Tests claim cells with pytest marks. A run of `.ci/run` must confirm all cells, with two exceptions: cells compiled for a GPU
+are confirmed by hand, and slow tests take turns, so that all of them run within five days. A default test compares the marks
+with this page.
 [Extending](extending.md#a-row-of-the-support-matrix) describes how a family gets its row.
 """
 
