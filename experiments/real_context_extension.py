@@ -124,7 +124,7 @@ def run_all(arguments: Arguments) -> tuple[int, list[Found]]:
     arguments.workdir.mkdir(parents=True, exist_ok=True)
     known = json.loads(path.read_text()) if path.exists() else {"settings": about, "found": []}
     if known["settings"] != about:
-        raise SystemExit(f"{arguments.workdir} is of another run; remove it, or give another --workdir")
+        raise SystemExit(f"{arguments.workdir} belongs to a run with other settings; delete it or choose another --workdir")
     done = {(one["way"], one["stage"]): Found(**one) for one in known["found"]}
 
     config, params, tokenizer = llama_jax.load(arguments.model, "float32")

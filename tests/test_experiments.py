@@ -101,7 +101,7 @@ def test_context_extension_of_a_model(text, tmp_path, capsys):
     real_context_extension.main(arguments)  # of what is finished nothing runs again
     assert "none, zero-shot:" in before
     assert "none, zero-shot:" not in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="is of another run; remove it"):
+    with pytest.raises(SystemExit, match="belongs to a run with other settings"):
         real_context_extension.main(replace(arguments, steps=3))
 
 
@@ -149,7 +149,7 @@ def test_context_extension(text, tmp_path, capsys):
     assert "zero-shot" in capsys.readouterr().out
     context_extension.main(arguments)  # of what is finished nothing runs again
     assert json.loads(arguments.output.read_text())["found"] == found["found"]
-    with pytest.raises(SystemExit, match="is of another run; remove it"):
+    with pytest.raises(SystemExit, match="belongs to a run with other settings"):
         context_extension.main(replace(arguments, seed=1))
     with pytest.raises(SystemExit, match="is too short"):
         context_extension.main(replace(arguments, size="cpu"))
