@@ -153,7 +153,7 @@ def test_context_extension(text, tmp_path, capsys):
         context_extension.main(replace(arguments, seed=1))
     with pytest.raises(SystemExit, match="is too short"):
         context_extension.main(replace(arguments, size="cpu"))
-    with pytest.raises(SystemExit, match="is not there"):
+    with pytest.raises(SystemExit, match="does not exist"):
         context_extension.main(replace(arguments, text=tmp_path / "none.txt", workdir=tmp_path / "other"))
 
 
