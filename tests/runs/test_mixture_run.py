@@ -119,12 +119,12 @@ def test_wrong_sources(files, given, message):
 
 
 def test_preferences_are_not_mixed(files, tmp_path):
-    with pytest.raises(TrainingError, match="preferences are not mixed by weights"):
+    with pytest.raises(TrainingError, match="mixtures are not supported for preferences"):
         train(preferring(), tmp_path, sources(files, stories=1, books=1))
 
 
 def test_validation_files_are_of_the_same_sources_or_of_none(files, tmp_path):
     (tmp_path / "held.txt").write_text("the llama saw a king")
     poems = [WeightedData("poems", tmp_path / "held.txt")]
-    with pytest.raises(TrainingError, match="the validation data are of poems, and the data of books, stories"):
+    with pytest.raises(TrainingError, match="the validation data have the sources poems, but the data books, stories"):
         train(RECIPE, tmp_path / "run", sources(files, stories=1, books=1), validation_data=poems)
