@@ -330,7 +330,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
 def read_lines(file: Path) -> list[PromptLine]:
     """The lines of a .jsonl; GenerationError for another file, or as `read_prompts`."""
     if file.suffix.lower() != ".jsonl":
-        raise GenerationError(f"{file} is not a .jsonl with an object per line that has a prompt")
+        raise GenerationError(f"{file} is not a .jsonl; each line must be an object with a prompt")
     return _of_lines(_content(file), str(file))
 
 

@@ -37,7 +37,7 @@ class Train(PartsOption, CompileOptions, ProcessOptions):
     """Train a model. generate, eval and the other commands can load it from the run's folder at any time.
 
     SIGTERM and Ctrl-C save and stop; the same command with --resume continues as if nothing had happened. Several processes
-    run the same command, with --distributed or a different --process-id each; only the first one prints."""
+    run the same command, with --distributed or a different --process-id each; the first one prints for all."""
 
     recipe: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RECIPE")]]
     """tiny, shakespeare, stories15m and tinyllama train from scratch. sft, dpo and grpo fine-tune --weights on chats, on

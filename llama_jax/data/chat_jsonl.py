@@ -269,7 +269,7 @@ class _Line:
             raise self.wrong(f"prompt, a text or messages, is missing; the fields are {self.fields()}")
         if not shared or (prompt and shared[-1]["content"] != prompt[-1]["content"]):
             raise self.wrong(
-                "prompt, chosen and rejected have different prompts; put the prompt into `prompt`, and only the answers"
-                " into chosen and rejected"
+                "chosen and rejected have different prompts, or not the same as `prompt`; put the prompt into `prompt`,"
+                " and only the answers into chosen and rejected"
             )
         return shared, chosen[common:], rejected[common:]
