@@ -261,7 +261,7 @@ def test_reports_are_json_of_a_row_a_line_and_say_where_they_were_made(tmp_path)
 
 
 def test_a_text_that_is_not_there_is_said_in_a_line(tmp_path):
-    with pytest.raises(SystemExit, match=r"plays\.txt cannot be read \(No such file or directory\); it is no part"):
+    with pytest.raises(SystemExit, match=r"plays\.txt cannot be read \(No such file or directory\); it is not part"):
         measuring.text_of(tmp_path / "plays.txt")
 
 
