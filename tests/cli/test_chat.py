@@ -54,7 +54,7 @@ def test_the_oldest_exchanges_are_dropped_and_no_more_than_needed(lengths, room)
     history = turns(*("x" * length for length in lengths))
     cost = [len(m["role"]) + 3 + len(m["content"]) for m in [*system, *history]]
     if cost[0] + cost[-1] > room:
-        with pytest.raises(GenerationError, match=f"needs {cost[0] + cost[-1]} tokens .* and {room} are free"):
+        with pytest.raises(GenerationError, match=f"have {cost[0] + cost[-1]} tokens, but .* only {room};"):
             fit(Letters(), system, history, "template", room)
         return
     ids, kept = fit(Letters(), system, history, "template", room)

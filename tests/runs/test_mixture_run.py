@@ -92,7 +92,7 @@ def test_resumed_it_goes_on_with_the_same_rows(whole, files, tmp_path):
 def test_other_weights_are_refused_unless_asked_for_and_then_noted(files, tmp_path):
     train(RECIPE, tmp_path, sources(files, stories=3, books=1), log=StopAt("step 2/"))
     other = sources(files, stories=1, books=1)
-    with pytest.raises(TrainingError, match=r"were books 1/4, stories 3/4, and are books 1/2, stories 1/2 now; .*--reweigh"):
+    with pytest.raises(TrainingError, match=r"were books 1/4, stories 3/4, but are books 1/2, stories 1/2 now; .*--reweigh"):
         train(RECIPE, tmp_path, other, resume=True)
     result = train(RECIPE, tmp_path, other, resume=True, reweigh=True)
     about = json.loads((tmp_path / "checkpoints" / str(result.step) / "about" / "note.json").read_text())
