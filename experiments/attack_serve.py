@@ -2,11 +2,11 @@
 
 A server of a float32 model runs in a separate process. Normal clients stream greedy requests whose answers were computed
 before by `llama_jax.generate`; attackers, in another process, come and go, so that windows with and without them alternate.
-At the end the server receives SIGTERM while all of them continue. All processes share this machine's cores; the attackers'
+At the end the server receives SIGTERM while all clients continue. All processes share this machine's cores; the attackers'
 process has the lowest priority, since attackers would run on other machines.
 Gaps in streams are measured by the clients, which share the cores, and inside the server: when its engine delivers tokens
 and when its event loop receives them.
-`failed` lists everything that must not happen; the exit status is 1 if there is any.
+`failed` lists all failures; the exit status is 1 if there are any.
 
     pip install -e ".[serve]"
     python experiments/attack_serve.py
@@ -50,12 +50,12 @@ from llama_jax.serving.http.response import EngineBridge, UpdateStream
 from llama_jax.serving.requests import GenerationRequest, Ticket, Update
 
 MEGABYTE = 1 << 20
-END_SECONDS = 2.0  # beyond the time for draining, within which the process must have ended
-GAP_MS = 150.0  # that the longest gap with attackers may exceed the longest one without
-SETTLING = 2.0  # seconds between windows that belong to none
+END_SECONDS = 2.0  # allowed for the exit, in addition to the drain time
+GAP_MS = 150.0  # by which the longest gap with attackers may exceed the longest gap without them
+SETTLING = 2.0  # seconds between windows, which are not counted
 SHORTEST_GAP = 0.02  # seconds
-ENDLESS = 200  # tokens that an attacker asks for, more than any normal client
-GROWTH = 1.1  # of memory from the first half of the attacks to the second, besides 64 MB
+ENDLESS = 200  # tokens that an attacker requests, more than any normal client
+GROWTH = 1.1  # allowed growth of memory from the first half of the attacks to the second, plus 64 MB
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def bodies() -> list[bytes]:
 
 
 class Attackers:
-    """All kinds of attackers on a server, while `going` is set; counts of their requests and responses."""
+    """All kinds of attackers, active while `going` is set, and counts of their requests and responses."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -255,7 +255,7 @@ class Attackers:
         _, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1)
         content = chosen.choice([b"GET / HTTP/1.1\r\nX: ", requests_of("/v1/completions", b"", 10**6)]) + b"a" * 100
         try:
-            if chosen.random() < 0.4:  # an answer that nobody reads
+            if chosen.random() < 0.4:  # a response that nobody reads
                 writer.write(requests_of("/v1/completions", self.endless))
                 await asyncio.sleep(3)
             else:
@@ -284,7 +284,7 @@ class Attackers:
                 if attacking is None:
                     await asyncio.sleep(0.05)
                     continue
-                attacking.cancel()  # so that none goes on in a window without attackers
+                attacking.cancel()  # no attack may continue in a window without attackers
                 with suppress(OSError, ValueError, asyncio.CancelledError):
                     await attacking
 
@@ -292,17 +292,17 @@ class Attackers:
 
 
 class Stamps:
-    """Gaps of normal streams as the server sees them: when its engine delivered tokens, and when its event loop took them.
+    """Gaps of normal streams inside the server: when its engine delivered tokens and when its event loop received them.
 
-    Each is a line of a file, as it happens: where, the end by `time.perf_counter`, which all processes of a machine share,
-    and ms.
+    Each gap is written to a file when it ends, as a line: the place, the time of the end by `time.perf_counter` (shared by
+    all processes of a machine), and the length in ms.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", buffering=1)
 
     def install(self) -> None:
-        """Stamp what the engine and the event loop of this process deliver from now on."""
+        """Stamp all later deliveries of this process's engine and event loop."""
         engine_submit, submit, put = Engine.submit, EngineBridge.submit, UpdateStream.put
         takes = WeakKeyDictionary[UpdateStream, Callable[[], None]]()
 
@@ -323,7 +323,7 @@ class Stamps:
         Engine.submit, EngineBridge.submit, UpdateStream.put = stamped_engine_submit, stamped_submit, stamped_put  # type: ignore[method-assign]
 
     def stamping(self, where: str) -> Callable[[], None]:
-        """The callback for whenever a stream receives tokens."""
+        """Return a callback to call whenever a stream receives tokens."""
         last = 0.0
 
         def stamp() -> None:
@@ -337,18 +337,18 @@ class Stamps:
 
 
 def is_normal(request: GenerationRequest) -> bool:
-    """Whether a request may be a normal client's: those of attackers are constrained, or endless."""
+    """Whether a request may come from a normal client: attackers' requests are constrained or endless."""
     return request.constraint is None and request.max_new_tokens < ENDLESS
 
 
 def serve(path: str) -> None:
-    """The function of the server's process: the command, and the stamps of its gaps in a file."""
+    """Run the server's command in its own process and stamp its gaps in a file."""
     Stamps(Path(path)).install()
     command_line()
 
 
 def attack(port: int, count: int, kinds: Sequence[str], going: Event, ended: Event, told: Any) -> None:
-    """The function of the attackers' process."""
+    """Run the attackers in their own process."""
     os.nice(19)
     attackers = Attackers(port)
     told.put("ready")
@@ -357,7 +357,7 @@ def attack(port: int, count: int, kinds: Sequence[str], going: Event, ended: Eve
 
 
 async def measure(arguments: Arguments, normal: Normal, going: Event, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """Windows without and with attackers, and the end."""
+    """Measure windows without and with attackers, then the shutdown."""
     tasks = [asyncio.create_task(normal.run(seed)) for seed in range(arguments.clients)]
     memory: dict[str, list[int]] = {"without": [], "with": []}
     await asyncio.sleep(2)
@@ -386,19 +386,19 @@ async def measure(arguments: Arguments, normal: Normal, going: Event, process: s
 
 
 def judge(found: dict[str, Any], report: Report, log: str) -> None:
-    """Add anything that must not happen to the report."""
+    """Add failures to the report."""
     without, attacked = (found[name]["gap longest, ms"] for name in ("without", "with"))
     if attacked > without + GAP_MS:
         report.fail(f"a gap of {attacked:.0f} ms with attackers, {without:.0f} ms without")
     end = found["SIGTERM"]
     if end["seconds"] > end["drain"] + END_SECONDS or end["exit status"] != 0:
-        report.fail(f"the end: {end}")
+        report.fail(f"slow or failed shutdown: {end}")
     memory = found["MB"]["with"]
     half = len(memory) // 2
     if half and max(memory[half:]) > GROWTH * max(memory[:half]) + 64:
         report.fail(f"memory grows: {memory} MB")
     if "Traceback" in log:
-        report.fail("a traceback, which is printed below")
+        report.fail("a traceback, printed above")
         print(log[log.index("Traceback") :][:10_000])
 
 
@@ -459,7 +459,7 @@ def main(arguments: Arguments) -> None:
     write_report(arguments.output, report | found)
     print(table(found), json.dumps({name: found[name] for name in ("MB", "SIGTERM", "attackers")}), sep="\n\n")
     if found["failed"]:
-        raise SystemExit("\n".join(["what must not happen:", *found["failed"]]))
+        raise SystemExit("\n".join(["failures:", *found["failed"]]))
 
 
 USAGE = {"stream_options": {"include_usage": True}}

@@ -2,8 +2,8 @@
 
     python experiments/bench_adapters.py      writes JSON and prints a table, 3 minutes on two cores
 
-Programs of `llama_jax.serving` with tables of several sizes take turns: each runs a few tokens of all rows. Rank 16 on all
-seven matrices, float32, rows of 128 tokens. The time does not depend on which adapter, if any, a row uses.
+Programs of `llama_jax.serving` with tables of several sizes take turns: each decodes a few tokens of all rows. Rank 16 on
+all seven matrices, float32, rows of 128 tokens. The time does not depend on which adapter, if any, a row uses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Turns:
         self._batch = StepBatch(-ones, starts, self._rows, table.reshape(rows, -1), 0 * ones, ones, ones, ones == 1)
 
     def run(self, tokens: int) -> float:
-        """Seconds per token of every row, from the first position on."""
+        """Decode from the first position; return seconds per token of all rows."""
         started = time.perf_counter()
         for at in range(tokens):
             batch = self._batch._replace(lengths=np.full_like(self._rows, at))
@@ -51,7 +51,7 @@ class Turns:
 
 
 def measure(model: str, rows: int, tables: list[int], arguments: Any) -> list[dict[str, Any]]:
-    """A row for each size of the table."""
+    """One result for each size of the table."""
     config, lora = llama_jax.preset(model), llama_jax.Lora(rank=RANK)
     base = llama_jax.init(config, jax.random.key(0))
     adapters = [(llama_jax.init_adapters(config, lora, jax.random.key(i)), lora) for i in range(max(tables))]
@@ -67,7 +67,7 @@ def measure(model: str, rows: int, tables: list[int], arguments: Any) -> list[di
         ratios = [with_table / without for with_table, without in zip(seconds[n], seconds[tables[0]], strict=True)]
         middle = statistics.median(seconds[n])
         found.append({"model": model, "rows": rows, "adapters": n, "seconds": middle, "times": statistics.median(ratios)})
-        print(f"{model:12} {rows:3} rows, {n:3} adapters: {1e3 * middle:7.2f} ms a turn, {found[-1]['times']:.3f} times")
+        print(f"{model:12} {rows:3} rows, {n:3} adapters: {1e3 * middle:7.2f} ms per step, {found[-1]['times']:.3f} times")
     return found
 
 

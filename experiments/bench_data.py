@@ -1,18 +1,18 @@
-"""Speed of making a corpus from text, compared with the tokenizer libraries' batch encoding, in one interleaved run.
+"""Speed of building a corpus from text, compared with the tokenizer libraries' batch encoding, in one interleaved run.
 
     pip install -e ".[data]"
     python experiments/bench_data.py [--megabytes 1000] [--data TEXT ...] [--repeats 3]
 
-A text of that size is made from a smaller one, whose documents are repeated with some words replaced. For each kind of
-vocabulary it is tokenized in turns: by the library's `encode_batch`, from memory and without writing anything, with 1, 2 ...
-threads; and by `data build`, from the file to the finished corpus, in as many processes. The library is timed while it
-encodes, the build from its call on, including the start of its processes; CPU time is that of all its processes from their
-start. A turn uses as much of the text as the library encodes in some seconds with one thread.
+A text of that size is made from a smaller one by repeating its documents with some words replaced. For each kind of
+vocabulary it is tokenized in turns: by the library's `encode_batch` with 1, 2, ... threads, in memory, and by `data build`
+with the same number of processes, from the file to the finished corpus. The library's time is encoding only; the build's
+time includes starting its processes, and its CPU time covers all of them from their start. A turn uses as much of the text
+as the library encodes in some seconds with one thread.
 
-Finally all of the text is built once, by as many processes as there are cores, and then a quarter of it. Peak memory is that
-of the first process and of the largest other one: it is constant if both builds have the same peak. Writes
-``experiments/results/bench_data_cpu.json`` and prints a table of medians; ratios are medians of each turn's ratio. With
---megabytes 200 it takes about 7 minutes on two cores.
+Finally the whole text is built once with one process per core, and then a quarter of it. Peak memory is given for the first
+process and for the largest worker; it is constant if both builds have the same peak. Writes
+``experiments/results/bench_data_cpu.json`` and prints a table of medians; ratios are medians of the ratios of the turns.
+With --megabytes 200 it takes about 7 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from llama_jax.formats.loading import bundled
 
 RESULTS = Path(__file__).parent / "results"
 SEPARATOR = "\n<|endoftext|>\n"
-CHANGED = 0.03  # of the words
-AT_ONCE = 4000  # documents that the library is given: some megabytes, so that its threads seldom wait for one another
+CHANGED = 0.03  # share of words replaced
+AT_ONCE = 4000  # documents per call of the library: some megabytes, so that its threads seldom wait for one another
 CLOCK, PROCESSOR = "megabytes_per_second", "megabytes_per_processor_second"
 PEAKS = ("first_process_peak_mb", "largest_worker_peak_mb")
 
@@ -61,13 +61,13 @@ class Arguments:
     repeats: int = 3
     """Turns of each case."""
     turn_seconds: float = 15
-    """Seconds that the library needs for the text of a turn, with one thread."""
+    """Seconds that one thread of the library takes for the text of a turn."""
     out: Path = RESULTS / "bench_data_cpu.json"
     """The report."""
 
 
 def documents(texts: list[str], size: int) -> Iterator[str]:
-    """Documents of about `size` bytes in total: those of the texts, repeated with other words."""
+    """Yield documents of about `size` bytes in total: those of the texts, repeated with some words replaced."""
     whole = [part.strip() for text in texts for part in text.split("<|endoftext|>") if part.strip()]
     short = [part[start : start + 2000] for part in whole for start in range(0, len(part), 2000)]
     words = sorted({word for part in short for word in part.split(" ")})
@@ -86,7 +86,7 @@ def documents(texts: list[str], size: int) -> Iterator[str]:
 
 
 def learn(path: Path, out: Path) -> None:
-    """A byte-level BPE like Llama 3's, from the first 20 MB of a text."""
+    """Train a byte-level BPE like Llama 3's on the first 20 MB of a text."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -107,7 +107,7 @@ def learn(path: Path, out: Path) -> None:
 
 
 def encoder(kind: str, tokenizer: Path, threads: int = 1) -> Callable[[list[str]], Any]:
-    """The library's own way to encode many texts; tokenizers takes the number of threads from RAYON_NUM_THREADS."""
+    """Return the library's batch encoder; tokenizers takes the number of threads from RAYON_NUM_THREADS."""
     if kind == "sentencepiece":
         import sentencepiece
 
@@ -120,7 +120,7 @@ def encoder(kind: str, tokenizer: Path, threads: int = 1) -> Callable[[list[str]
 
 
 def encode_all(kind: str, tokenizer: str, path: str, threads: int, found: Any) -> None:
-    """Encode every document; returns elapsed seconds, and CPU seconds of all threads."""
+    """Encode every document; put elapsed seconds and CPU seconds of all threads into `found`."""
     texts = Path(path).read_text("utf-8").split(SEPARATOR)
     encode = encoder(kind, Path(tokenizer), threads)
     encode(texts[:100])
@@ -131,7 +131,7 @@ def encode_all(kind: str, tokenizer: str, path: str, threads: int, found: Any) -
 
 
 def by_library(kind: str, tokenizer: Path, path: Path, threads: int) -> dict[str, float]:
-    """Megabytes per second of the library, in a separate process: its threads are started once, at the first encoding."""
+    """Speed of the library in a separate process, because its threads are started once, at the first encoding."""
     os.environ.update(TOKENIZERS_PARALLELISM=str(threads > 1).lower(), RAYON_NUM_THREADS=str(threads))
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
@@ -143,7 +143,7 @@ def by_library(kind: str, tokenizer: Path, path: Path, threads: int) -> dict[str
 
 
 def speeds(path: Path, seconds: float, busy: float) -> dict[str, float]:
-    """Speeds by elapsed time, and by the CPU time of all processes, which excludes the machine's other work."""
+    """Speeds by elapsed time and by the CPU time of all processes, which excludes other work of the machine."""
     size = path.stat().st_size / 1e6
     return {CLOCK: size / seconds, PROCESSOR: size / busy}
 
@@ -158,7 +158,7 @@ if __name__ == "__main__":
     start = time.perf_counter()
     build(path, out, tokenizer, processes=int(processes))
     seconds = time.perf_counter() - start
-    # Linux counts into ru_maxrss of a process what its parent had when it was started; not into this line.
+    # On Linux, ru_maxrss of a process includes its parent's memory at the start; VmHWM does not.
     first = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
     worker = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     times = os.times()
@@ -188,7 +188,7 @@ def write(path: Path, texts: list[str], megabytes: float) -> None:
 
 
 def compared(measured: dict[tuple[str, int], list[dict[str, float]]]) -> Iterator[dict[str, Any]]:
-    """A row for each case: medians, also of its ratios to the library with as many threads and to the fewest processes."""
+    """Yield a row for each case: medians, also of ratios to the library with as many threads and to the fewest processes."""
     fewest = min(processes for _, processes in measured)
     for (what, processes), found in measured.items():
         row: dict[str, Any] = {"what": what, "processes": processes}

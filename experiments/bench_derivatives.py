@@ -1,7 +1,7 @@
-"""Time and memory of derivatives compared to those of a gradient, for the bundled model in float32 on this machine.
+"""Time and memory of derivatives compared with a gradient, for the bundled model in float32 on this machine.
 
-Times are the shortest of several calls of compiled programs; memory is what the compiler plans for temporaries. For the
-long lengths only memory is measured: the programs are compiled and not run.
+Times are the shortest of several calls of compiled programs; memory is the compiler's plan for temporaries. Long lengths
+are only compiled, not run, so that only their memory is measured.
 
     python experiments/bench_derivatives.py
 """
@@ -37,7 +37,7 @@ class Arguments:
     output: Path = Path("experiments/results/bench_derivatives_cpu.json")
 
 
-LONG = ("gradient", "jvp", "Hessian product")  # that are compiled for long rows
+LONG = ("gradient", "jvp", "Hessian product")  # compiled for long rows
 
 
 def _add(delta: jax.Array, x: jax.Array, at: Any) -> tuple[jax.Array, None]:

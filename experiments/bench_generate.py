@@ -1,8 +1,8 @@
 """Decode and prefill speed on this machine's CPU, compared with llama.cpp and transformers, in float32 or quantized.
 
-Each peer is a separate process, loaded once with random weights of the same shape and then asked in turn for one repetition
-of each measurement, so that changes of the machine's speed affect all of them. Medians, their spread, and the ratio of
-medians within the run are reported; absolute figures depend on the machine and on its other tenants.
+Each peer runs in a separate process, loads random weights of the same shape once, and then runs one repetition of each
+measurement in turn, so that changes of the machine's speed affect all peers. Reported are medians, their spread, and the
+ratio of medians within the run; absolute figures depend on the machine and on its other load.
 
     pip install -e ".[parity]"
     python experiments/bench_generate.py --shapes stories-15m stories-110m tinyllama-1.1b
@@ -36,7 +36,7 @@ from measuring import machine, settings, versions, write_report
 
 Measure = Callable[[], float]
 THREADS = os.cpu_count() or 1
-# The kinds that only files have, and llama.cpp's numbers for files of them: of K-quants the small ones.
+# Formats that only files have, with llama.cpp's numbers of their file types (for K-quants, the small mix).
 FILE_KINDS = {
     **{"q4_1": 3, "q5_0": 8, "q5_1": 9, "q2_k": 10, "q3_k": 11, "q4_k": 14, "q5_k": 16, "q6_k": 18},
     **{"iq4_nl": 25, "iq4_xs": 30, "mxfp4": 38},
@@ -50,11 +50,11 @@ class Arguments:
     shapes: tuple[str, ...] = ("stories-15m", "stories-110m", "tinyllama-1.1b")
     """Presets to measure, with random weights."""
     model: Path | None = None
-    """A GGUF to measure instead of the shapes. llama.cpp reads it as it is, llama_jax in the format after the colon, which
-    is "keep" for the file's own."""
+    """A GGUF to measure instead of the shapes. llama.cpp uses its format, llama_jax the format after the colon of the peer;
+    "keep" keeps the file's format."""
     peers: tuple[str, ...] = ("llama_jax", "llama.cpp", "transformers")
-    """Peers, the first of which is the baseline; in float32, or for llama_jax and llama.cpp in the format after a colon, as
-    in llama_jax:int8 and llama.cpp:q8_0. llama.cpp has no batch of 8 here."""
+    """Peers; the first is the baseline. They use float32, or, for llama_jax and llama.cpp, the format after a colon, for
+    example llama_jax:int8 and llama.cpp:q8_0. llama.cpp is not measured with batch 8."""
     measurements: tuple[str, ...] = ("decode 1", "decode 8", "prefill 256")
     repetitions: int = 9
     """Interleaved repetitions; the first is a warm-up and not counted."""
@@ -85,7 +85,7 @@ def ours(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]:
     else:
         params = llama_jax.init(config, jax.random.key(0), jnp.bfloat16 if kind == "bfloat16" else jnp.float32)
         if kind in ("float32", "bfloat16"):
-            params = build_params(from_params(config, params, None), None)  # where `load` puts them
+            params = build_params(from_params(config, params, None), None)  # in the memory that `load` uses
         else:
             params = quantize(params, kind)
     rng = np.random.default_rng(0)
@@ -194,7 +194,7 @@ def llama_cpp(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]
 
 
 def write_random_gguf(path: Path, config, kind: str) -> None:
-    """A GGUF file of the shape, for llama.cpp to load; the vocabulary is made up."""
+    """Write a GGUF file of the shape, with a made-up vocabulary, that llama.cpp can load."""
     import gguf
 
     if kind in FILE_KINDS:
@@ -254,13 +254,13 @@ def quantize_file(source: Path, target: Path, file_type: int, *, pure: bool) -> 
     from llama_cpp import _logger
 
     silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
-    llama_cpp.llama_log_set(silent, None)  # else a line for every tensor
+    llama_cpp.llama_log_set(silent, None)  # otherwise it logs a line for every tensor
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.pure = file_type, pure
     failed = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), options)
     llama_cpp.llama_log_set(_logger.llama_log_callback, None)  # `silent` is freed when this function returns
     if failed:
-        raise SystemExit(f"llama.cpp could not write {target.name}; K-quants want rows of a multiple of 256 numbers")
+        raise SystemExit(f"llama.cpp could not write {target.name}; K-quants need a row length that is a multiple of 256")
 
 
 PEERS = {"llama_jax": ours, "transformers": transformers, "llama.cpp": llama_cpp}
@@ -282,7 +282,7 @@ def measure(shape: str, arguments: Arguments) -> dict[str, dict[str, list[float]
         mine, theirs = spawn.Pipe()
         process = spawn.Process(target=worker, args=(peer, shape, arguments, theirs), daemon=True)
         process.start()
-        theirs.close()  # so that a worker that dies is an EOFError here and not an endless wait
+        theirs.close()  # if a worker dies, recv() then raises EOFError instead of waiting forever
         workers[peer] = (process, mine, mine.recv())  # one loads at a time
     results: dict[str, dict[str, list[float]]] = {}
     for repetition in range(arguments.repetitions):
@@ -310,7 +310,7 @@ def main(arguments: Arguments) -> None:
     first = arguments.peers[0]
     strangers = [peer for peer in arguments.peers if peer != "llama.cpp" and peer.partition(":")[0] != "llama_jax"]
     if arguments.model is not None and strangers:
-        raise SystemExit(f"--peers {' '.join(strangers)}: with --model there are llama_jax, llama_jax:KIND and llama.cpp")
+        raise SystemExit(f"--peers {' '.join(strangers)}: with --model use llama_jax, llama_jax:KIND and llama.cpp")
     print(f"{'shape':16} {'measurement':12} {'peer':18} {'median':>9} {'min':>9} {'max':>9}  {first} / peer")
     for shape in arguments.shapes if arguments.model is None else (arguments.model.stem,):
         results = measure(shape, arguments)

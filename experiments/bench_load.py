@@ -3,11 +3,11 @@
     pip install -e ".[parity]"
     python experiments/bench_load.py [--gigabytes 4] [--repeats 5]
 
-A folder of bfloat16 safetensors is written, and read by separate processes, in turns, from a warm page cache. The clock
-stops when every page of every array has been read once: a library that maps the file into memory would otherwise not have
-read it. Before each measurement another process allocates as much memory as will be needed and frees it: on a virtual
-machine whose host reclaims free memory, getting it back costs time, a quarter of a gigabyte per second on ours, and would
-affect one of them by chance. Writes ``experiments/results/bench_load_cpu.json`` and prints a table of medians.
+A folder of bfloat16 safetensors is written and then read by separate processes, in turns, from a warm page cache. The clock
+stops when every page of every array has been read once, because a library that maps the file into memory has not read it
+before. Before each measurement another process allocates the memory that will be needed and frees it: on a virtual machine
+whose host reclaims free memory, getting it back takes time (0.25 GB/s on ours) and would slow down one of the libraries by
+chance. Writes ``experiments/results/bench_load_cpu.json`` and prints a table of medians.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Arguments:
     gigabytes: float = 4.0
     """Size of the folder."""
     repeats: int = 5
-    """Repetitions of each case, in turns."""
+    """Interleaved repetitions of each case."""
 
 
 def write_folder(folder: Path, gigabytes: float) -> None:
-    """Write a Llama of 2,560 features and as many layers as fill the size, in files of 1 GB."""
+    """Write a Llama with 2,560 features and enough layers to fill the size, in files of 1 GB."""
     import llama_jax
     from llama_jax.formats import huggingface
     from llama_jax.formats.lazy_tensors import FLOATS, ArrayTensor

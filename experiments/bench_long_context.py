@@ -1,16 +1,16 @@
-"""The cost of long rows: attention by backend and length, a training step, prefilling a long prompt, decoding after one.
+"""The cost of long rows: attention by backend and length, a training step, prefill of a long prompt, decoding after it.
 
     python experiments/bench_long_context.py [--sections attention step prompt decode] [--lengths 512 2048 ...]
 
-attention: every backend that runs here, forward and forward with gradients, 8 heads of 64 features in float32: seconds, and
-  the bytes of temporaries that the compiled program plans. The definition ("reference") stores [8, T, T] scores several
-  times and is omitted if one copy exceeds 4 GB.
+attention: seconds of every backend that runs here, forward and with gradients, for 8 heads of 64 features in float32, and
+  the compiler's plan for temporaries in bytes. The definition ("reference") stores several copies of the [8, T, T] scores
+  and is omitted if one copy exceeds 4 GB.
 step: one training step of the 15M shape with one row and full rematerialization.
 prompt: prefilling a prompt in chunks of 512 into a cache with room for all of it, as `generate` does.
-decode: tokens/s after a number of tokens with a cache of float32, bfloat16 and int8, and the bytes of the cache.
+decode: tokens/s after a number of tokens with a float32, bfloat16 or int8 cache, and the size of the cache in bytes.
 
-All candidates of a comparison take turns in one process; the figures are medians, whose ratios are meaningful even on a
-shared machine. Parameters are random: the results do not depend on them. Writes
+All candidates of a comparison take turns in one process; the figures are medians, so that ratios are meaningful even on a
+shared machine. Parameters are random, which does not affect the results. Writes
 ``experiments/results/bench_long_context_cpu.json`` and prints tables.
 """
 
@@ -82,7 +82,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def in_turns(candidates: Mapping[Name, Callable[[], Any]], turns: int) -> dict[Name, list[float]]:
-    """Seconds of `turns` interleaved runs of each candidate, after one that is not counted."""
+    """Seconds of `turns` interleaved runs of each candidate, after one uncounted run."""
     seconds: dict[Name, list[float]] = {name: [] for name in candidates}
     for turn in range(turns + 1):
         for name, run in candidates.items():
@@ -136,7 +136,7 @@ def _mixed(backend: Any, queries: jax.Array, keys: jax.Array, values: jax.Array)
 
 
 def long_config(shape: str, length: int) -> Any:
-    """A published shape, for rows of any length."""
+    """A preset with another maximum length."""
     return replace(preset(shape), max_seq_len=length)
 
 
@@ -181,7 +181,7 @@ def prompt(shape: str, length: int) -> dict[str, Any]:
     sizes = ", ".join(f"{v / 2**20:.1f} MiB with room for {int(k):,}" for k, v in rows.items())
     print(
         f"prompt of {length:,} tokens: {seconds:.1f} s with compiling, {length / seconds:,.0f} tokens/s; temporaries of a"
-        f" piece {sizes}; cache {held / 1e6:.0f} MB,"
+        f" chunk {sizes}; cache {held / 1e6:.0f} MB,"
         f" peak of the process so far {peak / 1e9:.2f} GB"
     )
     return {"length": length, "seconds": seconds, "temporaries": rows, "cache": held, "peak": peak}
@@ -223,7 +223,7 @@ TOKENS = TURNS * states.STEPS_PER_CHUNK
 
 
 def _run(program: Any, params: Any, held: dict[str, states.DecodeState], name: str) -> jax.Array:
-    """TOKENS more tokens, always from the same state."""
+    """Decode TOKENS tokens, always from the same state."""
     state, _, produced = program(params, held[name], jnp.int32(TURNS))
     length = state.cache.length - TOKENS
     held[name] = state.replace(cache=state.cache.replace(length=length), count=state.count * 0, done=state.done & False)
@@ -249,7 +249,7 @@ def main(arguments: Arguments) -> None:
         "versions": versions("jax", "jaxlib"),
         "shape": arguments.shape,
     }
-    if "step" in arguments.sections:  # first: the peak is that of the process
+    if "step" in arguments.sections:  # first, because the peak is that of the whole process
         report["step"] = step(arguments.shape, arguments.step)
     if "prompt" in arguments.sections:
         report["prompt"] = prompt(arguments.shape, arguments.prompt)

@@ -2,14 +2,14 @@
 
     python experiments/bench_loop.py [--shapes tiny stories15m] [--blocks 40] [--saves 6]
 
-Whenever `train()` has logged a block of steps, the same compiled step runs as many times on batches that are already on the
-device, outside the loop's time: so blocks of the loop and of the bare step take turns in one process. Every step is checked
-and counted and every block logged; evaluation is excluded. A first run has many short blocks and saves nothing. In a second
-one every other block begins with a save, and includes the copying and the writing: its excess over the bare blocks around
-it is the cost of a save.
+Whenever `train()` has logged a block of steps, the same compiled step runs the same number of times on batches that are
+already on the device. This is not counted in the loop's time, so that blocks of the loop and of the bare step take turns in
+one process. The loop checks and counts every step and logs every block; evaluation is excluded. The first run has many
+short blocks and saves nothing. In the second run every other block begins with a save and includes copying and writing:
+its excess over the adjacent bare blocks is the cost of a save.
 
-On a shared machine medians of ratios say little: next to them is the ratio of the fastest tenth of the blocks, which were
-disturbed least, and the CPU seconds of all threads next to elapsed seconds.
+On a shared machine medians of ratios say little. The table therefore also gives the ratio of the fastest tenth of the
+blocks, which were disturbed least, and the CPU seconds of all threads in addition to elapsed seconds.
 Writes ``experiments/results/bench_loop_cpu.json`` and prints a table of medians.
 """
 
@@ -39,7 +39,7 @@ from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 RESULTS = Path(__file__).parent / "results"
 CLOCKS = ("clock", "processor")
-SAVE_EVERY = 100  # steps between saves, for which the cost of one is given as a share
+SAVE_EVERY = 100  # steps between saves, over which the cost of a save is given as a share
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Arguments:
     """What to measure."""
 
     shapes: tuple[str, ...] = ("small", "tiny", "stories15m")
-    """small (2 of tiny's layers, 4 rows of 32), tiny (that recipe), stories15m (8 rows of 256)."""
+    """Shapes: small (tiny with 2 layers, 4 rows of 32), tiny (the recipe), stories15m (8 rows of 256)."""
     blocks: int = 40
     """Short blocks of the loop."""
     saves: int = 6
@@ -55,7 +55,7 @@ class Arguments:
 
 
 def shapes() -> dict[str, tuple[Recipe, int, int]]:
-    """Recipes by name, with the steps of a short block and of one long enough for a save."""
+    """Recipes by name, with the steps of a short block and of a block long enough for a save."""
     common = dict(accumulate=1, vocabulary="byte", reading=DocumentFormat(longest=1000), evaluate_tokens=1, prompts=())
     return {
         "small": (
@@ -80,7 +80,7 @@ def read_clocks() -> np.ndarray:
 
 
 class Turns(Log):
-    """A log that runs a block of the bare step at each line of progress; its measurements are in `blocks`."""
+    """A log that runs a block of the bare step at each line of progress and records seconds in `blocks`."""
 
     def __init__(self, program: TrainingProgram, batches: list[Batch], steps: int) -> None:
         super().__init__(io.StringIO())
@@ -91,7 +91,7 @@ class Turns(Log):
 
     def progress(self, text: str) -> None:
         now = read_clocks()
-        if self.since is not None:  # the first block starts the run's threads, and does not count
+        if self.since is not None:  # the first block is not counted: it starts the run's threads
             self.blocks.append(now - self.since)
         began = read_clocks()
         for number in range(self.steps):
@@ -102,7 +102,7 @@ class Turns(Log):
 
 
 def take_turns(recipe: Recipe, steps: int, blocks: int, save_every: int, folder: Path) -> tuple[np.ndarray, int]:
-    """Seconds by CLOCKS of bare blocks and, between them, blocks of the loop; and the bytes of a checkpoint."""
+    """Seconds by CLOCKS of alternating bare blocks and blocks of the loop, and the bytes of a checkpoint."""
     recipe = replace(
         recipe,
         steps=(blocks + 1) * steps,
@@ -125,7 +125,7 @@ def take_turns(recipe: Recipe, steps: int, blocks: int, save_every: int, folder:
 
 
 def measure(recipe: Recipe, short: int, long: int, arguments: Arguments, folder: Path) -> dict:
-    """The cost of the loop and of a save for a recipe, by each of CLOCKS."""
+    """The cost of the loop and of a save for a recipe, by each clock."""
     quick, size = take_turns(recipe, short, arguments.blocks, 0, folder)
     saving, _ = take_turns(recipe, long, 2 * arguments.saves, 2 * long, folder)
     facts = {"rows": recipe.batch, "length": recipe.length, "steps_of_a_block": [short, long], "save_bytes": size}
@@ -133,7 +133,7 @@ def measure(recipe: Recipe, short: int, long: int, arguments: Arguments, folder:
 
 
 def compare(quick: np.ndarray, saving: np.ndarray, short: int, long: int) -> dict:
-    """Compare blocks. Even ones are bare; among the others in `saving`, every second one begins with a save."""
+    """Compare blocks. Even blocks are bare; every second odd block of `saving` begins with a save."""
     bare, loop = quick[0::2], quick[1::2]
     beside = (bare[:-1] + bare[1:]) / 2
     fastest = [np.sort(found)[: max(1, len(found) // 10)].mean() for found in (bare, loop)]

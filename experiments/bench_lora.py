@@ -1,9 +1,9 @@
-"""Training speed and memory of LoRA on this machine's CPU, compared to full training and PEFT with PyTorch's fused AdamW.
+"""Training speed and memory of LoRA on this machine's CPU, compared with full training and PEFT with fused AdamW.
 
-Adapters of all seven matrices are trained on a frozen model of random weights. A step is loss, gradients, clipping by global
-norm and AdamW on random tokens. In float32 all of it is float32; in bfloat16 the frozen model is stored and computed in it
-(ours by `Compute`, theirs by autocast), while adapters, their gradients and moments are float32. For the method and the
-columns see `bench_train.py`.
+Adapters of all seven matrices are trained on a frozen model with random weights. A step is loss, gradients, clipping by
+global norm and AdamW on random tokens. With float32 everything is float32. With bfloat16 the frozen model is stored and
+computed in bfloat16 (ours by `Compute`, theirs by autocast); adapters, their gradients and moments are float32. For the
+method and the columns see `bench_train.py`.
 
     pip install -e ".[parity]"
     python experiments/bench_lora.py
@@ -22,7 +22,7 @@ from bench_train import Peer, Steps, compare, our_optimizer, our_steps, ours, to
 
 @dataclass(frozen=True)
 class Arguments:
-    """Compare the training speed and the memory of LoRA with full training and with PEFT."""
+    """Compare the training speed and memory of LoRA with full training and PEFT."""
 
     shape: str = "stories-15m"
     """The preset to measure, with random weights."""

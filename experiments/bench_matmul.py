@@ -1,8 +1,8 @@
-"""Only the matmuls of a training step, by XLA and by PyTorch: why a compiled torch may lead if all else is equal.
+"""Speed of the matmuls of a training step with XLA and with PyTorch: why compiled torch may be faster otherwise equal.
 
     python experiments/bench_matmul.py        needs the parity extra; writes JSON and prints a table, 2 minutes on two cores
 
-The shapes are those of the 15M model with 8 x 256 tokens. The libraries are in separate processes, and take turns.
+The shapes are those of the 15M model with 8 x 256 tokens. The libraries run in separate processes and take turns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from measuring import cpu_name, settings, versions, write_report
 
-# Rows, columns that are summed, and columns of the result.
+# M, K and N of an [M, K] by [K, N] product.
 SHAPES = {
     "queries, keys, values": (2048, 288, 864),
     "gate or up": (2048, 288, 768),
@@ -32,7 +32,7 @@ WARM, TIMED = 3, 7
 
 
 def by_xla(left: np.ndarray, right: np.ndarray, dtype: str) -> Callable[[], Any]:
-    """[M, K] by [N, K]."""
+    """Return a function that multiplies [M, K] by the transpose of [N, K]."""
     import jax
 
     a, b = (jax.numpy.asarray(x, dtype) for x in (left, right))
@@ -41,7 +41,7 @@ def by_xla(left: np.ndarray, right: np.ndarray, dtype: str) -> Callable[[], Any]
 
 
 def by_torch(left: np.ndarray, right: np.ndarray, dtype: str) -> Callable[[], Any]:
-    """[M, K] by [N, K]."""
+    """Return a function that multiplies [M, K] by the transpose of [N, K]."""
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -50,7 +50,7 @@ def by_torch(left: np.ndarray, right: np.ndarray, dtype: str) -> Callable[[], An
 
 
 def serve(multiply: Callable[..., Callable[[], Any]], asked: Any, answers: Any) -> None:
-    """The median seconds of each matmul that is asked for, until None is."""
+    """Answer each requested matmul with its median seconds, until the request is None."""
     rng = np.random.default_rng(0)
     while (one := asked.get()) is not None:
         (rows, summed, columns), dtype = one

@@ -1,24 +1,24 @@
 """Serving speed on this machine's CPU, compared with llama.cpp's own server: closed loops of clients, random arrivals.
 
-Both servers run throughout, on the same file, by default of random float32 weights, and are loaded in turn, so that changes
-of the machine's speed affect both. The clients are one process that shares the cores with either server. Reported are
+Both servers run throughout, with the same file (random float32 weights by default), and are put under load in turn, so that
+changes of the machine's speed affect both. The clients are one process that shares the cores with the servers. Reported are
 medians over the repetitions, their spread, and ratios within the run; absolute figures depend on the machine.
 
     pip install -e ".[serve]"
     python experiments/bench_serve.py --llama-server PATH --vocabulary PATH/tokenizer.model
 
 `llama-server` is built from llama.cpp (the source distribution of llama-cpp-python has its sources). Without it only this
-library's server is measured, and the engine in a process without HTTP.
+library's server and the engine without HTTP are measured.
 
 What is timed:
   closed N   tokens/s of N clients, each of which sends its next request when the last one has ended.
-             "engine" is the engine in a process without HTTP, loaded in turn with the servers, to show HTTP's cost.
+             "engine" is the engine in a process without HTTP, under load in turn with the servers, to show HTTP's cost.
   poisson    requests at random times, at a share of the slower server's rate in `closed 16`: time to the first
              token (p50, p95) and gaps between events (p50, p99), in ms. An event may have several tokens.
-  prefix     seconds to the first token of prompts of 512 tokens, by the engine only: new ones, and ones whose first 448
-             tokens were prefilled before. Only for shapes with a context that long.
-  arrival    ms between two tokens of 15 decoding rows, by the engine only: median before a prompt of 512 tokens arrives,
-             median and maximum during its prefill, and the time of one prefill chunk by itself. Only for such shapes, too.
+  prefix     seconds to the first token of prompts of 512 tokens in the engine: new prompts, and prompts whose first 448
+             tokens were prefilled before. Only for shapes with a longer context.
+  arrival    ms between two tokens of 15 decoding rows in the engine: median before a prompt of 512 tokens arrives,
+             median and maximum during its prefill, and the time of one prefill chunk by itself. Only for a longer context.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ import tyro
 from measuring import cpu_name, settings, versions, write_report
 
 READY_SECONDS = 600
-EVENT = b"\ndata: {"  # a line break in an event's JSON is escaped, and before the first event is HTTP's own
+EVENT = b"\ndata: {"  # JSON escapes line breaks; before the first event it is the line break of HTTP's header
 T = TypeVar("T")
 
 
@@ -63,7 +63,7 @@ class Arguments:
     dtype: str | None = None
     """Type of the random weights in the file, such as q4_0; float32 by default."""
     vocabulary: Path = Path("../shared/data/tokenizers/llama2/tokenizer.model")
-    """A vocabulary of the shape's size, which a GGUF must have."""
+    """A vocabulary of the shape's size, which is required in a GGUF."""
     llama_server: Path | None = None
     """The program to compare with."""
     clients: tuple[int, ...] = (1, 16, 64)
@@ -75,9 +75,9 @@ class Arguments:
     """Minimum requests of each client in a repetition; all clients together send at least 8."""
     repetitions: int = 3
     share: float = 0.7
-    """Share of capacity at which requests arrive at random."""
+    """Rate of random arrivals, as a share of capacity."""
     arrivals: int = 60
-    """Requests that arrive at random, in each repetition; 0 omits that part."""
+    """Requests that arrive at random times, in each repetition; 0 omits this part."""
     output: Path = Path("experiments/results/bench_serve_cpu.json")
 
 
@@ -98,11 +98,11 @@ class Answer:
 
 
 class Reader(asyncio.Protocol):
-    """Receives a streamed answer, at little cost to the cores that it shares with the server."""
+    """Receives a streamed answer with little CPU time, because it shares the cores with the server."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.begun = b""  # what came before the first event
+        self.begun = b""  # data before the first event
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rest = b""  # may be the beginning of an event
 
@@ -175,7 +175,7 @@ class Client:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, with uvloop if installed, which makes clients cheaper."""
+    """`asyncio.run`, with uvloop if installed, so that clients take less CPU time."""
     try:
         import uvloop
     except ImportError:
@@ -199,7 +199,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(command: list[str], port: int, path: str) -> Iterator[Started]:
-    """A server, once it answers."""
+    """Start a server; enter the context when it answers."""
     begun = time.perf_counter()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -230,7 +230,7 @@ async def answers(port: int, path: str) -> bool:
 
 
 def write_model(arguments: Arguments, folder: Path) -> tuple[Path, int]:
-    """A GGUF, of random weights unless there is one, and its vocabulary's size."""
+    """The path and vocabulary size of the given GGUF, or of a new one with random weights."""
     import jax
 
     import llama_jax
@@ -245,7 +245,7 @@ def write_model(arguments: Arguments, folder: Path) -> tuple[Path, int]:
 
 
 def engine_alone(path: Path, arguments: Arguments, asked: Connection) -> None:
-    """Send the tokens/s of closed loops without HTTP for each number of clients received, until 0."""
+    """For each number of clients received, send the tokens/s of a closed loop without HTTP; end at 0."""
     import llama_jax
     from llama_jax.serving.engine import Engine
     from llama_jax.serving.requests import GenerationRequest, Update
@@ -301,7 +301,7 @@ def engine_running(path: Path, arguments: Arguments) -> Iterator[Callable[[int],
 
 
 def prefixes(path: Path, arguments: Arguments) -> dict[str, float]:
-    """Seconds to the first token after 512 new tokens, and after 64 that follow 448 known ones: medians of 7."""
+    """Seconds to the first token after 512 new tokens, and after 448 cached and 64 new tokens: medians of 7."""
     import llama_jax
     from llama_jax.serving.engine import Engine
     from llama_jax.serving.requests import GenerationRequest

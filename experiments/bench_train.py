@@ -1,19 +1,19 @@
-"""Training speed and memory on this machine's CPU, compared with transformers with PyTorch's fused AdamW.
+"""Training speed and memory on this machine's CPU, compared with transformers and PyTorch's fused AdamW.
 
-A step is loss, gradients, clipping by global norm and AdamW on random tokens, from the same shape in the same precision:
-float32, or bfloat16 (ours by `Compute`, theirs by autocast) with float32 weights. Each peer is a separate process, prepared
-once and then asked in turn for a few steps, so that changes of the machine's speed affect all of them. Absolute figures
-depend on the machine and on its other tenants; the ratio of speeds is taken within each turn, and its median and range are
-reported. CPU time per step hardly depends on the other tenants, but counts busy waiting as work.
+A step is loss, gradients, clipping by global norm and AdamW on random tokens, with the same shape and precision: float32, or
+bfloat16 (ours by `Compute`, theirs by autocast) with float32 weights. Each peer is a separate process that is prepared once
+and then runs a few steps in turn, so that changes of the machine's speed affect all peers. Absolute figures depend on the
+machine and on its other load; the ratio of speeds is computed within each turn, and its median and range are reported. CPU
+time per step hardly depends on other load, but counts busy waiting as work.
 
     pip install -e ".[parity]"
     python experiments/bench_train.py
 
 What is measured:
-  tokens/s      of the bare step, compiled before the first turn; each turn waits for its last step. llama_jax: `train_step`
-                jitted with its state donated, as the training loop calls it.
-  seconds       of CPU time per step, all threads.
-  peak memory   of the process, including compilation (VmHWM of /proc/self/status, so only on Linux).
+  tokens/s      of the bare step, compiled before the first turn; each turn waits for its last step. llama_jax: jitted
+                `train_step` with donated state, as in the training loop.
+  CPU s         CPU seconds per step, all threads.
+  peak MB       peak memory of the process, including compilation (VmHWM of /proc/self/status, so only on Linux).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import tyro
 from measuring import machine, settings, versions, write_report
 
 Steps = Callable[[int], None]
-Peer = Callable[[Any, str], Steps]  # made of the arguments and the dtype of the computation
+Peer = Callable[[Any, str], Steps]  # from the arguments and the dtype of the computation
 THREADS = os.cpu_count() or 1
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP_NORM = 3e-4, (0.9, 0.95), 0.1, 1.0
 
@@ -89,7 +89,7 @@ def ours(arguments: Any, dtype: str) -> Steps:
 
 
 def our_steps(step: Callable[..., Any], state: Any, arguments: Any, vocab_size: int) -> Steps:
-    """Steps of a compiled function of state and batch, like `train_step`."""
+    """Return a function that runs steps of a compiled function of state and batch, like `train_step`."""
     import jax
 
     import llama_jax
@@ -121,7 +121,7 @@ def transformers_model(shape: str) -> Any:
 
 
 def torch_steps(model: Any, arguments: Any, dtype: str, *, compiled: bool) -> Steps:
-    """Steps of a transformers model, without updates of frozen parameters."""
+    """Return a function that runs steps of a transformers model; frozen parameters are not updated."""
     import torch
 
     torch.set_num_threads(THREADS)
@@ -176,14 +176,14 @@ def peak_memory_mb() -> float | None:
 
 
 def measure(peers: dict[str, Peer], dtype: str, arguments: Any) -> dict[str, dict]:
-    """For each peer: "tokens_per_second" and "processor_seconds_per_step" by turn, "peak_memory_mb"."""
+    """For each peer: "tokens_per_second" and "processor_seconds_per_step" of each turn, and "peak_memory_mb"."""
     spawn = multiprocessing.get_context("spawn")
     workers = {}
     for peer in arguments.peers:
         mine, theirs = spawn.Pipe()
         process = spawn.Process(target=worker, args=(peers[peer], dtype, arguments, theirs))
         process.start()
-        theirs.close()  # so that a worker that dies is an EOFError here and not an endless wait
+        theirs.close()  # if a worker dies, recv() then raises EOFError instead of waiting forever
         mine.recv()  # one compiles at a time
         workers[peer] = process, mine
     found: dict[str, dict] = {p: {"tokens_per_second": [], "processor_seconds_per_step": []} for p in workers}
@@ -203,7 +203,7 @@ def measure(peers: dict[str, Peer], dtype: str, arguments: Any) -> dict[str, dic
 
 
 def compare(peers: dict[str, Peer], own: str, arguments: Any, packages: tuple[str, ...]) -> None:
-    """Measure, print a table and write the report; `own` is the peer whose speed is divided by the others'."""
+    """Measure, print a table and write the report; `own` is the peer whose speed is divided by the other speeds."""
     report = {
         "machine": machine(),
         "versions": versions("jax", "jaxlib", "optax", "torch", "transformers", "numpy", *packages),
@@ -213,7 +213,7 @@ def compare(peers: dict[str, Peer], own: str, arguments: Any, packages: tuple[st
     }
     key = f"speed_of_{own.replace(' ', '_')}_over_this"
     print(f"{arguments.shape}, {arguments.batch} x {arguments.length} tokens, {report['machine']['cpu']}")
-    print(f"the ratio is that of the speed of {own} to the peer's, turn by turn")
+    print(f"ratio: speed of {own} / speed of the peer, within each turn")
     print(f"{'dtype':9} {'peer':15} {'tokens/s':>9} {'min':>7} {'max':>7} {'CPU s':>6} {'peak MB':>8} {'ratio':>6}  range")
     for dtype in arguments.dtypes:
         report["results"][dtype] = results = measure(peers, dtype, arguments)

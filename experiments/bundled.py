@@ -1,13 +1,13 @@
-"""The bundled model: a vocabulary and a small Llama, trained on 2.4 MB of TinyStories, which are included in the package.
+"""The bundled model: a vocabulary and a small Llama, trained on 2.4 MB of TinyStories and included in the package.
 
     python experiments/bundled.py train      trains the final recipe; writes llama_jax/assets/
     python experiments/bundled.py sweep      compares the settings from which it was chosen
     python experiments/bundled.py scale      other models and compressors on the same text
     python experiments/bundled.py stories    the validation stories as JSONL, for `llama-jax eval`
 
-With so little text the aim is the lowest validation bits per byte, over all bytes of the validation file: stories are read
-separately, every token is predicted once, and the token that ends a story counts. The recipe was chosen on the same
-validation stories that are reported, and the best evaluated step is kept.
+The aim is the lowest bits per byte over all bytes of the validation file. Each story is evaluated separately, every token is
+predicted once, and the token that ends a story counts. The recipe was chosen on the validation stories that are reported,
+and the best evaluated step is kept.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ CARD = "README.md"
 LARGEST = 6_000_000  # bytes of the assets
 PARAGRAPH = "\n\n"
 PROMPT = "Once upon a time"
-FIRST = 40  # validation stories whose figure the card gives too, for a quick check
+FIRST = 40  # validation stories of the second figure in the card, for a quick check
 
-# The validation file has empty lines between paragraphs and between stories alike. In the training file, where one can tell,
-# 95 % of the paragraphs that begin like this begin a story, and they are 72 % of all that do.
+# The validation file has empty lines both between paragraphs and between stories. In the training file, which marks stories,
+# 95 % of the paragraphs that match this begin a story, and 72 % of the first paragraphs match.
 OPENING = re.compile(
     r"Once (upon|there)|Once, (there|upon|in)|[A-Z]\w+ and [A-Z]\w+ (are|were|like|liked|love|loved|live|lived) "
 )
@@ -79,8 +79,8 @@ def recipe() -> Recipe:
     )
 
 
-# What was compared: changes of the recipe. The first are trained on two thirds of an epoch, those called long as far as it
-# takes to learn by heart, which is where weight decay matters.
+# Changes of the recipe that were compared. The first ones train for two thirds of an epoch, the "long" ones until the model
+# memorizes the text, when weight decay matters.
 SHORT = ("steps=200", "optimizer.warmup_steps=10", "evaluate_every=0", "save_every=0")
 LONG = ("steps=1900", "optimizer.warmup_steps=40")
 SWEEP: dict[str, tuple[str, ...]] = {
@@ -111,7 +111,7 @@ SWEEP: dict[str, tuple[str, ...]] = {
 
 
 def training_stories(data: Path) -> list[str]:
-    """The stories of both training files, their paragraphs apart by an empty line.
+    """The stories of both training files, with an empty line between paragraphs.
 
     One file has a line break between stories and an empty line between paragraphs, the other a marker between stories and a
     line break between paragraphs.
@@ -123,7 +123,7 @@ def training_stories(data: Path) -> list[str]:
 
 
 def validation_stories(data: Path) -> list[str]:
-    """The stories of the validation file, divided where `OPENING` says so."""
+    """The stories of the validation file, divided at paragraphs that match `OPENING`."""
     stories: list[list[str]] = []
     for paragraph in text_of(data / "tinystories-valid.txt").split(PARAGRAPH):
         if not stories or OPENING.match(paragraph.lstrip()):
@@ -133,13 +133,13 @@ def validation_stories(data: Path) -> list[str]:
 
 
 def shared_stories(training: list[str], validation: list[str]) -> list[str]:
-    """Validation stories that occur in the training text, whatever the white space in them."""
+    """Validation stories that occur in the training text, ignoring white space."""
     text = " ".join(" ".join(training).split())
     return [story for story in validation if " ".join(story.split()) in text]
 
 
 def train_vocabulary(stories: list[str], size: int, path: Path) -> None:
-    """A byte-pair encoding in the manner of Llama 2, in which the end of a paragraph is one token."""
+    """Train a byte-pair encoding like Llama 2's, in which the end of a paragraph is one token."""
     import sentencepiece
 
     model = BytesIO()
@@ -171,7 +171,7 @@ class Files:
 
 
 def write_files(data: Path, folder: Path, vocab_size: int) -> Files:
-    """Stories and vocabulary in a folder, where `llama_jax.data` and a run can read them.
+    """Write stories and vocabulary to a folder, in formats that `llama_jax.data` and a run read.
 
     Raises:
       SystemExit: a validation story occurs in the training text.
@@ -217,7 +217,7 @@ def best_step(workdir: Path) -> Path:
 
 
 def measured(model: Path, data: Path, folder: Path, stories: int | None = None) -> Any:
-    """The `Evaluation` of a model of any format on the first validation stories, or all, in its own context and dtype."""
+    """The `Evaluation` of a model of any format on the first validation stories, or all, with its context and dtype."""
     import llama_jax
     from llama_jax.data import open_corpus
     from llama_jax.evaluation.perplexity import evaluate
@@ -228,15 +228,15 @@ def measured(model: Path, data: Path, folder: Path, stories: int | None = None) 
 
 
 def write_assets(model: Path, data: Path, folder: Path, assets: Path) -> None:
-    """A checkpoint as safetensors in bfloat16, its vocabulary, and a card whose figures are those of the files.
+    """Write a checkpoint as bfloat16 safetensors, its vocabulary, and a card with figures measured on these files.
 
     Raises:
-      SystemExit: they are larger than 6 MB.
+      SystemExit: the files are larger than 6 MB.
     """
     import llama_jax
 
     config, params, tokenizer = llama_jax.load(model)
-    (assets / CARD).unlink(missing_ok=True)  # `save` replaces a folder that holds nothing but a model
+    (assets / CARD).unlink(missing_ok=True)  # `save` replaces a folder only if it holds nothing but a model
     llama_jax.save(assets, config, params, tokenizer, dtype="bfloat16", overwrite=True)
     whole, some = (measured(assets, data, folder, stories) for stories in (None, FIRST))
     (assets / CARD).write_text(card(int(model.name), whole, some, continued(assets, PROMPT)), "utf-8")
@@ -247,7 +247,7 @@ def write_assets(model: Path, data: Path, folder: Path, assets: Path) -> None:
 
 
 def continued(model: Path, prompt: str) -> str:
-    """A prompt and its continuation, with the settings of `llama-jax generate` and seed 0."""
+    """A prompt and its continuation, with the defaults of `llama-jax generate` and seed 0."""
     import llama_jax
 
     config, params, tokenizer = llama_jax.load(model)
@@ -334,7 +334,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Run the entries of `SWEEP` that are missing in the results, and print the table."""
+    """Run the entries of `SWEEP` that are missing from the results, and print the table."""
 
     data: Path = DATA
     """Folder of the TinyStories files."""
@@ -360,7 +360,7 @@ class Sweep:
         files = write_files(self.data, self.workdir, varied.model.vocab_size)
         done = run(varied, files, workdir)
         if done.stopped is not None:
-            raise SystemExit(f"stopped by {done.stopped}; what was measured is kept, and the same command goes on")
+            raise SystemExit(f"stopped by {done.stopped}; finished entries are kept: run the same command to resume")
         found = done.validation
         return {
             "changes": list(changes),
@@ -388,7 +388,7 @@ class Scale:
 
         training, validation = training_stories(self.data), validation_stories(self.data)
         tokenizer = llama_jax.load_tokenizer(bundled())
-        # As the model is measured: each story alone, the token that ends it included.
+        # Measured like the model: each story separately, including the token that ends it.
         tokens = lambda stories: [tokenizer.encode(story, bos=False, eos=True) for story in stories]
         letters = lambda stories: [[*story.encode(), 256] for story in stories]
         vocab_size, size = tokenizer.vocab_size, sum(len(story.encode()) for story in validation)
@@ -410,10 +410,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Stories:
-    """Write the validation stories, which have no separators in their file, one per line, for `llama-jax eval`."""
+    """Write the validation stories one per line, for `llama-jax eval`; the original file has no separators."""
 
     path: tyro.conf.Positional[Path] = ROOT / "build" / "bundled" / VALIDATION
-    """A .jsonl."""
+    """Output file, .jsonl."""
     data: Path = DATA
     """Folder of the TinyStories files."""
 
@@ -423,7 +423,7 @@ class Stories:
 
 
 def packed(text: bytes) -> int:
-    """Size with xz's best compression."""
+    """Size in bytes with xz's best compression."""
     return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
 
 

@@ -1,14 +1,14 @@
 """Does `llama-jax estimate` predict the memory that a process uses?
 
-Each case runs in a separate process: the program is compiled, its arguments are allocated, and it runs, once to load what is
-loaded only once, then again while the kernel records the peak memory of the process (VmHWM of Linux, minus what it used
-without any array). That is compared with the estimate, which is made from shapes.
+Each case runs in a separate process: the program is compiled, its arguments are allocated, and it runs twice. The first run
+loads whatever is loaded only once; during the second, the kernel records the peak memory of the process (VmHWM of Linux,
+minus the memory used without any array). This is compared with the estimate, which is computed from shapes.
 
     python experiments/check_estimate.py
 
 glibc retains freed memory; MALLOC_MMAP_THRESHOLD_ makes every buffer a separate mapping, so that the process holds only live
-memory. Two ratios to the measured memory are given: that of the estimate, and that of XLA's plan without the scratch memory
-of YNNPACK's kernels (`analysis.memory.kernel_scratch`).
+memory. The table gives two ratios to the measured memory: of the estimate, and of XLA's plan without the scratch memory of
+YNNPACK's kernels (`analysis.memory.kernel_scratch`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _measure(case: Case) -> dict[str, Any]:
     memory = program.memory()
 
     def make(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        """Values that let the program run: one token read, one step to decode, no row done."""
+        """Values with which the program runs: one prefilled token, one step to decode, no finished row."""
         value = 0.01 if jnp.issubdtype(shape.dtype, jnp.floating) else shape.dtype != bool
         return jnp.full(shape.shape, value, shape.dtype)
 
@@ -110,7 +110,7 @@ def _measure(case: Case) -> dict[str, Any]:
     empty = _settled()
     arguments = jax.block_until_ready(allocate())
     _settled()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
     jax.block_until_ready(run(*arguments))
     held = _status("VmHWM") - empty
     alone = (memory.total - memory.scratch) * sizes.devices
@@ -124,7 +124,7 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def _settled() -> int:
-    """Resident bytes once freed buffers, which XLA releases in its own threads, are returned to the system."""
+    """Resident bytes after freed buffers, which XLA releases in its own threads, are returned to the system."""
     gc.collect()
     before, now = -1, 0
     while before != now:
@@ -154,7 +154,7 @@ def main(arguments: Arguments) -> None:
         )
         print(f"{r['remat'] if r['program'] == 'train step' else '':<7}{r['estimate_mb']:>12}{r['held_mb']:>10}", end="")
         print(f"{r['ratio']:>8}{r['ratio_of_plan_alone']:>12}", flush=True)
-    libc = " ".join(platform.libc_ver())  # whose malloc is part of what is measured
+    libc = " ".join(platform.libc_ver())  # its malloc affects the measurement
     about = {"device": devices(), "versions": versions("jax", "jaxlib") | {"libc": libc}}
     write_report(arguments.output, about | {"cases": results})
 

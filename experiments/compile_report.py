@@ -4,13 +4,16 @@
     python experiments/compile_report.py --compiler gpu        # with the extra compile-gpu, in a separate environment
     python experiments/compile_report.py --compiler gpu --only 8b-decode,1b-train
 
-For each program: a device's memory as its compiler plans it, and whether that fits; the attention backend, and the kernels
-that the program calls; the communication between devices, and its share by collectives with separate start and end
-(asynchronous) and during matmuls (overlapped); copies of at least a mebibyte; for decoding the bytes read per token relative
-to the minimum, and the kernels of each layer. None of it is time. Training is packed, in bfloat16 over float32 parameters,
-with AdamW and full rematerialization unless stated otherwise. For "largest" the batch is doubled while it fits.
-Writes ``experiments/results/compile_report_tpu.json`` or ``compile_report_gpu.json`` after each program, and the
-table next to it in ``.md``.
+For each program the report has
+  - the compiler's plan for a device's memory, and whether it fits;
+  - the attention backend, and the kernels that the program calls;
+  - the communication between devices, and the shares of it that are asynchronous (collectives with separate start and end)
+    and overlapped (during matmuls);
+  - copies of at least a mebibyte;
+  - for decoding, the bytes read per token relative to the minimum, and the number of kernels in a layer.
+It has no times. Training uses packed rows, bfloat16 over float32 parameters, AdamW and full rematerialization unless stated
+otherwise. For "largest" the batch is doubled while it fits. After each program, writes
+``experiments/results/compile_report_tpu.json`` or ``compile_report_gpu.json``, with the table next to it in ``.md``.
 """
 
 from __future__ import annotations
@@ -40,12 +43,11 @@ class Case:
     """A program of the library.
 
     Attributes:
-      hardware: names of which each compiles it, with its mesh.
-      batch, length: rows over the mesh, and tokens in each; of a cache, its room.
-      options: of `train_programs` or `decode_programs`; of a step, how many tokens of a prompt it reads besides, how many
-        adapters lie beside the model and their rank, how many drafts each row has, the smaller model that makes them, and
-        whether it is exact; of
-        a rollout, the rank of the adapters that are trained, and how many answers each prompt gets.
+      hardware: the hardware to compile for, with the mesh of each.
+      batch, length: rows over the mesh, and tokens in each (for a cache, its capacity).
+      options: options of `train_programs` or `decode_programs`. For a server's step: tokens of a prompt that it prefills,
+        number and rank of adapters in the table, drafts per row, the smaller model that drafts, and whether it is exact.
+        For a rollout: rank of the trained adapters, and answers per prompt.
       largest: double the batch while it fits.
     """
 
@@ -96,16 +98,16 @@ CASES = (
     Case("8b-ring", "train", "llama-3.1-8b", on("context=8", "h100", "tpu-v5p"), 1, 131072),
     Case("70b-train", "train", "llama-3.1-70b", on("fsdp=64", "h100", "h200", "tpu-v5p"), 64, 8192, largest=True),
     Case("405b-train", "train", "llama-3.1-405b", on("fsdp=64,tensor=8", "h100", "h200", "tpu-v5p"), 64, 8192, largest=True),
-    # Adapters of all matrices beside a frozen model: of bfloat16, and of 4 bits.
+    # Adapters of all matrices and a frozen model, in bfloat16 and in 4 bits.
     Case("1b-lora", "train", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 4, 2048, LORA),
     Case("8b-lora", "train", "llama-3.1-8b", on("data=1", "h100") | on("fsdp=8", "tpu-v5e"), 8, 2048, LORA),
     Case("8b-qlora", "train", "llama-3.1-8b", on("data=1", "rtx-4090", "h100"), 1, 2048, QLORA),
-    # Reading prompts, a piece of 512 tokens after the other, or all of a long one over several devices.
+    # Prefill: a chunk of 512 tokens, or a whole long prompt over several devices.
     Case("1b-prefill", "prefill", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 1, 2048),
     Case("8b-prefill", "prefill", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 1, 2048),
     Case("8b-prefill-long", "prefill", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 1, 131072),
     Case("8b-prefill-ring", "prefill", "llama-3.1-8b", on("context=8", "h100", "tpu-v5p"), 1, 131072),
-    # One token after the other.
+    # Decoding.
     Case("1b-decode", "decode", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e", "tpu-v6e"), 1, 2048),
     Case("8b-decode", "decode", "llama-3.1-8b", on("data=1", "h100", "h200", "tpu-v5p") | EIGHT, 1, 2048),
     Case("8b-decode-8", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 8, 2048, largest=True),
@@ -114,25 +116,26 @@ CASES = (
     Case("8b-decode-long", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 1, 131072),
     Case("70b-decode", "decode", "llama-3.1-70b", on("tensor=8", "h100", "tpu-v5p", "tpu-v6e"), 8, 2048, largest=True),
     Case("405b-decode", "decode", "llama-3.1-405b", on("tensor=8", "h200"), 8, 2048),
-    # A server's step, in which every row gets a token, also while it reads a piece of a prompt; or a row that is alone gets
-    # several.
+    # A server's step: one token for every row, also while it prefills a chunk of a prompt; or several tokens for a single
+    # row.
     Case("8b-step", "step", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048),
     Case("8b-step-64", "step", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 64, 2048),
     Case("8b-step-reading", "step", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, PIECE),
-    # The same bits in any company, on one device: as usual, and exact.
+    # Exact: results that do not depend on the other rows, on one device; without and with it.
     Case("1b-step", "step", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 16, 2048),
     Case("1b-step-exact", "step", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 16, 2048, EXACT),
     Case("1b-step-reading", "step", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 16, 2048, READING),
     Case("1b-step-reading-exact", "step", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 16, 2048, READING | EXACT),
     Case("1b-burst", "burst", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 1, 2048),
-    # With a table of adapters: few for the rows, which are all multiplied, and many, of which each row cuts out its own.
+    # With a table of adapters: a small one, which is multiplied as a whole, and a large one, from which each row gathers its
+    # adapter.
     Case("8b-step-adapters", "step", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, TABLE),
     Case("8b-step-own", "step", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 4, 2048, WIDE_TABLE),
-    # With drafts: such as the host has found, and those of a smaller model, which reads prompts as well.
+    # With drafts: found by the host, and made by a smaller model, which also prefills prompts.
     Case("8b-step-lookup", "drafted", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, LOOKUP),
     Case("8b-step-draft", "drafted", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, DRAFT),
     Case("1b-read-draft", "read-draft", "llama-3.2-1b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, PIECE),
-    # Answers that training by rewards samples, from bfloat16 with adapters: half of a row is the prompt, half the answer.
+    # Rollouts of GRPO, in bfloat16 with adapters: half of a row is the prompt, half the answer.
     Case("1b-rollout", "rollout", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 64, 512, ROLLOUT),
     Case("8b-rollout", "rollout", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 64, 512, ROLLOUT),
     Case("8b-rollout-fsdp", "rollout", "llama-3.1-8b", on("fsdp=8", "tpu-v5e"), 64, 512, ROLLOUT),
@@ -145,18 +148,18 @@ class Arguments:
 
     compiler: Literal["tpu", "gpu"]
     only: str = ""
-    """Names of programs, separated by commas; the file's entries of others are kept."""
+    """Comma-separated names of programs; entries of other programs in the file are kept."""
     hardware: str = ""
-    """Only this hardware, such as h100; names separated by commas."""
+    """Comma-separated names of hardware, for example h100; all by default."""
     skip: str = ""
-    """Names of programs to omit."""
+    """Comma-separated names of programs to omit."""
     flags: Literal["on", "off"] = "on"
-    """Use the flags of the commands (`llama_jax/xla_flags.py`), or XLA's defaults in separate rows for comparison."""
+    """Whether to use the commands' flags (`llama_jax/xla_flags.py`); "off" adds separate rows with XLA's defaults."""
     output: Path | None = None
 
 
 def look(case: Case, hardware: str, flags: str = "on") -> Iterator[dict[str, Any]]:
-    """A program's row; for the largest batch that fits, repeated while larger batches fit."""
+    """Yield a program's row; for "largest", repeat it while larger batches fit."""
     about = {"program": case.name, "hardware": hardware, "model": case.model, "mesh": case.hardware[hardware]}
     about |= {"kind": case.kind, "length": case.length, "options": case.options, "flags": flags}
     row = about | once(case, hardware, flags)
@@ -172,7 +175,7 @@ def look(case: Case, hardware: str, flags: str = "on") -> Iterator[dict[str, Any
 
 
 def once(case: Case, name: str, flags: str = "on") -> dict[str, Any]:
-    """Compile one program of one size."""
+    """Compile one program for one batch size."""
     import jax
     from program_report import examine
 
@@ -188,13 +191,13 @@ def once(case: Case, name: str, flags: str = "on") -> dict[str, Any]:
         found = examine(program, flags=flags == "on")
     except DoesNotFitError as error:
         return {"batch": case.batch, "fits": False, "refused": str(error)[:300], "compile_seconds": passed(began)}
-    except Exception as error:  # a finding too: only this compiler raises it
+    except Exception as error:  # an error of the compiler is a result, too
         return {"batch": case.batch, "error": f"{type(error).__name__}: {error}"[:600], "compile_seconds": passed(began)}
     return {"batch": case.batch, "fits": named_hardware(name).holds(found.memory.total)} | found.as_dict()
 
 
 def program_of(case: Case, mesh: Mesh) -> Program:
-    """The program, not compiled yet."""
+    """The program of a case, not compiled yet."""
     from llama_jax import preset
     from llama_jax.analysis.memory import decode_programs, train_programs
     from llama_jax.model.lora import Lora
@@ -251,10 +254,10 @@ def pmap_program(config: LlamaConfig, mesh: Mesh, batch: int, length: int) -> Pr
 
 
 def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
-    """A program of the engine, see `llama_jax.serving.programs`, of rows that have pages for all their tokens.
+    """A program of the engine, see `llama_jax.serving.programs`, whose rows have pages for all their tokens.
 
-    The least that it reads are weights and pages, and with a smaller model its own for each draft. Over several devices,
-    which attend in loops over as many pages as there are, only the weights.
+    The minimum of bytes read is weights and pages, plus those of the smaller model for each draft. Over several devices it
+    is only the weights, because attention loops over the pages in use.
     """
     import jax
 
@@ -318,7 +321,7 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
 
 def in_pages(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
-    """A program that decodes as many rows, with the engine's state instead of a generation's, not the engine's function."""
+    """A program that decodes these rows with the engine's paged state, but not with the engine's function."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -339,7 +342,7 @@ def in_pages(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
 
 def decoding(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
-    """A program that decodes as many rows: its arguments are parameters, a state and a number of steps."""
+    """A program that decodes these rows; its arguments are parameters, a state and a number of steps."""
     from llama_jax.analysis.memory import decode_programs
 
     programs = decode_programs(config, mesh, case.batch, case.length, dtype="bfloat16")
@@ -355,7 +358,7 @@ def everywhere(mesh: Mesh, dtype: str, *shape: int) -> Any:
 
 
 def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) -> Program:
-    """Answers to prompts by a model that trains adapters, see `llama_jax.runs.tasks.grpo`."""
+    """A program that samples answers from a model with trained adapters, see `llama_jax.runs.tasks.grpo`."""
     import jax
 
     from llama_jax.analysis.memory import bytes_per_device, decode_programs
@@ -398,7 +401,7 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
 
 
 def with_table(config: LlamaConfig, decode: Program, mesh: Mesh, adapters: int, rank: int) -> tuple[Program, Any]:
-    """A decoding program that counts a table of adapters as parameters, and the parameters with the table."""
+    """Return a decoding program whose parameters include a table of adapters, and these parameters."""
     import jax
 
     from llama_jax.analysis.memory import bytes_per_device
@@ -488,7 +491,7 @@ def main(arguments: Arguments) -> None:
     unknown = (only | skip) - {case.name for case in CASES}
     if unknown:
         raise SystemExit(
-            f"there is no program {', '.join(sorted(unknown))}; there are {', '.join(case.name for case in CASES)}"
+            f"unknown program {', '.join(sorted(unknown))}; the programs are {', '.join(case.name for case in CASES)}"
         )
     wanted = [(case, name) for case in CASES for name in case.hardware if name in names]
     order = [(case.name, name, flags) for case, name in wanted for flags in ("on", "off")]

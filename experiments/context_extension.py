@@ -1,34 +1,34 @@
-"""Context extension: how a small Llama trained at length L handles 2 L, 4 L and 8 L under each RoPE scaling.
+"""Context extension: how a small Llama trained at length L handles 2 L, 4 L and 8 L with each RoPE scaling.
 
     python experiments/context_extension.py                about 25 minutes on two cores; resumes where it was stopped
     python experiments/context_extension.py --size gpu     a larger model and context, minutes on a GPU
     python experiments/context_extension.py --size test    meaningless figures, to check that it works
 
-One model is trained at length L on a book, byte by byte. Then each RoPE scaling is tried at each of the longer lengths:
-without training ("zero-shot"), and after a short continued training at that length, which starts from the same model, reads
-the same batches and differs only in the scaling. The scalings are
+One model is trained at length L on the bytes of a book. Then each RoPE scaling is tried at each longer length: without
+training ("zero-shot"), and after a short continued training at that length, which starts from the same model, uses the same
+batches and differs only in the scaling. The scalings are
 
     none       the unchanged model
     linear     position interpolation (Chen et al. 2023), factor = length / L
-    ntk        NTK-aware, a larger theta (Peng et al. 2023, section 3.1), likewise
-    dynamic    ntk by the length of each sequence, with transformers' formula and factor 2 at all lengths: it needs no
-               setting for the length, and changes nothing up to L
+    ntk        NTK-aware, a larger theta (Peng et al. 2023, section 3.1), factor = length / L
+    dynamic    ntk with a factor that depends on the length of each sequence (transformers' formula, factor 2 at all
+               lengths): it needs no setting for the length and changes nothing up to L
     by_parts   NTK-by-parts (section 3.2), factor = length / L
     yarn       YaRN (section 3.4): by_parts with sharper attention
 
 Measured are the loss of held-out pages of the book by position, the cost of a scaling for texts no longer than L, and
-whether a pass key of four digits is found (Mohtashami and Jaggi 2023, section 4.2). Claims of the literature are compared
-with the numbers, and the verdicts follow from the numbers.
+whether a pass key of four digits is found (Mohtashami and Jaggi 2023, section 4.2). The script judges claims of the
+literature by these numbers.
 
-A model of this size does not learn to look up a number from a book alone. So it also reads passkey-like text: first rows of
-random letters that repeat themselves, from which it learns to continue repeated text (Olsson et al. 2022, induction heads);
-then pages of the book, some with a number such as #4821# that occurs again later, and some such rows. So does the continued
-training, at its own length. Retrieval beyond L is thus not tested on a model that could not do it within L, but it is also
-not what a model learns from books.
+A model of this size does not learn to look up a number from books only. It is therefore trained on passkey-like text, too:
+first on rows of repeated random letters, from which it learns to continue repeated text (Olsson et al. 2022, induction
+heads); then on pages of the book, some of which contain a number such as #4821# twice, mixed with such rows. The continued
+training uses the same mixture at its length. The model can thus retrieve within L before retrieval beyond L is tested, but
+this is not what a model learns from books.
 
-theta makes seven tenths of the pairs of features rotate at least once within L, as in Llama 2; with the usual 10,000 most of
-them never would within so short a context, and there would be little to stretch. The 32 rotations of YaRN and by_parts are
-the authors', found for contexts of thousands of tokens: within a short one only the first pairs rotate that often.
+theta is chosen so that seven tenths of the pairs of features rotate at least once within L, as in Llama 2. With the usual
+10,000, most pairs would not in such a short context, and scaling would change little. The 32 rotations of YaRN and by_parts
+are the authors' value for contexts of thousands of tokens; within a short context only the first pairs rotate that often.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 TEXT = ROOT.parent / "shared" / "data" / "text" / "war-and-peace.txt"
 HEAD_DIM = 32
-TURNING = 0.7  # share of the pairs of features that turn at least once within L: Llama 2's
+TURNING = 0.7  # share of the pairs of features that rotate at least once within L, as in Llama 2
 DIGITS = 4
 STATEMENT, QUESTION = "#{key}#", "#{key}"
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-SYMBOLS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789#."  # of rows that repeat themselves
-SHARES = {"book": 0.5, "passkey": 0.3, "repetition": 0.2}  # of the rows, but for the first steps
+SYMBOLS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789#."  # in rows that repeat themselves
+SHARES = {"book": 0.5, "passkey": 0.3, "repetition": 0.2}  # of the rows, except in the first steps
 WARM_UP = 20  # steps of the continued training
 TIE = 0.01  # nats; smaller differences decide nothing
-EQUAL_SHARES = 0.1  # likewise of keys found: two standard errors of a hundred trials
+EQUAL_SHARES = 0.1  # the same for shares of keys found: two standard errors of a hundred trials
 
 WAYS: dict[str, Callable[[float, int], RopeScaling | None]] = {
     "none": lambda factor, length: None,
@@ -87,17 +87,17 @@ class Size:
     """Sizes of training and measurements.
 
     Attributes:
-      dim, layers: of the model.
+      dim, layers: size of the model.
       length: L.
       factors: the longer lengths, as multiples of L.
-      tokens: of a batch.
-      repetition_steps, steps: of the training at L: rows that repeat themselves alone, and all kinds.
-      continued_steps: at each longer length.
-      learning_rate: of the training; the continued one has a third.
-      measured_tokens: of the book, for each loss.
-      trials: of the pass key at each depth; a multiple of ten hides each key as often.
-      rows: that are measured at once.
-      dtype: of the computation in training.
+      tokens: tokens per batch.
+      repetition_steps, steps: training steps at L with only repeated rows, and then with all kinds of rows.
+      continued_steps: training steps at each longer length.
+      learning_rate: learning rate of the training; continued training uses a third of it.
+      measured_tokens: tokens of the book for each loss.
+      trials: pass-key trials at each depth; with a multiple of ten, each key is hidden equally often.
+      rows: batch size of the measurements.
+      dtype: dtype of the computation in training.
     """
 
     dim: int
@@ -153,13 +153,13 @@ class Arguments:
     size: Literal["cpu", "gpu", "test"] = "cpu"
     """Size of everything: for two cores, for a GPU, or only to check that it works."""
     text: Path = TEXT
-    """A book; the last tenth is held out."""
+    """A book as a text file; its last tenth is held out."""
     seed: int = 0
-    """Seed of the parameters and of everything random."""
+    """Seed of the parameters and of all random choices."""
     workdir: Path = ROOT / "build" / "context_extension"
-    """Folder of the trained model and of measurements so far; each is made once."""
+    """Folder of the trained model and of finished measurements, which are reused."""
     output: Path | None = None
-    """Numbers, as JSON; next to it a table, as Markdown, and a picture, as PNG. By default in experiments/results."""
+    """JSON file of the numbers, with a table (.md) and a picture (.png) next to it; by default in experiments/results."""
 
 
 @dataclass(frozen=True)
@@ -167,15 +167,15 @@ class Found:
     """Measurements of one scaling, at one length and stage.
 
     Attributes:
-      way, factor, stage: which.
+      way, factor, stage: the scaling, the length as a multiple of L, and the stage.
       loss: nats per byte in windows of factor * L.
-      last_quarter: likewise, of the last quarter of each window.
-      loss_within: of the same text in windows of L, under the same scaling.
-      by_position: loss over windows of factor * L, mean of every L / 8 positions.
-      passkey: share of the keys that greedy decoding finds at that length.
-      margin: mean logarithm of a key's probability over that of other keys.
-      by_depth: `passkey` by `DEPTHS`.
-      seconds: of it all.
+      last_quarter: loss of the last quarter of each window.
+      loss_within: loss of the same text in windows of L, with the same scaling.
+      by_position: loss in windows of factor * L, averaged over every L / 8 positions.
+      passkey: share of keys that greedy decoding finds at this length.
+      margin: mean log ratio of a key's probability to that of other keys.
+      by_depth: `passkey` for each of `DEPTHS`.
+      seconds: time of training and measurement.
     """
 
     way: str
@@ -192,7 +192,7 @@ class Found:
 
 
 def config_of(size: Size) -> LlamaConfig:
-    """The model that is trained at L."""
+    """The configuration of the model that is trained at L."""
     from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY
 
     return LlamaConfig(
@@ -204,14 +204,14 @@ def config_of(size: Size) -> LlamaConfig:
         hidden_dim=size.dim * 8 // 3 // 8 * 8,
         max_seq_len=size.length,
         norm_eps=1e-5,
-        # A pair at share x of all turns L / (2 pi theta ** x) times: once at x = TURNING.
+        # The pair at share x of all pairs rotates L / (2 pi theta ** x) times: once at x = TURNING.
         rope_theta=round((size.length / (2 * math.pi)) ** (1 / TURNING), 1),
         tie_embeddings=True,
     )
 
 
 def extended(config: LlamaConfig, way: str, factor: int) -> LlamaConfig:
-    """The same model for contexts that are `factor` times as long."""
+    """The configuration with this scaling, for contexts that are `factor` times as long."""
     scaling = WAYS[way](float(factor), config.max_seq_len)
     return replace(config, max_seq_len=factor * config.max_seq_len, rope_scaling=scaling)
 
@@ -219,10 +219,10 @@ def extended(config: LlamaConfig, way: str, factor: int) -> LlamaConfig:
 def batches(
     corpus: Corpus, tokenizer: Tokenizer, rows: int, length: int, steps: range, only_repetition: int, seed: int
 ) -> Iterator[Batch]:
-    """Batches of a training: each depends on the seed, the length and the number of the step alone.
+    """Yield training batches; each depends only on the seed, the length and the number of the step.
 
     Args:
-      steps: their numbers; those below `only_repetition` have nothing but rows that repeat themselves.
+      steps: numbers of the steps; those below `only_repetition` have only rows that repeat themselves.
     """
     from llama_jax.training.batch import Batch
 
@@ -238,7 +238,7 @@ def batches(
 
 
 def repetition(random: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Letters by chance, over and over: int32[T + 1], and which are to be predicted: all but the first time."""
+    """Repeated random letters int32[T + 1], and a mask of those to predict: all except the first occurrence."""
     period = int(random.integers(8, length // 2))
     symbols = np.frombuffer(SYMBOLS, np.uint8).astype(np.int32) + 3
     return np.resize(random.choice(symbols, period), length + 1), np.arange(length + 1) >= period
@@ -247,7 +247,7 @@ def repetition(random: np.random.Generator, length: int) -> tuple[np.ndarray, np
 def page(
     random: np.random.Generator, corpus: Corpus, tokenizer: Tokenizer, length: int, kind: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A piece of the book int32[T + 1], for "passkey" with a number in it that comes once more; all is to be predicted."""
+    """An excerpt of the book int32[T + 1], with a number that occurs twice for "passkey", and a mask: all are predicted."""
     first = int(random.integers(corpus.token_count - length))
     tokens = corpus.tokens[first : first + length + 1].astype(np.int32)
     if kind == "passkey":
@@ -268,7 +268,7 @@ def train(
     source: Iterator[Batch],
     say: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Llama:
-    """The parameters after these steps; an error if the loss is not finite."""
+    """Return the parameters after these steps; exit if gradients were not finite."""
     import jax
 
     from llama_jax import Compute, LossOptions, StepOptions, init_state, make_optimizer, train_step
@@ -297,7 +297,7 @@ def measure(
     factor: int,
     stage: str,
 ) -> Found:
-    """Loss and retrieval at factor * L."""
+    """Measure loss and retrieval at factor * L."""
     from needle import needle
 
     from llama_jax.evaluation.loss_by_length import evaluate_lengths
@@ -335,19 +335,19 @@ def measure(
 
 
 def read_book(path: Path, size: Size, tokenizer: Tokenizer) -> tuple[Corpus, Corpus]:
-    """The training text, and the last tenth, each in one piece."""
+    """The training text and the held-out last tenth, each as one document."""
     from llama_jax.data import Corpus
 
     if not path.is_file():
-        raise SystemExit(f"--text {path} is not there; give a book as a text file")
+        raise SystemExit(f"--text {path} does not exist; pass a book as a text file")
     content = path.read_bytes()
     tokens = np.array(tokenizer.encode(content.decode("utf-8", "replace"), bos=False), np.uint16)
     cut = len(tokens) - len(tokens) // 10
     longest = size.length * max(size.factors)
     if len(tokens) - cut <= size.measured_tokens + longest:
         raise SystemExit(
-            f"--text {path} is too short: its last tenth has {len(tokens) - cut:,} bytes, and more than"
-            f" {size.measured_tokens + longest:,} are measured; give a longer one"
+            f"--text {path} is too short: its last tenth has {len(tokens) - cut:,} bytes, but more than"
+            f" {size.measured_tokens + longest:,} are needed; pass a longer book"
         )
     digest = hashlib.sha256(content).hexdigest()
 
@@ -358,7 +358,7 @@ def read_book(path: Path, size: Size, tokenizer: Tokenizer) -> tuple[Corpus, Cor
 
 
 class Notes:
-    """Measurements so far, in a file."""
+    """Finished measurements, stored in a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -373,13 +373,13 @@ class Notes:
 
 
 def prepare(arguments: Arguments) -> Path:
-    """The folder of this run; exits if it holds another run."""
+    """Return the folder of this run; exit if it holds another run."""
     folder = arguments.workdir / arguments.size
     folder.mkdir(parents=True, exist_ok=True)
     mine = {"size": asdict(SIZES[arguments.size]), "seed": arguments.seed, "text": str(arguments.text.resolve())}
     settings = folder / "settings.json"
     if settings.exists() and json.loads(settings.read_text()) != json.loads(json.dumps(mine)):
-        raise SystemExit(f"{folder} is of another run; remove it, or give another --workdir")
+        raise SystemExit(f"{folder} belongs to a run with other settings; delete it or choose another --workdir")
     write_report(settings, mine)
     return folder
 
@@ -405,7 +405,7 @@ def run_all(arguments: Arguments, folder: Path) -> list[Found]:
         began, steps = time.perf_counter(), size.repetition_steps + size.steps
 
         def say(step: int, loss: float) -> None:
-            kind = "repetition alone" if step <= size.repetition_steps else "all kinds of rows"
+            kind = "repetition only" if step <= size.repetition_steps else "all kinds of rows"
             print(f"step {step:>5} of {steps}  loss {loss:.3f}  {kind}  {time.perf_counter() - began:.0f} s", flush=True)
 
         settings = OptimizerSettings(learning_rate=size.learning_rate, warmup_steps=min(50, steps // 4), b2=0.99)
@@ -423,7 +423,7 @@ def run_all(arguments: Arguments, folder: Path) -> list[Found]:
         if found is None:
             longer, measured = extended(config, way, factor), params
             if stage == "continued":
-                first = size.repetition_steps + size.steps  # other batches than those of the training
+                first = size.repetition_steps + size.steps  # continue after the batches of the training
                 source = make(
                     max(size.tokens // (factor * size.length), 1),
                     factor * size.length,
@@ -446,7 +446,7 @@ def run_all(arguments: Arguments, folder: Path) -> list[Found]:
     return [one for key in plan if (one := notes.of(*key)) is not None]
 
 
-Verdict = tuple[str, str, str]  # the claim, what the numbers say of it, and the numbers
+Verdict = tuple[str, str, str]  # the claim, the verdict, and the numbers
 
 
 def verdicts(size: Size, found: list[Found]) -> list[Verdict]:
@@ -458,7 +458,7 @@ def verdicts(size: Size, found: list[Found]) -> list[Verdict]:
         return table[way, factor, stage]
 
     def judged(claim: str, excess: Callable[[int], float], tie: float, unit: str) -> Verdict:
-        """`excess` says by how much the claim holds at a factor: below 0 it does not."""
+        """`excess` is the margin by which the claim holds at a factor; it is negative if the claim does not hold."""
         by_factor = {factor: excess(factor) for factor in size.factors}
         groups = {
             "holds": [factor for factor, value in by_factor.items() if value > tie],
@@ -474,7 +474,7 @@ def verdicts(size: Size, found: list[Found]) -> list[Verdict]:
         return claim, verdict, f"{numbers}{'' if unit == '%' else ' nats'} at {', '.join(f'{f}L' for f in by_factor)}"
 
     def lead(way: str, stage: str, value: Callable[[Found], float]) -> Callable[[int], float]:
-        """By how much a way is ahead of the best of the others, of a value that is to be small."""
+        """The margin by which a scaling's value is below the lowest value of the others."""
         return lambda factor: min(value(at(w, factor, stage)) for w in WAYS if w != way) - value(at(way, factor, stage))
 
     def loss(one: Found) -> float:
@@ -484,7 +484,7 @@ def verdicts(size: Size, found: list[Found]) -> list[Verdict]:
         return 1 - one.passkey
 
     def within(factor: int) -> float:
-        """Loss of the model as it was trained, in windows of L over the same text."""
+        """Loss of the unchanged model in windows of L over the same text."""
         return at("none", factor).loss_within
 
     claims = [
@@ -552,9 +552,9 @@ def as_markdown(size: Size, found: list[Found], said: list[Verdict]) -> str:
 
 
 def draw(size: Size, found: list[Found]) -> Figure:
-    """Loss by position at each length, zero-shot above and after continued training below; right the pass keys found.
+    """Draw loss by position at each length, zero-shot above and after continued training below; on the right, keys found.
 
-    Dotted is L, and the grey line is the loss of the model within L over the same text.
+    The dotted line is L; the gray line is the loss of the model within L over the same text.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -576,7 +576,7 @@ def draw(size: Size, found: list[Found]) -> Figure:
                 axes.plot(positions, losses, ".-", color=color, lw=1.4, ms=5, label=way)
             axes.axvline(size.length, color=GRAY, lw=1, ls=(0, (1, 2)))
             axes.axhline(table["none", factor, "zero-shot"].loss_within, color=GRAY, lw=0.8)
-            # What is worse than this lies outside: it would hide how the others differ.
+            # Larger losses are cut off: they would hide the differences between the others.
             axes.set(title=f"{factor}L, {title}", xlabel="position", ylim=(lowest - 0.1, base.loss + 1.0))
         keys = axes_of_stage[-1]
         for way, color in zip(WAYS, COLORS, strict=False):
@@ -619,7 +619,7 @@ def main(arguments: Arguments) -> None:
     write_report(output, about)
     output.with_suffix(".md").write_text(as_markdown(size, found, said))
     draw(size, found).savefig(output.with_suffix(".png"))
-    print(f"\n{output}, and beside it .md and .png; {time.perf_counter() - began:.0f} s")
+    print(f"\nwrote {output}, and .md and .png next to it; {time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How conversions preserve files and settings next to the weights: 20 models in every format, converted to every other.
+"""Which files and settings next to the weights conversions preserve: 20 models in every format, converted to each other.
 
   python experiments/conversions.py --output docs/conversions.md
 
-The models are small and random, with the families' kinds of vocabularies and settings. A cell is the share of the source's
-settings that are found again in the output of `convert`; the rest must be named in the line that it logs, or is listed as
-lost silently.
+The models are small and random, with vocabularies and settings typical of the families. A cell is the share of the source's
+settings that are kept in the output of `convert`. The other settings must be named in the line that it logs; otherwise they
+are listed as lost silently.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def rank_file() -> bytes:
 
 
 def bytes_json(pre: str, *special: str, plain: tuple[str, ...] = (), bos: bool = False, rstrip: bool = False) -> bytes:
-    """A tokenizer.json over bytes that cuts texts as this pre-tokenizer does."""
+    """A byte-level tokenizer.json with this pre-tokenizer."""
     rule = PRE_TOKENIZERS[pre]
     vocabulary = {BYTE_CHARACTERS[byte]: byte for byte in range(256)} | {"th": 256, "the": 257}
     model = tokenizers.models.BPE(vocab=vocabulary, merges=[("t", "h"), ("th", "e")], ignore_merges=rule.ignore_merges)
@@ -88,13 +88,13 @@ def bytes_json(pre: str, *special: str, plain: tuple[str, ...] = (), bos: bool =
 
 @dataclass(frozen=True)
 class Model:
-    """A model as it is published: the configuration, and the files beside its weights by their names."""
+    """A published model: its configuration, and the files next to its weights by name."""
 
     config: LlamaConfig
     vocabulary: bytes
     files: dict[str, Any] = field(default_factory=dict)
     gguf: dict[str, Any] = field(default_factory=dict)
-    """Fields that its GGUF has beside those that `convert` writes."""
+    """Fields of its GGUF in addition to those that `convert` writes."""
 
     @property
     def vocabulary_name(self) -> str:
@@ -110,7 +110,7 @@ def _card(**entries: Any) -> str:
 
 
 def models() -> dict[str, Model]:
-    """The models by their names."""
+    """The models by name."""
     im = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     sampled = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
     llama3 = _named("<|begin_of_text|>", "<|eot_id|>", pad_token="<|finetune_right_pad_id|>")
@@ -287,13 +287,13 @@ def models() -> dict[str, Model]:
 
 
 def _supported(config: LlamaConfig) -> LlamaConfig:
-    config.kind  # raises for what no family has  # noqa: B018
+    config.kind  # raises if no family has this configuration  # noqa: B018
     return config
 
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """The lines logged within the context."""
+    """Collect the lines logged within the context."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -308,13 +308,13 @@ def logged() -> Iterator[list[str]]:
 
 
 def held(path: Path) -> dict[str, Any]:
-    """The settings stored next to the weights of a written model."""
+    """Return the settings stored next to the weights of a written model."""
     opened = open_checkpoint(path)
     return all_settings(opened.tokenizer(), opened.about())
 
 
 def publish(folder: Path, model: Model) -> dict[str, Path]:
-    """The model in every format that can store it, by the format's name."""
+    """Write the model in every format that can store it; return the paths by format."""
     params = llama_jax.init(model.config, jax.random.key(0))
     found = {"safetensors": folder / "safetensors"}
     llama_jax.save(found["safetensors"], model.config, params)
@@ -334,7 +334,7 @@ def publish(folder: Path, model: Model) -> dict[str, Path]:
     for format in ("gguf", "llama2c", "orbax"):
         try:
             llama_jax.convert(found["safetensors"], found[format], format=format)
-        except CheckpointError:  # the format has no place for this family
+        except CheckpointError:  # the format cannot store this family
             del found[format]
     if model.gguf and "gguf" in found:
         opened = open_checkpoint(found["gguf"])
@@ -348,7 +348,7 @@ def publish(folder: Path, model: Model) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a conversion: settings in total, kept, named in the log, and lost silently."""
+    """Result of a conversion: numbers of settings, in total and kept; settings named in the log, and lost silently."""
 
     settings: int
     kept: int
@@ -383,7 +383,7 @@ def outcomes(folder: Path, model: Model) -> dict[tuple[str, str], Outcome]:
 
 
 def table(results: dict[str, dict[tuple[str, str], Outcome]]) -> str:
-    """The results as a page."""
+    """The results as Markdown."""
     pairs = [(source, target) for source in SOURCES for target in TARGETS]
     lines = [
         "| from | to | models | settings kept | lost silently | lost and named in the log (number of models) |",
@@ -407,7 +407,7 @@ def main(output: Path) -> None:
     """Write the table between the page's markers.
 
     Args:
-      output: the page.
+      output: the page to update.
     """
     results = {}
     for name, model in models().items():

@@ -1,7 +1,7 @@
-"""The programs of the compile report on the available device: the compiler's predictions, and measurements next to them.
+"""The compile report's programs on the available device: the compiler's predictions next to measurements.
 
-Used by gpu_report. Single-device programs are compiled for the device, filled with random weights and run; next to the
-results is what `compile_report` wrote about the program, by the same compiler without a device.
+Used by gpu_report. Single-device programs are compiled for the device and run with random weights. Next to the results are
+those of `compile_report`, from the same compiler without a device.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ SMALL = (
 
 
 def hardware_of(device: jax.Device) -> str | None:
-    """The short name of a device whose compiler the report asks; None for others."""
+    """The short name of a device if the report has its hardware, otherwise None."""
     found = find_hardware(device.device_kind)
     return next((name for name in NAMES if found is not None and BY_NAME[name] is found), None)
 
 
 def cases_of(hardware: str | None) -> tuple[Case, ...]:
-    """Programs of one device: those of the report for that hardware, or small ones where there is none of it.
+    """Single-device programs of the report for this hardware, or small ones for other hardware.
 
-    The engine's are left out, which `bench_serve` runs, and rollouts.
+    Rollouts and the engine's programs, which `bench_serve` runs, are omitted.
     """
     if hardware is None:
         return SMALL
@@ -54,7 +54,7 @@ def cases_of(hardware: str | None) -> tuple[Case, ...]:
 
 
 def foretold(case: Case, hardware: str | None, folder: Path) -> dict[str, Any]:
-    """The report's entry for the program, made without the device; empty if there is none."""
+    """The report's entry for the program, compiled without the device; empty if there is none."""
     compiler = "tpu" if hardware is not None and hardware.startswith("tpu") else "gpu"
     path = folder / f"compile_report_{compiler}.json"
     rows = json.loads(path.read_text())["programs"] if path.exists() else []
@@ -65,17 +65,17 @@ def foretold(case: Case, hardware: str | None, folder: Path) -> dict[str, Any]:
 
 
 def measure(case: Case, device: jax.Device, repetitions: int) -> dict[str, Any]:
-    """Compile the program for the device, run it, and put the plan and the measurement side by side.
+    """Compile the program for the device, run it, and return the plan and the measurements.
 
     Returns:
-      plan_gb, temporaries_gb, read_over_least and kernels_a_layer by the compiler on this device; ms, of a run, and of a
-      token when decoding; read_gb_per_s, the bytes that the compiled program reads over the measured time; and peak_gb, the
-      allocator's peak of the process where this program raised it.
+      plan_gb, temporaries_gb, read_over_least and kernels_a_layer: from the compiler on this device; ms: of a run, and of a
+      token when decoding; read_gb_per_s: bytes that the compiled program reads per measured time; and peak_gb: the
+      allocator's peak of the process, if this program raised it.
     """
     program = compile_report.program_of(case, make_mesh(MeshSizes(), [device]))
     started = time.perf_counter()
     with record_backends() as taken:
-        compiled = program.compile(flags=False)  # with those that the process was started with
+        compiled = program.compile(flags=False)  # the process has its flags already
     found = look_at(program, compiled, time.perf_counter() - started, taken)
     before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     arguments, times = filled(case, program, repetitions), []
@@ -95,7 +95,7 @@ def measure(case: Case, device: jax.Device, repetitions: int) -> dict[str, Any]:
 
 
 def filled(case: Case, program: Program, repetitions: int) -> tuple[Any, ...]:
-    """Arguments on the device: random weights, random tokens, and a cache that is full when the last run ends."""
+    """Arguments on the device: random weights and tokens, and a cache that is full after the last run."""
     first = program.arguments[0]
     weights = {id(leaf) for leaf in jax.tree.leaves(first.params if case.kind == "train" else first)}
     random = np.random.default_rng(0)
@@ -103,7 +103,7 @@ def filled(case: Case, program: Program, repetitions: int) -> tuple[Any, ...]:
     def fill(leaf: Any, number: int) -> jax.Array:
         if id(leaf) in weights and jnp.issubdtype(leaf.dtype, jnp.floating):
             return jax.device_put(_weights(jax.random.key(number), leaf.shape, leaf.dtype), leaf.sharding)
-        if case.kind != "decode" and leaf.ndim == 2 and leaf.dtype == jnp.int32:  # tokens, that every vocabulary has
+        if case.kind != "decode" and leaf.ndim == 2 and leaf.dtype == jnp.int32:  # tokens that every vocabulary has
             return jax.device_put(random.integers(0, 32, leaf.shape, dtype=np.int32), leaf.sharding)
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
 
@@ -113,7 +113,7 @@ def filled(case: Case, program: Program, repetitions: int) -> tuple[Any, ...]:
     if case.kind == "train":
         state, batch = arguments
         position_ids = np.broadcast_to(np.arange(case.length + 1, dtype=np.int32), batch.tokens.shape)
-        one = np.ones_like(position_ids)  # a document in each row
+        one = np.ones_like(position_ids)  # one document per row
         like = batch.tokens.sharding
         if batch.segment_ids is not None:
             batch = batch._replace(segment_ids=jax.device_put(one, like), position_ids=jax.device_put(position_ids, like))
@@ -137,7 +137,7 @@ def _weights(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _next(case: Case, arguments: tuple[Any, ...], result: Any) -> tuple[Any, ...]:
-    """The arguments of the next run: what was donated comes back from the last one."""
+    """The arguments of the next run: donated ones are replaced by results of the last run."""
     if case.kind == "train":
         return result[0], *arguments[1:]
     if case.kind == "prefill":
@@ -147,7 +147,7 @@ def _next(case: Case, arguments: tuple[Any, ...], result: Any) -> tuple[Any, ...
 
 
 def _summary(row: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a row of the report that have a measured one beside them."""
+    """The figures of a report's row that are compared with measurements."""
     if "bytes_per_device" not in row:
         return {"refused_there": row.get("refused", row.get("error", ""))}
     memory, token = row["bytes_per_device"], row["token"]

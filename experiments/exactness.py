@@ -1,24 +1,24 @@
 """Do other rows change a row's tokens or log-probabilities, with and without `exact`, and what does `exact` cost?
 
-Prompts from a text, of lengths from 1 token on, are continued greedily and sampled: first alone, then together with others.
-For every way of sharing a program the table counts the rows in which a token, or a bit of a log-probability, differs.
-The cost is a ratio of times for the same work, measured in turns.
+Prompts of 1 token or more from a text are continued, greedily and by sampling: first alone, then together with others. For
+every way of sharing a program the table counts the rows in which a token, or a bit of a log-probability, differs. The cost
+is a ratio of times for the same work, measured in turns.
 
     pip install -e ".[serve]"
     python experiments/exactness.py --text shakespeare.txt
     python experiments/exactness.py --text shakespeare.txt --model SmolLM2-135M-Instruct --prompts 100 --longest 500
 
   batches   in batches of 2 to 64 rows, shuffled.
-  chunks    in such batches, with prompts prefilled in chunks of 40 tokens.
-  drafts    in such batches, with tokens drafted by prompt lookup and verified together.
+  chunks    in the same batches, with prompts prefilled in chunks of 40 tokens.
+  drafts    in the same batches, with tokens drafted by prompt lookup and verified together.
   served    by an engine with 16 rows, in which requests come and go.
   full      by an engine whose cache is as small as possible: requests release their pages and are prefilled again.
   cached    by the first engine again, every request twice: the second time most of the prompt is in its cache.
   trainer   tokens of sampled answers whose log-probability in a training step differs in bits from the sampler's.
 
 With --training: do devices change the bits of losses, parameters and the optimizer's state, with and without `exact=true`?
-The same small recipe is trained on each mesh of simulated devices, by pmap and in two processes. It is also stopped on each
-and resumed on the next.
+The same small recipe is trained on each mesh of simulated devices, with pmap, and in two processes. It is also stopped on
+each and resumed on the next.
 
     python experiments/exactness.py --text shakespeare.txt --training
 """
@@ -66,7 +66,7 @@ from llama_jax.training.exact_gradients import VIRTUAL_SHARDS
 from llama_jax.training.logprobs import token_logprobs
 from llama_jax.training.loss import LossOptions
 
-FEW = 16  # requests before the same ones again
+FEW = 16  # requests, after which the same requests are repeated
 Row = tuple[list[int], list[int]]  # tokens, and the bits of their log-probabilities
 
 
@@ -75,9 +75,9 @@ class Arguments:
     """Measure the effect of other rows, with and without exact."""
 
     text: Path
-    """Prompts are taken from it."""
+    """Text from which prompts are taken."""
     model: Path | None = None
-    """The bundled model by default."""
+    """Model; the bundled one by default."""
     kinds: tuple[str, ...] = ("float32", "bfloat16", "int8", "q4_0")
     prompts: int = 1000
     longest: int = 2000
@@ -86,7 +86,7 @@ class Arguments:
     price: bool = True
     """Also measure times."""
     training: bool = False
-    """Measure training instead of generation, into exactness_training_cpu.json next to `output`."""
+    """Measure training instead of generation; write exactness_training_cpu.json next to `output`."""
     steps: int = 50
     stop: int = 20
     """The step at which training moves to other devices."""
@@ -140,7 +140,7 @@ class Work:
         return Engine(*self.model, EngineOptions(context=context, compute=self.compute, most_waiting=10**6, **options))
 
     def served(self, engine: Engine, again: bool = False) -> list[Row]:
-        """The rows of all prompts, or with `again` of their second time, a few requests after the first."""
+        """The rows of all prompts; with `again` each request is repeated a few requests later, and the second rows count."""
         rng, found = random.Random(1), [list[Any]() for _ in self.prompts]
         left = rng.sample(range(len(self.prompts)), len(self.prompts))
         if again:
@@ -218,7 +218,7 @@ def price(work: Work, repetitions: int) -> dict[str, float]:
 def trainer(work: Work) -> dict[str, int]:
     """Sample answers in groups of 4, and count tokens whose log-probability in a training step has other bits.
 
-    Counted, too, are those whose ratio in the first update is not 1.
+    Also count tokens whose ratio in the first update is not 1.
     """
     prompts = [prompt for prompt in work.prompts if len(prompt) <= 200][-8:]
     padded = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
@@ -286,12 +286,12 @@ def table(report: dict[str, Any], kinds: tuple[str, ...]) -> str:
 
 # --- training ------------------------------------------------------------------------------------------------------------
 
-ON_DEVICES = {  # options of `llama-jax train`, by the name of a row; the last one is for each of two processes
+ON_DEVICES = {  # options of `llama-jax train`, by the name of a row; the last row uses two processes
     **{mesh: ["--mesh", mesh] for mesh in ("data=1", "data=2", "data=4", "data=8", "fsdp=2", "fsdp=8", "data=2,fsdp=4")},
     "pmap over 8": ["--mesh", "data=8", "--backend", "pmap"],
     "two processes, data=2,fsdp=4": ["--mesh", "data=2,fsdp=4"],
 }
-# Constant rates, so that a run may stop at a step and be prolonged.
+# Constant learning rates, so that a run can stop at a step and be extended.
 SMALL_RUN = [
     "vocabulary=byte",
     "optimizer.schedule=constant",
@@ -301,11 +301,11 @@ SMALL_RUN = [
     "log_every=1",
     "prompts=[]",
 ]
-STEPS_TIMED = (("stories-260k", 16, 256), ("stories-15m", 8, 256), ("stories-15m", 16, 256))  # model, rows, tokens of each
+STEPS_TIMED = (("stories-260k", 16, 256), ("stories-15m", 8, 256), ("stories-15m", 16, 256))  # model, rows, tokens per row
 
 
 def train_in_processes(where: str, changes: list[str], folder: Path, text: Path) -> None:
-    """Train, or go on, in one process with as many devices as its mesh has, or in two."""
+    """Train or resume, in one process with the devices of the mesh, or in two processes."""
     options = ON_DEVICES[where]
     processes = 2 if where.startswith("two") else 1
     devices = parse_mesh(options[1]).devices // processes
@@ -335,8 +335,8 @@ def bits_of_run(folder: Path, changes: list[str]) -> tuple[list[Any], list[bytes
 
 
 def compare_training(steps: int, stop: int, text: Path, folder: Path) -> dict[str, Any]:
-    """For every mesh: whether a run on it has the bits of that on one device, and whether an exact one that is stopped on it
-    and resumed on the next mesh has them."""
+    """For every mesh: whether a run has the same bits as on one device, and whether an exact run that is stopped on this
+    mesh and resumed on the next one has them."""
     found: dict[str, Any] = {}
     for exact in (True, False):
         names, changes, expected = list(ON_DEVICES), [f"exact={exact}"], None
@@ -358,7 +358,7 @@ def compare_training(steps: int, stop: int, text: Path, folder: Path) -> dict[st
 
 
 def training_price(repetitions: int) -> dict[str, float]:
-    """Time ratio of an exact to a normal step on one device, medians of pairs."""
+    """Time ratios of an exact to a normal step on one device, medians of pairs."""
     ratios = {}
     for name, rows, length in STEPS_TIMED:
         config, optimizer = llama_jax.preset(name), make_optimizer(OptimizerSettings(), 1000)

@@ -1,4 +1,4 @@
-"""A small model of every family of `config.families`, with everything that the family has beyond Llama."""
+"""A small model of every family of `config.families`, with all features that the family has in addition to Llama's."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ FAMILY_MODELS: dict[Kind, LlamaConfig] = {"llama": PLAIN} | SIBLINGS
 
 
 def random_params(config: LlamaConfig, seed: int = 0) -> Llama:
-    """Large enough that nothing is near uniform, and no bias or norm is as it starts."""
+    """Random parameters, large enough that nothing is near uniform; biases and norms differ from their initial values."""
     random = np.random.default_rng(seed)
 
     def drawn(path, leaf):

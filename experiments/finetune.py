@@ -1,27 +1,27 @@
-"""Fine-tuning that demonstrably works, with only the bundled model: chats, preferences, rewards.
+"""Fine-tuning of the bundled model with measured success: SFT, preferences, rewards.
 
     python experiments/finetune.py                      three seeds, one after another
     python experiments/finetune.py --seeds 0            one of them
-    python experiments/finetune.py --size small         a minute: the same path, too short to learn anything
+    python experiments/finetune.py --size small         a minute: the same stages, too short to learn anything
 
-The task is to write the beginning of a story in which two or three given words occur. The bundled model generates the
-stories, and words of each become its request, so that nothing is downloaded:
+The task is to write the beginning of a story that contains two or three given words. The bundled model generates the
+stories, and words of each story become its request, so that nothing is downloaded:
 
     Words: garden, thirsty
     Story: Once upon a time, there was a little bird in the garden. ...
 
 sft    All parameters learn to write the story after the request. Measured: the share of requested words in answers to
        held-out requests, before and after.
-dpo    The fine-tuned model answers requests, and learns to prefer an answer that has the words to an answer to another
-       request that has none of them. Measured: how often it does so in pairs of held-out requests.
-grpo   The fine-tuned model answers, and `told` judges: the share of the words, and 0 if the last sentence is incomplete.
-       Measured: the mean reward of held-out requests before and after, and in training at the beginning and at the end; and
-       the same, with the same settings, when the rewards are shuffled among the answers (`shuffled`), from which nothing
-       can be learned.
+dpo    The fine-tuned model answers requests, and learns to prefer an answer with the requested words to an answer to
+       another request that has none of them. Measured: how often it does so in pairs of held-out requests.
+grpo   The fine-tuned model answers requests. The reward (`told`) is the share of requested words, and 0 if the last
+       sentence is incomplete. Measured: the mean reward of held-out requests before and after, and in training at the
+       beginning and at the end. As a control, the same run with rewards shuffled among the answers (`shuffled`), from which
+       nothing can be learned.
 
-Every stage is a run of `llama_jax.train`, as on the command line; the folder of one is the weights of the next. A finished
-stage is not repeated, and one that SIGTERM ended resumes when the same command is started again, as long as this file is
-unchanged.
+Every stage is a run of `llama_jax.train`, as on the command line, and starts from the weights of the previous stage's
+folder. A finished stage is not repeated; a stage stopped by SIGTERM resumes when the same command is started again, as long
+as this file is unchanged.
 Writes ``experiments/results/finetune_cpu.json``, a table in ``.md`` and a picture in ``.png``.
 """
 
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
-ROWS = 256  # that are written at a time
-ROOM = 24  # tokens of a request at most
-ANSWER = 32  # tokens at most, the one that ends it included
-RARE = 4  # stories that a word is in at least
+ROWS = 256  # generated at a time
+ROOM = 24  # maximum tokens of a request
+ANSWER = 32  # maximum tokens of an answer, including the token that ends it
+RARE = 4  # minimum number of stories that contain a word
 MODELS = ("base", "sft", "dpo", "grpo", "shuffled")
 REWARDED = ("grpo", "shuffled")
-FLAT = 0.1  # that a mean reward may change by where nothing can be learnt
+FLAT = 0.1  # allowed change of a mean reward if nothing can be learned
 GROUP = 8  # answers to a request
 SENTENCES = re.compile(r".*[.!?][\"”]?(?=\s|$)", re.DOTALL)
 LETTERS = re.compile(r"[a-z]{3,}")
@@ -71,13 +71,13 @@ LETTERS = re.compile(r"[a-z]{3,}")
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything.
+    """Amounts of data and training.
 
     Attributes:
-      stories, held: to train on, and to make held-out requests of.
-      draws: requests that are made of a story.
-      asked: requests that are answered for pairs, `GROUP` times each.
-      least: share of its words that an answer of a pair has at least.
+      stories, held: number of stories for training, and for held-out requests.
+      draws: requests per story.
+      asked: requests answered to make pairs, `GROUP` times each.
+      least: minimum share of its words in an answer of a pair.
     """
 
     stories: int = 4096
@@ -98,10 +98,10 @@ class Arguments:
     """What to run."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Run one after another, each with its own stories, requests and runs."""
+    """Seeds, run one after another, each with its own stories, requests and runs."""
     size: Literal["full", "small"] = "full"
     workdir: Path = ROOT / "build" / "finetune"
-    """Folder of the data and the runs; existing ones are not made again."""
+    """Folder of the data and the runs; existing ones are reused."""
     output: Path = ROOT / "experiments" / "results" / "finetune_cpu.json"
     """The figures; the table and the picture are next to it."""
 
@@ -122,7 +122,7 @@ def included(completions: Sequence[str], words: Sequence[Sequence[str]]) -> list
 
 
 def stories(count: int, seed: int) -> list[str]:
-    """Beginnings of stories by the bundled model: whole sentences, with the token that ends them `ANSWER` at most."""
+    """Beginnings of stories by the bundled model: whole sentences of at most `ANSWER` tokens, including the end token."""
     config, params, tokenizer = llama_jax.load(dtype="float32")
     found: list[str] = []
     for begin in range(0, count, ROWS):
@@ -141,7 +141,7 @@ def stories(count: int, seed: int) -> list[str]:
 
 
 def requests(written: Sequence[str], draws: int, seed: int) -> list[dict[str, Any]]:
-    """Two or three words of each story as its request, `draws` times: words that are in several stories, and in few."""
+    """Make `draws` requests of two or three words of each story; the words occur in several stories, but not in many."""
     in_stories = Counter(word for story in written for word in words_in(story))
     usable = {word for word, count in in_stories.items() if RARE <= count <= len(written) // 32}
     chance, lines = random.Random(seed), list[dict[str, Any]]()
@@ -176,7 +176,7 @@ class Answer:
 def answers(
     model: Path, lines: Sequence[dict[str, Any]], group: int, seed: int, adapter: Path | None = None
 ) -> list[list[Answer]]:
-    """`group` answers to each request by a model in a folder, sampled from its whole distribution."""
+    """Sample `group` answers to each request from a model in a folder, without truncating its distribution."""
     config, params, tokenizer = llama_jax.load(model, "float32", adapter=adapter)
     prompts = [tokenizer.encode(line["prompt"]) for line in lines for _ in range(group)]
     found: list[Answer] = []
@@ -196,7 +196,7 @@ def answers(
 
 
 def rates(lines: Sequence[dict[str, Any]], given: Sequence[Sequence[Answer]]) -> dict[str, float]:
-    """How well requests were answered: the shares of the words, of answers with all of them, that ended, and of both."""
+    """Shares of requested words, of answers with all words, of answers that ended, and of answers with both."""
     each = [(answer, line["words"]) for line, some in zip(lines, given, strict=True) for answer in some]
     shares = included([answer.text for answer, _ in each], [words for _, words in each])
     complete = [share == 1 for share in shares]
@@ -212,9 +212,9 @@ def rates(lines: Sequence[dict[str, Any]], given: Sequence[Sequence[Answer]]) ->
 
 
 def pairs(lines: Sequence[dict[str, Any]], given: Sequence[Sequence[Answer]], least: float = 1.0) -> list[dict[str, str]]:
-    """Answers that have `least` of the words of their request, by default all, two and two of different requests: each is
-    preferred after its own request and rejected after the other's, of which it has no word. So every answer is on both sides
-    equally often, and only what it has to do with the request can be learnt.
+    """Pair answers to different requests that have at least `least` of their words (all by default). Each answer is chosen
+    after its own request and rejected after the other request, none of whose words it contains. Every answer is thus on both
+    sides equally often, so that only its relation to the request can be learned.
     """
     having = [
         (line, answer.text)
@@ -231,13 +231,13 @@ def pairs(lines: Sequence[dict[str, Any]], given: Sequence[Sequence[Answer]], le
 
 
 def told(completions: Sequence[str], words: Sequence[Sequence[str]], **columns: Any) -> list[float]:
-    """The reward: the share of the words that are in the story, and 0 for one whose last sentence is not whole."""
+    """The reward: the share of the words that are in the story; 0 if its last sentence is incomplete."""
     shares = included(completions, words)
     return [share if whole(text) else 0.0 for share, text in zip(shares, completions, strict=True)]
 
 
 def shuffled(completions: Sequence[str], words: Sequence[Sequence[str]], **columns: Any) -> list[float]:
-    """The same rewards, each for another answer: a control. By chance that is the same whenever the answers are."""
+    """The same rewards assigned to other answers, as a control; the order depends only on the answers."""
     rewards = told(completions, words)
     random.Random("\n".join(completions)).shuffle(rewards)
     return rewards
@@ -249,12 +249,12 @@ def whole(text: str) -> bool:
 
 
 def decaying(name: Literal["adamw", "muon"], rate: float, steps: int) -> OptimizerSettings:
-    """A learning rate that rises over a twentieth of the steps, and falls to 0."""
+    """An optimizer whose learning rate warms up over a twentieth of the steps and decays to 0."""
     return OptimizerSettings(name, rate, warmup_steps=steps // 20, final_share=0.0, weight_decay=0.0)
 
 
 def short(recipe: Recipe, steps: int, evaluations: int, seed: int) -> Recipe:
-    """A recipe that is over in minutes: two rows a step, a single checkpoint at the end."""
+    """A recipe that takes minutes: two rows per step, and one checkpoint at the end."""
     return replace(
         recipe,
         steps=steps,
@@ -270,21 +270,21 @@ def short(recipe: Recipe, steps: int, evaluations: int, seed: int) -> Recipe:
 
 
 def sft(size: Size, seed: int) -> Recipe:
-    """All parameters: the model has to learn something new, and is small."""
+    """Train all parameters: the model has to learn something new, and is small."""
     recipe = replace(recipes.sft(), optimizer=decaying("muon", 4e-3, size.sft_steps))
     return short(recipe, size.sft_steps, 4, seed)
 
 
 def dpo(size: Size, seed: int) -> Recipe:
-    """All parameters. At a beta of 0.1 a pair counts as learnt at a margin of tens of nats, of which most is noise."""
+    """Train all parameters. With a beta of 0.1 a pair counts as learned at a margin of tens of nats, mostly noise."""
     recipe = replace(recipes.dpo(), optimizer=decaying("muon", 5e-4, size.dpo_steps))
     return short(replace(recipe, preference=PreferenceOptions(beta=0.5)), size.dpo_steps, 6, seed)
 
 
 def grpo(size: Size, seed: int, reward: str) -> Recipe:
-    """Adapters, by one of the two functions above. Most of a gradient is noise, which moves the model too: what noise does
-    grows with the squares of the learning rates, and what is learnt with their sum. At 2e-3 the control lost a third of its
-    reward in 150 steps, and where all parameters learnt a fifth of it in 50 steps at 2e-4.
+    """Train adapters with one of the two rewards above. Most of a gradient is noise. Its effect grows with the squares of
+    the learning rates, learning with their sum. At 2e-3 the control lost a third of its reward in 150 steps; with all
+    parameters trained it lost a fifth in 50 steps at 2e-4.
     """
     return replace(
         recipes.grpo(),
@@ -306,7 +306,7 @@ def grpo(size: Size, seed: int, reward: str) -> Recipe:
 
 
 def curves(folder: Path, kind: str, *names: str) -> dict[str, list[float]]:
-    """What a run wrote down of its training or validation: steps, and these numbers at each."""
+    """Read the training or validation metrics of a run: steps, and these numbers at each step."""
     rows = [row for row in read_lines(folder / "metrics.jsonl") if row["kind"] == kind]
     return {name: [row[name] for row in rows] for name in ("step", *names)}
 
@@ -337,7 +337,7 @@ def run_seed(size: Size, seed: int, folder: Path) -> dict[str, Any]:
 
     def data() -> dict[str, Any]:
         lines = requests(stories(size.stories + size.held, seed), size.draws, seed)
-        # Not a story of the held-out requests is trained on, nor one of their lists of words.
+        # Training uses no story of the held-out requests and none of their lists of words.
         last = set(list(dict.fromkeys(line["completion"] for line in lines))[-size.held :])
         held = list({line["completion"]: line for line in lines if line["completion"] in last}.values())
         known = {line["prompt"] for line in held}
@@ -409,7 +409,7 @@ def as_table(report: dict[str, Any]) -> str:
 
 
 def in_training(found: dict[str, Any]) -> tuple[float, float]:
-    """The mean reward of the first and of the last ten steps of a run by rewards."""
+    """The mean rewards of the first and of the last ten steps of a GRPO run."""
     reward = found["curve"]["reward"]
     return mean(reward[:10]), mean(reward[-10:])
 
@@ -453,7 +453,7 @@ def draw(report: dict[str, Any]) -> Figure:
         for name, color in (("grpo", COLORS[2]), ("shuffled", "#888888")):
             step, reward = run[name]["curve"]["step"], np.array(run[name]["curve"]["reward"])
             right.plot(step, smooth(reward, 5), lw=1.2, color=color, label=None if number else f"{name}, in training")
-            ends = [run["sft"]["reward"], run[name]["reward"]]  # of the same requests, all that were held out
+            ends = [run["sft"]["reward"], run[name]["reward"]]  # of all held-out requests
             label = None if number else f"{name}, held out"
             right.plot([0, step[-1]], ends, "o", ms=6, mfc="white", color=color, label=label)
     middle.axhline(0.5, color="black", lw=0.6, ls="--")

@@ -1,10 +1,9 @@
-"""Every command of docs/first_hour.md, one after the other: what each prints, and how long it takes.
+"""Run every command of docs/first_hour.md in order; print its output and how long it takes.
 
 python experiments/first_hour.py --model SmolLM2-135M-Instruct.Q4_1.gguf [--workdir first_hour]
 
-A block runs in a process of its own, in a folder with nothing but the page's data. `llama-jax serve` runs until the section
-ends. Blocks with a comment <!-- not run: ... --> are skipped. With other load on the machine, compare
-processor time, not seconds.
+Each block runs in a separate process, in a folder with only the page's data. `llama-jax serve` runs until the section ends.
+Blocks with a comment <!-- not run: ... --> are skipped. If the machine has other load, compare CPU time, not seconds.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ import tyro
 from measuring import ROOT, machine, settings, versions, write_report
 
 PAGE = ROOT / "docs" / "first_hour.md"
-PORT = "8000"  # of the page
-TYPED = "What is the capital of Japan?\n"  # into a command that reads the terminal
+PORT = "8000"  # used by the page
+TYPED = "What is the capital of Japan?\n"  # input of commands that read the terminal
 
 
 class Block(NamedTuple):
@@ -38,18 +37,18 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Done:
-    """A block that ran: what it printed (stdout and stderr together), and how long it took."""
+    """A block that ran: its output (stdout and stderr together), and how long it took."""
 
     section: str
     code: str
     output: str
     seconds: float
     processor_seconds: float | None
-    """Seconds of all threads together; None for a server, which keeps running."""
+    """CPU seconds of all threads; None for a server, which keeps running."""
 
 
 def blocks(page: str) -> list[Block]:
-    """The blocks of code of a page that are to be run."""
+    """The code blocks of a page to run."""
     found, section = [], ""
     pattern = r"^## ([^\n]+)$|^(<!-- not run: [^\n]+ -->\n)?```(\w+)\n(.*?)^```$"
     for match in re.finditer(pattern, page, re.MULTILINE | re.DOTALL):
@@ -61,7 +60,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def run(wanted: list[Block], model: Path, workdir: Path, port: int = 8000) -> Iterator[Done]:
-    """Run blocks in a new folder; what each did, as soon as it ends.
+    """Run blocks in a new folder; yield the result of each as soon as it ends.
 
     Raises:
       subprocess.CalledProcessError: a block failed; its `output` says why.
@@ -93,7 +92,7 @@ def run(wanted: list[Block], model: Path, workdir: Path, port: int = 8000) -> It
 
 @contextmanager
 def _serving(command: list[str], options: dict) -> Iterator[str]:
-    """A server that is ready, and what it has said until then."""
+    """Start a server; when it is ready, yield its output so far."""
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
             said = ""
@@ -134,7 +133,7 @@ class Arguments:
         for done in run(blocks(PAGE.read_text("utf-8")), self.model, self.workdir):
             print(f"== {done.section}\n{done.code}{done.output}-- {done.seconds:.1f} s", end="")
             print(
-                "\n" if done.processor_seconds is None else f", {done.processor_seconds:.1f} s of the processor\n",
+                "\n" if done.processor_seconds is None else f", {done.processor_seconds:.1f} s CPU time\n",
                 flush=True,
             )
             report["blocks"].append(asdict(done))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "gallery"
-# A notebook, and what the code that draws the picture contains.
+# For each picture: the notebook, and a part of the code that draws it.
 PICTURES = {
     "heads": ("01_forward_pass", "fig.suptitle(f"),
     "causality": ("01_forward_pass", "Influence of s on t"),
@@ -53,7 +53,7 @@ def picture(notebook: str, code: str) -> bytes:
     """The PNG that a cell of a notebook drew.
 
     Raises:
-      ValueError: not one cell contains the code, or it drew no picture.
+      ValueError: the code matches no cell or several, or the cell drew no picture.
     """
     cells = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text("utf-8"))["cells"]
     found = [
@@ -64,7 +64,7 @@ def picture(notebook: str, code: str) -> bytes:
         if "image/png" in output.get("data", {})
     ]
     if len(found) != 1:
-        raise ValueError(f"{len(found)} pictures of {notebook} are drawn by {code!r}; name the code of one")
+        raise ValueError(f"{len(found)} pictures of {notebook} are drawn by {code!r}; choose code that matches one")
     return base64.b64decode("".join(found[0]))
 
 

@@ -4,32 +4,31 @@
     python experiments/gpu_report.py --sections yardsticks decode
 
 Sections, in order of importance, because the time limit cuts from the end:
-  training          the library's train step in bfloat16 with AdamW, by remat policy and batch; one process per shape, and
-                    first, since it needs nearly all of the device's memory
+  training          the library's train step in bfloat16 with AdamW, by remat policy and batch; one process per shape; runs
+                    first, because it needs nearly all of the device's memory
   yardsticks        what the device itself can do: copy and read bandwidth, bfloat16 matrix rate
-  correctness       a small model against the CPU in float32 and bfloat16; generation against repeated `logits`
+  correctness       a small model compared with the CPU in float32 and bfloat16; generation compared with `logits`
   decode            greedy tokens/s of the library's compiled decode loop, random bfloat16 weights made on the device
   prefill           tokens/s of the library's compiled prefill
   programs          the single-device programs of compile_report: the compiler's plan, with and without the device, and
                     measurements next to it
-  attention         every backend of the device, forward and backward, from short to long; the shortest against the
+  attention         every backend of the device, forward and backward, from short to long; the shortest is compared with the
                     reference in float32
   transformers      its decode with a static cache, compiled to CUDA graphs on a GPU; one process per shape
   compiler_options  decode compiled with XLA options that may matter on a GPU
-  families          logits, greedy tokens and a training step of a small model of every family against float64 on the CPU:
-                    the rows of `docs/support.md`, in some minutes; alone into a file of their own
+  families          logits, greedy tokens and a training step of a small model of every family, compared with float64 on the
+                    CPU: the rows of `docs/support.md`. It takes some minutes; run it by itself, into a separate file
                     (--sections families --device-json gpu_report_families_NAME.json)
 
-With other sections, training has at most TRAINING_SHARE of the time, divided among its shapes: each measures as many of its
-candidates as that allows, those with the least memory first. With only `--sections training` it has all of it. Attention has
+With other sections, training has at most TRAINING_SHARE of the time, divided among its shapes. Each shape measures as many
+candidates as fit, those with the least memory first. With only `--sections training` it has all of the time. Attention has
 ATTENTION_SHARE in the same way, the shortest first. Otherwise sections are cut in the order families, compiler_options,
 transformers, attention, programs, prefill, decode.
 
-A section is a file of `gpu_parts`, with a function that takes the `Run` and yields rows, plain dicts, one by one; new ones
-are added to SECTIONS. Without an accelerator the same code runs small shapes, so that it is always tested; they fit into the
-CPU's caches, so their shares are meaningless.
-The JSON is rewritten after every row: a killed run leaves what it had. The exit code is 1 if anything failed, and 0 if
-measurements were only skipped.
+A section is a file of `gpu_parts`, with a function that takes the `Run` and yields rows as plain dicts; add new sections to
+SECTIONS. Without an accelerator the same code runs small shapes, so that it is always tested; they fit into the CPU's
+caches, so that their shares are meaningless. The JSON is rewritten after every row, so that a killed run keeps its results.
+The exit code is 1 if anything failed, and 0 if measurements were only skipped.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# Read when JAX's backend starts: it would otherwise take most of the GPU's memory, and torch, in its own process, would
-# find none left.
+# Read when JAX's backend starts. Otherwise JAX would reserve most of the GPU's memory and leave too little for torch in its
+# own process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -107,16 +106,16 @@ class Arguments:
     """Check and measure llama_jax on the default device."""
 
     sections: tuple[str, ...] = ()
-    """Sections to run; all by default. The file then contains only these."""
+    """Sections to run; all by default. The file contains only these."""
     time_limit: float = 460.0
-    """Seconds; a measurement that might not end in time is not started."""
+    """Time limit in seconds; a measurement that might not end in time is not started."""
     output_folder: Path = Path("experiments/results")
     device_json: str = ""
     """File name in the output folder; by default gpu_report_<device kind>.json."""
 
 
 def main(arguments: Arguments) -> int:
-    """Run the sections, write the JSON, print the tables; the exit code."""
+    """Run the sections, write the JSON, print the tables; return the exit code."""
     unknown = [name for name in arguments.sections if name not in SECTIONS]
     if unknown:
         print(f"unknown section {unknown[0]!r}; the sections are {', '.join(SECTIONS)}", file=sys.stderr)
@@ -158,7 +157,7 @@ def main(arguments: Arguments) -> int:
 
 
 def goals(run: Run) -> Row:
-    """Goals for decoding and training, and the measured results, if any."""
+    """Print and return the goals for decoding and training, with the measured results, if any."""
     found: Row = {}
     share = run.found("decode", "share_of_copy", shape=GOAL_SHAPE, batch=1)
     if share is not None:
@@ -190,7 +189,7 @@ def describe_device(device: jax.Device) -> Row:
 
 
 def command_line() -> Arguments:
-    """The arguments given; a borrowed GPU machine without tyro still makes the whole report."""
+    """Parse the arguments; without tyro, the whole report can still be made."""
     try:
         import tyro
     except ImportError:

@@ -1,13 +1,13 @@
-"""The cost of an int8 cache if a few key channels are outliers, as in Qwen2.5: divergence from a float cache.
+"""The cost of an int8 cache if a few key channels are outliers, as in Qwen2.5: KL divergence from a float cache.
 
     python experiments/int8_cache.py --model SmolLM2-135M-Instruct.Q4_1.gguf     six minutes on two cores
 
-Qwen2.5-Coder-0.5B has keys of up to 216 in layers whose mean is 6, most of it from the bias. SmolLM2 has no such keys and is
-given them (`with_outliers`): in each head two or four channels of the last eight pairs, which RoPE rotates least, receive a
-bias of 108 to 216 ("bias"), or the weights of their keys are made larger and those of their queries smaller, so that the
-model computes the same ("weights"); all keys of a head are also scaled to a mean size of 6. WikiText's test split is read in
-chunks of 128 tokens. "rounded" stores keys unchanged, with a scale for each head and position; "smoothed" is the library's
-method. Writes ``experiments/results/int8_cache.json`` and the table in ``.md``.
+Qwen2.5-Coder-0.5B has keys of up to 216 in layers with a mean of 6, mostly because of the bias. SmolLM2 has no such keys, so
+`with_outliers` adds them to two or four channels of the last eight pairs of each head, which RoPE rotates least: a bias of
+108 to 216 ("bias"), or larger weights of their keys and smaller weights of their queries, so that the model computes the
+same ("weights"). All keys of a head are also scaled to a mean size of 6. WikiText's test split is prefilled in chunks of 128
+tokens. "rounded" stores keys unchanged, with a scale for each head and position; "smoothed" is the library's method. Writes
+``experiments/results/int8_cache.json`` and the table in ``.md``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Arguments:
     model: Path
     """A model of the Llama family without biases."""
     tokens: int = 1024
-    """Tokens to read, in one row."""
+    """Tokens of the text, in one row."""
     output: Path = ROOT / "experiments" / "results" / "int8_cache.json"
     """The report; the table is next to it."""
 
@@ -54,10 +54,10 @@ def with_outliers(
     largest: float = 216.0,
     mean: float = 6.0,
 ) -> tuple[LlamaConfig, Llama]:
-    """The model with keys of which a few channels stand out.
+    """The model with outliers in a few channels of its keys.
 
     Args:
-      ids: a text, on which the keys are measured.
+      ids: tokens of a text on which the keys are measured.
       kind: "bias" or "weights".
     """
     import jax.numpy as jnp
@@ -86,7 +86,7 @@ def with_outliers(
 
 
 def divergences(config: LlamaConfig, params: Llama, ids: np.ndarray, *, smoothed: bool = True) -> np.ndarray:
-    """KL divergence in nats of each token, of the model with an int8 cache from that with a float32 one."""
+    """KL divergence of the model with an int8 cache from the model with a float32 cache, nats for each token."""
     import jax
     import jax.numpy as jnp
 

@@ -1,11 +1,11 @@
-"""Write PEFT's results with adapters on a small random model, for tests to compare with if it is not installed.
+"""Write PEFT's results with adapters on a small random model, for tests to compare with if PEFT is not installed.
 
     pip install -e ".[parity]"
     python experiments/make_adapter_goldens.py
 
-Weights and adapters are drawn from NumPy's generator and are not stored, only results in float64: logits, every gradient of
-a loss, and the losses and the adapters of twenty steps of AdamW. Transformers never computes normalization and rotary
-embeddings in float64, so here normalization is replaced by its definition, and all tokens are at position 0, where rotary
+Weights and adapters are drawn from NumPy's generator and are not stored. Stored are results in float64: logits, gradients of
+a loss, and the losses and adapters of twenty steps of AdamW. Transformers never computes normalization and rotary
+embeddings in float64. Normalization is therefore replaced by its definition, and all tokens are at position 0, where rotary
 embeddings are the identity.
 """
 
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[str, Lora]] = {
 }
 STEPS, RATE, DECAY = 20, 5e-3, 0.1
 BETAS, EPS = (0.9, 0.95), 1e-8
-MODULES = {  # of a layer: outputs and inputs
+MODULES = {  # outputs and inputs of the modules of a layer
     "self_attn.q_proj": lambda c: (c.n_heads * c.head_dim, c.dim),
     "self_attn.k_proj": lambda c: (c.n_kv_heads * c.head_dim, c.dim),
     "self_attn.v_proj": lambda c: (c.n_kv_heads * c.head_dim, c.dim),
@@ -42,7 +42,7 @@ MODULES = {  # of a layer: outputs and inputs
 
 
 def adapter_tensors(config: LlamaConfig, lora: Lora, seed: int = 3) -> dict[str, np.ndarray]:
-    """Adapters by PEFT's names, float32, both parts far from zero."""
+    """Adapters by PEFT's names, float32; both matrices are far from zero."""
     rng, found = np.random.default_rng(seed), {}
     for layer in range(config.n_layers):
         for module, shape_of in MODULES.items():
@@ -58,12 +58,12 @@ def adapter_tensors(config: LlamaConfig, lora: Lora, seed: int = 3) -> dict[str,
 
 
 def batch_of(config: LlamaConfig, step: int) -> np.ndarray:
-    """Rows of the batch of a step, int32[3, 13]: the last 12 of each are predicted."""
+    """The batch of a step, int32[3, 13]: the last 12 tokens of each row are predicted."""
     return np.random.default_rng(100 + step).integers(0, config.vocab_size, (3, 13), dtype=np.int32)
 
 
 def write_adapter(folder: Path, config: LlamaConfig, lora: Lora) -> None:
-    """The adapter as PEFT would have written it."""
+    """Write the adapter as PEFT would."""
     settings = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets, "use_rslora": lora.rslora}
     settings["use_dora"] = lora.dora
     folder.mkdir(parents=True)
@@ -72,7 +72,7 @@ def write_adapter(folder: Path, config: LlamaConfig, lora: Lora) -> None:
 
 
 def peft_model(config: LlamaConfig, lora: Lora, tensors: dict[str, np.ndarray], *, wide: bool = True) -> Any:
-    """The base and its adapter in PEFT, in training mode; in float64 where `wide`, as the module says."""
+    """The base model and its adapter in PEFT, in training mode; with `wide` in float64, see the module."""
     import peft
     import torch
 
@@ -116,7 +116,7 @@ def peft_logits(model: Any, ids: np.ndarray, *, wide: bool = True) -> Any:
 
 
 def peft_loss(model: Any, ids: np.ndarray, *, wide: bool = True) -> Any:
-    """Mean over all predicted tokens, in nats."""
+    """Mean loss over all predicted tokens, in nats."""
     import torch
 
     logits = peft_logits(model, ids[:, :-1], wide=wide)
@@ -131,7 +131,7 @@ def parameters_of(model: Any) -> dict[str, Any]:
 
 
 def results(config: LlamaConfig, lora: Lora, *, wide: bool = True) -> dict[str, np.ndarray]:
-    """Logits, gradients, and twenty steps."""
+    """Logits, gradients, and the results of twenty steps."""
     import torch
 
     model = peft_model(config, lora, adapter_tensors(config, lora), wide=wide)

@@ -1,11 +1,11 @@
-"""Write one small model in every format with that format's own writer, for the tests to read.
+"""Write a small model in every format, with that format's own writer, for the tests.
 
     pip install -e ".[parity]"
     python experiments/make_format_goldens.py
 
 torch writes Meta's ``.pth`` in 1, 2, 4 and 8 ranks, ``pytorch_model.bin``, single and sharded, and llama2.c's ``ckpt.pt``;
-llama.cpp's quantizer writes a Q4_K_M. Those go to ``tests/goldens/formats``; formats of NumPy and the gguf package (llama2.c
-versions 0 to 2, GGUF) are written by the tests with the functions below.
+llama.cpp's quantizer writes a Q4_K_M. These files go to ``tests/goldens/formats``. Formats that need only NumPy or the gguf
+package (llama2.c versions 0 to 2, GGUF) are written by the tests with the functions below.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llama_jax import LlamaConfig, rotary_frequencies
 from llama_jax.formats.huggingface import NAMES, config_to_dict
 
 FORMATS = GOLDENS / "formats"
-# Eight key/value heads and sizes that eight divides: as many ranks as Meta's largest releases have.
+# Eight key/value heads and sizes divisible by eight: Meta's largest releases have eight ranks.
 SMALL = LlamaConfig(
     vocab_size=40,
     dim=16,
@@ -29,12 +29,12 @@ SMALL = LlamaConfig(
     n_heads=8,
     n_kv_heads=8,
     hidden_dim=32,
-    max_seq_len=4096,  # what a reader assumes of Meta's files with these settings
+    max_seq_len=4096,  # a reader assumes this for Meta's files with these settings
     norm_eps=1e-5,
     rope_theta=10_000.0,
     tie_embeddings=False,
 )
-# Blocks of 256 numbers, as the K quantizations have.
+# Blocks of 256 numbers, as in K-quants.
 WIDE = LlamaConfig(
     vocab_size=64,
     dim=256,
@@ -78,7 +78,7 @@ GGUF = {
 
 
 def renamed(config: LlamaConfig, tensors: dict[str, np.ndarray], names: dict[str, str]) -> dict[str, np.ndarray]:
-    """The tensors under another format's names, q and k in the interleaved layout: row 2i of a head is row i of its half."""
+    """The tensors by another format's names, q and k in the interleaved layout: row 2i of a head is row i of its half."""
     found = {}
     for part, name in ((part, name) for part, name in NAMES.items() if part in names):
         for i in range(config.n_layers if "{}" in name else 1):
@@ -94,7 +94,7 @@ def renamed(config: LlamaConfig, tensors: dict[str, np.ndarray], names: dict[str
 def write_meta(
     folder: Path, config: LlamaConfig, tensors: dict[str, np.ndarray], ranks: int, *, by_vocabulary=False, buffers=True
 ) -> None:
-    """Meta's layout: fairscale's column-parallel weights split by rows, row-parallel ones by columns, norms whole."""
+    """Write Meta's layout: fairscale's column-parallel weights split by rows, row-parallel ones by columns, norms whole."""
     import torch
 
     folder.mkdir(parents=True)
@@ -115,7 +115,7 @@ def write_meta(
 
 
 def write_pytorch_bin(folder: Path, config: LlamaConfig, tensors: dict[str, np.ndarray], files: int = 1) -> None:
-    """A folder as transformers saved it before safetensors, with the buffers of that time."""
+    """Write a folder as transformers did before safetensors, with the buffers of that time."""
     import torch
 
     folder.mkdir(parents=True)
@@ -133,7 +133,7 @@ def write_pytorch_bin(folder: Path, config: LlamaConfig, tensors: dict[str, np.n
 
 
 def write_training(path: Path, config: LlamaConfig, tensors: dict[str, np.ndarray]) -> None:
-    """llama2.c's ckpt.pt: a compiled model's state, an optimizer's, and settings of plain Python values."""
+    """Write llama2.c's ckpt.pt: the state of a compiled model and of an optimizer, and settings as plain Python values."""
     import torch
 
     state = {f"_orig_mod.{name}": torch.from_numpy(a) for name, a in renamed(config, tensors, META).items()}
@@ -151,7 +151,7 @@ def write_training(path: Path, config: LlamaConfig, tensors: dict[str, np.ndarra
 
 
 def write_gguf(path: Path, config: LlamaConfig, tensors: dict[str, np.ndarray], kind: str = "F32", **more) -> None:
-    """With the gguf package, as llama.cpp's conversion does."""
+    """Write with the gguf package, as llama.cpp's conversion does."""
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 
     writer = GGUFWriter(path, "llama")
@@ -177,7 +177,7 @@ def write_gguf(path: Path, config: LlamaConfig, tensors: dict[str, np.ndarray], 
 
 
 def write_llama2c(path: Path, config: LlamaConfig, tensors: dict[str, np.ndarray], version: int, group: int = 64) -> None:
-    """llama2.c's export.py: legacy (0), float32 with a header (1), int8 in groups (2)."""
+    """Write as llama2.c's export.py does: legacy (0), float32 with a header (1), int8 in groups (2)."""
     state = renamed(config, tensors, META)
     c, layers = config, range(config.n_layers)
 
@@ -236,7 +236,7 @@ def main() -> None:
 
 
 def quantize_with_llama_cpp(path: Path) -> None:
-    """WIDE in Q4_K_M by llama.cpp itself, and its logits of the tokens 0 to 15 beside it."""
+    """Write WIDE in Q4_K_M with llama.cpp, and llama.cpp's logits of the tokens 0 to 15 next to it."""
     import llama_cpp
 
     plain = path.with_suffix(".f32")

@@ -3,7 +3,7 @@
     pip install -e ".[parity]"
     python experiments/make_goldens.py
 
-The weights are drawn from NumPy's generator and are not stored, only the results, so the files stay small.
+The weights are drawn from NumPy's generator. Only the results are stored, so that the files stay small.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KINDS = {
     ),
 }
 
-# Every kind of rope scaling that transformers has, and what a kind can say differently; contexts shorter than the tokens.
+# Every kind of RoPE scaling in transformers, with its variants; contexts are shorter than the tokens.
 _LONG = {"original_max_seq_len": 16, "rope_theta": 500.0, "head_dim": 16}
 
 
@@ -80,8 +80,8 @@ ROPES = {
         "longrope", 4.0, short_factor=[1.0] * 8, long_factor=[2.0] * 7 + [5.0], attention_factor=1.25, **_LONG
     ),
 }
-ROPE_LENGTHS = (1, 16, 17, 40, 100)  # of which each has its frequencies, where they depend on it
-ROPE_MODELS = ("dynamic", "yarn", "longrope")  # whose logits are kept, too
+ROPE_LENGTHS = (1, 16, 17, 40, 100)  # sequence lengths for which frequencies are stored
+ROPE_MODELS = ("dynamic", "yarn", "longrope")  # logits are stored, too
 
 
 def transformers_frequencies(config: LlamaConfig, length: int) -> tuple[np.ndarray, float]:
@@ -156,7 +156,7 @@ SETTINGS = np.array(
 
 
 def sampling_case(rng: np.random.Generator, rows: int, vocab: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Logits float32[rows, vocab] and the ids int64[rows, 12] that each row has already."""
+    """Logits float32[rows, vocab] and the previous ids int64[rows, 12] of each row."""
     return (3 * rng.standard_normal((rows, vocab))).astype(np.float32), rng.integers(0, vocab, (rows, 12))
 
 

@@ -1,4 +1,4 @@
-"""Matrices packed by AutoGPTQ and AutoAWQ themselves, and their decoded values from these packages, for the tests.
+"""Write matrices packed and decoded by AutoGPTQ and AutoAWQ, for the tests.
 
     pip install torch transformers
     pip download --no-deps auto-gptq==0.7.1 && unzip auto_gptq-*.whl -d gptq
@@ -6,7 +6,7 @@
     python experiments/make_gptq_awq_goldens.py --gptq gptq --awq autoawq-0.2.9
 
 Their layers are plain torch; the rest of the packages, which needs a GPU, is not run. Each layer is decoded by a matmul with
-the identity, on a CPU, in its own float16: writes ``tests/goldens/gptq_awq.npz``.
+the identity, on a CPU, in its float16. Writes ``tests/goldens/gptq_awq.npz``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Arguments:
 
 
 def module(path: Path) -> Any:
-    """A file of a package without the package."""
+    """Import a file of a package without the package."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -45,7 +45,7 @@ def module(path: Path) -> Any:
 
 
 def linear(generator: torch.Generator, group: int, half: bool) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor]:
-    """A layer with scales and zeros [rows, groups]; a zero of 0 the first package packs wrongly (a negative number)."""
+    """A layer with scales and zeros [rows, groups]; no zero is 0, which AutoGPTQ packs wrongly (as a negative number)."""
     layer = torch.nn.Linear(COLUMNS, ROWS, bias=False)
     layer.weight.data = 0.02 * torch.randn(ROWS, COLUMNS, generator=generator)
     groups = layer.weight.data.reshape(ROWS, COLUMNS // group, group)
@@ -54,7 +54,7 @@ def linear(generator: torch.Generator, group: int, half: bool) -> tuple[torch.nn
     zeros = torch.round(-low / scales).clamp(1, 15)
     if half:
         scales = scales.half().float()
-    # What has no integer of 4 bits is put at the ends: the packers do not look.
+    # Clip to the range of 4 bits: the packers do not check it.
     q = (torch.round(groups / scales[..., None]) + zeros[..., None]).clamp(0, 15) - zeros[..., None]
     layer.weight.data = (q * scales[..., None]).reshape(ROWS, COLUMNS)
     return layer, scales, zeros

@@ -34,7 +34,7 @@ POLICIES = {
 
 
 def numbers() -> tuple[Pair, Pair, Pair, np.ndarray]:
-    """Sums of log-probabilities of a model and of a reference, lengths, and the ratios of mismatched answers; float64."""
+    """Summed log-probabilities of a model and a reference, lengths, and ratios of mismatched answers; float64."""
     rng = np.random.default_rng(0)
     lengths = Pair(*rng.integers(1, 20, (2, ROWS)).astype(float))
     policy = Pair(*(-np.abs(rng.normal(size=ROWS)) * count for count in lengths))
@@ -43,13 +43,13 @@ def numbers() -> tuple[Pair, Pair, Pair, np.ndarray]:
 
 
 def rollouts() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Log-probabilities [B, T] of tokens by a model, by the one that sampled them and by a reference, advantages [B], and
-    which tokens are of the answers."""
+    """Log-probabilities [B, T] of tokens under a model, the sampling model and a reference; advantages [B]; and the mask of
+    answer tokens."""
     rng = np.random.default_rng(1)
     logprobs = -np.abs(rng.normal(size=(ROWS, LENGTH)))
     sampled, reference = (logprobs + 0.3 * rng.normal(size=logprobs.shape) for _ in range(2))
     mask = np.arange(LENGTH) < rng.integers(1, LENGTH + 1, (ROWS, 1))
-    mask[[0, 1, 2, 3, 5]] |= np.arange(LENGTH) < 6  # tokens whose gradients a test looks at
+    mask[[0, 1, 2, 3, 5]] |= np.arange(LENGTH) < 6  # tokens whose gradients a test compares
     return logprobs, sampled, reference, rng.normal(size=ROWS), mask
 
 
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _of_preferences(name: str, options: PreferenceOptions) -> tuple[np.ndarray, np.ndarray]:
-    """The mean loss by the method of TRL's trainer, and its gradient in both sums of log-probabilities: [2, B]."""
+    """The mean loss of TRL's trainer, and its gradient with respect to both sums of log-probabilities, [2, B]."""
     from unittest.mock import patch
 
     import torch
@@ -92,7 +92,7 @@ def _of_preferences(name: str, options: PreferenceOptions) -> tuple[np.ndarray, 
         trainer.loss_type = "sigmoid" if name == "smoothed" else "simpo"
         loss = CPOTrainer.cpo_loss(trainer, *given)[0].mean()
     elif name == "orpo":
-        with patch.object(torch.Tensor, "float", lambda tensor: tensor):  # it would go on in float32
+        with patch.object(torch.Tensor, "float", lambda tensor: tensor):  # it would convert to float32
             loss = -ORPOTrainer.odds_ratio_loss(trainer, *(sums / torch.tensor(np.stack(lengths))))[0].mean()
     else:
         vars(trainer).update(loss_type="kto", calculate_KL=True, _compute_kl_logps=lambda *_: torch.tensor(mismatched))
@@ -105,7 +105,7 @@ def _of_preferences(name: str, options: PreferenceOptions) -> tuple[np.ndarray, 
 
 
 def _of_policy(options: PolicyOptions) -> tuple[np.ndarray, np.ndarray]:
-    """The loss by TRL's GRPOTrainer, and its gradient in the log-probabilities of the tokens: [B, T]."""
+    """The loss of TRL's GRPOTrainer, and its gradient with respect to the tokens' log-probabilities, [B, T]."""
     import torch
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -133,7 +133,7 @@ def _of_policy(options: PolicyOptions) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _trainer(**settings):
-    """The parts of a trainer that its loss uses, in evaluation mode."""
+    """A trainer with only the parts that its loss uses, in evaluation mode."""
     from collections import defaultdict
     from types import SimpleNamespace
 
@@ -152,7 +152,7 @@ def _trainer(**settings):
 
 
 def _told(sums, counts: np.ndarray):
-    """A model that gives each row's answer the sum, shared by as many tokens, and what it is asked with."""
+    """A model whose log-probabilities sum to the given value for each row, divided among its tokens, and its inputs."""
     from types import SimpleNamespace
 
     import torch

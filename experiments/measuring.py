@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def cpu_name() -> str:
-    """The processor's model, as Linux knows it."""
+    """The processor's model name according to Linux."""
     try:
         return next(x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x)
     except (OSError, StopIteration):
@@ -24,7 +24,7 @@ def cpu_name() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores and system, for a report on speed."""
+    """CPU, cores and operating system, for a report on speed."""
     return {"cpu": cpu_name(), "cores": os.cpu_count(), "platform": platform.platform()}
 
 
@@ -49,7 +49,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def settings(arguments: Any) -> dict[str, Any]:
-    """The arguments of an experiment, paths as text: from the repository's root, or else their last part alone."""
+    """The arguments of an experiment, with paths as text: relative to the repository's root, or only their last part."""
 
     def shown(value: Any) -> Any:
         if not isinstance(value, Path):
@@ -61,23 +61,23 @@ def settings(arguments: Any) -> dict[str, Any]:
 
 
 def write_report(path: Path, report: Any) -> None:
-    """Write JSON atomically, so that measurements survive whenever the process ends."""
+    """Write JSON atomically, so that measurements survive if the process is killed."""
     with write_atomically(path) as target:
         target.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
 def write_rows(path: Path, about: dict[str, Any], name: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Write a report of many rows atomically: the rows are under a name, one per line."""
+    """Write a report with many rows atomically; the rows are under `name`, one per line."""
     lines = ",\n  ".join(map(json.dumps, rows))
     with write_atomically(path) as target:
         target.write_text(f'{json.dumps(about)[:-1]}, "{name}": [\n  {lines}\n]}}\n', "utf-8")
 
 
 def text_of(path: Path) -> str:
-    """A text that lies beside the checkout of whoever measured; SystemExit that says so where it does not."""
+    """Read a text that is not part of the repository; exit with an explanation if it cannot be read."""
     try:
         return path.read_text("utf-8")
     except OSError as error:
         raise SystemExit(
-            f"--data: {path} cannot be read ({error.strerror}); it is no part of the repository, give your own"
+            f"--data: {path} cannot be read ({error.strerror}); it is not part of the repository, pass another file"
         ) from None

@@ -1,12 +1,12 @@
-"""Which mesh for 8, 70 and 405 billion parameters on 8, 64 and 512 devices, without the devices.
+"""Which mesh to use for 8, 70 and 405 billion parameters on 8, 64 and 512 devices, computed without the devices.
 
     python experiments/mesh_report.py [--models llama-3.1-8b] [--devices 8 64] [--hardware h200 tpu-v5p]
 
-Every training step is compiled for simulated devices as by `llama-jax estimate --hardware`: one row of 8,192 tokens per
-device, bfloat16 over float32 parameters, AdamW, layers recomputed in the backward pass. For each mesh it gives a device's
-memory, the bytes it sends and the minimum that the strategy needs, and for each hardware whether that fits and the minimum
-seconds of a step, with perfect overlap and with none, and the resulting share of the peak (MFU). These are bounds from
-datasheets, not predictions. Writes ``experiments/results/mesh_report.json`` and the same as a table in ``.md``.
+Every training step is compiled for simulated devices, as `llama-jax estimate --hardware` does: one row of 8,192 tokens per
+device, bfloat16 over float32 parameters, AdamW, full rematerialization. For each mesh the report has the memory per device,
+the bytes that a device sends, and the minimum that the strategy needs. For each hardware it has whether the step fits, its
+minimum seconds with perfect overlap and without overlap, and the resulting share of the peak (MFU). These are bounds from
+datasheets, not predictions. Writes ``experiments/results/mesh_report.json`` and a table in ``.md``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Arguments:
     devices: tuple[int, ...] = (8, 64, 512)
     hardware: tuple[str, ...] = ("h100", "h200", "tpu-v5p", "tpu-v6e")
     length: int = 8192
-    """Tokens of a row; each device has one row."""
+    """Tokens per row; each device has one row."""
     output: Path = RESULTS / "mesh_report.json"
 
 
@@ -88,7 +88,7 @@ def look(model: str, mesh_sizes: str, length: int, hardware: tuple[str, ...]) ->
 
 
 def as_table(rows: list[dict[str, Any]], hardware: tuple[str, ...]) -> str:
-    """A line for each mesh; for each hardware the share of its memory and the MFU at most, overlapped and apart."""
+    """A line for each mesh, with the maximum MFU on each hardware, with and without overlap, or the share of its memory."""
     heads = ["model", "mesh", "GB per device", "GB sent", "least", *hardware, "compiled in"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in rows:

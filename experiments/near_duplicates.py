@@ -1,14 +1,14 @@
-"""Remove documents that are nearly the same as an earlier one, by MinHash (Broder 1997) and bands of it (Leskovec et al.,
-Mining of Massive Datasets, chapter 3). A recipe on top of the library, to be run before ``llama-jax data build``.
+"""Remove documents that are nearly the same as an earlier one, by MinHash (Broder 1997) with banding (Leskovec et al.,
+Mining of Massive Datasets, chapter 3). Run it before ``llama-jax data build``.
 
     pip install -e ".[data]" "rensa>=0.5"
     python experiments/near_duplicates.py TEXTS --out kept.jsonl --similarity 0.8
     llama-jax data build kept.jsonl --out corpus --tokenizer tokenizer.json
 
-The similarity of two texts is the Jaccard similarity of their shingles: among all runs of 24 bytes in either, the share of
-those in both. Case and the amount of white space do not count. A signature of 128 minima estimates it, with a standard error
-of at most 0.044. Every removed document is listed in ``kept.tsv``, with the similar document and the estimate. Documents
-with the same text are also removed. Other versions of rensa may compute other signatures.
+The similarity of two texts is the Jaccard similarity of their shingles: of all runs of 24 bytes in either text, the share
+that is in both. Case and the amount of white space are ignored. A signature of 128 minima estimates the similarity with a
+standard error of at most 0.044. Every removed document is listed in ``kept.tsv``, with the similar document and the
+estimate. Documents with the same text are also removed. Other versions of rensa may compute other signatures.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from llama_jax.errors import UserError
 SHINGLE = 24  # bytes: about five words of English, eight characters of Chinese
 MINIMA = 128  # in a signature
 SEED = 1
-CERTAIN = 0.99  # the probability that a pair of exactly the least similarity is compared at all
-BLOCK = 1 << 16  # bytes of text that are hashed at once: their numbers stay in a processor's cache
-UNIT = 32 << 20  # bytes of a file that a process signs at a time
+CERTAIN = 0.99  # probability that a pair with exactly the minimum similarity is compared
+BLOCK = 1 << 16  # bytes of text hashed at once, so that the hashes stay in the CPU's cache
+UNIT = 32 << 20  # bytes of a file per task of a process
 FACTOR = 0x9E3779B97F4A7C15
 
 
@@ -46,17 +46,17 @@ class Arguments:
     files: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...")]]
     """Text, JSONL, Parquet or Arrow, or folders of them."""
     out: Path
-    """A .jsonl of the documents that are kept; the list of the others is next to it."""
+    """Output .jsonl of the documents that are kept; the list of the removed ones is next to it."""
     similarity: float = 0.8
     """Minimum estimated similarity at which a document is removed."""
     processes: int = cpu_count()
     """Processes that compute signatures."""
     reading: DocumentFormat = DocumentFormat()
-    """Where documents end."""
+    """How documents are read."""
 
 
 class Near(NamedTuple):
-    """Indices of a document and of a similar earlier one, and their estimated similarity."""
+    """Indices of a document and of a similar, earlier one, and their estimated similarity."""
 
     document: int
     other: int
@@ -64,7 +64,7 @@ class Near(NamedTuple):
 
 
 def signatures(texts: Sequence[str]) -> np.ndarray:
-    """uint32[N, MINIMA] of texts."""
+    """The signatures of texts, uint32[N, MINIMA]."""
     hashes, counts, some, size = [], [], list[bytes](), 0
     for number, text in enumerate(texts, 1):
         some.append(" ".join(text.lower().split()).encode(errors="surrogatepass").ljust(SHINGLE, b"\0"))
@@ -81,9 +81,9 @@ def signatures(texts: Sequence[str]) -> np.ndarray:
 
 
 def shingles(contents: Sequence[bytes]) -> np.ndarray:
-    """uint64: a hash of every run of SHINGLE bytes in each content, none of which is shorter."""
+    """Hashes uint64 of every run of SHINGLE bytes in each content; no content may be shorter."""
     hashes = np.frombuffer(b"".join(contents), np.uint8) + np.uint64(1)
-    for width in (1, 2, 4):  # of runs of 2, 4 and 8 bytes: polynomials, modulo 2**64
+    for width in (1, 2, 4):  # polynomials of runs of 2, 4 and 8 bytes, modulo 2**64
         hashes = hashes[:-width] * power(width) + hashes[width:]
     hashes = (hashes[:-16] * power(8) + hashes[8:-8]) * power(8) + hashes[16:]
     hashes ^= hashes >> np.uint64(32)
@@ -101,9 +101,9 @@ def power(exponent: int) -> np.uint64:
 
 
 def bands(similarity: float) -> tuple[int, int]:
-    """The number of bands of a signature and the minima in each: pairs that agree in a band are compared.
+    """The number of bands of a signature and of minima in each; pairs that agree in a band are compared.
 
-    The longest bands, and so the fewest pairs, with which a pair of this similarity is compared with probability CERTAIN.
+    Bands are as long as possible, for few pairs, if a pair of this similarity is compared with probability CERTAIN.
     """
     for rows in range(MINIMA, 1, -1):
         count = MINIMA // rows
@@ -113,11 +113,11 @@ def bands(similarity: float) -> tuple[int, int]:
 
 
 def find_near(signed: np.ndarray, similarity: float) -> list[Near]:
-    """The documents that are near an earlier one that is kept, in order; each with the first such one.
+    """The documents that are near an earlier, kept document, in order, each with the first such document.
 
     Args:
-      signed: uint32[N, MINIMA], signatures.
-      similarity: the least estimated similarity of near documents.
+      signed: signatures, uint32[N, MINIMA].
+      similarity: minimum estimated similarity of near documents.
     """
     count, rows = bands(similarity)
     groups: dict[int, list[int]] = defaultdict(list)
@@ -148,7 +148,7 @@ def sign(path: Path, reading: DocumentFormat, span: Span | None) -> np.ndarray:
 
 
 def main(arguments: Arguments) -> list[Near]:
-    """Write the documents that are kept and the list of the others, which is returned."""
+    """Write the documents that are kept, and write and return the list of the others."""
     files, reading = find_files(arguments.files), arguments.reading
     if arguments.out.suffix != ".jsonl" or not 0 < arguments.similarity <= 1:
         raise UserError(f"{arguments.out} must be a .jsonl, and similarity={arguments.similarity} above 0 and at most 1")
@@ -157,7 +157,7 @@ def main(arguments: Arguments) -> list[Near]:
         calls = [(sign, file, reading, span) for file, some in zip(files, spans, strict=True) for span in some]
         found = find_near(np.concatenate([np.zeros((0, MINIMA), np.uint32), *pool(calls, None)]), arguments.similarity)
     left_out = {one.document for one in found}
-    places: list[str] = []  # of each document: its file, and its number there from 1
+    places: list[str] = []  # file of each document, and its number in the file from 1
     texts = chain.from_iterable(((file, document.text) for document in read_documents(file, reading)) for file in files)
     numbers: dict[Path, int] = defaultdict(int)
     with arguments.out.open("w", encoding="utf-8") as kept:

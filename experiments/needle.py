@@ -3,12 +3,12 @@
     python experiments/needle.py PATH --data book.txt --lengths 512,2048 --depths 0,0.5,1 --plot needle.png
 
 A pass key is hidden in a text at every depth of every length, and the model is asked for it (Mohtashami and Jaggi 2023,
-section 4.2). Small models rarely give the key exactly to the last digit. So its probability is compared with those of
-other numbers with as many digits, which are not hidden: a model that has found the needle, if only in part, prefers the
-key. The trials hide the same numbers in turn. If the trials are a multiple of the keys, each is hidden equally often, and
-the model's preferences among the numbers themselves cancel out.
+section 4.2). Small models rarely repeat all digits of the key. The test therefore compares the key's probability with those
+of other numbers with as many digits, which are not hidden: a model that has found the needle, even in part, prefers the key.
+The trials hide the same numbers in turn. If the number of trials is a multiple of the number of keys, each key is hidden
+equally often, so that the model's preferences among the numbers cancel out.
 
-A prompt is assembled from tokens, so that it has exactly the requested length, its answer included: BOS if the vocabulary
+A prompt is assembled from tokens, so that it has exactly the requested length including its answer: BOS if the vocabulary
 has one, haystack, needle, haystack, question. The needle is moved back by up to 64 tokens to stand between two words. A
 trial has the same key and the same haystack at every depth, and at every length as far as the haystack is shared, so that
 cells can be compared.
@@ -33,16 +33,16 @@ from llama_jax.tokenizers import Tokenizer
 
 STATEMENT = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is {key}"
-FARTHEST = 64  # tokens that the needle is moved back at most, to stand between words
+FARTHEST = 64  # maximum tokens by which the needle is moved back to stand between words
 
 
 class Keys(NamedTuple):
-    """The keys in tokens, N of them.
+    """The N keys in tokens.
 
     Attributes:
       statements: the needle with each key.
-      question: what follows the haystack, up to the first token in which the keys differ.
-      answers: what follows the question with each key.
+      question: the prompt after the haystack, up to the first token in which the keys differ.
+      answers: the rest with each key.
     """
 
     statements: list[list[int]]
@@ -51,7 +51,7 @@ class Keys(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Which of the keys is hidden, and where in the haystack the text begins, as a fraction."""
+    """The hidden key, and where in the haystack the text begins, as a fraction."""
 
     key: int
     start: float
@@ -63,14 +63,14 @@ class NeedleCell:
 
     Attributes:
       length: tokens of the prompt with its answer.
-      depth: where the needle stands: 0 at the beginning, 1 just before the question.
-      trials: how many.
-      exact: share of trials in which every token of the key was the most probable one: greedy decoding would write it.
+      depth: position of the needle: 0 at the beginning, 1 just before the question.
+      trials: number of trials.
+      exact: share of trials in which every token of the key was the most probable one, so that greedy decoding writes it.
       chosen: share in which the key was more probable than each of the wrong keys; 1 / (wrong keys + 1) by chance.
-      rank: mean place of the key among all, from 1.
+      rank: mean rank of the key among all keys, from 1.
       log_probability: mean natural logarithm of the whole key's probability.
-      margin: that minus the mean over the wrong keys: 0 for a model that does not find the needle, whatever its preferences
-        among numbers. The most sensitive of these measures.
+      margin: `log_probability` minus its mean over the wrong keys; 0 for a model that does not find the needle, whatever its
+        preferences among numbers. The most sensitive of these measures.
     """
 
     length: int
@@ -88,8 +88,8 @@ class NeedleTest:
     """Results of `needle`: `cells` by length, then by depth, both ascending.
 
     Attributes:
-      lengths, depths: of the cells.
-      wrong_keys: the number of wrong keys that each key was compared with.
+      lengths, depths: lengths and depths of the cells.
+      wrong_keys: number of wrong keys with which each key was compared.
     """
 
     lengths: tuple[int, ...]
@@ -98,7 +98,7 @@ class NeedleTest:
     cells: tuple[NeedleCell, ...]
 
     def grid(self, name: str) -> np.ndarray:
-        """One field of every cell, by its name: float64[depths, lengths]."""
+        """The field `name` of every cell, float64[depths, lengths]."""
         found = [getattr(cell, name) for cell in self.cells]
         return np.array(found, np.float64).reshape(len(self.lengths), len(self.depths)).T
 
@@ -123,25 +123,25 @@ def needle(
     """Run the test described in the module docstring.
 
     Args:
-      haystack: int[n] tokens of a text without special ones, at least as many as the longest prompt has.
-      lengths: tokens of a prompt with its answer. They may exceed `config.max_seq_len`, to measure what happens there.
-      trials: of each length and depth, each with a piece of the haystack of its own.
-      statement, question: texts with {key} in them; the question ends with it.
-      batch: rows that are read at once, see `score_pairs`.
+      haystack: tokens of a text without special tokens, int[n], at least as many as in the longest prompt.
+      lengths: tokens of a prompt with its answer; may exceed `config.max_seq_len`, to measure what happens there.
+      trials: trials for each length and depth, each with another part of the haystack.
+      statement, question: texts that contain {key}; the question ends with it.
+      batch: rows processed at once, see `score_pairs`.
 
     Raises:
-      UserError: a haystack that is too short, or a length that has no room for the question.
-      TokenizerError: a vocabulary that does not tell the keys apart.
+      UserError: the haystack is too short, or a length is too small for needle and question.
+      TokenizerError: the vocabulary cannot distinguish the keys.
     """
     haystack, lengths, depths = np.asarray(haystack), sorted(lengths), sorted(depths)
     check_tokens(config, haystack, "haystack token")
     if haystack.size < lengths[-1]:
-        raise UserError(f"length={lengths[-1]} needs a haystack of as many tokens, and this one has {haystack.size}")
+        raise UserError(f"length={lengths[-1]} needs a haystack of at least that many tokens; this one has {haystack.size}")
     keys = encode_keys(tokenizer, draw_keys(wrong_keys + 1, digits, seed), statement, question)
     start = [tokenizer.bos_id] if tokenizer.add_bos else []
     overhead = len(start) + len(keys.question) + max(map(len, keys.statements)) + max(map(len, keys.answers))
     if lengths[0] <= overhead:
-        raise UserError(f"length={lengths[0]} leaves no haystack beside needle and question, which take {overhead} tokens")
+        raise UserError(f"length={lengths[0]} is too small: needle and question already take {overhead} tokens")
     places = np.random.default_rng([seed, 1]).random(trials)
     drawn = [Trial(number % len(keys.answers), float(place)) for number, place in enumerate(places)]
     words = word_starts(tokenizer, haystack)
@@ -161,12 +161,12 @@ def needle(
 def _cells(
     length: int, depths: Sequence[float], scores: np.ndarray, best: np.ndarray, hidden: np.ndarray
 ) -> list[NeedleCell]:
-    """A cell for every depth from what `_measure` gives of [depths, trials], and int[trials], which key was hidden."""
+    """A cell for every depth, from the results of `_measure` [depths, trials] and the hidden keys int[trials]."""
     trials, count = len(hidden), scores.shape[1]
     chosen = np.arange(count) == np.tile(hidden, len(depths))[:, None]
     right = scores[chosen][:, None]
     wrong = scores[~chosen].reshape(-1, count - 1)
-    # Ties and nan rank before the key, so that a model that knows nothing does not get the first place by chance.
+    # Ties and nan rank before the key, so that a model that knows nothing is not ranked first by chance.
     ranks = 1 + (~(wrong < right)).sum(axis=1)
     columns = best[chosen], ranks == 1, ranks, right[:, 0], right[:, 0] - wrong.mean(axis=1)
     of_depth = [np.asarray(column, np.float64).reshape(len(depths), trials).mean(axis=1) for column in columns]
@@ -174,7 +174,7 @@ def _cells(
 
 
 def draw_keys(count: int, digits: int, seed: int) -> list[str]:
-    """Different random numbers without a leading zero."""
+    """Distinct random numbers without a leading zero."""
     random = np.random.default_rng([seed, 0])
     keys: dict[str, None] = {}
     while len(keys) < count:
@@ -183,25 +183,25 @@ def draw_keys(count: int, digits: int, seed: int) -> list[str]:
 
 
 def encode_keys(tokenizer: Tokenizer, keys: Sequence[str], statement: str, question: str) -> Keys:
-    """Needle, question and answers in tokens: each sentence encoded whole, as it would be in a text."""
-    # Where the vocabulary does not put a space before a text, a sentence brings its own.
+    """Needle, question and answers in tokens; each sentence is encoded as a whole, as in a text."""
+    # If the vocabulary does not put a space before a text, a sentence starts with one.
     space = "" if tokenizer.space_prefix else " "
     said, asked = (
         [tokenizer.encode(space + sentence.replace("{key}", key), bos=False, eos=False) for key in keys]
         for sentence in (statement, question)
     )
-    # A key may begin inside a token, or all keys may share their first token: up to there it belongs to the question.
+    # A key may begin inside a token, or all keys may share their first token: tokens shared by all belong to the question.
     shared = next((i for i, tokens in enumerate(zip(*asked, strict=False)) if len(set(tokens)) > 1), len(asked[0]))
     answers = [tokens[shared:] for tokens in asked]
     if len(set(map(tuple, answers))) < len(keys) or not all(answers):
         raise TokenizerError(
-            f"the vocabulary does not tell {' and '.join(keys[:2])} apart: it has no digits; give another with --tokenizer"
+            f"the vocabulary cannot distinguish {' and '.join(keys[:2])}: it has no digits; pass another with --tokenizer"
         )
     return Keys(said, asked[0][:shared], answers)
 
 
 def word_starts(tokenizer: Tokenizer, haystack: np.ndarray) -> np.ndarray:
-    """Which tokens of the haystack begin with white space, so that a sentence may stand before them: bool[n]."""
+    """Mask bool[n] of the haystack's tokens that begin with white space, so that a sentence can be put before them."""
     used, places = np.unique(haystack, return_inverse=True)
     spaces = [tokenizer.token_bytes(int(token))[:1].isspace() for token in used]
     return np.array(spaces, bool)[places]
@@ -210,10 +210,10 @@ def word_starts(tokenizer: Tokenizer, haystack: np.ndarray) -> np.ndarray:
 def lay_prompt(
     start: Sequence[int], haystack: np.ndarray, words: np.ndarray, keys: Keys, trial: Trial, length: int, depth: float
 ) -> np.ndarray:
-    """The prompt of a trial up to its answer, with which it has exactly `length` tokens: int32[n]."""
+    """The prompt of a trial without its answer, int32[n]; with the answer it has exactly `length` tokens."""
     said, answer = keys.statements[trial.key], keys.answers[trial.key]
     room = length - len(start) - len(said) - len(keys.question) - len(answer)
-    # If the text is long enough all lengths begin at the same place, so that the shorter are prefixes of the longer.
+    # If the text is long enough, all lengths begin at the same place, so that shorter haystacks are prefixes of longer ones.
     begin = min(int(trial.start * haystack.size), haystack.size - room)
     hay = haystack[begin : begin + room]
     place = round(depth * room)
@@ -224,7 +224,7 @@ def lay_prompt(
 
 
 def draw(found: NeedleTest, title: str) -> Any:
-    """Two heat maps of depth over length: how often the key is preferred to all wrong ones, and by how many nats."""
+    """Draw two heat maps of depth over length: how often the key is preferred to all wrong ones, and by how many nats."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -265,14 +265,14 @@ def as_page(found: NeedleTest) -> str:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Hide a pass key in a text at every depth of every length, and measure whether the model gives it when asked."""
+    """Hide a pass key in a text at every depth of every length, and measure whether the model finds it."""
 
     path: Path
     """A model's folder or file, of any format."""
     data: Path
-    """A text."""
+    """A text file, used as the haystack."""
     lengths: tuple[int, ...] = ()
-    """Tokens of the prompts with their answers; by default the model's context, a half and a quarter of it."""
+    """Tokens of the prompts with their answers; by default the model's context, half of it and a quarter of it."""
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     trials: int = 10
     wrong_keys: int = 9

@@ -1,6 +1,6 @@
-"""What an accelerator's compiler made of a program, from its text: kernels, copies, and bytes read.
+"""Kernels, copies and bytes read of a program compiled for an accelerator, parsed from its text.
 
-Used by compile_report and device_programs, and by tests that compiled programs do not change.
+Used by compile_report and device_programs, and by tests that check that compiled programs do not change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llama_jax.inference.decode import STEPS_PER_CHUNK
 from llama_jax.ops.attention import record_backends
 
 CONTROL = {"while", "conditional", "call"}
-# They name a buffer, or wait for what was started before.
+# Instructions that only name a buffer, or wait for something started before.
 _FREE = {
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "bitcast-convert", "after-all", "add-dependency"),
     *("opt-barrier", "optimization-barrier", "partition-id", "replica-id", "domain", "async-update", "async-done"),
@@ -51,9 +51,9 @@ _MOVES = {
     "tuple",
     "get-tuple-element",
 }
-_PARTS = {"dynamic-slice", "slice", "gather"}  # of their first operand they read what they give
-_ALIASED = "output_to_operand_aliasing="  # of a fusion inside of another whose result is its operand
-_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written over the first
+_PARTS = {"dynamic-slice", "slice", "gather"}  # they read only as much of their first operand as they return
+_ALIASED = "output_to_operand_aliasing="  # attribute of a nested fusion whose result is its operand
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand that is written over the first one
 _OVER_PAGES = re.compile(r'op_name="[^"]*/(attend_paged|ragged_paged_attention\w*)/')  # kernels of `ops.attend_paged`
 
 
@@ -62,9 +62,9 @@ class Copy:
     """An instruction that only moves an array to another place or layout in the device's memory.
 
     Attributes:
-      bytes: of its result.
-      times: executions in a run of the program; of loops whose trips are not known one turn is counted.
-      in_loop: it is in such a loop or another.
+      bytes: size of its result.
+      times: executions in a run of the program; loops with unknown trip count are counted once.
+      in_loop: whether it is in any loop.
     """
 
     name: str
@@ -77,13 +77,13 @@ class Copy:
 
 @dataclass(frozen=True)
 class Token:
-    """The work of one turn of a decoding loop, in which every row gets one token.
+    """The work of one iteration of a decoding loop, in which every row gets one token.
 
     Attributes:
-      read, written: bytes of the device's memory, at most once for each kernel; what stays on the chip is not counted.
-      kernels: how many are started.
-      kernels_of_layers: those among them that are there for each layer, all together.
-      collectives: how many are started.
+      read, written: bytes of the device's memory, counted once per kernel; on-chip memory is not counted.
+      kernels: number of kernels started.
+      kernels_of_layers: number of these kernels that occur once per layer, over all layers.
+      collectives: number of collectives started.
     """
 
     read: int
@@ -94,17 +94,17 @@ class Token:
 
 
 class DeviceProgram(ProgramText):
-    """A compiled program with what its device starts: those in fusions are parts of one kernel."""
+    """A compiled program with the kernels that its device starts; a fusion is one kernel."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.is_tpu = ":T(" in text  # only TPUs tile
 
     def run(self, computation: str, *, cheapest: bool = False) -> Iterator[tuple[str, Instruction, int, bool]]:
-        """The kernels that a device starts: the computation, the instruction, how often, and whether in a loop.
+        """Yield the kernels that a device starts: computation, instruction, number of times, and whether in a loop.
 
         Args:
-          cheapest: of branches only that with the fewest instructions, as where sampling need not filter; else all.
+          cheapest: follow only the branch with the fewest instructions (e.g. sampling without filters), not all branches.
         """
         for one in self.computations[computation]:
             if one.opcode not in CONTROL:
@@ -121,12 +121,12 @@ class DeviceProgram(ProgramText):
                     yield where, inner, times * trips, in_loop or one.opcode == "while"
 
     def _size(self, computation: str) -> int:
-        """Instructions in a computation and in what it calls."""
+        """Number of instructions in a computation and the computations that it calls."""
         own = self.computations[computation]
         return len(own) + sum(self._size(name) for one in own for name in one.called if name in self.computations)
 
     def memory_bytes(self, type: str) -> int:
-        """Bytes of arrays that lie in the device's memory, by their type; 0 for those on the chip, or in the host's."""
+        """Bytes of a type's arrays in the device's memory; arrays on the chip or in host memory count 0."""
         return sum(array_bytes(*array) for *array, layout in ARRAY.findall(type) if not self._elsewhere(layout))
 
     def _elsewhere(self, layout: str) -> bool:
@@ -135,7 +135,7 @@ class DeviceProgram(ProgramText):
 
 
 def is_kernel(text: DeviceProgram, one: Instruction) -> bool:
-    """Whether the device starts something for it. On a TPU copies between memories are none: they run beside."""
+    """Whether the device starts a kernel for it. A TPU's copies between memories do not count: they run concurrently."""
     if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.startswith(_COLLECTIVES) or one.opcode.endswith("-done"):
         return False
     if one.opcode == "custom-call":
@@ -149,7 +149,7 @@ def is_kernel(text: DeviceProgram, one: Instruction) -> bool:
 
 
 def multiplies(text: DeviceProgram, one: Instruction) -> bool:
-    """Whether an instruction is a product of matrices or a kernel of its own, also inside of a fusion."""
+    """Whether an instruction is or contains a matmul or a custom kernel."""
     if one.opcode in ("dot", "convolution") or (one.opcode == "custom-call" and one.target not in _FREE_CALLS):
         return True
     inside = text.computations.get(one.calls("calls"), []) if one.opcode == "fusion" else []
@@ -160,7 +160,8 @@ def bytes_read(text: DeviceProgram, computation: str, one: Instruction, layers: 
     """Bytes of the device's memory that an instruction reads.
 
     Args:
-      layers: of the model. Attention over pages has those of all layers as operands, after the queries, and reads one's.
+      layers: layers of the model. Paged attention has the pages of all layers as operands, after the queries, but reads
+        those of one layer.
     """
     if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.endswith("-done") or one.target in _FREE_CALLS:
         return 0
@@ -183,7 +184,7 @@ def bytes_read(text: DeviceProgram, computation: str, one: Instruction, layers: 
 
 
 def _share(text: DeviceProgram, computation: str, index: int) -> float:
-    """Which part of its operand a fusion reads."""
+    """The share of its operand that a fusion reads."""
     for one in text.computations[computation]:
         if one.opcode == "parameter" and one.rest.startswith(f"{index})"):
             whole = _elements(one.type)
@@ -192,10 +193,10 @@ def _share(text: DeviceProgram, computation: str, index: int) -> float:
 
 
 def _used(text: DeviceProgram, computation: str, name: str, in_place: bool = False) -> int:
-    """Elements of an array that the instructions of a fusion read, at most all.
+    """Number of elements of an array that the instructions of a fusion read, at most all.
 
     Args:
-      in_place: it is the array after an update, so that being the result is not being read.
+      in_place: the array is the result of an update in place, so that returning it does not count as a read.
     """
     lines = text.computations[computation]
     whole, used = _elements(text.named(computation)[name].type), 0
@@ -213,7 +214,7 @@ def _used(text: DeviceProgram, computation: str, name: str, in_place: bool = Fal
             same = _elements(one.type) == whole
             used += _used(text, computation, one.name, in_place) if same else whole
         elif one.opcode == "fusion" and _ALIASED in one.rest and _elements(one.type) == whole:
-            used += _used(text, computation, one.name, in_place)  # the same memory in the order of another tiling
+            used += _used(text, computation, one.name, in_place)  # the same memory with another tiling
         elif one.opcode == "fusion" and one.called:
             used += math.ceil(_share(text, one.called[0], place) * whole)
         elif one.opcode == "tuple" and in_place:
@@ -224,7 +225,7 @@ def _used(text: DeviceProgram, computation: str, name: str, in_place: bool = Fal
 
 
 def bytes_written(text: DeviceProgram, computation: str, one: Instruction) -> int:
-    """Bytes of the device's memory that an instruction writes; what it updates in place counts by the update."""
+    """Bytes of the device's memory that an instruction writes; for updates in place, the bytes of the update."""
     if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.endswith("-done") or one.target in _FREE_CALLS:
         return 0
     if one.opcode.endswith("-start"):
@@ -254,24 +255,24 @@ def _written_by(text: DeviceProgram, computation: str, type: str) -> int:
 
 
 def _written_over(size: int, named: Mapping[str, Instruction], one: Instruction) -> int:
-    """Bytes of the update, out of `size`."""
+    """Bytes of the update, at most `size`, or `size` if the update is not found."""
     update = named.get(one.operands[_IN_PLACE[one.opcode]])
     return min(size, sum(array_bytes(*array) for *array, _ in ARRAY.findall(update.type))) if update else size
 
 
 def is_overlapped(start: Instruction, computation: Iterable[Instruction], text: DeviceProgram) -> bool:
-    """Whether a device multiplies matrices, or calls a kernel or a loop, between an instruction's start and its end."""
+    """Whether a device runs a matmul, a custom kernel or a loop between an instruction's start and its end."""
     lines = list(computation)
     for one in lines[lines.index(start) + 1 :]:
         if one.opcode.endswith("-done") and start.name in one.operands:
             return False
         if one.opcode in CONTROL or multiplies(text, one):
             return True
-    return True  # it ends in the next turn of the loop
+    return True  # it ends in the next iteration of the loop
 
 
 def custom_calls(text: DeviceProgram) -> Counter[str]:
-    """Kernels that are not the compiler's own, by what they are called, and how many places of the program start them."""
+    """Names of custom kernels, with the number of places in the program that start them."""
     found: Counter[str] = Counter()
     for computation in text.computations.values():
         for one in computation:
@@ -286,7 +287,7 @@ def custom_calls(text: DeviceProgram) -> Counter[str]:
 
 
 def find_copies(text: DeviceProgram, at_least: int = 1 << 20) -> list[Copy]:
-    """Instructions that write so many bytes and do nothing but move them: the same array, or slices, in another layout."""
+    """Instructions that write at least this many bytes and only move data: the same array or slices in another layout."""
     found = []
     for where, one, times, in_loop in text.run(text.entry):
         size = bytes_written(text, where, one)
@@ -309,12 +310,12 @@ def _only_moves(text: DeviceProgram, one: Instruction) -> bool:
 
 
 def token_of(text: DeviceProgram, n_layers: int, chunk: int, least: int = 0) -> Token:
-    """One turn of the decoding loop of a program: of branches the cheapest is counted, as greedy sampling takes it.
+    """One iteration of the decoding loop of a program; the cheapest branch counts, which greedy sampling takes.
 
     Args:
-      n_layers: by which kernels of layers are told from others: they are there at least half as often as there are layers.
-      chunk: turns of the loop inside of the loop, if there is one of a known number.
-      least: bytes that a turn cannot but read: a loop that reads less than half of that is part of a turn.
+      n_layers: layers of the model; kernels that occur at least half as often are counted as kernels of layers.
+      chunk: iterations of the inner loop, if there is one with a known trip count.
+      least: minimum bytes that an iteration reads; a loop that reads less than half of this is only part of an iteration.
     """
     turn = text.entry
     while True:
@@ -326,7 +327,7 @@ def token_of(text: DeviceProgram, n_layers: int, chunk: int, least: int = 0) -> 
         once = _reads(text, most.calls("body"), n_layers)
         inside = once * (text.trips(turn, most) or 1)
         if 2 * once < least or (turn != text.entry and 2 * inside < _reads(text, turn, n_layers)):
-            break  # not where the weights are read
+            break  # the weights are not read here
         turn = most.calls("body")
     kernels: Counter[str] = Counter()
     read = written = collectives = 0
@@ -346,13 +347,13 @@ def _reads(text: DeviceProgram, computation: str, layers: int) -> int:
 
 
 def _elements(type: str) -> int:
-    """Elements of all arrays of a type."""
+    """Number of elements of all arrays of a type."""
     return sum(math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n) for *_, shape, _ in ARRAY.findall(type))
 
 
 def overlap(text: DeviceProgram) -> list[tuple[bool, bool]]:
-    """For each of `find_collectives`: whether its start and its end are separate instructions, and whether between these the
-    device multiplies matrices, or runs a kernel or a loop."""
+    """For each of `find_collectives`: whether its start and its end are separate instructions, and whether the device runs a
+    matmul, a custom kernel or a loop between them."""
     computations = text.computations
     beside = [name for name in computations if name.startswith("async_collective_fusion")]
     starting = [name for name, lines in computations.items() if any(x.target == "AsyncCollectiveStart" for x in lines)]
@@ -378,16 +379,16 @@ class Findings:
     """Facts about a compiled program, per device.
 
     Attributes:
-      memory: as its compiler plans it.
-      seconds: of tracing and compiling.
-      attention: the backends that were used, and why: "cudnn (on NVIDIA H200)".
-      calls: kernels that are not the compiler's own, and the number of places that start them.
-      collectives: in the order of the program.
-      overlap: of each of them, as `overlap` tells.
-      copies: of at least a mebibyte, that only move data.
-      token: for a program that decodes, the costs of a token of each row; None if no loop over tokens was found in it.
-      per_token: the least bytes that it could read for a token.
-      layers: of the model.
+      memory: the compiler's memory plan.
+      seconds: time of tracing and compiling.
+      attention: the backends that were used, and why, for example "cudnn (on NVIDIA H200)".
+      calls: custom kernels, and the number of places that start them.
+      collectives: collectives in the order of the program.
+      overlap: the result of `overlap` for each collective.
+      copies: instructions that only move data, of at least a mebibyte.
+      token: for a program that decodes, the costs of one token per row; None if no loop over tokens was found.
+      per_token: minimum bytes read for a token.
+      layers: layers of the model.
     """
 
     name: str
@@ -404,12 +405,12 @@ class Findings:
 
     @property
     def copied(self) -> int:
-        """Bytes that all copies write in a run of the program, of one turn of loops that do not tell theirs."""
+        """Bytes that all copies write in a run of the program; loops with unknown trip count are counted once."""
         return sum(copy.bytes * copy.times for copy in self.copies)
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends in a run of the program, by rings."""
+        """Bytes that a device sends in a run of the program, with ring algorithms."""
         return sum(one.sent * one.count for one in self.collectives)
 
     @property
@@ -419,7 +420,7 @@ class Findings:
 
     @property
     def overlapped(self) -> float | None:
-        """Share of sent bytes overlapped with matrix products; None without any."""
+        """Share of sent bytes overlapped with matmuls; None without any."""
         return self._share(1)
 
     def _share(self, which: int) -> float | None:
@@ -428,7 +429,7 @@ class Findings:
 
     @property
     def read_ratio(self) -> float | None:
-        """Bytes read for a token over the least."""
+        """Bytes read for a token, relative to the minimum."""
         return self.token.read / self.per_token if self.token and self.per_token else None
 
     @property
@@ -437,7 +438,7 @@ class Findings:
         return self.token.kernels_of_layers / self.layers if self.token and self.layers else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: sizes in bytes."""
+        """The findings as JSON, with sizes in bytes."""
         kinds: dict[str, dict[str, int]] = {}
         for one, (asynchronous, overlapped) in zip(self.collectives, self.overlap, strict=True):
             row = kinds.setdefault(
@@ -491,10 +492,10 @@ def look_at(
     *,
     accelerator: bool = False,
 ) -> Findings:
-    """Facts about a program that was compiled in this many seconds.
+    """Analyze a program that was compiled in this many seconds.
 
     Args:
-      attention: what `ops.attention.observed` found while the program was traced: ways to compute it, and why.
+      attention: backends and reasons that `ops.attention.observed` recorded while the program was traced.
     """
     source = compiled.as_text() or ""
     text = DeviceProgram(source)
@@ -516,9 +517,9 @@ def look_at(
 
 
 def believed(token: Token, least: int) -> Token | None:
-    """None for what reads less than half of what any token must: a loop within a token was taken for that of tokens.
+    """The token, or None if it reads less than half of the minimum: an inner loop was mistaken for the loop over tokens.
 
-    So it is where a TPU's compiler makes a loop over rows of matmuls that each row has for itself.
+    This happens if a TPU's compiler makes a loop over rows of matmuls that differ for each row.
     """
     return token if 2 * token.read >= least else None
 

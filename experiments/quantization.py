@@ -1,26 +1,26 @@
 """The cost of quantization: weight formats by size, speed and divergence from float32, on this machine's CPU.
 
     python experiments/quantization.py                      about ten minutes on two cores
-    python experiments/quantization.py --stages quality     only divergence, which a busy machine does not affect
-    python experiments/quantization.py --stages speed       only speed; the report keeps its results of the other stage, and
+    python experiments/quantization.py --stages quality     only divergence, which does not depend on the machine's load
+    python experiments/quantization.py --stages speed       only speed; the report keeps its results of the other stage and
                                                             of other shapes and formats
     python experiments/quantization.py --stages quality --model SmolLM2-135M-Instruct.Q4_1.gguf --tokens 4096
-                                                            a real model, next to llama.cpp's quantizers; the report keeps
-                                                            the other models
+                                                            a real model, compared with llama.cpp's quantizers; the report
+                                                            keeps the other models
 
-quality  On trained models: KL divergence of the next token from the same model in float32 with its standard error, ratio of
-         perplexities, how often the most probable token is the same; and the errors of each layer's output and of each
-         matrix. The bundled model and, if the shared data is next to this clone (or in LLAMA_JAX_TEST_DATA), the 260K
-         stories model; they read its validation stories, or otherwise stories that each model generates itself. A real
-         model (--model) reads WikiText's test split from there. If llama-cpp-python is installed, its floats are also
-         quantized by llama.cpp, each type by llama.cpp's default mix, and the blocks are read by this library.
-speed    On random weights of larger shapes: decoding one row after a prompt, and prefilling 256 tokens. All formats are in
+quality  For trained models, compared with float32: KL divergence of the next token with its standard error, ratio of
+         perplexities, how often the most probable token is the same, and the errors of each layer's output and of each
+         matrix. The models are the bundled one and, if the shared data is next to this clone (or in LLAMA_JAX_TEST_DATA),
+         the 260K stories model, on its validation stories; without the data, on stories that each model generates. A real
+         model (--model) uses WikiText's test split from the shared data. If llama-cpp-python is installed, llama.cpp also
+         quantizes its floats, each type with llama.cpp's default mix, and this library loads the files.
+speed    With random weights of larger shapes: decoding one row after a prompt, and prefilling 256 tokens. All formats are in
          memory and take turns, so that changes of the machine's speed affect all of them; medians.
 
-Formats are those that the library can quantize to (`ops.weights.formats.ENCODABLE`), float32 and bfloat16; the speed stage
-has also those that exist only in files, from blocks of random bytes, and `--gguf` adds files of the first model to the
-quality stage, kept as they are. The computation is in float32 except for bfloat16. Writes
-``experiments/results/quantization_cpu.json``, the tables in ``.md`` and a picture in ``.png``.
+Formats are those that the library can quantize to (`ops.weights.formats.ENCODABLE`), float32 and bfloat16. The speed stage
+also has formats that exist only in files, made of random bytes; `--gguf` adds files of the first model to the quality stage,
+in their format. The computation is in float32 except for bfloat16. Writes ``experiments/results/quantization_cpu.json``, the
+tables in ``.md`` and a picture in ``.png``.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("LLAMA_JAX_TEST_DATA", ROOT.parent / "shared" / "data"))
 FLOATS = ("float32", "bfloat16")
-SHOWN_LAYERS = 8  # the matrices of deeper models would be most of the report
-LENGTH = 512  # tokens of a window at most
-WRITTEN = 24  # stories that a model writes where there is no text
+SHOWN_LAYERS = 8  # more matrices would be most of the report
+LENGTH = 512  # maximum tokens of a window
+WRITTEN = 24  # stories that a model generates if there is no text
 
 
 @dataclass(frozen=True)
@@ -64,23 +64,23 @@ class Arguments:
     """What to measure."""
 
     stages: tuple[str, ...] = ("quality", "speed")
-    """quality and speed; the report keeps its results of an omitted stage."""
+    """Stages: quality and speed; the report keeps its results of an omitted stage."""
     model: Path | None = None
-    """A real model, of any supported format; only its quality is then measured."""
+    """A real model, of any supported format; only its quality is measured."""
     llama_cpp: tuple[str, ...] = ("Q8_0", "Q6_K", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0", "IQ4_NL", "Q3_K_M", "Q2_K")
     """llama.cpp's mixes to compare, by llama.cpp's names."""
     kinds: tuple[str, ...] = ()
     """Only these formats; all by default."""
     gguf: tuple[Path, ...] = ()
-    """Quantized files of the model (the bundled one without --model), kept as they are."""
+    """Quantized files of the model (the bundled one without --model), measured in their format."""
     tokens: int = 16_384
-    """Maximum tokens that each model reads for its divergence."""
+    """Maximum tokens for the divergence of each model."""
     shapes: tuple[str, ...] = ("stories-110m",)
     """Presets whose speed is measured, with random weights."""
     repetitions: int = 7
-    """Interleaved repetitions of each measurement of speed; one more is a warm-up and not counted."""
+    """Interleaved repetitions of each measurement of speed, after an uncounted warm-up."""
     new_tokens: int = 32
-    """Tokens decoded in each."""
+    """Tokens decoded in each repetition."""
     output: Path = ROOT / "experiments" / "results" / "quantization_cpu.json"
     """The report; tables and picture are next to it."""
 
@@ -93,12 +93,12 @@ def kinds_of(arguments: Arguments) -> tuple[str, ...]:
     pure = get_args(PureFormatName)
     unknown = set(arguments.kinds) - {*every, *pure}
     if unknown:
-        raise SystemExit(f"--kinds {' '.join(sorted(unknown))}: there are {', '.join(every)}")
+        raise SystemExit(f"--kinds {' '.join(sorted(unknown))}: unknown; the kinds are {', '.join(every)}")
     return tuple(kind for kind in (*every, *pure) if kind in (arguments.kinds or every))
 
 
 def in_kind(params: Llama, kind: str) -> Llama:
-    """Parameters in float32 as another kind; ConfigError where their rows are not made of its blocks."""
+    """Convert float32 parameters to another kind; ConfigError if rows are not a multiple of its block size."""
     import jax
 
     from llama_jax.model.trees import quantize
@@ -109,7 +109,7 @@ def in_kind(params: Llama, kind: str) -> Llama:
 
 
 def in_random_blocks(params: Llama, kind: str) -> Llama:
-    """Likewise of kinds into which nothing is quantized here: random bytes, and factors that keep numbers small."""
+    """Parameters of a kind that the library cannot quantize to: random bytes, with factors that keep numbers small."""
     import jax
     import jax.numpy as jnp
 
@@ -153,7 +153,7 @@ def trained_models() -> dict[str, Path]:
 
 
 def text_for(config: LlamaConfig, params: Llama, tokenizer: Tokenizer, tokens: int, path: Path) -> tuple[str, Corpus]:
-    """A description of the text, and its documents of at most `tokens` tokens: from a file, or the model's own stories."""
+    """A description of the text, and documents of at most `tokens` tokens from a file or from stories of the model."""
     import llama_jax
     from llama_jax.data import Corpus, open_corpus
 
@@ -176,7 +176,7 @@ def text_for(config: LlamaConfig, params: Llama, tokenizer: Tokenizer, tokens: i
 
 
 def errors_by_layer(config: LlamaConfig, params: Llama, reference: Llama, tokens: np.ndarray) -> list[float]:
-    """How far the embedding and what each layer leaves are off, relative to the reference's: root mean square."""
+    """Relative root mean square errors of the embedding and of each layer's output."""
     import jax
     import jax.numpy as jnp
 
@@ -194,7 +194,7 @@ def errors_by_layer(config: LlamaConfig, params: Llama, reference: Llama, tokens
 
 
 def by_llama_cpp(path: Path, names: tuple[str, ...], folder: Path) -> dict[str, Path]:
-    """Files that llama.cpp's quantizers make of a model's floats, by name; none where it is not installed."""
+    """Quantize a model's floats with llama.cpp; return the files by name, or none if it is not installed."""
     if not names or find_spec("llama_cpp") is None:
         return {}
     import llama_cpp
@@ -227,9 +227,7 @@ def quality(
     most: int,
     write: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Write down, after each kind of a model and after each file of it, what was found so far; of a kind that it cannot be
-    kept as, why.
-    """
+    """Measure each kind and each file of a model and add the results to the report; for an unsupported kind, the reason."""
     import llama_jax
     from llama_jax.errors import UserError
     from llama_jax.evaluation.perplexity import divergence
@@ -272,7 +270,7 @@ def quality(
 
 
 def speed(shape: str, kinds: tuple[str, ...], arguments: Arguments) -> dict[str, Any]:
-    """Tokens/s of every kind in turns."""
+    """Tokens/s of every kind, interleaved."""
     import jax
 
     import llama_jax
@@ -369,7 +367,7 @@ def as_tables(report: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any]) -> Figure:
-    """Bits for each weight against divergence, a mark for each kind; and how far each layer of the first model is off."""
+    """Draw divergence over bits per weight, with a mark for each kind, and the error of each layer of the first model."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -416,7 +414,7 @@ def main(arguments: Arguments) -> None:
 
     unknown = set(arguments.stages) - {"quality", "speed"}
     if unknown:
-        raise SystemExit(f"--stages {' '.join(sorted(unknown))}: there are quality, speed")
+        raise SystemExit(f"--stages {' '.join(sorted(unknown))}: unknown; the stages are quality and speed")
     kinds = kinds_of(arguments)
     report: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
     report |= {

@@ -2,14 +2,14 @@
 
     python experiments/real_context_extension.py --model SmolLM2-135M-Instruct.Q4_1.gguf     resumes where it was stopped
 
-A window of 2 L tokens of a book that was not trained on is read under each RoPE scaling: without training ("zero-shot"), and
-after a short training of all parameters on other pages of the same book. Rows of 2 L tokens are too expensive for a CPU, so
-training sees long distances by PoSE (Zhu et al. 2023): a short row is split in two, and the positions of its second part are
-shifted by a random number of tokens, up to 2 L. `none` has the same training, so that learning the book is distinguished
-from learning positions. The scalings are those of `context_extension.py`; `dynamic` depends on the length of a sequence,
-and short rows lack it, so it is not trained.
+A held-out window of 2 L tokens of a book is evaluated with each RoPE scaling: without training ("zero-shot"), and after a
+short training of all parameters on other pages of the book. Rows of 2 L tokens are too expensive for a CPU. Training
+therefore simulates long distances by PoSE (Zhu et al. 2023): a short row is split in two, and the positions of its second
+part are shifted by a random number of tokens, up to 2 L. `none` has the same training, to distinguish learning the book from
+learning positions. The scalings are those of `context_extension.py`; `dynamic` is not trained, because it depends on the
+length of a sequence, and training rows are short.
 
-"within L" reads the same tokens in two windows of L, for which the model needs no extension.
+"within L" evaluates the same tokens in two windows of L, for which the model needs no extension.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 FACTOR = 2
 WAYS = ("yarn", "none", "linear", "dynamic")
 WITHIN = "within L"
-PARTS = 16  # of the window, over which the loss is averaged
-SHOWN = ((0, 4), (4, 8), (8, 12), (12, 16))  # of these parts, the columns of the table
+PARTS = 16  # parts of the window, over which the loss is averaged
+SHOWN = ((0, 4), (4, 8), (8, 12), (12, 16))  # parts in each column of the table
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Arguments:
     model: Path
     """A model of any supported format."""
     text: Path = TEXT
-    """A book; the last tenth is held out."""
+    """A book as a text file; its last tenth is held out."""
     steps: int = 16
     """Training steps."""
     rows: int = 1
@@ -57,20 +57,20 @@ class Arguments:
     length: int = 512
     """Tokens per row."""
     learning_rate: float = 1e-4
-    """Peak learning rate, after a quarter of the steps."""
+    """Peak learning rate, reached after a quarter of the steps."""
     most: float = math.inf
-    """Seconds after which nothing more is started; the same command resumes later."""
+    """Seconds after which no measurement is started; run the same command to resume."""
     seed: int = 0
     """Seed of the rows."""
     workdir: Path = ROOT / "build" / "real_context_extension"
-    """Folder of measurements so far."""
+    """Folder of finished measurements, which are reused."""
     output: Path = ROOT / "experiments" / "results" / "real_context_extension_cpu.json"
-    """Numbers, as JSON; next to it a table, as Markdown, and a picture, as PNG."""
+    """JSON file of the numbers, with a table (.md) and a picture (.png) next to it."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Loss in nats per token under a scaling, at a stage: means over every sixteenth of the window."""
+    """Loss in nats per token with a scaling, at a stage: means over every sixteenth of the window."""
 
     way: str
     stage: str
@@ -79,7 +79,7 @@ class Found:
 
 
 def skipping_rows(corpus: Corpus, rows: int, length: int, reach: int, steps: int, seed: int) -> Iterator[Batch]:
-    """Rows of consecutive tokens whose positions skip, once, a random number of places: they end below `reach`."""
+    """Rows of consecutive tokens whose positions skip a random number once and end below `reach`."""
     from llama_jax.training.batch import Batch
 
     for step in range(steps):
@@ -94,7 +94,7 @@ def skipping_rows(corpus: Corpus, rows: int, length: int, reach: int, steps: int
 
 
 def measure(config: Any, params: Any, held: Corpus, reach: int, rows: int) -> list[float]:
-    """Mean losses over the parts of the first `reach` held tokens, read in windows of equal length: one or several."""
+    """Mean losses over the parts of the first `reach` held-out tokens, evaluated in `rows` windows of equal length."""
     import jax
     import jax.numpy as jnp
 
@@ -113,7 +113,7 @@ def measure(config: Any, params: Any, held: Corpus, reach: int, rows: int) -> li
 
 
 def run_all(arguments: Arguments) -> tuple[int, list[Found]]:
-    """L, and all measurements made in time, reusing those in the folder."""
+    """Return L and all measurements made within the time, reusing those in the folder."""
     import jax
 
     import llama_jax
@@ -124,7 +124,7 @@ def run_all(arguments: Arguments) -> tuple[int, list[Found]]:
     arguments.workdir.mkdir(parents=True, exist_ok=True)
     known = json.loads(path.read_text()) if path.exists() else {"settings": about, "found": []}
     if known["settings"] != about:
-        raise SystemExit(f"{arguments.workdir} is of another run; remove it, or give another --workdir")
+        raise SystemExit(f"{arguments.workdir} belongs to a run with other settings; delete it or choose another --workdir")
     done = {(one["way"], one["stage"]): Found(**one) for one in known["found"]}
 
     config, params, tokenizer = llama_jax.load(arguments.model, "float32")
@@ -160,7 +160,7 @@ def run_all(arguments: Arguments) -> tuple[int, list[Found]]:
 
 
 def as_markdown(arguments: Arguments, limit: int, found: list[Found]) -> str:
-    """The table as text."""
+    """The table as Markdown."""
     width = FACTOR * limit // PARTS
     heads = [f"{a * width:,} to {b * width:,}" for a, b in SHOWN]
     training = f"{arguments.steps} steps of {arguments.rows} x {arguments.length} tokens at {arguments.learning_rate:g}"
@@ -180,7 +180,7 @@ def as_markdown(arguments: Arguments, limit: int, found: list[Found]) -> str:
 
 
 def draw(limit: int, found: list[Found]) -> Figure:
-    """Perplexity by position, before and after the training; dotted is L."""
+    """Draw perplexity by position, before and after the training; the dotted line is L."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -220,7 +220,7 @@ def main(arguments: Arguments) -> None:
     write_report(arguments.output, report)
     arguments.output.with_suffix(".md").write_text(as_markdown(arguments, limit, found))
     draw(limit, found).savefig(arguments.output.with_suffix(".png"))
-    print(f"\n{arguments.output}, and beside it .md and .png; {time.perf_counter() - began:.0f} s")
+    print(f"\nwrote {arguments.output}, and .md and .png next to it; {time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
 """Fine-tuning of a real model on two cores: chats by LoRA, then GRPO on GSM8K.
 
     python experiments/real_finetuning.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data gsm8k
-    python experiments/real_finetuning.py --model ... --data ... --size small     minutes: the same path, too short to learn
+    python experiments/real_finetuning.py --model ... --data ... --size small    minutes: the same stages, too short to learn
 
 The model is any instruct model with a chat template; DATA is a folder with GSM8K's train.jsonl and test.jsonl. Only problems
-whose chats fit the rows below are used, the shorter half of GSM8K.
+whose chats fit the rows below are used: the shorter half of GSM8K.
 
-sft    LoRA on chats: the problem is the user's message, GSM8K's solution, without its calculator annotations, the
-       assistant's. Measured: loss on chats of the test split.
-grpo   The merged model answers problems of the training split that were not in the chats; `judged` returns 1 for the right
-       number after "####", 0.2 for any number there at the end, else 0. Measured: the mean reward, the share of answers in
-       the format and the share of right ones on held-out problems of the test split, before and after; and the reward of
-       each step.
+sft    LoRA on chats: the problem is the user's message; GSM8K's solution, without its calculator annotations, is the
+       assistant's message. Measured: loss on chats of the test split.
+grpo   The merged model answers problems of the training split that were not in the chats. The reward (`judged`) is 1 for the
+       right number after "####" at the end, 0.2 for another number there, otherwise 0. Measured: the mean reward, the share
+       of answers in the format, and the share of right answers on held-out problems of the test split, before and after; and
+       the reward of each step.
 
-A model of 135M parameters solves few of these problems in any case: most of the attainable reward is for the format, and
-there are few chats so that something is left to learn.
+A model of 135M parameters solves few of these problems in any case. Most of the attainable reward is for the format, and
+there are few chats so that GRPO still has something to learn.
 
-Every stage is a run of `llama_jax.train`, as on the command line, and a finished one is not repeated; one that SIGTERM ended
-resumes. Writes ``experiments/results/real_finetuning_cpu.json``, a table in ``.md`` and a picture in ``.png``.
+Every stage is a run of `llama_jax.train`, as on the command line. A finished stage is not repeated; a stage stopped by
+SIGTERM resumes. Writes ``experiments/results/real_finetuning_cpu.json``, a table in ``.md`` and a picture in ``.png``.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 SYSTEM = "Solve the problem in short steps. End with #### and the number."
-PROMPT = 96  # tokens of a problem in its chat at most
-ANSWER = 64  # tokens of a solution at most
+PROMPT = 96  # maximum tokens of a problem in its chat
+ANSWER = 64  # maximum tokens of a solution
 GROUP = 8  # answers to a problem
 FORMAT = 0.2  # reward for a number at the end
 FINAL = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)\s*$")
@@ -60,7 +60,7 @@ ANNOTATION = re.compile(r"<<[^>]*>>")
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything: chats to train on, problems held out for each measurement, steps."""
+    """Amounts: chats to train on, held-out problems for each measurement, and steps."""
 
     chats: int = 160
     held: int = 48
@@ -82,7 +82,7 @@ class Arguments:
     size: Literal["full", "small"] = "full"
     seed: int = 0
     workdir: Path = ROOT / "build" / "real_finetuning"
-    """Folder of the data and the runs; existing ones are not made again."""
+    """Folder of the data and the runs; existing ones are reused."""
     output: Path = ROOT / "experiments" / "results" / "real_finetuning_cpu.json"
     """The figures; the table and the picture are next to it."""
 
@@ -100,7 +100,7 @@ def judged(completions: Sequence[str], answer: Sequence[str], **columns: Any) ->
 
 
 def problems(path: Path, tokenizer: Any) -> list[dict[str, Any]]:
-    """The problems of a file of GSM8K that fit: as a prompt, a solution and the number that is asked for."""
+    """The problems of a GSM8K file that fit, each as a prompt, a solution and the correct number."""
     found, format, renderer = [], resolve_format(tokenizer, "auto"), Renderer()
     for line in read_lines(path):
         solution = ANNOTATION.sub("", line["answer"])
@@ -114,7 +114,7 @@ def problems(path: Path, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def short(recipe: Recipe, steps: int, rank: int, rate: float, seed: int) -> Recipe:
-    """Adapters on a frozen model, and one checkpoint at the end."""
+    """A recipe with adapters on a frozen model and one checkpoint at the end."""
     return replace(
         recipe,
         steps=steps,
@@ -128,13 +128,13 @@ def short(recipe: Recipe, steps: int, rank: int, rate: float, seed: int) -> Reci
 
 
 def sft(size: Size, seed: int) -> Recipe:
-    """Two rows of 256 tokens, in which several chats lie."""
+    """Two rows of 256 tokens per step, each with several chats."""
     recipe = replace(recipes.sft(), batch=2, length=256, dtype="float32", evaluate_every=max(size.sft_steps // 2, 1))
     return short(recipe, size.sft_steps, 16, 2e-4, seed)
 
 
 def grpo(size: Size, seed: int) -> Recipe:
-    """Two problems a step, 8 answers to each; in bfloat16, where a step is shorter if the CPU has instructions for it."""
+    """Two problems per step, 8 answers to each; in bfloat16, which is faster if the CPU has instructions for it."""
     rewards = RewardSettings(functions=(f"{__file__}:judged",), group=GROUP, answer=ANSWER, held=8, samples=1)
     length = PROMPT + ANSWER - 1
     recipe = replace(recipes.grpo(), batch=2 * GROUP, length=length, dtype="bfloat16", rewards=rewards, evaluate_every=0)
@@ -142,7 +142,7 @@ def grpo(size: Size, seed: int) -> Recipe:
 
 
 def measured(model: Path, lines: Sequence[dict[str, Any]], seed: int, adapter: Path | None = None) -> dict[str, float]:
-    """Four answers to each problem, sampled from the whole distribution as in training: mean reward, and shares."""
+    """Mean reward and shares of four answers to each problem, sampled without truncation as in training."""
     config, params, tokenizer = llama_jax.load(model, "float32", adapter=adapter)
     format = resolve_format(tokenizer, "auto")
     asked = [line for line in lines for _ in range(4)]
@@ -227,7 +227,7 @@ def as_table(report: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any]) -> Figure:
-    """The loss of each step of SFT, and the reward of each step of GRPO with those of held-out problems."""
+    """Draw the loss of each step of SFT, and the reward of each step of GRPO with the rewards of held-out problems."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The pictures of the web page in docs/serving: a chat and its tokens, in a Chromium beside a server.
+"""Record the pictures of the web page in docs/serving: a chat and its tokens, in Chromium with a running server.
 
 llama-jax serve --model SmolLM2-135M-Instruct.Q4_1.gguf --name SmolLM2-135M-Instruct --context 2048
 python experiments/record_page.py http://127.0.0.1:8000 docs/images
@@ -25,12 +25,12 @@ OPEN = """(token => { token.scrollIntoView({block: "center"}); setTimeout(() => 
 
 @dataclass(frozen=True)
 class Record:
-    """Ask a server for an answer at temperature 0, and write it as tokens on a desktop and as text on a phone."""
+    """Request an answer at temperature 0; record it as tokens on a desktop and as text on a phone."""
 
     address: tyro.conf.Positional[str]
     """Address of a server with SmolLM2-135M-Instruct."""
     folder: tyro.conf.Positional[Path]
-    """Where serve_page.png and serve_page_phone.png go."""
+    """Output folder for serve_page.png and serve_page_phone.png."""
 
     def run(self) -> None:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser(Path(profile)) as browser:

@@ -1,4 +1,4 @@
-"""The picture at the top of the README: the first command and its output, as an SVG.
+"""Record the picture at the top of the README: the first command and its output, as an SVG.
 
 python experiments/record_terminal.py docs/images/first_command.svg
 """
@@ -18,7 +18,7 @@ from rich.text import Text
 
 COMMAND = ("llama-jax", "generate", "Once upon a time", "--seed", "0")
 
-# As rich's own, but of the reader's fonts: its @font-face would be fetched from a host of fonts.
+# Rich's template, but with the reader's fonts: its @font-face would be fetched from a font host.
 SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" role="img">
 <title>A prompt, and the story that the bundled model writes</title>
 <style>
@@ -47,9 +47,9 @@ class Record:
     """Run the README's first command and write its terminal as an SVG."""
 
     output: tyro.conf.Positional[Path]
-    """The .svg to write."""
+    """Output .svg."""
     width: int = 100
-    """Characters of a line."""
+    """Characters per line."""
 
     def run(self) -> None:
         program = [sys.executable, "-m", "llama_jax", *COMMAND[1:]]

@@ -1,13 +1,12 @@
-"""Replicas under Ray Serve: effects on clients when one is killed, when all are replaced, or when clients disconnect.
+"""Effects on clients of Ray Serve when a replica is killed, when all are replaced, and when clients disconnect.
 
     pip install -e ".[serve]" "ray[serve]" httpx
     python experiments/replicas_ray.py [--out FILE.json]
 
 Starts docs/serving/ray_app.py with two replicas of the bundled model on this machine, and closed-loop clients that stream
-completions. After a while one replica receives SIGKILL; later, with both back, the application is deployed again, which
-replaces them; finally all clients disconnect in the middle of their answers. Counted are incomplete answers and the reasons,
-the seconds until both replicas accepted requests again, and answers that differ for the same prompt and seed, from either
-replica.
+completions. First one replica receives SIGKILL. When both are running again, the application is redeployed, which replaces
+them. Finally all clients disconnect in the middle of their answers. The report has the incomplete answers with reasons, the
+seconds until both replicas accepted requests again, and the number of answers that differ for the same prompt and seed.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ class Answer:
 
     begun: float
     ended: float
-    outcome: str  # "whole", or what went wrong
+    outcome: str  # "whole", or the error
     text: str
     key: tuple[int, int]
 
 
 def replicas() -> list[int]:
-    """Process ids of the replicas, all of which this process has started."""
+    """Process ids of the replicas."""
     children: dict[int, list[int]] = {}
     titles = {}
     for folder in Path("/proc").iterdir():
@@ -68,13 +67,13 @@ def replicas() -> list[int]:
 
 
 def running() -> int:
-    """Replicas that Ray says take requests."""
+    """Number of replicas that accept requests, according to Ray."""
     deployment = serve.status().applications["default"].deployments["Llama"]
     return deployment.replica_states.get("RUNNING", 0)
 
 
 class Load:
-    """Closed-loop clients, as long as `go` is set."""
+    """Closed-loop clients, which run as long as `go` is set."""
 
     def __init__(self, url: str, clients: int, tokens: int) -> None:
         self.answers: list[Answer] = []
@@ -119,14 +118,14 @@ class Load:
         return ("whole" if whole else "the stream ended early"), text
 
     async def leave(self) -> None:
-        """All clients disconnect at once."""
+        """Disconnect all clients at once."""
         self.go = False
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def end(self) -> None:
-        """All clients finish their current requests."""
+        """Let all clients finish their current requests."""
         self.go = False
         await asyncio.gather(*self._tasks)
 
@@ -141,7 +140,7 @@ class Load:
         }
 
     def differing(self) -> int:
-        """Complete answers that differ from the first one for the same prompt and seed."""
+        """Number of complete answers that differ from the first one for the same prompt and seed."""
         first: dict[tuple[int, int], str] = {}
         return sum(
             answer.text != first.setdefault(answer.key, answer.text) for answer in self.answers if answer.outcome == "whole"
@@ -149,7 +148,7 @@ class Load:
 
 
 async def until(condition: Any, load: Load, what: str, most: float = 300.0) -> float:
-    """Seconds until a condition holds."""
+    """Wait for a condition; return the seconds."""
     begun = load.now
     while not await asyncio.to_thread(condition):
         if load.now - begun > most:
@@ -159,7 +158,7 @@ async def until(condition: Any, load: Load, what: str, most: float = 300.0) -> f
 
 
 async def rows_in_use(url: str) -> list[float]:
-    """Rows in use on every replica that answers in some tries, as each reports them."""
+    """Rows in use, as reported by each replica that answered in some tries."""
     found = []
     async with httpx.AsyncClient(base_url=url, timeout=30) as http:
         for _ in range(8):
@@ -188,7 +187,7 @@ async def trial(arguments: argparse.Namespace, deploy: Any) -> dict[str, Any]:
     found["after"] = load.summary(settled, load.now)
 
     again_at, before = load.now, replicas()
-    await asyncio.to_thread(deploy)  # which replaces the replicas, one after the other
+    await asyncio.to_thread(deploy)  # replaces the replicas, one after the other
     await until(lambda: not {*before} & {*replicas()} and running() == 2, load, "old replicas are left")
     found["replaced"] = load.summary(again_at, load.now)
 
@@ -209,13 +208,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=20, help="seconds between two events")
+    parser.add_argument("--seconds", type=float, default=20, help="seconds between events")
     parser.add_argument("--port", type=int, default=8123, help="port of Ray's proxy")
     parser.add_argument("--temp", help="Ray's folder for sockets and logs")
     parser.add_argument("--trace", type=Path, help="file for every answer")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    os.environ["DTYPE"] = "float32"  # in 16 bits a near tie may fall otherwise in a batch of another size
+    os.environ["DTYPE"] = "float32"  # in bfloat16 a near tie may be decided differently in a batch of another size
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, sys.path[:1])) + os.pathsep + os.environ.get("PYTHONPATH", "")
 
     more = {} if arguments.temp is None else {"_temp_dir": arguments.temp}

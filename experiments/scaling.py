@@ -1,13 +1,13 @@
-"""A small study of scaling: how a Llama's loss falls with compute, parameters and text, measured on a CPU.
+"""A small scaling study: how a Llama's loss falls with compute, parameters and text, measured on a CPU.
 
     python experiments/scaling.py                  about ten minutes on two cores; resumes where it was stopped
     python experiments/scaling.py --small          only the smallest runs, to check that it works
 
-Models of five sizes read four amounts of text, byte by byte, if a run costs at most `largest_run` FLOPs. Each is a separate
-run, whose learning rate falls to zero at its end (Hoffmann et al. 2022, section 3.1: intermediate losses of a longer run are
-too high), and no text is read twice. Two laws are fitted by least squares of relative errors:
+Models of five sizes are trained on the bytes of four amounts of text, if a run costs at most `largest_run` FLOPs. Each is a
+separate run whose learning rate falls to zero (Hoffmann et al. 2022, section 3.1: intermediate losses of a longer run are
+too high), and no text is used twice. Two laws are fitted by least squares of relative errors:
 
-    L = E + A / C**a               over the best run for its compute: the frontier (Kaplan et al. 2020, section 6)
+    L = E + A / C**a               over the best runs for their compute, the frontier (Kaplan et al. 2020, section 6)
     L = E + A / N**a + B / D**b    over all runs (Hoffmann et al. 2022, section 3.3)
 
 C is the training FLOPs by `llama_jax.training.flops`, including attention's causal half; N its matrix parameters; D the
@@ -15,10 +15,10 @@ tokens, here bytes. The intervals are the 5th and 95th percentiles over resample
 seed, that the learning rate follows a rule instead of a search for each size, and that all runs use the same validation
 text.
 
-A decade and a half of compute shows that with this little text and compute the smallest models are best, since larger ones
-have not read enough. It does not determine E or the exponents: their intervals are wide, and a law fitted only to the cheap
-runs misses the others (`foretold` in the results). For that the runs would have to span several decades, and thus need more
-text: repeated text counts less each time (Muennighoff et al. 2023).
+The runs span one and a half decades of compute. They show that with so little text and compute the smallest models are best,
+because larger ones have not seen enough text. They do not determine E or the exponents: the intervals are wide, and a law
+fitted only to the cheap runs misses the others (`foretold` in the results). To determine them, runs would have to span
+several decades and need more text: repeated text counts less each time (Muennighoff et al. 2023).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ ROOT = Path(__file__).parents[1]
 TEXT = ROOT.parent / "shared" / "data" / "text"
 BATCH, LENGTH = 4, 128
 WIDTH_TIMES_RATE = 0.12  # the learning rate is this over the width
-EXPONENTS = np.linspace(0.02, 2.0, 25)  # where the search begins
-FINER = 4  # times, each around the best so far
+EXPONENTS = np.linspace(0.02, 2.0, 25)  # first grid of the search
+FINER = 4  # number of finer grids, each around the best exponents so far
 
 
 class Size(NamedTuple):
@@ -62,7 +62,7 @@ class Size(NamedTuple):
 
 
 SIZES = (Size(32, 2), Size(48, 2), Size(64, 3), Size(96, 3), Size(128, 4))
-BUDGETS = (160_000, 400_000, 1_000_000, 2_300_000)  # bytes that are read
+BUDGETS = (160_000, 400_000, 1_000_000, 2_300_000)  # bytes of training text
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Point:
       parameters: N, the matrix parameters.
       tokens: D.
       flops: C.
-      loss: of validation, nats per byte; error, its standard error, which all runs share for the most part.
-      seconds: of the whole run.
+      loss, error: validation loss in nats per byte, and its standard error, most of which is common to all runs.
+      seconds: time of the whole run.
     """
 
     dim: int
@@ -105,19 +105,19 @@ class Arguments:
     """What to run."""
 
     data: tuple[Path, ...] = (TEXT / "tinystories-train.txt", TEXT / "tinystories-v2-train.txt")
-    """Text to train on, read at most once."""
+    """Text to train on, used at most once."""
     validation_data: tuple[Path, ...] = (TEXT / "tinystories-valid.txt",)
     """Text to validate on."""
     largest_run: float = 1.2e12
     """Maximum FLOPs of a run; larger ones are omitted."""
     small: bool = False
-    """Only two sizes and two short amounts of text: meaningless figures."""
+    """Use only two sizes and two short amounts of text; the figures are meaningless."""
     draws: int = 500
     """Bootstrap samples."""
     workdir: Path = ROOT / "build" / "scaling"
-    """Folder of finished runs; each is run once."""
+    """Folder of finished runs, which are reused."""
     output: Path = ROOT / "experiments" / "results" / "scaling_cpu.json"
-    """Runs and laws; next to it the picture, as PNG."""
+    """JSON file of runs and laws, with a picture (.png) next to it."""
 
 
 def recipe(size: Size, tokens: int) -> Recipe:
@@ -156,7 +156,7 @@ def flops_of(recipe: Recipe) -> float:
 
 
 def measure(size: Size, tokens: int, arguments: Arguments) -> Point:
-    """Train one run, and keep only its result."""
+    """Train one run and keep only its result."""
     from llama_jax.runs.log import Log
     from llama_jax.runs.loop import train
 
@@ -177,9 +177,9 @@ def measure(size: Size, tokens: int, arguments: Arguments) -> Point:
 
 
 def frontier(points: list[Point]) -> list[Point]:
-    """Those that beat every cheaper one, and what every other size would have at the same compute, by their compute.
+    """The runs with a lower loss than every cheaper run and than every other size at the same compute, sorted by compute.
 
-    Between its runs, the loss of a size is taken to be a straight line over the logarithm of compute.
+    The loss of a size between its runs is interpolated linearly over the logarithm of compute.
     """
     by_compute = sorted(points, key=lambda p: (p.flops, p.loss))
     curves = defaultdict(list)
@@ -195,10 +195,10 @@ def frontier(points: list[Point]) -> list[Point]:
 
 
 def fit(scales: np.ndarray, losses: np.ndarray) -> Law:
-    """The law with the least sum of squared relative errors, floor and factors not negative.
+    """The law with the least sum of squared relative errors; floor and factors are not negative.
 
-    With the exponents given the rest is linear (variable projection: Golub & Pereyra 1973), so only they are searched: on a
-    grid, and then on finer ones around the best.
+    For given exponents the problem is linear (variable projection: Golub & Pereyra 1973). Only the exponents are searched,
+    on a grid and then on finer grids around the best.
 
     Args:
       scales: float64[n, k], positive.
@@ -222,13 +222,13 @@ def fit(scales: np.ndarray, losses: np.ndarray) -> Law:
 def _solve(exponents: np.ndarray, powers: np.ndarray, losses: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
     """The best of a grid of exponents: the sum of squared errors, exponents[k], and floor and factors [k + 1].
 
-    What may not be negative is zero or free; all choices are tried.
+    Floor and factors may not be negative: each is either zero or free, and all combinations are tried.
     """
     relative = np.concatenate([np.ones_like(powers[..., :1]), powers], axis=-1) / losses[:, None]
     best = (np.inf, exponents[0], np.zeros(0))
     for free in product((False, True), repeat=relative.shape[-1]):
         columns = relative[..., np.array(free)]
-        # A little on the diagonal, for a draw of the bootstrap may have too few different runs.
+        # A small diagonal term, because a bootstrap sample may have too few different runs.
         normal = np.einsum("gni,gnj->gij", columns, columns) + 1e-12 * np.eye(columns.shape[-1])
         found = np.linalg.solve(normal, columns.sum(axis=1)[..., None])[..., 0]
         errors = np.sum((np.einsum("gni,gi->gn", columns, found) - 1) ** 2, axis=-1)
@@ -252,7 +252,7 @@ def size_law(points: list[Point]) -> Law:
 
 
 def resampled(points: list[Point], draws: int, least: int) -> list[tuple[Law, Law]]:
-    """Both laws of as many runs drawn with replacement (Efron 1979), of draws with at least so many on the frontier."""
+    """Both laws for bootstrap samples of the runs (Efron 1979) that have at least `least` runs on the frontier."""
     rng, laws = np.random.default_rng(0), []
     for _ in range(draws):
         drawn = [points[i] for i in rng.integers(len(points), size=len(points))]
@@ -267,7 +267,7 @@ def interval(values: list[float]) -> list[float]:
 
 
 def described(law: Law, draws: list[Law]) -> dict[str, Any]:
-    """A law and its intervals, as JSON holds them."""
+    """A law and its intervals as JSON."""
     return asdict(law) | {
         "floor_interval": interval([draw.floor for draw in draws]),
         "exponent_intervals": [interval([draw.exponents[k] for draw in draws]) for k in range(len(law.exponents))],
@@ -275,10 +275,10 @@ def described(law: Law, draws: list[Law]) -> dict[str, Any]:
 
 
 def foretold(points: list[Point]) -> dict[str, float] | None:
-    """How well L(N, D), fitted to the runs of at most a quarter of the largest compute, tells the loss of the others."""
+    """How well L(N, D), fitted to the runs with at most a quarter of the largest compute, predicts the other losses."""
     limit = max(p.flops for p in points) / 4
     cheap, dear = ([p for p in points if (p.flops <= limit) == side] for side in (True, False))
-    if len(cheap) < 6:  # five numbers are fitted
+    if len(cheap) < 6:  # the law has five parameters
         return None
     law = size_law(cheap)
     errors = [float(law(np.array([p.parameters, p.tokens]))) / p.loss - 1 for p in dear]
@@ -286,7 +286,7 @@ def foretold(points: list[Point]) -> dict[str, float] | None:
 
 
 def draw(points: list[Point], law: Law, draws: list[Law], of_sizes: Law) -> Figure:
-    """Left the loss against compute, with the frontier and its law; right measured losses against those of L(N, D)."""
+    """Draw the loss over compute with the frontier and its law (left), and measured losses over those of L(N, D) (right)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -334,10 +334,10 @@ def run_all(arguments: Arguments) -> list[Point]:
     """All runs, reusing those in the work directory; prints a line for each."""
     sizes, budgets = (SIZES[:2], (8_192, 16_384)) if arguments.small else (SIZES, BUDGETS)
     if missing := [str(path) for path in arguments.data if not path.is_file()]:
-        raise SystemExit(f"--data: {', '.join(missing)} is not there; it is no part of the repository, give your own")
+        raise SystemExit(f"--data: {', '.join(missing)} does not exist; it is not part of the repository, pass other files")
     text = sum(path.stat().st_size for path in arguments.data)
     if max(budgets) > text:
-        raise SystemExit(f"--data has {text:,} bytes and {max(budgets):,} are to be read, but none twice; give more text")
+        raise SystemExit(f"--data has {text:,} bytes, but {max(budgets):,} are needed (none is used twice); pass more")
     kept = arguments.workdir / "points.json"
     done = [Point(**point) for point in json.loads(kept.read_text())] if kept.exists() else []
     points = []

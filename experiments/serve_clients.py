@@ -1,7 +1,7 @@
-"""Unmodified third-party clients with a running `llama-jax serve`: their results, and that nothing returns 5xx.
+"""Test `llama-jax serve` with unmodified third-party clients: their results, and that no response is 5xx.
 
-The bundled model is served in float32, in a separate process. Clients with requirements of their own are installed
-separately; those without a given location are omitted, which the report states.
+The bundled model is served in float32, in a separate process. Clients with conflicting requirements are installed
+separately; clients without a given location are omitted, which the report states.
 
     pip install -e ".[dev]"
     (mkdir node && cd node && npm install openai)
@@ -9,13 +9,13 @@ separately; those without a given location are omitted, which the report states.
     python -m venv harness && harness/bin/pip install -e ".[lm-eval]" transformers sentencepiece tenacity aiohttp
     python experiments/serve_clients.py --node node --guidellm guide/bin/guidellm --lm-eval harness/bin/python
 
-  openai         for Python: streamed equals unstreamed, usage counts ids, stop texts are not sent, schemas are followed,
-                 errors have their types.
-  openai (node)  the same with the package of that name for Node.
+  openai         for Python: streamed equals unstreamed, usage counts ids, stop strings are not sent, schemas are followed,
+                 errors have the documented types.
+  openai (node)  the same with the openai package for Node.
   guidellm       200 requests, 16 at a time; all of them must succeed.
-  schemathesis   requests made from /openapi.json, valid and invalid. Fields that are each valid but mutually exclusive are
-                 rejected, which it calls a failure (positive_data_acceptance): only that check is omitted.
-  lm-eval        `local-completions`: log-likelihoods next to those from `llama_jax.logits` for the same ids.
+  schemathesis   requests generated from /openapi.json, valid and invalid. Only its check positive_data_acceptance is
+                 omitted: it reports a failure if valid but mutually exclusive fields are rejected.
+  lm-eval        `local-completions`: log-likelihoods compared with `llama_jax.logits` for the same ids.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ console.log(JSON.stringify(found));
 
 @dataclass(frozen=True)
 class Arguments:
-    """Try third-party clients on a server."""
+    """Test a server with third-party clients."""
 
     node: Path | None = None
     """Folder in which `npm install openai` was run."""
     guidellm: Path | None = None
-    """Path of the program."""
+    """Path of the guidellm program."""
     lm_eval: Path | None = None
-    """Python of an environment with lm-eval and the requirements of its local-completions."""
+    """Python of an environment with lm-eval and the requirements of local-completions."""
     output: Path = Path("experiments/results/serve_clients.json")
 
 
@@ -139,7 +139,7 @@ class Asked:
 
 
 class Checks:
-    """Results, and failures."""
+    """Results and failures."""
 
     def __init__(self) -> None:
         self.checked, self.failed = 0, list[str]()
@@ -154,7 +154,7 @@ class Checks:
 
 
 def by_openai(asked: Asked, arguments: Arguments) -> dict[str, Any]:
-    """The client for Python."""
+    """Check the client for Python."""
     import openai
 
     client = openai.OpenAI(base_url=asked.base, api_key="none", max_retries=0)
@@ -183,7 +183,7 @@ def by_openai(asked: Asked, arguments: Arguments) -> dict[str, Any]:
         check(told.completion_tokens == streamed.completion_tokens, f"usage of the stream: {prompt}")
         prompt_ids = sum(map(len, ids)) if several > 1 else len(ids[i % len(ids)])
         check(told.prompt_tokens == prompt_ids, f"prompt_tokens: {prompt}")
-        if not body["stop"]:  # of a text that is never sent the tokens are counted, and not listed
+        if not body["stop"]:  # tokens of text that is not sent are counted but not listed
             listed = sum(len(choice.logprobs.tokens or []) for choice in whole.choices if choice.logprobs)
             check(told.completion_tokens == listed, f"usage equals ids: {prompt}")
     messages: list[Any] = [{"role": "user", "content": "Tell me of a dog."}]
@@ -213,7 +213,7 @@ def by_openai(asked: Asked, arguments: Arguments) -> dict[str, Any]:
 
 
 def by_node(asked: Asked, arguments: Arguments) -> dict[str, Any]:
-    """The client for Node."""
+    """Check the client for Node."""
     import os
 
     environment = os.environ | {"ASKED": json.dumps(["", asked.base, BEGINNINGS])}
@@ -223,7 +223,7 @@ def by_node(asked: Asked, arguments: Arguments) -> dict[str, Any]:
 
 
 def by_guidellm(asked: Asked, arguments: Arguments) -> dict[str, Any]:
-    """200 prompts, 16 at a time; the server's own counters say how they ended."""
+    """Send 200 prompts, 16 at a time; the server's counters show how they ended."""
     before, check = asked.statuses(), Checks()
     with tempfile.TemporaryDirectory() as folder:
         texts = [" ".join(STORY.split()[: 4 + i % 20]) for i in range(200)]
@@ -242,7 +242,7 @@ def by_guidellm(asked: Asked, arguments: Arguments) -> dict[str, Any]:
 
 
 def by_schemathesis(asked: Asked, arguments: Arguments) -> dict[str, Any]:
-    """Its own command."""
+    """Run schemathesis's command."""
     command = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{asked.base[:-3]}/openapi.json", "--no-color"]
     command += ["--exclude-checks", "positive_data_acceptance", "--max-examples", "100", "--workers", "2", "--seed", "1"]
     with tempfile.TemporaryDirectory() as folder:
@@ -254,10 +254,10 @@ def by_schemathesis(asked: Asked, arguments: Arguments) -> dict[str, Any]:
 
 
 def by_lm_eval(asked: Asked, arguments: Arguments) -> dict[str, Any]:
-    """Log-likelihoods of continuations, and whether each is the most probable one.
+    """Check log-likelihoods of continuations, and whether each continuation is the most probable one.
 
-    Two passes of the same model in float32 add in different orders where their batches have different shapes. How far that
-    takes either of them is told by a third one in float64.
+    Two float32 passes of the same model with different batch shapes add in different orders. A pass in float64 gives the
+    error of both.
     """
     words = STORY.split(" ")
     pairs = [(" ".join(words[:i]), " " + " ".join(words[i : i + 1 + i % 9])) for i in range(1, len(words))]
@@ -280,8 +280,8 @@ def by_lm_eval(asked: Asked, arguments: Arguments) -> dict[str, Any]:
 
 
 def _likelihoods(config: Any, params: Any, pairs: list[list[list[int]]]) -> list[tuple[float, bool]]:
-    """For each continuation of a context: its log-likelihood, and whether each of its tokens is the most probable."""
-    longest, found = max(len(before) + len(after) for before, after in pairs), []  # all are filled up to that: one program
+    """For each continuation of a context: its log-likelihood, and whether all its tokens are the most probable ones."""
+    longest, found = max(len(before) + len(after) for before, after in pairs), []  # all are padded to it
     for before, after in pairs:
         count = len(before) + len(after)
         whole = jnp.array([before + after + [0] * (longest - count)], jnp.int32)
@@ -292,10 +292,10 @@ def _likelihoods(config: Any, params: Any, pairs: list[list[list[int]]]) -> list
 
 
 def _output(command: list[str], **more: Any) -> str:
-    """The output of a command; SystemExit with the end of it if the command fails."""
+    """The output of a command; if it fails, SystemExit with the end of the output."""
     done = subprocess.run(command, capture_output=True, text=True, **more)
     if done.returncode:
-        raise SystemExit(f"{command[0]} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+        raise SystemExit(f"{command[0]} failed with exit status {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
     return done.stdout
 
 
@@ -316,14 +316,14 @@ def main(arguments: Arguments) -> None:
     with running(command, port, "/ready"):
         asked = Asked(port)
         for name, (there, run) in clients.items():
-            found[name] = run(asked, arguments) if there else "left out: where it is was not said"
+            found[name] = run(asked, arguments) if there else "omitted: no location was given"
             print(f"{name}: {json.dumps(found[name])}", flush=True)
         statuses = asked.statuses()
     print(f"statuses: {statuses}")
     write_report(arguments.output, report | {"clients": found, "statuses": statuses})
     failed = [name for name, each in found.items() if isinstance(each, dict) and each["failed"]]
     if failed or any(status >= "500" for status in statuses):
-        raise SystemExit(f"not as it should be: {', '.join(failed) or statuses}")
+        raise SystemExit(f"failed: {', '.join(failed) or statuses}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Shakespeare's plays, byte by byte: minutes on two cores, compared with nanoGPT's figures on the same text.
+"""Train on the bytes of Shakespeare's plays for minutes on two cores; compare with nanoGPT's figures on the same text.
 
     python experiments/shakespeare.py                     both recipes; resumes where it was stopped
-    python experiments/shakespeare.py steps=300           the same, shorter: changes as in `llama-jax train`
+    python experiments/shakespeare.py steps=300           shorter, with changes as in `llama-jax train`
     llama-jax train experiments/shakespeare.py:nanogpt_cpu --workdir DIR --data tinyshakespeare.txt
 
 The first nine tenths of the text are for training and the last tenth for validation, as in nanoGPT. The text is ASCII, so a
-byte is a character, and the loss in nats per byte is nanoGPT's loss. Here it is over the whole last tenth, in adjacent
-windows of the training length, after the last step: nothing is selected by it.
-nanoGPT's two figures are those of its README (github.com/karpathy/nanoGPT): 1.88 for 0.8 million parameters after three
-minutes on a laptop, and 1.4697 for 10.65 million with dropout after three minutes on an A100, the best of its evaluations.
+byte is a character, and the loss in nats per byte is comparable with nanoGPT's. Here it is measured over the whole last
+tenth, in adjacent windows of the training length, after the last step; no checkpoint is selected by it.
+nanoGPT's two figures are from its README (github.com/karpathy/nanoGPT): 1.88 for 0.8 million parameters after three minutes
+on a laptop, and 1.4697, the best of its evaluations, for 10.65 million with dropout after three minutes on an A100.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def recipe() -> Recipe:
 
 
 def nanogpt_cpu() -> Recipe:
-    """The width, depth, batch, context and steps of nanoGPT's run on a laptop, and its learning rate, in a Llama."""
+    """A Llama with the width, depth, batch, context, steps and learning rate of nanoGPT's run on a laptop."""
     built_in = recipes.shakespeare()
     return replace(
         built_in,
@@ -60,17 +60,17 @@ class Arguments:
     """What to run."""
 
     changes: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Changes to both recipes: steps=300 optimizer.learning_rate=1e-3."""
+    """Changes to both recipes, for example steps=300 optimizer.learning_rate=1e-3."""
     data: Path = ROOT.parent / "shared" / "data" / "text" / "tinyshakespeare.txt"
     """The plays; other texts work as well, with other figures."""
     workdir: Path = ROOT / "build" / "shakespeare"
-    """Folder of the two runs, by the names of their recipes."""
+    """Folder of the two runs, which are named after their recipes."""
     output: Path = ROOT / "experiments" / "results" / "shakespeare_cpu.json"
-    """The figures; next to it the curves, as PNG."""
+    """JSON file of the figures, with the curves (.png) next to it."""
 
 
 def divide(data: Path, folder: Path) -> tuple[Path, Path]:
-    """The first nine tenths and the last of a text, as two files; their paths."""
+    """Write the first nine tenths and the last tenth of a text to two files; return their paths."""
     text = text_of(data)
     end = int(0.9 * len(text))
     parts = folder / "training.txt", folder / "validation.txt"
@@ -81,7 +81,7 @@ def divide(data: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def run(chosen: Recipe, training: Path, validation: Path, workdir: Path) -> dict[str, Any]:
-    """Train, or go on; the figures of the last step and its sample."""
+    """Train or resume; return the figures of the last step and its sample."""
     from llama_jax.data import open_corpus
     from llama_jax.evaluation.perplexity import evaluate
     from llama_jax.runs.log import Log
@@ -92,7 +92,7 @@ def run(chosen: Recipe, training: Path, validation: Path, workdir: Path) -> dict
     params = train(chosen, workdir, training, validation_data=validation, resume=True, log=Log()).state.params
     corpus = open_corpus(validation, byte_tokenizer(), reading=chosen.reading)
     found = evaluate(chosen.model, params, corpus, length=chosen.length, stride=chosen.length)
-    # Where the run was killed meanwhile there may be half a line.
+    # If the run was killed before, a line may be incomplete.
     lines = [json.loads(line) for line in (workdir / METRICS).read_text("utf-8").splitlines() if line.endswith("}")]
     samples = [line["text"] for line in lines if line["kind"] == "sample"]
     return {

@@ -1,17 +1,17 @@
 """A stress test of the server: mixed requests, disconnecting clients, overload, and malformed requests.
 
-A server of a float32 model runs in a separate process; the clients, in this one, share its cores. Each part reports its
-results, and `failed` lists everything that must not happen; the exit status is 1 if there is any.
+A server of a float32 model runs in a separate process; the clients, in this process, share its cores. Each part reports its
+results, and `failed` lists all failures; the exit status is 1 if there are any.
 
     pip install -e ".[serve]"
     python experiments/soak_serve.py
 
-  mixed      requests of all kinds at once: each answer is compared with that of `llama_jax.generate` for the prompt alone.
-             The server must not compile anything in the meantime.
-  cancelled  clients that disconnect while their request waits, is prefilled or is decoded: afterwards all rows are free.
-  overload   a multiple of the server's capacity in requests/s, arriving at random: how soon the others are rejected (429),
-             and what share of its capacity the server still reaches.
-  soak       minutes of all this with malformed requests: no answer is lost or wrong, and memory does not grow.
+  mixed      requests of all kinds at once: each answer must equal that of `llama_jax.generate` for the single prompt, and
+             the server must not compile anything.
+  cancelled  clients that disconnect while their request waits, is prefilled or is decoded: afterwards all rows must be free.
+  overload   random arrivals at a multiple of the server's capacity: how soon requests are rejected (429), and what share of
+             its capacity the server still reaches.
+  soak       minutes of all this with malformed requests: no answer may be lost or wrong, and memory must not grow.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from measuring import cpu_name, settings, versions, write_report
 
 import llama_jax
 
-MOST = 256  # tokens of a request
-KINDS = 96  # different requests, whose answers are computed once
+MOST = 256  # maximum tokens of a request
+KINDS = 96  # different requests; their answers are computed once
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Report:
 
 
 def kinds(model: Path | None) -> list[Kind]:
-    """Requests of all lengths and settings, with prompts of which many begin alike; and what `generate` answers them."""
+    """Requests of all lengths and settings, many with common prefixes, and the answers of `generate`."""
     config, params, tokenizer = llama_jax.load(model, dtype=jnp.float32)
     chosen = random.Random(0)
     begun = [tokenizer.encode(text) for text in ("Once upon a time", "One day, a boy", "The big dog", "Lily and Tom")]
@@ -117,7 +117,7 @@ class Clients:
         self.port, self.kinds = port, kinds
 
     async def send(self, body: Any, **more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Send a request of a JSON body, or of bytes as they are."""
+        """Send a request with a JSON body, or with raw bytes."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**24)
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         length = more.get("length", len(content))
@@ -135,12 +135,12 @@ class Clients:
         return answer.partition("\r\n\r\n")[2]
 
     async def metrics(self) -> dict[str, float]:
-        """The metrics without labels, by name without the prefix."""
+        """The metrics without labels, by name without prefix."""
         lines = (line.rpartition(" ") for line in (await self.get("/metrics")).splitlines() if not line.startswith("#"))
         return {name.removeprefix("llama_jax:").partition("{")[0]: float(value) for name, _, value in lines if name}
 
     async def ask(self, kind: Kind, report: Report, slowly: bool = False) -> float:
-        """Send a request whose answer must be correct, or 429; returns the seconds to the end of the answer."""
+        """Send a request whose answer must be correct or 429; return the seconds to the end of the answer."""
         begun = time.perf_counter()
         reader, writer = await self.send(kind.body)
         parts = []
@@ -197,7 +197,7 @@ class Clients:
             report.fail(f"status {status} of {body!r}")
 
     async def until_free(self, report: Report, seconds: float = 30.0) -> float:
-        """Seconds until the engine has nothing more to do."""
+        """Wait until the engine is idle; return the seconds."""
         begun = time.perf_counter()
         while time.perf_counter() - begun < seconds:
             found = await self.metrics()
@@ -220,7 +220,7 @@ def streamed(content: bytes) -> tuple[str, int]:
 
 
 async def together(workers: int, work: Callable[[random.Random], Awaitable[Any]], going: Callable[[], bool]) -> None:
-    """So many loops of `work` for as long as there is some. A connection that the server ends is no reason to stop."""
+    """Run `work` in `workers` concurrent loops while `going()` is true; ignore connections that the server closes."""
 
     async def one(seed: int) -> None:
         chosen = random.Random(seed)
@@ -250,7 +250,7 @@ async def mixed(clients: Clients, arguments: Arguments) -> dict[str, Any]:
 
 
 async def cancelled(clients: Clients, arguments: Arguments) -> dict[str, Any]:
-    """Half of the requests in bursts, most of which wait, half a few at a time, which are decoded at once."""
+    """Cancel requests: half in bursts, most of which wait, and half a few at a time, which are decoded immediately."""
     report, waits = Report(), []
     chosen = random.Random(1)
     while report.counts["left"] < arguments.cancelled:
@@ -327,7 +327,7 @@ def print_part(name: str, found: dict[str, Any]) -> None:
 
 
 def resident(process: int) -> int:
-    """Bytes of memory that a process holds."""
+    """Resident memory of a process in bytes."""
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
@@ -353,7 +353,7 @@ def main(arguments: Arguments) -> None:
         found = asyncio.run(run(Clients(port, asked), arguments, lambda: resident(server.process)))
     write_report(arguments.output, report | {"start-up seconds": round(server.seconds, 1)} | found)
     if any(part["failed"] for part in found.values() if isinstance(part, dict)):
-        raise SystemExit("it did not stand all of it: see what failed above")
+        raise SystemExit("the server failed some parts; see above")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Custom attention, trained, sampled and evaluated through the public functions: softly capped scores.
+"""Custom attention with soft-capped scores: training, sampling and evaluation through the public functions.
 
     python experiments/soft_cap.py              (PYTHONPATH=. if the package is not installed)
 
 50 * tanh(scores / 50) keeps every score between -50 and 50 and leaves small ones nearly unchanged, as in Gemma 2 (Gemma
-Team 2024, section 2). No file of the library refers to it: `Parts(attend=...)` of a configuration accepts any function with
-the arguments of `llama_jax.ops.attend`, and `train_step`, `next_token_loss` and `generate` call it.
+Team 2024, section 2). The library has no code for it: `Parts(attend=...)` of a configuration accepts any function with the
+arguments of `llama_jax.ops.attend`, and `train_step`, `next_token_loss` and `generate` call it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Arguments:
 
 
 def capped(queries: jax.Array, view: KVView, seen: AttentionMask, *, scale: float, window: int | None = None) -> jax.Array:
-    """[B, K, T, G, H], as `llama_jax.ops.attend` gives it, with soft-capped scores."""
-    keys, values = view  # [B, K, S, H] each: those of the tokens themselves, or of a layer's cache
+    """Attention with soft-capped scores, [B, K, T, G, H], like `llama_jax.ops.attend`."""
+    keys, values = view  # [B, K, S, H] each, of the tokens or of a layer's cache
     scores = jnp.einsum("bktgh,bksh->bktgs", queries, keys, preferred_element_type=jnp.float32) * scale
     scores = CAP * jnp.tanh(scores / CAP)
     sees = visible(seen, window)[:, None, :, None]  # [B, 1, T, 1, S]
@@ -44,7 +44,7 @@ def capped(queries: jax.Array, view: KVView, seen: AttentionMask, *, scale: floa
 
 
 def main(arguments: Arguments) -> dict[str, float | str]:
-    """Losses before and after, and what the model then writes."""
+    """Return the losses before and after training, and a sample."""
     config = replace(llama_jax.preset(arguments.model), parts=Parts(attend=capped))
     letters = [3 + byte for byte in arguments.text.encode()]
     batch = Batch(jnp.array([letters[i:] + letters[:i] for i in range(0, len(letters), 8)], jnp.int32))

@@ -1,20 +1,20 @@
-"""The speed-up from drafts: generation with and without them, interleaved in one process, with equal tokens verified.
+"""The speed-up from speculative decoding: interleaved generation with and without drafts; checks that tokens are equal.
 
     python experiments/speculation.py
     python experiments/speculation.py --cases stories copied --repetitions 5
     python experiments/speculation.py --cases chats --model SmolLM2-135M-Instruct.Q4_1.gguf
 
 Cases:
-  stories  the bundled model continues stories, greedy and sampled, drafting by prompt lookup: does it cost anything?
-  copied   text that repeats itself, by prompt lookup: random weights of the 15M and 110M shapes, which end in a loop.
-  draft    a 15M draft for a 110M model, both with random weights. As no trained pair is available, the draft's tokens are
-           replaced by the model's own next tokens, and by wrong ones so often that the given share is accepted.
-  chats    a real instruct model (--model) answers, greedy, by prompt lookup: questions, and requests whose answers copy
+  stories  the bundled model continues stories, greedy and sampled, with prompt lookup: does it cost anything?
+  copied   repetitive text with prompt lookup: random weights of the 15M and 110M shapes, which end in a loop.
+  draft    a 15M draft for a 110M model, both with random weights. No trained pair is available, so the draft's tokens are
+           replaced by the model's next tokens, with enough wrong ones to reach the given acceptance rate.
+  chats    a real instruct model (--model) answers with prompt lookup, greedy: questions, and requests whose answers copy
            parts of them.
 
-Speed-up is the ratio of the medians of the time after the first token, failed drafts included. The cost of a pass is its
-time, with a full number of drafts, relative to a step without drafts.
-Tokens that differ are judged by how close the tie was: the gap of the two log-probabilities under the model.
+Speed-up is the ratio of the medians of the time after the first token, including failed drafts. The cost of a pass is its
+time with the full number of drafts, relative to a step without drafts. For tokens that differ, the report has the gap of the
+two log-probabilities under the model, which shows whether it was a near tie.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Arguments:
 
     cases: tuple[Case, ...] = ("stories", "copied", "draft")
     model: Path | None = None
-    """Model for the case chats: with a chat template, of any supported format."""
+    """Model for the case chats, with a chat template, of any supported format."""
     quantize: Literal["none", "keep", "int8", "q8_0", "q4_0"] = "none"
-    """Format of its matrices: float32, that of the file, or another one."""
+    """Format of its matrices: float32 ("none"), the file's format ("keep"), or another one."""
     new_tokens: int = 192
     repetitions: int = 5
     """Interleaved repetitions, after each program has run once."""
@@ -92,7 +92,7 @@ class Arguments:
 
 
 class Rehearsed(Drafter, struct.PyTreeNode):
-    """A draft model whose cost is paid, and whose proposals are replaced by given tokens int32[B, any]."""
+    """A draft model that runs, but whose proposals are replaced by given tokens int32[B, any]."""
 
     model: DraftModel
     answers: jax.Array
@@ -112,12 +112,12 @@ class Rehearsed(Drafter, struct.PyTreeNode):
         drafts, memory = self.model.propose(memory, state, history, count)
         places = jnp.minimum(state.count[:, None] + jnp.arange(count), self.answers.shape[1] - 1)
         told = jnp.take_along_axis(self.answers, places, axis=1)
-        return jnp.where(drafts < 0, drafts, told), memory  # never below zero, which the compiler does not know
+        return jnp.where(drafts < 0, drafts, told), memory  # keeps the draft from being optimized away
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One generation, timed: seconds after the first token, the tokens of each row, passes, drafted and accepted tokens."""
+    """One timed generation: seconds after the first token, the tokens of each row, passes, drafted and accepted tokens."""
 
     seconds: float
     tokens: list[list[int]]
@@ -140,7 +140,7 @@ class Timed:
 
 
 def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Arguments, **options: Any) -> Row:
-    """A row of the table."""
+    """Measure one row of the table."""
     run = partial(Timed.of, model, prompts, max_new_tokens=arguments.new_tokens, **options)
     passes_of = partial(seconds_of_pass, model, prompts, draft, max_new_tokens=arguments.new_tokens, **options)
     numbers = Pace.of(draft.tokens).numbers
@@ -173,7 +173,7 @@ def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Argu
 
 @dataclass(frozen=True)
 class Always(Pace):
-    """A fixed number of drafts, whatever the acceptance."""
+    """A fixed number of drafts, independent of acceptance."""
 
     number: int = 0
 
@@ -190,7 +190,7 @@ def seconds_of_pass(
     sampling: Sampling = Sampling(),
     stop_tokens: Sequence[int] = (),
 ) -> float:
-    """Generate with so many drafts a pass; seconds of one."""
+    """Generate with this many drafts per pass; return the seconds of a pass."""
     config, params = model
     options, known = CacheOptions(), Pace.of(draft.tokens)
     pace = Always(known.numbers, known.seconds, lengths=known.lengths, number=number)
@@ -203,7 +203,7 @@ def seconds_of_pass(
 
 
 def gaps_of(one: Timed, other: Timed) -> list[dict[str, Any]]:
-    """For each differing row: the tokens before the difference, and the gap of the two log-probabilities."""
+    """For each differing row: the number of equal tokens, and the gap of the two log-probabilities."""
     found = []
     for row, tokens in enumerate(one.tokens):
         at = next((i for i, (a, b) in enumerate(zip(tokens, other.tokens[row], strict=False)) if a != b), None)
@@ -253,7 +253,7 @@ def draft(arguments: Arguments) -> Iterator[Row]:
 
 def chats(arguments: Arguments) -> Iterator[Row]:
     if arguments.model is None:
-        raise SystemExit("--cases chats needs a model that others trained; name its file or folder with --model")
+        raise SystemExit("--cases chats needs an instruct model; pass its file or folder as --model")
     quantize = None if arguments.quantize == "none" else arguments.quantize
     config, params, tokenizer = llama_jax.load(arguments.model, "float32", quantize=quantize)
     for name, requests in (("questions", QUESTIONS), ("copies", COPIES)):

@@ -1,13 +1,13 @@
 """TinyStories with the shapes of llama2.c: 15, 42 and 110 million parameters, for a GPU.
 
     python experiments/stories.py 15m --data STORIES --validation-data HELD --tokenizer tokenizer.model
-    python experiments/stories.py smoke --data STORIES            a minute on a CPU: the same path with a toy
+    python experiments/stories.py smoke --data STORIES            a minute on a CPU: the same stages with a tiny model
     llama-jax train experiments/stories.py:stories42m --workdir DIR --data STORIES --tokenizer tokenizer.model
 
-STORIES is the text of TinyStories (Eldan & Li 2023), with `<|endoftext|>` between stories, as published, and tokenizer.model
-is Llama 2's vocabulary of 32,000. A step reads 131,072 tokens, and the schedule has 100,000 steps, as in llama2.c.
-llama2.c's README gives the validation losses of its models in nats per token. They are comparable with those printed here if
-vocabulary and validation stories are the same, and only roughly: llama2.c lets a token see the stories before its own.
+STORIES is the text of TinyStories (Eldan & Li 2023), with `<|endoftext|>` between stories, as published; tokenizer.model is
+Llama 2's vocabulary of 32,000. A step has 131,072 tokens, and the schedule has 100,000 steps, as in llama2.c. llama2.c's
+README gives the validation losses of its models in nats per token. With the same vocabulary and validation stories they are
+roughly comparable with those printed here: in llama2.c a token also attends to previous stories.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def stories15m() -> Recipe:
 
 
 def stories42m() -> Recipe:
-    """8 layers of 512, rows of 1,024 tokens."""
+    """8 layers with 512 features, rows of 1,024 tokens."""
     return replace(stories15m(), model=preset("stories-42m"), batch=128, length=1024)
 
 
 def stories110m() -> Recipe:
-    """12 layers of 768, rows of 1,024 tokens."""
+    """12 layers with 768 features, rows of 1,024 tokens."""
     return replace(stories15m(), model=preset("stories-110m"), batch=128, length=1024)
 
 
 def smoke() -> Recipe:
-    """The shape of stories260K and a vocabulary learnt from the data: a few steps that show the whole path works."""
+    """The shape of stories260K and a vocabulary trained on the data: a few steps to check that everything works."""
     return replace(
         stories15m(),
         model=preset("stories-260k"),
@@ -81,17 +81,17 @@ class Arguments:
     size: tyro.conf.Positional[Literal["15m", "42m", "110m", "smoke"]]
     """Size of the model."""
     changes: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Changes to the recipe: steps=20000 remat=full accumulate=8."""
+    """Changes to the recipe, for example steps=20000 remat=full accumulate=8."""
     data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
-    """Stories, as `llama-jax train` reads them; may be given several times."""
+    """Stories, in any format of `llama-jax train --data`; may be repeated."""
     validation_data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
-    """Stories to validate on, likewise; by default a share of the stories of --data."""
+    """Stories to validate on; may be repeated. By default a share of the stories of --data."""
     tokenizer: Path | None = None
-    """Llama 2's vocabulary; smoke makes its own."""
+    """Llama 2's vocabulary; smoke trains its own."""
     workdir: Path | None = None
     """Folder of the run, which resumes there; by default build/stories/SIZE."""
     output: Path | None = None
-    """The figures; by default experiments/results/stories_SIZE.json."""
+    """JSON file of the figures; by default experiments/results/stories_SIZE.json."""
 
 
 def main(arguments: Arguments) -> None:
@@ -104,7 +104,7 @@ def main(arguments: Arguments) -> None:
     from llama_jax.runs.plot import draw
 
     if not arguments.data:
-        raise SystemExit("--data is missing; give the text of TinyStories, or any other")
+        raise SystemExit("--data is missing; pass the text of TinyStories or any other text")
     chosen = override(RECIPES[arguments.size](), arguments.changes)
     workdir = arguments.workdir or ROOT / "build" / "stories" / arguments.size
     output = arguments.output or ROOT / "experiments" / "results" / f"stories_{arguments.size}.json"

@@ -1,17 +1,17 @@
-"""One training step over many devices in JAX's three ways: `pmap`, `shard_map` and `jit`.
+"""A data-parallel training step in JAX's three ways: `pmap`, `shard_map` and `jit`.
 
-The step is `llama_jax.training.step.train_step` each time, data parallel: every device has the whole state and its share of
-the rows. The ways differ in who inserts the communication.
+The step is always `llama_jax.training.step.train_step`; every device has the whole state and its share of the rows. The ways
+differ in what inserts the communication.
 
-  pmap        2018. A function per device; `axis_name` makes the step sum over the devices itself (`lax.psum`).
-              Nothing checks that it does: a forgotten sum would leave every device with different parameters.
-  shard_map   The same function per device, with a partition spec for every argument and result. May be used inside `jit`,
-              combines with every other sharding, and its devices form a mesh of several axes.
-  jit         The function of the whole batch, as if there were one device. The shardings of state and batch determine all;
-              XLA divides the work and finds that gradients need a sum. Model parallelism is another sharding, not program.
+  pmap        2018. A function per device; with `axis_name` the step sums over the devices (`lax.psum`). Nothing checks
+              this: if a sum is forgotten, every device ends up with different parameters.
+  shard_map   The same function per device, with a partition spec for every argument and result. It can be used inside `jit`
+              and combined with any other sharding, on a mesh with several axes.
+  jit         A function of the whole batch, as if there were one device. XLA divides the work according to the shardings of
+              state and batch, and adds the sum of gradients. Model parallelism needs another sharding, not another program.
 
-All three run on the same batches from the same parameters. Printed: whether losses and parameters are bit-identical, the
-largest difference if not, the data that the compiled programs send, and the time of compilation and a step. Times of
+All three use the same batches and initial parameters. The script prints whether losses and parameters are bit-identical,
+the largest difference if not, the data that the compiled programs send, and the times of compilation and a step. Times of
 simulated devices say nothing about real ones.
 
     python experiments/three_ways.py [--devices 8] [--steps 10] [--model stories-260k]
@@ -41,7 +41,7 @@ from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.pmap import pmap_step, replicate
 from llama_jax.parallel.sharding import step_over
 
-Step = Any  # of a state and a batch to a state and metrics, compiled ahead of time where it can be
+Step = Any  # (state, batch) -> (state, metrics), compiled ahead of time if possible
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Arguments:
     """Compare pmap, shard_map and jit."""
 
     devices: int = 8
-    """Simulated if the machine has fewer."""
+    """Number of devices, simulated if the machine has fewer."""
     model: str = "stories-260k"
-    """A preset; its parameters are random."""
+    """A preset, with random parameters."""
     rows: int = 2
     """Rows of the batch per device."""
     length: int = 64
@@ -76,14 +76,14 @@ def by_pmap(step: Callable[..., Any], _: Callable[..., Any], mesh: Mesh) -> Step
 
 
 def by_shard_map(step: Callable[..., Any], _: Callable[..., Any], mesh: Mesh) -> Step:
-    """With the check, made when it is traced, that results marked P() are equal everywhere."""
+    """When traced, `shard_map` checks that results marked P() are equal on all devices."""
     alone = partial(step, sharding=Sharding(axis_name="data"))
     mapped = jax.shard_map(alone, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     return jax.jit(mapped, donate_argnums=0)
 
 
 def by_jit(_: Callable[..., Any], step: Callable[..., Any], mesh: Mesh) -> Step:
-    """`step` knows where activations lie and no axis by name; the rest follows from where its arguments are."""
+    """`step` has shardings of activations but no axis names; XLA derives the rest from the shardings of the arguments."""
     return jax.jit(step, donate_argnums=0, out_shardings=NamedSharding(mesh, P()))
 
 
@@ -91,7 +91,7 @@ WAYS = {"pmap": by_pmap, "shard_map": by_shard_map, "jit": by_jit}
 
 
 def run(way: str, arguments: Arguments) -> Found:
-    """Some steps of a model in one of the ways."""
+    """Run steps of a model in one of the ways."""
     config = llama_jax.preset(arguments.model)
     optimizer = make_optimizer(OptimizerSettings(learning_rate=1e-3, warmup_steps=2), arguments.steps)
     mesh = make_mesh(MeshSizes(data=arguments.devices))
@@ -104,7 +104,7 @@ def run(way: str, arguments: Arguments) -> Found:
 
     began = time.perf_counter()
     traffic = None
-    if way != "pmap":  # what pmap compiles cannot be asked for from outside; it is shard_map's program
+    if way != "pmap":  # pmap's compiled program is not accessible; it is the same as shard_map's
         compiled = step.lower(state, batches[0]).compile()
         traffic = [asdict(t) for t in add_up(find_collectives(compiled.as_text(), mesh))]
         step = compiled
@@ -121,7 +121,7 @@ def run(way: str, arguments: Arguments) -> Found:
 
 
 def make_batches(config: llama_jax.LlamaConfig, arguments: Arguments) -> list[Batch]:
-    """Random tokens; rows of different lengths, so that a mean of the devices' means would be wrong."""
+    """Random tokens with rows of different lengths, so that a mean of the devices' means would be wrong."""
     rng = np.random.default_rng(0)
     rows = arguments.rows * arguments.devices
     mask = np.arange(arguments.length + 1) <= np.linspace(2, arguments.length, rows)[:, None]
@@ -130,7 +130,7 @@ def make_batches(config: llama_jax.LlamaConfig, arguments: Arguments) -> list[Ba
 
 
 def difference(a: Found, b: Found) -> dict[str, float | bool]:
-    """Between the parameters and losses of two ways: the largest, and whether they are the same to the bit."""
+    """The largest difference of the parameters and losses of two ways, and whether they are bit-identical."""
     pairs = list(zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True))
     return {
         "loss": max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True)),
@@ -141,7 +141,7 @@ def difference(a: Found, b: Found) -> dict[str, float | bool]:
 
 def main(arguments: Arguments) -> None:
     if arguments.devices > 1:
-        jax.config.update("jax_num_cpu_devices", arguments.devices)  # of CPUs alone; other devices are what they are
+        jax.config.update("jax_num_cpu_devices", arguments.devices)  # only for CPUs; the number of other devices is fixed
     found = {way: run(way, arguments) for way in WAYS}
     report: dict[str, Any] = {
         "device": devices(),

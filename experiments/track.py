@@ -1,19 +1,19 @@
-"""Speed over commits: a small fixed set of measurements of two or more commits, side by side, in one interleaved run.
+"""Speed over commits: a small fixed set of measurements of two or more commits in one interleaved run.
 
     python experiments/track.py v0.1.0 HEAD --model SmolLM2-135M-Instruct.Q4_1.gguf
 
-Each commit is unpacked into a folder of its own and measured by a process of its own, with a cache of its own. The processes
-are asked in turn, so that a change of the machine's speed affects all of them. A ratio is taken within each turn, and its
-median and range are reported: speed over the first commit, above 1 is faster. The rows go to
-``experiments/results/performance_history.json``; beside it are all of them as a table and a picture. Run it on a quiet
+Each commit is unpacked into a separate folder and measured by a separate process with a separate cache. The processes take
+turns, so that changes of the machine's speed affect all of them. The ratio of the speed to that of the first commit is taken
+within each turn; its median and range are reported, and above 1 is faster. Rows are added to
+``experiments/results/performance_history.json``, and the table and the picture next to it show all rows. Run it on a quiet
 machine, and do not compare rows of different processors.
 
 What is measured:
-  start     1 / seconds from the command `llama-jax generate` to the end of its first token, the bundled model, caches warm.
+  start     1 / seconds of `llama-jax generate` for one token of the bundled model, with warm caches.
   decode    tokens/s of `generate`, batch 1, `new_tokens` after a prompt of 8.
   prefill   tokens/s of a prompt of `prompt_tokens`, until its first token.
   train     tokens/s of a training step, AdamW, as in bench_train.py.
-Of the shape with random weights in float32, and of the model as its file has it.
+They use the shape with random float32 weights; decode and prefill also use the model in its file's format.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import tyro
 from measuring import ROOT, cpu_name, write_rows
 
 RESULTS = ROOT / "experiments" / "results" / "performance_history.json"
-BEGIN = "measured: "  # of a worker's lines; libraries print others
+BEGIN = "measured: "  # prefix of a worker's lines; libraries print other lines
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Arguments:
     """Compare the speed of commits."""
 
     commits: tyro.conf.Positional[tuple[str, ...]]
-    """Two or more, the first being the one that others are compared with."""
+    """Two or more commits; the first is the baseline."""
     model: Path | None = None
     """A GGUF whose decode and prefill are measured, too."""
     shape: str = "stories-15m"
-    """A preset, random weights."""
+    """A preset, with random weights."""
     only: tuple[str, ...] = ()
-    """Measurements, such as start or train; by default all."""
+    """Measurements, for example start or train; all by default."""
     repetitions: int = 9
     """Interleaved repetitions; the first is a warm-up and not counted."""
     prompt_tokens: int = 256
@@ -56,14 +56,14 @@ class Arguments:
     batch: int = 8
     length: int = 256
     steps: int = 2
-    """Training steps of a repetition."""
+    """Training steps per repetition."""
     output: Path = RESULTS
-    """Rows are added to it; beside it are the table and the picture of all of them."""
+    """JSON file to which rows are added, with the table and the picture of all rows next to it."""
 
 
 def work(arguments: Any) -> None:
-    """A commit's process: for each name on stdin one number on stdout. Uses the public interface alone, which old commits
-    have; what is not there is an error of that measurement."""
+    """Process of a commit: print one number for each name on stdin. It uses only the public interface, which old commits
+    have; if something is missing, the measurement is an error."""
     measures: dict[str, Callable[[], float]] = {}
     for line in sys.stdin:
         name = line.strip()
@@ -77,7 +77,7 @@ def work(arguments: Any) -> None:
 
 
 def make(name: str, arguments: Any) -> Callable[[], float]:
-    """A measurement, ready to be repeated."""
+    """Prepare a measurement; return a function that repeats it."""
     import jax
     import numpy as np
 
@@ -108,19 +108,19 @@ def start() -> float:
 
 
 def per_second(count: int, action: Callable[[], Any]) -> float:
-    """How many of what an action does are done in a second."""
+    """`count` divided by the seconds of an action."""
     begin = time.perf_counter()
     action()
     return count / (time.perf_counter() - begin)
 
 
 class Commit:
-    """A commit in a folder of its own, and the process that measures it."""
+    """A commit in a separate folder, and the process that measures it."""
 
     def __init__(self, name: str, folder: Path, arguments: Arguments) -> None:
         shown = subprocess.run(["git", "log", "-1", "--format=%h %cs", name, "--"], cwd=ROOT, capture_output=True, text=True)
         if shown.returncode:
-            raise SystemExit(f"{name} is no commit of this repository: {shown.stderr.strip()}")
+            raise SystemExit(f"{name} is not a commit of this repository: {shown.stderr.strip()}")
         self.hash, self.date = shown.stdout.split()
         source = folder / "source"
         source.mkdir(parents=True)
@@ -139,7 +139,7 @@ class Commit:
         )
 
     def measure(self, name: str) -> float | str:
-        """A number, or what went wrong."""
+        """The measured number, or the error message."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(name + "\n")
@@ -147,7 +147,7 @@ class Commit:
         for line in self._process.stdout:
             if line.startswith(BEGIN):
                 return json.loads(line.removeprefix(BEGIN))
-        raise SystemExit(f"the process of {self.hash} has ended while it measured {name}")
+        raise SystemExit(f"the process of {self.hash} exited while measuring {name}")
 
     def close(self) -> None:
         self._process.kill()
@@ -155,7 +155,7 @@ class Commit:
 
 
 def names_of(arguments: Arguments) -> list[str]:
-    """The measurements: start, decode and prefill of shape and model, train of the shape."""
+    """The names of the measurements: start, decode and prefill of shape and model, train of the shape."""
     models = [arguments.shape, *([arguments.model.stem] if arguments.model else [])]
     names = ["start", *(f"{kind} {model}" for model in models for kind in ("decode", "prefill")), f"train {arguments.shape}"]
     return [
@@ -164,13 +164,13 @@ def names_of(arguments: Arguments) -> list[str]:
 
 
 def compare(arguments: Arguments) -> list[dict[str, Any]]:
-    """A row for each commit but the first and each measurement.
+    """A row for each measurement of each commit except the first.
 
     Raises:
-      SystemExit: fewer than two commits, or one that is not there.
+      SystemExit: there are fewer than two commits, or one does not exist.
     """
     if len(arguments.commits) < 2:
-        raise SystemExit("two commits are needed to compare them, as in HEAD~20 HEAD")
+        raise SystemExit("pass at least two commits to compare, for example HEAD~20 HEAD")
     commits: list[Commit] = []
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -202,7 +202,7 @@ def ratios(first: Sequence[float | str], figures: Sequence[float | str]) -> dict
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Speed over the base commit, a line for each comparison; ranges in parentheses."""
+    """Speed over the base commit as Markdown, a line for each comparison; ranges in parentheses."""
     names = list(dict.fromkeys(row["measurement"] for row in rows))
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
@@ -215,7 +215,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Speed over the base commit by the date of the commit, a panel for each processor and base."""
+    """Draw speed over the base commit by the commit's date, with a panel for each processor and base."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -143,5 +143,5 @@ def test_two_commits_are_measured_side_by_side(tmp_path, capsys):
     assert "| train stories-260k |" in capsys.readouterr().out
     assert output.with_suffix(".md").exists()
     assert output.with_suffix(".png").exists()
-    with pytest.raises(SystemExit, match="no commit"):
+    with pytest.raises(SystemExit, match="not a commit"):
         track.main(track.Arguments(("HEAD", "nothing"), output=output))

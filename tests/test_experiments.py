@@ -101,7 +101,7 @@ def test_context_extension_of_a_model(text, tmp_path, capsys):
     real_context_extension.main(arguments)  # of what is finished nothing runs again
     assert "none, zero-shot:" in before
     assert "none, zero-shot:" not in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="is of another run; remove it"):
+    with pytest.raises(SystemExit, match="belongs to a run with other settings"):
         real_context_extension.main(replace(arguments, steps=3))
 
 
@@ -149,11 +149,11 @@ def test_context_extension(text, tmp_path, capsys):
     assert "zero-shot" in capsys.readouterr().out
     context_extension.main(arguments)  # of what is finished nothing runs again
     assert json.loads(arguments.output.read_text())["found"] == found["found"]
-    with pytest.raises(SystemExit, match="is of another run; remove it"):
+    with pytest.raises(SystemExit, match="belongs to a run with other settings"):
         context_extension.main(replace(arguments, seed=1))
     with pytest.raises(SystemExit, match="is too short"):
         context_extension.main(replace(arguments, size="cpu"))
-    with pytest.raises(SystemExit, match="is not there"):
+    with pytest.raises(SystemExit, match="does not exist"):
         context_extension.main(replace(arguments, text=tmp_path / "none.txt", workdir=tmp_path / "other"))
 
 
@@ -261,7 +261,7 @@ def test_reports_are_json_of_a_row_a_line_and_say_where_they_were_made(tmp_path)
 
 
 def test_a_text_that_is_not_there_is_said_in_a_line(tmp_path):
-    with pytest.raises(SystemExit, match=r"plays\.txt cannot be read \(No such file or directory\); it is no part"):
+    with pytest.raises(SystemExit, match=r"plays\.txt cannot be read \(No such file or directory\); it is not part"):
         measuring.text_of(tmp_path / "plays.txt")
 
 

@@ -135,8 +135,8 @@ def test_a_model_without_attention_is_at_chance(params):
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ([40, 74], r"length=74 needs a haystack of as many tokens, and this one has 73"),
-        ([14, 40], r"length=14 leaves no haystack beside needle and question, which take \d+ tokens"),
+        ([40, 74], r"length=74 needs a haystack of at least that many tokens; this one has 73"),
+        ([14, 40], r"length=14 is too small: needle and question already take \d+ tokens"),
     ],
 )
 def test_mistakes(lengths, message):

@@ -301,7 +301,7 @@ def test_a_pickle_of_a_module_is_refused(tmp_path):
     import torch
 
     torch.save({"model_args": torch.nn.Linear(2, 2)}, tmp_path / "ckpt.pt")
-    with pytest.raises(llama_jax.CheckpointError, match=r"asks for 'torch.nn.modules.linear.Linear'"):
+    with pytest.raises(llama_jax.CheckpointError, match=r"requests 'torch.nn.modules.linear.Linear'"):
         read_pickled(tmp_path / "ckpt.pt")
 
 

@@ -1,1 +1,1 @@
-"""The sections of `gpu_report`, one a file, and what they share: `plan`, `run` and `timing`."""
+"""The sections of `gpu_report`, one per file, and their shared modules `plan`, `run` and `timing`."""

@@ -1,4 +1,4 @@
-"""Every backend of attention that the device has, from short to long."""
+"""Every attention backend of the device, from short to long."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BACKENDS = ("cudnn", "splash", "blockwise", "dense", "reference")
 
 
 def attention(run: Run) -> Iterator[Row]:
-    """Every backend at every length, by itself: a row of each layer of a Llama with these heads."""
+    """Measure every backend at every length: the attention of one layer, for one row."""
     share = 1.0 if run.alone else ATTENTION_SHARE
     end = time.monotonic() + min(share * run.time_limit, run.time_left())
-    ended: set[tuple[str, str]] = set()  # what did not fit: nothing longer will
+    ended: set[tuple[str, str]] = set()  # did not fit; longer ones are skipped
     refused: set[str] = set()
     for tokens in run.plan.heads.lengths:
         for backend in BACKENDS:

@@ -1,4 +1,4 @@
-"""One backend of attention at one length: its time, its memory, and how far it is from the reference."""
+"""One attention backend at one length: its time, its memory, and its difference from the reference."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from llama_jax.errors import ConfigError
 from llama_jax.ops.attention import AttentionMask, KVView
 
 PASSES = ("forward", "forward and backward")
-ATTENTION_TOLERANCE = 0.03  # of the largest number: bfloat16 rounds queries, weights and results to 8 bits
-MEASURED_SECONDS = 0.05  # that the calls of one repetition take together, so that launching them is not measured
+ATTENTION_TOLERANCE = 0.03  # relative to the largest number: bfloat16 rounds queries, weights and results to 8 bits
+MEASURED_SECONDS = 0.05  # of all calls of a repetition, so that launching them is not measured
 
 
 def measure_attention(run: Run, backend: str, tokens: int, direction: str) -> Row:
-    """Time, memory and share of the matrix rate; at the shortest length also how far it is from the reference."""
+    """Time, memory and share of the matrix rate; at the shortest length also the difference from the reference."""
     heads = run.plan.heads
     shapes = attention_shapes(heads, tokens)[: 3 if direction == PASSES[0] else 4]
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -63,7 +63,7 @@ def measure_attention(run: Run, backend: str, tokens: int, direction: str) -> Ro
 def attend(
     backend: str, width: int, queries: jax.Array, keys: jax.Array, values: jax.Array, of_mixed: jax.Array | None = None
 ) -> Any:
-    """What attention gives, and with `of_mixed`, the gradient of that, also those of its arguments."""
+    """The result of attention and, if its gradient `of_mixed` is given, the gradients of its arguments."""
 
     def program(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
         whole = AttentionMask.causal(keys.shape[2])
@@ -76,14 +76,14 @@ def attend(
 
 
 def attention_shapes(heads: Heads, tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Of queries, keys, values, and the gradient of the result."""
+    """The shapes of queries, keys, values, and the gradient of the result."""
     rows = (heads.batch, heads.keys, tokens)
     of_queries = (*rows, heads.queries // heads.keys, heads.width)
     return of_queries, (*rows, heads.width), (*rows, heads.width), of_queries
 
 
 def attention_arrays(arguments: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """Noise: with zeros a chip draws less power and may clock higher."""
+    """Arrays of noise: with zeros a chip draws less power and may clock higher."""
     noise = jax.jit(lambda key, like: jax.random.normal(key, like.shape, like.dtype), static_argnums=1)
     return [noise(jax.random.key(i), argument) for i, argument in enumerate(arguments)]
 
@@ -94,7 +94,7 @@ def attention_flop(heads: Heads, tokens: int, direction: str) -> float:
 
 
 def against_reference(got: Any, arrays: list[jax.Array], width: int) -> Row:
-    """How far results are from the reference in float32, as a share of the largest number of each."""
+    """The difference of results from the float32 reference, relative to the largest number of each."""
     wide = [array.astype(jnp.float32) for array in arrays]
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(functools.partial(attend, "reference", width))(*wide)

@@ -1,4 +1,4 @@
-"""A small model against the CPU, and generation against repeated `logits`."""
+"""A small model compared with the CPU, and generation compared with repeated `logits`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ BFLOAT16_AGREEMENT = 0.9  # of the positions; random weights have many near ties
 
 
 def correctness(run: Run) -> Iterator[Row]:
-    """`logits` on this device against the CPU, and `generate` against `logits`.
+    """Compare `logits` on this device with the CPU, and `generate` with `logits`.
 
-    Where the device is the CPU this still compares bfloat16 with float32.
+    If the device is the CPU, this still compares bfloat16 with float32.
     """
     cpu, config = jax.devices("cpu")[0], SMALL_GQA
 
-    @functools.cache  # made by the first check and not before: with no time left nothing is
+    @functools.cache  # computed by the first check that runs, so that nothing is computed if no time is left
     def params(dtype: jnp.dtype) -> llama_jax.Llama:
         with jax.default_device(cpu):
             return jax.jit(llama_jax.init, static_argnums=(0, 2))(config, jax.random.key(0), dtype)
@@ -62,7 +62,7 @@ def correctness(run: Run) -> Iterator[Row]:
 
 
 def compared(got: np.ndarray, expected: np.ndarray, tolerance: float) -> Row:
-    """How far two sets of logits [B, T, V] are apart; `tolerance` is a share of the largest expected one."""
+    """The difference of two sets of logits [B, T, V]; `tolerance` is relative to the largest expected one."""
     difference, scale = np.abs(got - expected).max(), np.abs(expected).max()
     return {
         "ok": bool(difference <= tolerance * scale),
@@ -76,9 +76,9 @@ def compared(got: np.ndarray, expected: np.ndarray, tolerance: float) -> Row:
 def greedy_agreement(
     config: llama_jax.LlamaConfig, params: llama_jax.Llama, prompts: list[list[int]], new_tokens: int = 16
 ) -> Row:
-    """Whether `generate` gives the tokens that the argmax of `logits` over the growing sequence gives."""
+    """Whether `generate` returns the same tokens as the argmax of `logits` of the growing sequence."""
     program = jax.jit(llama_jax.logits, static_argnums=0)
-    # Padded to one length, so that there is one program: what follows a position cannot change it.
+    # Padded to one length for a single program: later positions cannot change earlier ones.
     padded = np.zeros((len(prompts), max(map(len, prompts)) + new_tokens), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt

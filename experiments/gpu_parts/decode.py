@@ -1,4 +1,4 @@
-"""Greedy tokens/s of the library's own decode loop, and the bytes that a step has to read."""
+"""Greedy tokens/s of the library's decode loop, and the bytes that a step has to read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def measure_decode(
     batch: int,
     compiler_options: dict[str, Any] | None = None,
 ) -> Row:
-    """Time `new_tokens` steps of the library's own decode loop."""
+    """Time `new_tokens` steps of the library's decode loop."""
     plan = run.plan
     state = decode_state(plan, config, params, batch)
     most = plan.new_tokens // STEPS_PER_CHUNK
@@ -66,9 +66,9 @@ def measure_decode(
 
 
 def decode_state(plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int) -> DecodeState:
-    """What `generate` has after a prompt, without compiling a prefill for it: the speed does not depend on the values.
+    """The state of `generate` after a prompt, without compiling a prefill: the speed does not depend on the values.
 
-    The cache holds noise and not zeros, with which a chip draws less power and may clock higher.
+    The cache holds noise, because with zeros a chip draws less power and may clock higher.
     """
     cache = llama_jax.init_cache(config, batch, plan.capacity, params.embedding.dtype)
     pages = jax.jit(lambda key, like: jax.random.normal(key, like.shape, like.dtype))(jax.random.key(0), cache.pages)
@@ -84,7 +84,7 @@ def decode_state(plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Ll
 
 
 def step_bytes(config: llama_jax.LlamaConfig, batch: int, capacity: int) -> int:
-    """What one decode step has to read, in bfloat16."""
+    """Bytes that a decode step has to read, in bfloat16."""
     lookup_only = 0 if config.tie_embeddings else config.vocab_size * config.dim
     weights = 2 * (llama_jax.parameter_count(config) - lookup_only)
     return weights + llama_jax.cache_bytes(config, batch, capacity, jnp.bfloat16)

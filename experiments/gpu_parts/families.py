@@ -1,4 +1,4 @@
-"""A small model of every family: logits, greedy tokens and a training step of this device, against float64 on the CPU."""
+"""A small model of every family: logits, greedy tokens and a training step, compared with float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from llama_jax.config import Kind
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20), dtype=np.int32)
-# float32 through at most eight layers: some hundred times the rounding of one operation, 6e-8.
-LOGITS_TOLERANCE = 1e-4  # of the largest logit
-STEP_TOLERANCE = 1e-3  # of the norm of the change; Adam divides by gradients, also by those that are mostly rounding
-LOSS_TOLERANCE = 1e-5  # of the loss
+# At most eight layers in float32: some hundred times the rounding error of one operation, 6e-8.
+LOGITS_TOLERANCE = 1e-4  # relative to the largest logit
+STEP_TOLERANCE = 1e-3  # relative to the norm of the change; Adam also divides by gradients that are mostly rounding errors
+LOSS_TOLERANCE = 1e-5  # relative to the loss
 
 
 def families(run: Run) -> Iterator[Row]:
-    """The rows that `support_matrix` reads, three of each family: a feature of its ON_DEVICE, and whether it is `ok`."""
+    """Yield the rows that `support_matrix` reads, three per family: a feature of its ON_DEVICE, and whether it is `ok`."""
     for kind in FAMILY_MODELS:
         for feature, measure in (("logits", logits), ("generate", generate), ("training step", training_step)):
             yield run.attempt({"family": kind, "feature": feature}, partial(measure, kind, run.device))
@@ -41,7 +41,7 @@ def logits(kind: Kind, device: jax.Device) -> Row:
 
 
 def generate(kind: Kind, device: jax.Device) -> Row:
-    """Greedy tokens of a ragged batch with the cache, against the argmax of logits of whole rows."""
+    """Compare greedy tokens of a ragged batch with the cache with the argmax of logits of whole rows."""
     config, params = FAMILY_MODELS[kind], random_params(FAMILY_MODELS[kind])
     with jax.default_matmul_precision("highest"), jax.default_device(device):
         prompts = [TOKENS[0, :5].tolist(), TOKENS[1, :11].tolist()]
@@ -49,7 +49,7 @@ def generate(kind: Kind, device: jax.Device) -> Row:
 
 
 def training_step(kind: Kind, device: jax.Device) -> Row:
-    """A step of AdamW: its loss, and how it changes the parameters."""
+    """Compare the loss and the change of the parameters of an AdamW step."""
     config, params = FAMILY_MODELS[kind], random_params(FAMILY_MODELS[kind])
     optimizer = llama_jax.make_optimizer(llama_jax.OptimizerSettings(learning_rate=1e-2, schedule="constant"), 10)
 
@@ -75,7 +75,7 @@ def training_step(kind: Kind, device: jax.Device) -> Row:
 
 
 def in_float64(compute: Any) -> Any:
-    """What a function returns on the CPU with 64 bits, as NumPy arrays."""
+    """The result of a function on the CPU in 64 bits, as NumPy arrays."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         return jax.tree.map(np.asarray, compute())
 

@@ -9,7 +9,7 @@ from gpu_parts.decode import measure_decode
 from gpu_parts.run import Row, Run
 from gpu_parts.weights import Weights
 
-# By that name in XLA's debug options. A list replaces the default one, and "+WHILE" is understood only in XLA_FLAGS.
+# By name in XLA's debug options. A list replaces the default one; "+WHILE" works only in XLA_FLAGS.
 COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
 COMPILER_OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -24,7 +24,7 @@ COMPILER_OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def compiler_options(run: Run) -> Iterator[Row]:
-    """Decode with batch 1, compiled with other options. They differ between versions: a refusal is a finding."""
+    """Decode with batch 1, compiled with other options. They differ between versions, so a rejection is a result, too."""
     if run.device.platform != "gpu":
         yield {"skipped": "only on a GPU"}
         return

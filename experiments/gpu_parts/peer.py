@@ -1,4 +1,4 @@
-"""Decoding by transformers, a process for each shape."""
+"""Decoding by transformers, in one process per shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKER = "--transformers-worker"
 
 
 def transformers(run: Run) -> Iterator[Row]:
-    """Decode with batch 1, a process per shape: torch's memory goes back and a crash is only a row."""
+    """Decode with batch 1, in one process per shape, so that torch's memory is freed and a crash affects only one row."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing or run.device.platform not in ("cpu", "gpu"):
         yield {"skipped": f"{missing[0]} is not installed" if missing else "only on a GPU or CPU"}

@@ -1,4 +1,4 @@
-"""What a process of `peer` does: decodes with a static cache, compiled to CUDA graphs where there is a GPU."""
+"""The process of `peer`: decodes with a static cache, compiled to CUDA graphs on a GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gpu_parts.timing import spread
 def transformers_worker(
     settings: dict[str, Any], use_gpu: bool, capacity: int, prompt_tokens: int, new_tokens: int, repetitions: int
 ) -> Row:
-    """One step at a time with argmax, which is faster than its `generate`; runs in a process that never starts JAX."""
+    """Decode step by step with argmax, which is faster than `generate` of transformers; the process never starts JAX."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
     if use_gpu and not torch.cuda.is_available():
         return {"skipped": "this torch has no CUDA"}
     if not use_gpu:
-        torch.set_num_threads(1)  # the small shapes gain nothing from more, and lose much where others use the cores
+        torch.set_num_threads(1)  # more threads do not help small shapes, and slow them down if others use the cores
     device = torch.device("cuda" if use_gpu else "cpu")
     torch.set_default_dtype(torch.bfloat16)
     with device:
@@ -40,12 +40,12 @@ def transformers_worker(
         )
         return out.logits[:, -1:].argmax(-1)
 
-    # A CUDA graph for the whole step is what makes a step of many small kernels fast.
+    # A step has many small kernels, which are fast only with a CUDA graph of the whole step.
     step = torch.compile(next_token, mode="reduce-overhead", fullgraph=True) if use_gpu else next_token
 
     @torch.no_grad()
     def once(steps: int) -> float:
-        """Seconds of `steps` steps after a freshly read prompt."""
+        """Seconds of `steps` steps after a new prefill."""
         cache.reset()
         token = next_token(prompt, torch.arange(prompt_tokens, device=device))
         positions = torch.arange(prompt_tokens, prompt_tokens + steps, device=device)[:, None]
@@ -60,7 +60,7 @@ def transformers_worker(
         if use_gpu:
             torch.cuda.synchronize()
 
-    compile_seconds = once(4)  # traced, compiled, and recorded as a graph at the calls after
+    compile_seconds = once(4)  # the first call compiles, later ones record the graph
     times = [once(new_tokens) / new_tokens for _ in range(repetitions + 1)][1:]
     taken = statistics.median(times)
     return {

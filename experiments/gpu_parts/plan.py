@@ -1,4 +1,4 @@
-"""The sizes that `gpu_report` measures with: those of an accelerator, and small ones without."""
+"""The sizes of `gpu_report`: for an accelerator, and small ones without."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ GOAL_SHAPE = "llama-2-7b"
 
 @dataclass(frozen=True)
 class Training:
-    """A shape to train, and the candidates to choose from."""
+    """A shape to train, and candidates of settings."""
 
     shape: str
     length: int
     candidates: tuple[tuple[str, int], ...]
-    """(what is rematerialized, rows), the least memory first: after one that does not fit none is tried."""
+    """(remat policy, rows), the least memory first; candidates after one that does not fit are skipped."""
     parameters: str = "float32"
-    """The dtype of parameters, gradients and moments: 16 bytes for each parameter in float32, 8 in bfloat16."""
+    """Dtype of parameters, gradients and moments: 16 bytes per parameter in float32, 8 in bfloat16."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The shape of attention, and the lengths to measure it at, the shortest first."""
+    """The shape of attention, and the lengths to measure, the shortest first."""
 
     lengths: tuple[int, ...]
     queries: int
@@ -34,7 +34,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Plan:
-    """The sizes to measure with."""
+    """The sizes to measure."""
 
     shapes: dict[str, llama_jax.LlamaConfig]
     trainings: tuple[Training, ...]
@@ -52,12 +52,12 @@ class Plan:
     prompt_tokens: int = 64
 
 
-# The shape of the goal comes first, should the time run out.
+# The goal's shape comes first, in case the time runs out.
 LARGE = Plan(
     shapes={name: llama_jax.preset(name) for name in (GOAL_SHAPE, "tinyllama-1.1b", "llama-3-8b")},
     decode_batches=(1, 64),
     prefills=((1, 512), (64, 128)),
-    # In float32 the states take 18 and 108 GB. Scores of attention, [rows, heads, 2048, 2048], are the largest of the rest.
+    # In float32 the states take 18 and 108 GB. The largest other arrays are attention scores, [rows, heads, 2048, 2048].
     trainings=(
         Training(GOAL_SHAPE, 2048, (("full", 1), ("full", 2), ("dots", 2), ("full", 4))),
         Training("tinyllama-1.1b", 2048, (("full", 8), ("dots", 8), ("none", 2), ("dots", 16), ("full", 32))),

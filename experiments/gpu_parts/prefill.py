@@ -1,4 +1,4 @@
-"""Tokens/s of the library's own reading of a prompt, and its operations."""
+"""Tokens/s and operations of the library's prefill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prefill(run: Run) -> Iterator[Row]:
 
 
 def measure_prefill(run: Run, config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int, tokens: int) -> Row:
-    """Time the library's own reading of a prompt into an empty cache."""
+    """Time the library's prefill of a prompt into an empty cache."""
     reading = library._init_prefill(config, params, batch, tokens)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (batch, tokens), dtype=np.int32))
     lengths = jnp.full(batch, tokens, jnp.int32)

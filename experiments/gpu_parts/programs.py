@@ -1,4 +1,4 @@
-"""The programs of compile_report that are of one device: what compilers foretell of them, and what they do."""
+"""The single-device programs of compile_report: the compilers' predictions, and measurements."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gpu_parts.run import Row, Run
 
 
 def programs(run: Run) -> Iterator[Row]:
-    """What compilers foretell of a program, and what it does."""
-    import device_programs as beside  # so that what it needs beside costs no other section anything
+    """Yield the compilers' predictions and the measurements of each program."""
+    import device_programs as beside  # imported here, so that its imports do not slow down other sections
 
     hardware = None if run.plan.small_programs else beside.hardware_of(run.device)
     for case in beside.cases_of(hardware):

@@ -1,4 +1,4 @@
-"""What every section of `gpu_report` is given, and the rows that it gives."""
+"""The input of every section of `gpu_report`, and its rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 
 from gpu_parts.plan import Plan
 
-RUNNER = Path(__file__).parents[1] / "gpu_report.py"  # which workers are started as, too
+RUNNER = Path(__file__).parents[1] / "gpu_report.py"  # workers are started from it, too
 
 Row = dict[str, Any]
 Section = Callable[["Run"], Iterable[Row]]
@@ -21,7 +21,7 @@ Section = Callable[["Run"], Iterable[Row]]
 
 @dataclass
 class Run:
-    """What every section is given: the device, the sizes, the time left and what has been found so far."""
+    """The input of every section: the device, the sizes, the time left and the results so far."""
 
     device: jax.Device
     plan: Plan
@@ -35,9 +35,9 @@ class Run:
         return self.time_limit - (time.monotonic() - self.start)
 
     def attempt(self, row: Row, measure: Callable[[], Row]) -> Row:
-        """`row` and what `measure` gives; or why it gives nothing, so that one failure does not cost the other rows.
+        """`row` with the result of `measure`, or with the reason of its failure, which does not affect other rows.
 
-        Nothing can be interrupted once it has started: a measurement is skipped unless the longest so far would still fit.
+        A running measurement cannot be interrupted, so it is skipped unless the longest one so far would still fit.
         """
         if self.time_left() <= self.longest:
             return row | {"skipped": "time limit"}
@@ -62,7 +62,7 @@ def describe(error: Exception) -> str:
 
 
 def number(value: Any) -> float | str:
-    """A float, or its name where JSON has none for it."""
+    """A float, or its name if JSON cannot represent it."""
     return float(value) if math.isfinite(value) else str(value)
 
 

@@ -10,7 +10,7 @@ REASONS = ("error", "refused", "does_not_fit", "skipped")
 
 
 def table(rows: list[Row]) -> str:
-    """The rows below one another; a column for every key, and why a row has no numbers at its end."""
+    """The rows as lines, with a column for every key; if a row has no numbers, the reason is at its end."""
     if not rows:
         return "nothing"
     columns = list(dict.fromkeys(key for row in rows for key in row if key not in REASONS))
@@ -21,7 +21,7 @@ def table(rows: list[Row]) -> str:
         for reason in REASONS:
             if reason in row:
                 lines[i] = f"{lines[i]}  {reason}: {row[reason].splitlines()[0][:150]}"
-    return "\n".join(line.strip() for line in lines if line.strip())  # rows of reasons alone have no heading
+    return "\n".join(line.strip() for line in lines if line.strip())  # rows with only reasons have no heading
 
 
 def shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""How programs are timed, and what their compiler says of their memory."""
+"""Timing of programs, and the compiler's plan of their memory."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def matrix_rate(n: int, repetitions: int) -> float:
 
 
 def temporary_memory(compiled: Any) -> Row:
-    """Megabytes that the program needs beside its arguments and results: copies of weights or cache show here."""
+    """Megabytes that the program needs in addition to arguments and results, for example copies of weights or cache."""
     analysis = compiled.memory_analysis()
     return {} if analysis is None else {"temp_mb": analysis.temp_size_in_bytes / 1e6}

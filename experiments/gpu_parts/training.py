@@ -1,4 +1,4 @@
-"""Candidates of the train step, a process for each shape."""
+"""Candidates of the train step, in one process per shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINING_SHARE = 0.4  # of the time limit
 
 
 def training(run: Run) -> Iterator[Row]:
-    """Every candidate of every shape, a process per shape: what the allocator has taken goes back with it."""
+    """Measure every candidate of every shape, in one process per shape, so that its memory is freed."""
     if run.device.platform not in ("cpu", "gpu"):
         yield {"skipped": "a second process cannot use the device"}
         return
@@ -34,7 +34,7 @@ def training(run: Run) -> Iterator[Row]:
 
 
 def train_in_a_process(run: Run, case: Training, row: Row, time_limit: float) -> Iterator[Row]:
-    """The rows that a worker prints. What was finished before it died or ran out of time counts."""
+    """Yield the rows that a worker prints, including those of a worker that dies or runs out of time."""
     request = {
         "settings": config_to_dict(run.plan.shapes[case.shape]),
         "row": row,
@@ -43,7 +43,7 @@ def train_in_a_process(run: Run, case: Training, row: Row, time_limit: float) ->
         "matrix_size": run.plan.matrix_size,
         "time_limit": time_limit,
     }
-    # One piece of memory from the beginning: what grows by pieces is too scattered for the largest arrays.
+    # Preallocate the memory: memory that grows in pieces is too fragmented for the largest arrays.
     memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
     command = [sys.executable, str(RUNNER), TRAINING_WORKER, json.dumps(request)]
     ended = None
@@ -65,6 +65,6 @@ def train_in_a_process(run: Run, case: Training, row: Row, time_limit: float) ->
 
 
 def best_training(rows: list[Row], case: Training) -> Row | None:
-    """The row of the fastest candidate, where there is a published peak to compare with."""
+    """The row of the fastest candidate; None without a published peak to compare with."""
     found = [row for row in rows if row.get("mfu") and (row["shape"], row["parameters"]) == (case.shape, case.parameters)]
     return max(found, key=lambda row: row["mfu"], default=None)

@@ -1,4 +1,4 @@
-"""What a process of `training` does: times the library's own train step with each candidate."""
+"""The process of `training`: times the library's train step with each candidate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def training_worker(
     matrix_size: int,
     time_limit: float,
 ) -> Iterator[Row]:
-    """A row for every candidate."""
+    """Yield a row for every candidate."""
     config = config_from_dict(settings)
     run = Run(jax.devices()[0], SMALL, time_limit)
     rate = functools.cache(lambda: matrix_rate(matrix_size, repetitions))
@@ -41,7 +41,7 @@ def training_worker(
         if not fits:
             yield case | {"skipped": "less did not fit"}
             continue
-        gc.collect()  # what failed may lie in a cycle with its traceback, arrays and all
+        gc.collect()  # the arrays of a failed candidate may be in a cycle with its traceback
         measure = functools.partial(measure_training, config, row["parameters"], row["length"], remat, batch, repetitions)
         case = run.attempt(case, lambda measure=measure: measure(rate()))
         if "RESOURCE_EXHAUSTED" in case.get("error", ""):
@@ -53,7 +53,7 @@ def training_worker(
 def measure_training(
     config: llama_jax.LlamaConfig, parameters: str, length: int, remat: str, batch: int, repetitions: int, rate: float
 ) -> Row:
-    """Time steps of the library's own train step, one after the other as in a run; `rate` is that of a matrix product."""
+    """Time consecutive steps of the library's train step, as in a run; `rate` is that of a matmul."""
     device = jax.devices()[0]
     peak_before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     settings = llama_jax.OptimizerSettings(learning_rate=1e-4, schedule="constant", clip_norm=0.0)
@@ -64,7 +64,7 @@ def measure_training(
         params = llama_jax.init(config, jax.random.key(0), jnp.dtype(parameters))
         return llama_jax.init_state(optimizer, params, dtype=parameters)
 
-    # Compiled before there is a state: the compiler tries kernels out, in the same memory.
+    # Compiled before the state exists, because the compiler's autotuning needs memory as well.
     step = jax.jit(functools.partial(llama_jax.train_step, config, optimizer, options=options), donate_argnums=0)
     tokens = llama_jax.Batch(np.random.default_rng(0).integers(0, config.vocab_size, (batch, length + 1), dtype=np.int32))
     lowered = step.lower(jax.eval_shape(make), tokens)

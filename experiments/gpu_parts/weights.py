@@ -12,7 +12,7 @@ from gpu_parts.run import Row, Run, memory_limit
 
 
 class Weights:
-    """Random bfloat16 weights of one shape, made on the device when first asked for."""
+    """Random bfloat16 weights of one shape, made on the device at the first use."""
 
     def __init__(self, config: llama_jax.LlamaConfig):
         self.config = config
@@ -26,7 +26,7 @@ class Weights:
 
 
 def for_every_shape(run: Run, cases: list[Row], measure: Callable[..., Row]) -> Iterator[Row]:
-    """A row for every shape and case."""
+    """Yield a row for every shape and case."""
     for shape, config in run.plan.shapes.items():
         weights = Weights(config)
         for case in cases:

@@ -1,4 +1,4 @@
-"""What the device itself can do: copy and read bandwidth, bfloat16 matrix rate."""
+"""The device's limits: copy and read bandwidth, and bfloat16 matrix rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_parts.timing import matrix_rate, seconds
 
 
 def yardsticks(run: Run) -> Iterator[Row]:
-    """What the device can do with the simplest programs: every share below is a share of these."""
+    """Measure the device's limits with the simplest programs; all shares in other sections are relative to these."""
     repetitions = run.plan.repetitions
     increment, total = jax.jit(lambda x: x + 1), jax.jit(jnp.sum)
 
@@ -21,7 +21,7 @@ def yardsticks(run: Run) -> Iterator[Row]:
         x = jnp.zeros(size // 4, jnp.float32)
         return passes * size / statistics.median(seconds(lambda: program(x), repetitions, calls=10)) / 1e9
 
-    # The best of two sizes: neither is known to be the better one on every device.
+    # The best of two sizes, because neither is best on every device.
     sizes = (run.plan.copy_bytes // 4, run.plan.copy_bytes)
     yield run.attempt(
         {"name": "copy", "unit": "GB/s"}, lambda: {"value": max(bandwidth(increment, size, 2) for size in sizes)}

@@ -91,7 +91,7 @@ def check_settings(options: Collection[str], arguments: Sequence[str]) -> None:
 
         for key in keys_of(tiny()):
             if name in (key, key.rpartition(".")[2]):
-                raise UserError(f"{word} is not an option of train; settings of a recipe are KEY=VALUE, as {key}=VALUE")
+                raise UserError(f"{word} is not an option of train; write a setting of the recipe as {key}=VALUE")
 
 
 def arranged(arguments: Sequence[str]) -> list[str]:

@@ -61,7 +61,7 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
         numbers = {name: number for number, name in enumerate(self.named())}
         for adapter in {line.adapter for line in prompts} - {None, *numbers}:
             there = ", ".join(numbers) or "none"
-            raise GenerationError(f"{self.prompts} asks for the adapter {shown(adapter, 40)}, and --adapter names {there}")
+            raise GenerationError(f"{self.prompts} requests the adapter {shown(adapter, 40)}, but --adapter names {there}")
         done = _Output(self.out, prompts)
         seed = self.choose_seed() if self.seed is not None or done.seed is None else done.seed
         self.sampling(seed)
@@ -117,7 +117,7 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
             room = engine.room(len(ids))
             if room < 1:
                 raise GenerationError(
-                    f"{self.prompts}: prompt {line} has {len(ids)} tokens, the model's context {engine.context}; shorten it"
+                    f"{self.prompts}: prompt {line} has {len(ids)} tokens, but the context is {engine.context}; shorten it"
                 )
             request = GenerationRequest(
                 prompt=ids,
@@ -176,7 +176,7 @@ class _Output:
         for name in before | settings:
             if before.get(name) != settings.get(name):
                 raise UserError(
-                    f"{self.path} was begun with {name}={shown(before.get(name), 40)}, and this is"
+                    f"{self.path} was started with {name}={shown(before.get(name), 40)}, but this command has"
                     f" {shown(settings.get(name), 40)}; use the same, or choose another file to write"
                 )
 
@@ -189,7 +189,7 @@ class _Output:
                 if not lock_descriptor(file.fileno()):  # two batches would mix their lines; it ends with the process
                     raise UserError(f"{self.path} is being written by another batch; choose another file to write")
                 if os.fstat(file.fileno()).st_size != self._read:  # before it was locked: what is there must not be cut off
-                    raise UserError(f"{self.path} was written to since it was read; the same command again continues it")
+                    raise UserError(f"{self.path} was changed after it was read; run the same command again to resume")
                 file.truncate(self._whole)
                 for job in progress_bar("continuing", "prompts")(jobs, total=count):
                     assert job.text is not None

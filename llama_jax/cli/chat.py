@@ -32,7 +32,7 @@ To send a line that starts with a slash, put a space before it. Ctrl-C stops a r
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(ModelOptions):
-    """Chat with a model. Each line of stdin is a message; replies go to stdout, notes and the lines of a pipe to stderr.
+    """Chat with a model. Each line of stdin is a message. Replies go to stdout; notes, and messages from a pipe, to stderr.
 
     The whole conversation is the prompt of each reply. When it exceeds the context, the oldest messages are dropped and a
     note says so. Ctrl-C stops a reply; pressed twice, it ends the program. /help lists the commands.
@@ -98,7 +98,7 @@ class Chat(ModelOptions):
             elif command == "/help":
                 print(COMMANDS, file=sys.stderr)
             elif line.startswith("/"):
-                note(f"error: {command} is not a command; /help lists them, and a space before it sends it as text")
+                note(f"error: {command} is not a command; /help lists them. To send it as text, put a space before it")
             elif line.strip():
                 messages: list[Message] = [*history, {"role": "user", "content": line}]
                 try:
@@ -109,8 +109,8 @@ class Chat(ModelOptions):
                 if dropped := len(messages) - len(kept):
                     first = " ".join(messages[0]["content"].split())
                     note(
-                        f"the context of {context} tokens is full: dropped the {dropped} oldest messages, from"
-                        f" {first if len(first) <= 40 else first[:39] + '…'!r} on"
+                        f"the context of {context} tokens is full: dropped the {dropped} oldest messages, starting with"
+                        f" {first if len(first) <= 40 else first[:39] + '…'!r}"
                     )
                 chunks = llama_jax.stream(
                     config,
@@ -143,7 +143,7 @@ def fit(
             return ids, kept
         if len(kept) == 1:
             raise GenerationError(
-                f"the message needs {len(ids)} tokens with the system prompt, and {room} are free beside a reply; shorten it"
+                f"the message and the system prompt have {len(ids)} tokens, but the reply leaves only {room}; shorten it"
             )
         kept = kept[2:]
 

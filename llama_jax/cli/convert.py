@@ -40,8 +40,8 @@ FORMATS = Literal["auto", "safetensors", "gguf", "llama2c", "orbax"]
 class Fetch:
     """Download a model from the Hugging Face hub: only the files that llama-jax reads. It prints the path for --model.
 
-    A model behind a license: open its page in a browser, accept the license there, then log in with hf auth login or set
-    HF_TOKEN. Files that were downloaded before are not downloaded again.
+    If a model needs a license, accept it on the model's page in a browser, then log in with hf auth login or set HF_TOKEN.
+    Existing files are not downloaded again.
 
     Afterwards --model hf://ORG/NAME finds the files in the cache; without a network pass the printed path to --model.
     """
@@ -69,7 +69,7 @@ class Fetch:
 class Convert:
     """Convert a model to another format. Only reading or writing orbax needs memory for the whole model.
 
-    An adapter is written as one: for llama.cpp where the destination ends in .gguf, else a folder for PEFT.
+    An adapter stays an adapter: for llama.cpp if the destination ends in .gguf, otherwise a folder for PEFT.
     """
 
     source: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="SOURCE")]]
@@ -80,8 +80,8 @@ class Convert:
     """Format to write. auto follows the name of the destination: gguf for .gguf, llama2c for .bin, otherwise safetensors.
     llama2c is the legacy .bin in float32."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", BLOCKS] = "auto"
-    """Type of the written tensors. auto keeps the type of the source; from GGUF to GGUF or orbax also its blocks, which
-    become float32 in other formats. Types that begin with q are only for gguf: q4_k and q5_k are llama.cpp's Q4_K_M and
+    """Type of the written tensors. auto keeps the type of the source. It also keeps blocks from GGUF to GGUF or orbax; in
+    other formats they become float32. Types that begin with q are only for gguf: q4_k and q5_k are llama.cpp's Q4_K_M and
     Q5_K_M; with -pure all matrices, including the embedding, have the same type."""
     quantize: QUANTIZE = "auto"
     """For orbax only: quantize the matrices. Without it, quantized matrices of the source stay as they are."""
@@ -91,7 +91,7 @@ class Convert:
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a Llama 3 tokenizer.model, a tokenizer.json, a GGUF or a folder, instead of the source's."""
     base: ModelPath | None = None
-    """For an adapter: the model that it was trained on. Only its settings are read. The default is the one that it names."""
+    """For an adapter: the model it was trained on; only its settings are read. The default is the base that it names."""
     overwrite: bool = False
     """Replace the destination: a file, or a folder that contains only a model."""
 
@@ -166,7 +166,7 @@ class Merge(CompileOptions):
             after = parameter_count(base.config) * FLOAT_BYTES[dtype or "float32"]
             fewer = "OUT.gguf keeps its blocks" if is_gguf else "OUT.gguf with --dtype q4_k has 4 bits"
             print(
-                f"{self.base}: {kinds}, {size(before)}, become {dtype or 'float32'}, {size(after)},"
+                f"{self.base}: {kinds} ({size(before)}) become {dtype or 'float32'} ({size(after)}),"
                 f" {after / before:.1f} times as large; {fewer}",
                 file=sys.stderr,
             )
@@ -197,7 +197,7 @@ class Export(RememberOptions, SingleAdapterOption, WeightOptions):
     """Write a model as a folder that runs without this library: its prefill and decode in StableHLO, the weights, the
     vocabulary, and run.py, which needs jax and flatbuffers. In float32 it generates the same tokens as generate.
 
-    The programs are compiled where they run; compile keeps what generate and serve need, for this machine alone.
+    The programs are compiled where they run. To compile those of generate and serve for this machine, see compile.
     """
 
     SHOWN_FIRST = ("model", "destination", "context", "batch", "chunk", "platforms", "overwrite")
@@ -214,8 +214,8 @@ class Export(RememberOptions, SingleAdapterOption, WeightOptions):
     chunk: Annotated[int, at_least(1)] = 64
     """Prompt tokens per call of prefill; prompts are padded to a multiple of it."""
     platforms: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "cpu,cuda,tpu"
-    """Platforms that the programs can be compiled for, of cpu, cuda, rocm and tpu. A single one is easiest for other
-    compilers."""
+    """Platforms that the programs can be compiled for: cpu, cuda, rocm, tpu. Other compilers work best with a single
+    one."""
     overwrite: bool = False
     """Replace OUT: a folder that contains only an exported model, or a model."""
 

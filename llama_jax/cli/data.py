@@ -25,7 +25,7 @@ from llama_jax.tokenizers import EncodedExample, ReplyEncoder, Tokenizer, load_t
 if TYPE_CHECKING:
     from llama_jax.data.chat_jsonl import Example
 
-SHOW = "Show chats and preferences as a model is taught them, token by token."
+SHOW = "Show chats and preferences as tokens, as in training."
 BUILD = "Tokenize files into a corpus of token ids, on all cores."
 TARGET, SPECIAL, PLAIN = "\x1b[32m", "\x1b[36m", "\x1b[0m"
 
@@ -78,7 +78,7 @@ class ShowData:
             tokenizer = stored_tokenizer(path, open_checkpoint(path))
         file, *_ = find_files(self.file)
         if file.suffix.lower() != ".jsonl" or self.file.is_dir():
-            raise UserError(f"{self.file} is not a .jsonl file of one object a line")
+            raise UserError(f"{self.file} is not a .jsonl file with one object per line")
         is_pair = self.kind == "auto" and {"chosen", "rejected"} <= first_fields([file])
         is_preferences = self.kind == "preferences" or is_pair
         wanted = (one for one in (read_preferences if is_preferences else read_chats)(file) if one.line >= self.line)
@@ -114,7 +114,7 @@ class ShowData:
         for name, encoded in zip(names, answers, strict=True):
             about = f"{printable(str(self.file))}, line {example.line}{name}"
             if encoded is None:
-                parts.append(f"{about}: dropped, as it has over {self.length} + 1 tokens")
+                parts.append(f"{about}: dropped, because it has over {self.length} + 1 tokens")
                 continue
             about += f": {len(encoded.ids):,} tokens, {sum(encoded.targets):,} targets"
             parts.append("\n".join([about, *table(tokenizer, encoded, colored=colored)]))
@@ -132,8 +132,8 @@ class BuildData(DocumentOptions):
     """Folder for tokens.corpus, which train and eval accept as --data. Its bytes depend only on the files, the tokenizer and
     the settings. The same command resumes after a stop."""
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a Llama 3 tokenizer.model, a tokenizer.json, a GGUF or a folder with one. The default is that
-    of the bundled stories model."""
+    """A SentencePiece .model, a Llama 3 tokenizer.model, a tokenizer.json, a GGUF or a folder with one. The default is the
+    vocabulary of the bundled stories model."""
     processes: Annotated[int, at_least(1)] | None = None
     """Number of processes. The default is one per core."""
     unit: Annotated[int, at_least(1)] | None = None

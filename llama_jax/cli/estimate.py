@@ -96,8 +96,8 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
     quantize: QUANTIZE = "auto"
     """Decoding, or training with --lora: quantize the matrices. keep takes the quantized matrices of the files."""
     lora: Annotated[int, at_least(0)] = 0
-    """Training: rank of LoRA adapters on all matrices of the frozen model, which is in --dtype. No lower bound on the time
-    is computed with LoRA, nor for a model with its own parts."""
+    """Training: rank of LoRA adapters on all matrices of the frozen model, which is in --dtype. With LoRA, and for a
+    model with custom parts, no lower bound on the time is computed."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """Training: what the backward pass recomputes to save memory: nothing (none), everything except matrix products (dots),
     or whole layers (full, auto)."""
@@ -196,7 +196,7 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
             return "none", None
         words, kinds = kinds_in_files(self.model)
         if self.quantize == "keep" and kinds is None:
-            raise ConfigError(f"--quantize keep: {self.model} has no quantized tensors; leave it out, or choose a kind")
+            raise ConfigError(f"--quantize keep: {self.model} has no quantized tensors; omit it, or choose a kind")
         return words, kinds
 
     def _bounds(
@@ -235,15 +235,15 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
             ("quantize", "--mode decode or --lora", decode or self.lora, "training changes its weights"),
             ("lora", "--mode train", not decode, "merged adapters cost nothing"),
             ("accumulate", "--mode train", not decode, "decoding has no gradients"),
-            ("packed", "--mode train", not decode, "decoding has a text in each row"),
+            ("packed", "--mode train", not decode, "decoding has one text per row"),
         ):
             value = getattr(self, name)
             if value != getattr(type(self), name) and not applies:
                 option = f"--{name} {value}" if name != "packed" else "--no-packed"
-                raise ConfigError(f"{option} is for {mode}: {why}; leave it out")
+                raise ConfigError(f"{option} is only for {mode}: {why}; omit it")
         if self.attention != "auto" and parse_mesh(self.mesh).context > 1:
             raise ConfigError(
-                f"--attention {self.attention} is for one device: over context it is ring attention; leave it out"
+                f"--attention {self.attention} does not apply to a mesh with context, which uses ring attention; omit it"
             )
         if self.batch % self.accumulate:
             raise ConfigError(f"batch={self.batch} rows cannot be divided into accumulate={self.accumulate} equal parts")
@@ -332,7 +332,7 @@ def kinds_in_files(model: str) -> tuple[str, Llama | None]:
     if not words:
         return "none", None
     if not isinstance(opened, Opened):
-        raise ConfigError(f"{model} is in orbax, whose kinds are not planned for; pass them with --quantize, or a --dtype")
+        raise ConfigError(f"{model} is in orbax, whose quantization is not read here; pass --quantize or --dtype")
     import jax
 
     of_parameter = lambda parts: tuple(map(kinds_of, parts.layers if isinstance(parts, StackParts) else [parts]))
@@ -345,7 +345,7 @@ def simulate_devices(count: int) -> None:
 
     most = 2048  # JAX takes devices of higher numbers for those of another process
     if count > most:
-        raise MeshError(f"a mesh of {count} devices is beyond the {most} that can be simulated; estimate a part of it")
+        raise MeshError(f"a mesh of {count} devices exceeds the {most} that can be simulated; use a smaller mesh")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
 

@@ -54,14 +54,14 @@ class Measured(NamedTuple):
 class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, RememberOptions):
     """Print loss, perplexity and bits per byte of a model on texts; bits per byte compare across tokenizers.
 
-    With --against: how far its predictions are from those of another model of the same vocabulary; with --quantize and
-    --against PATH itself, what quantizing costs.
+    With --against: the divergence of its predictions from those of another model with the same vocabulary. For the cost of
+    quantization, use --quantize and --against PATH.
 
-    For chats in .jsonl: the same of the assistant's messages. For preferences: how often the chosen answer is the more
-    probable one, relative to a reference if --against or --adapter gives one (with --adapter PATH without it).
+    For chats in .jsonl: the same for the assistant's messages. For preferences: how often the chosen answer is the more
+    probable one. With --against or --adapter, this is relative to a reference: that model, or PATH without the adapter.
 
-    With --lengths: the loss of the same text in windows of each length, and by position in them; then --cache, --window and
-    --sinks say how the model remembers what it has read.
+    With --lengths: the loss of the same text in windows of each length, and by position in them. --cache,
+    --window and --sinks apply only then.
     """
 
     SHOWN_FIRST = ("path", "data")
@@ -70,10 +70,10 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
     """Folder or file of a model, in any supported format."""
     data: Annotated[tuple[ModelPath, ...], tyro.conf.UseAppendAction]
     """Files, or folders of them: text, .jsonl (both also .gz and .zst), .parquet, .arrow, or token ids in .bin,
-    .array_record or .corpus, which `data build` makes; several after one --data, or one after each. Tokenized once, then
+    .array_record or .corpus, which `data build` makes. Pass several after one --data, or repeat it. Tokenized once, then
     cached."""
     max_documents: Annotated[int, at_least(1)] | None = None
-    """Use only the first documents, this many."""
+    """Number of documents to use, from the first. The default is all."""
     token_type: Literal["auto", "uint16", "uint32"] = "auto"
     """Type of the ids in .bin and .array_record. auto is uint16 if the vocabulary fits."""
     json: bool = False
@@ -200,8 +200,8 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         tokenizer = stored_tokenizer(self.path, opened) if self.tokenizer is None else load_tokenizer(self.tokenizer)
         if tokenizer.vocab_size > config.vocab_size:
             raise UserError(
-                f"{self.tokenizer or self.path} has a vocabulary of {tokenizer.vocab_size}, the model one of"
-                f" {config.vocab_size}; pass the model's own with --tokenizer"
+                f"{self.tokenizer or self.path} has a vocabulary of {tokenizer.vocab_size}, but the model's has"
+                f" {config.vocab_size}; pass the model's tokenizer with --tokenizer"
             )
         return config, tokenizer
 
@@ -268,8 +268,8 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         beyond = [f"{length:,}" for length in sorted(lengths) if length > shorter.max_seq_len]
         if beyond and self.window is None:  # with a window no distance is longer than it
             note(
-                f"{', '.join(beyond)}: beyond the model's context of {shorter.max_seq_len:,} tokens, for which it was not"
-                " made; this measures what happens"
+                f"{', '.join(beyond)}: beyond the model's context of {shorter.max_seq_len:,} tokens; this measures how the"
+                " model extrapolates"
             )
 
         def measure(params: llama_jax.Llama, other: llama_jax.Llama | None) -> Measured:
@@ -338,7 +338,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         for name in unread:
             value = getattr(self, name)
             if value != getattr(type(self), name):
-                raise UserError(f"{name}={shown(value, 40)} does not apply to {kind}, as these data are; leave it out")
+                raise UserError(f"{name}={shown(value, 40)} does not apply to {kind}, the kind of these data; omit it")
 
     def _check(self) -> tuple[int, ...]:
         """The lengths, or none; UserError for options that do not go together."""
@@ -349,16 +349,16 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
                 continue
             if by_length:
                 raise UserError(f"{name}={value} needs --lengths")
-            raise UserError(f"{name}={value} and lengths={shown(self.lengths)} exclude each other; leave one of them out")
+            raise UserError(f"{name}={value} and lengths={shown(self.lengths)} exclude each other; omit one of them")
         if self.exact and self.against is not None:
-            raise UserError("exact is for the numbers of one model; leave it or --against out")
+            raise UserError("exact is only for a single model; omit it or --against")
         found = []
         for part in self.lengths.split(",") if self.lengths else ():
             try:
                 found.append(int(part))
             except ValueError:
                 raise UserError(
-                    f"lengths={shown(self.lengths)} has {shown(part, 20)} where a number is needed, as in 256,512,1024"
+                    f"lengths={shown(self.lengths)} must be numbers such as 256,512,1024; {shown(part, 20)} is not one"
                 ) from None
         return tuple(found)
 
@@ -371,14 +371,14 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         size = opened.config.vocab_size
         if size != config.vocab_size:
             raise UserError(
-                f"against={path} has a vocabulary of {size}, the model one of {config.vocab_size}: their predictions cannot"
-                " be compared; choose a model with the same vocabulary"
+                f"against={path} has a vocabulary of {size}, but the model's has {config.vocab_size}: their predictions"
+                " cannot be compared; choose a model with the same vocabulary"
             )
         theirs = opened.tokenizer()
         if theirs is not None and theirs.encode(TEXT, bos=False) != tokenizer.encode(TEXT, bos=False):
             raise UserError(
-                f"against={path} has another vocabulary than the model: its tokens stand for other text; choose a model with"
-                " the same vocabulary"
+                f"against={path} has a different vocabulary: its tokens stand for other text; choose a model with the same"
+                " vocabulary"
             )
         return opened.config
 
@@ -413,7 +413,7 @@ def as_page(result: llama_jax.Evaluation | llama_jax.Divergence, facts: dict[str
         rows.append(["chats", "{kept:,} of {read:,} examples, {cut:,} of them cut".format(**facts["examples"])])
     if facts["unknown_tokens"]:
         share = f"{facts['unknown_tokens'] / found.tokens:.2%}"
-        rows.append(["unknown", f"{share} of the tokens are <unk>: the text under them is not predicted, only that it is"])
+        rows.append(["unknown", f"{share} of the tokens are <unk>, so their text itself is not predicted"])
     about = printable(facts["model"])
     if compared is not None:
         about += f" ({facts['weights']}) against {printable(facts['against']['model'])} ({facts['against']['weights']})"

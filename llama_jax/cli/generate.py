@@ -64,7 +64,7 @@ class Generate(ModelOptions, StopOptions):
         self.parse_draft()
         several = self._several()
         if self.batch is not None and not several:
-            raise GenerationError(f"batch={self.batch} is for the prompts of a .jsonl (--prompt-file); leave it out")
+            raise GenerationError(f"batch={self.batch} is only for the prompts of a .jsonl (--prompt-file); omit it")
         self.check_stops()
         prompts = read_prompts(self.prompt, self.prompt_file)
 
@@ -134,8 +134,8 @@ class Generate(ModelOptions, StopOptions):
         if room < 1 and self.window is None:
             which = f"prompt {line}" if self._several() else "the prompt"
             raise GenerationError(
-                f"{which} has {length} tokens, the model's context {config.max_seq_len}; shorten the prompt, or let the"
-                f" model see a window only, as by --window {config.max_seq_len // 2} --sinks 4"
+                f"{which} has {length} tokens, but the model's context is {config.max_seq_len}; shorten the prompt, or let"
+                f" the model see only a window, for example with --window {config.max_seq_len // 2} --sinks 4"
             )
         if self.max_new_tokens is not None:
             return self.max_new_tokens
@@ -302,8 +302,8 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
             adapter = next((line.adapter for line in lines if line.adapter is not None), None)
             if adapter is not None:
                 raise GenerationError(
-                    f"{where} asks for the adapter {shown(adapter, 40)}, and generate has one for all prompts; use llama-jax"
-                    " batch, whose --adapter NAME=PATH names several"
+                    f"{where} requests the adapter {shown(adapter, 40)}, but generate has one for all prompts; use llama-jax"
+                    " batch with --adapter NAME=PATH"
                 )
             return [line.prompt for line in lines]
     elif file is not None or prompt == STDIN:
@@ -330,7 +330,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
 def read_lines(file: Path) -> list[PromptLine]:
     """The lines of a .jsonl; GenerationError for another file, or as `read_prompts`."""
     if file.suffix.lower() != ".jsonl":
-        raise GenerationError(f"{file} is not a .jsonl, whose lines are objects with a prompt")
+        raise GenerationError(f"{file} is not a .jsonl; each line must be an object with a prompt")
     return _of_lines(_content(file), str(file))
 
 
@@ -363,7 +363,7 @@ def _of_lines(content: bytes, where: str) -> list[PromptLine]:
             ) from None
         adapter = value.get("adapter")
         if not (adapter is None or isinstance(adapter, str)):
-            raise GenerationError(f"{where}, line {number}: adapter={shown(adapter, 40)} must be a name, or be left out")
+            raise GenerationError(f"{where}, line {number}: adapter={shown(adapter, 40)} must be a name, or omitted")
         found.append(PromptLine(prompt, adapter))
     if not found:
         raise GenerationError(f"{where} holds no prompt; {EXAMPLE}")

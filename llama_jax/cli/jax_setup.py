@@ -39,7 +39,7 @@ def use_compilation_cache(off: bool = False) -> None:
     problem = _no_room(Path(folder)) if folder and "://" not in folder else None
     if problem is not None:
         note(
-            f"compiled programs are not kept: {folder} cannot be written ({problem}); JAX_COMPILATION_CACHE_DIR names"
+            f"compiled programs are not cached: {folder} cannot be written ({problem}); set JAX_COMPILATION_CACHE_DIR to"
             " another folder"
         )
         # JAX would warn about every program. Existing files are still read.
@@ -73,12 +73,12 @@ def start_backend(*, training: bool = False) -> None:
         keep_freed_memory()
     unknown = set_flags(training=training).unknown
     if unknown:
-        note(f"this version of XLA has no {', '.join(unknown)}: left out")
+        note(f"flags that this version of XLA does not have are omitted: {', '.join(unknown)}")
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # an assertion where the platform's plugin is not installed
         reason = reason_of(error, 200) or f"no plugin for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
-        raise UserError(f"JAX finds no device ({reason}); JAX_PLATFORMS=cpu uses the processor") from None
+        raise UserError(f"JAX finds no device ({reason}); set JAX_PLATFORMS=cpu to use the CPU") from None
 
 
 def loading_bar(layers: Sequence[int]) -> Iterable[int]:

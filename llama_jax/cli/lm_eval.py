@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
-    """Print what a model scores on tasks of the lm-evaluation-harness, through its own interface, without torch.
+    """Run tasks of the lm-evaluation-harness on a model, without torch, and print the scores.
 
-    A task may be a file of yours: --include-path is the folder of its .yaml, and data_files in it may be local. Other
-    tasks are downloaded by the harness. Needs the extra 'lm-eval'.
+    For a task of your own, --include-path is the folder of its .yaml, whose data_files may be local. The harness downloads
+    other tasks. Needs the extra 'lm-eval'.
     """
 
     SHOWN_FIRST = ("model", "tasks", "num_fewshot", "limit", "batch")
@@ -55,7 +55,7 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """System prompt."""
     bos: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
-    """Omit the begin-of-sequence token, which otherwise is added if the tokenizer's own rule says so."""
+    """Omit the begin-of-sequence token. By default it is added if the tokenizer adds it to texts."""
     seed: int = 0
     """Random seed of tasks that sample; most are greedy."""
     output: Path | None = None
@@ -106,7 +106,7 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
             ("--no-fewshot-as-multiturn", not self.fewshot_as_multiturn),
         ):
             if given and not self.apply_chat_template:
-                raise UserError(f"{name} is for chats; add --apply-chat-template")
+                raise UserError(f"{name} needs --apply-chat-template")
         if self.output is None and (self.samples or self.overwrite):
             raise UserError(f"--{'samples' if self.samples else 'overwrite'} needs a file; set it with --output")
         elif self.output is not None and self.output.is_dir():
@@ -123,11 +123,11 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
         for name in filter(None, (part.strip() for part in self.tasks.split(","))):
             names = manager.match_tasks([name])
             if not names:
-                where = "" if self.include_path is None else f", and none in {self.include_path}"
+                where = "" if self.include_path is None else f" or of {self.include_path}"
                 raise UserError(f"--tasks: {shown(name)} is not a task of the lm-evaluation-harness{where}")
             found += names
         if not found:
-            raise UserError("--tasks names no task; list some, as in arc_easy,hellaswag")
+            raise UserError("--tasks names no task; list some, for example arc_easy,hellaswag")
         return list(dict.fromkeys(found)), manager
 
     def _texts(self) -> TextModel:

@@ -76,8 +76,8 @@ class CompileOptions:
 @dataclass(frozen=True, kw_only=True)
 class PartsOption:
     parts: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """A Python file with the functions that the model names as its own attention, norm, feed-forward or rotary embedding.
-    The file is executed."""
+    """A Python file with the functions that a model names as its attention, norm, feed-forward or rotary embedding. The file
+    is executed."""
 
     def with_parts(self, *configs: LlamaConfig) -> tuple[LlamaConfig, ...]:
         """The configurations of all models of a command, with the functions of the file in place of their names.
@@ -92,7 +92,7 @@ class PartsOption:
                 check_parts_found(config)
             return configs
         if not any(config.parts.missing for config in configs):
-            raise ConfigError(f"--parts {self.parts} is for a model that names functions of its own; leave it out")
+            raise ConfigError(f"--parts {self.parts} is only for a model that names custom functions; omit it")
         found = self.parts
         return tuple(llama_jax.with_parts(config, found) if config.parts.missing else config for config in configs)
 
@@ -110,7 +110,7 @@ class AttentionOption:
 @dataclass(frozen=True, kw_only=True)
 class ExactOption(AttentionOption):
     exact: bool = False
-    """Make a text and the bits of its log-probabilities independent of everything else that is computed at the same time."""
+    """Make each text and the bits of its log-probabilities independent of everything computed at the same time."""
 
     def compute(self) -> llama_jax.Compute:
         return replace(super().compute(), exact=self.exact)
@@ -168,7 +168,7 @@ class StopOptions:
                 text.encode()
             except UnicodeEncodeError:
                 raise GenerationError(
-                    f"--stop {shown(text)} is not valid UTF-8, and so in no text; is the terminal's encoding (LANG) set?"
+                    f"--stop {shown(text)} is not valid UTF-8; is the terminal's encoding (LANG) set?"
                 ) from None
 
 
@@ -268,9 +268,9 @@ class LoadOptions(AttentionOption, WeightOptions):
             return None
         sizes = parse_mesh(self.mesh)
         if sizes.data * sizes.fsdp > 1:
-            raise MeshError(f"mesh {sizes}: prompts are split over data and fsdp from Python only; use tensor alone")
+            raise MeshError(f"mesh {sizes}: only the Python API splits prompts over data and fsdp; use only tensor")
         if sizes.context > 1:
-            raise MeshError(f"mesh {sizes}: generating has no sequence to split over context; use tensor alone")
+            raise MeshError(f"mesh {sizes}: generation has no sequence to split over context; use only tensor")
         make_mesh(sizes)
         return sizes
 
@@ -319,7 +319,7 @@ class LoadOptions(AttentionOption, WeightOptions):
         if self.compute().exact:
             given = ("a mesh", mesh is not None), ("adapters by name", adapters), ("a mixture of experts", own.experts)
             if refused := next((name for name, is_given in given if is_given), None):
-                raise GenerationError(f"exact goes without {refused}; leave one of the two out")
+                raise GenerationError(f"exact cannot be combined with {refused}; omit one of the two")
         self.compile_native(opened)
         config, params, tokenizer = llama_jax.load(
             path,
@@ -340,8 +340,8 @@ class LoadOptions(AttentionOption, WeightOptions):
             )
         if tokenizer.vocab_size > config.vocab_size:
             raise GenerationError(
-                f"{self.tokenizer} has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size};"
-                " pass the model's own"
+                f"{self.tokenizer} has {tokenizer.vocab_size} pieces, but the model's vocabulary has {config.vocab_size};"
+                " pass the model's tokenizer"
             )
         return replace(with_rope(config, self.rope), parts=own.parts), params, tokenizer
 
@@ -366,7 +366,7 @@ class AdapterOptions(LoadOptions):
                 raise GenerationError(f"adapter={shown(text)} must be NAME=PATH, or a single PATH for all requests")
             if name in found:
                 raise GenerationError(
-                    f"adapter={shown(text)}: {shown(name)} is the name of another; choose a different name"
+                    f"adapter={shown(text)}: {shown(name)} is already the name of another; choose a different name"
                 )
             found[name] = locate(path)
         return found
@@ -433,8 +433,8 @@ class DraftOptions(ExactOption, LoadOptions):
         own, size = (llama_jax.formats.open_checkpoint(path).config.vocab_size for path in (self.model_path, name))
         if size != own:
             raise GenerationError(
-                f"--draft {shown(name, 80)} has a vocabulary of {size}, the model one of {own}; use a draft with the model's"
-                " own tokenizer"
+                f"--draft {shown(name, 80)} has a vocabulary of {size}, but the model's has {own}; use a draft with the"
+                " model's tokenizer"
             )
 
     def drafter(self, tokenizer: Tokenizer) -> llama_jax.PromptLookup | llama_jax.DraftModel | None:
@@ -453,9 +453,9 @@ class DraftOptions(ExactOption, LoadOptions):
             pieces = [(each.vocab_size, *map(each.token_bytes, range(each.vocab_size))) for each in (tokenizer, own)]
             different = next((i - 1 for i, (a, b) in enumerate(zip(*pieces, strict=False)) if a != b), None)
             if different is not None:
-                what = "is of another size" if different < 0 else f"differs at token {different}"
+                what = "has another size" if different < 0 else f"differs at token {different}"
                 raise GenerationError(
-                    f"the vocabulary of --draft {shown(name, 80)} {what}; use a draft with the model's own tokenizer"
+                    f"the vocabulary of --draft {shown(name, 80)} {what}; use a draft with the model's tokenizer"
                 )
         if config.parts and self.parts is not None:
             config = llama_jax.with_parts(config, self.parts)
@@ -496,14 +496,14 @@ def with_rope(config: LlamaConfig, text: str) -> LlamaConfig:
     fields = ROPE_FIELDS.get(kind)
     if fields is None or not colon:
         kinds = ", ".join(ROPE_FIELDS)
-        raise UserError(f"rope={shown(text)} must be none, or KIND:FACTOR as in yarn:4 with one of the kinds {kinds}")
+        raise UserError(f"rope={shown(text)} must be none, or KIND:FACTOR such as yarn:4; the kinds are {kinds}")
     values: dict[str, Any] = {}
     for part in rest:
         name, equals, value = part.partition("=")
         if name not in fields or not equals:
             has = ", ".join(fields) or "none"
             raise UserError(
-                f"rope={shown(text)} has {shown(part, 40)} after its factor; the further fields of {kind} are: {has}"
+                f"rope={shown(text)} has {shown(part, 40)} after its factor; the other fields of {kind} are: {has}"
             )
         values[name] = _value(text, value)
     if "original_max_seq_len" in fields:
@@ -525,4 +525,4 @@ def _value(text: str, value: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise UserError(f"rope={shown(text)} has {shown(value, 40)} where a number is needed, or true or false") from None
+        raise UserError(f"rope={shown(text)} has {shown(value, 40)} instead of a number, true or false") from None

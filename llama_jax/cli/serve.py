@@ -53,7 +53,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
     requests, the limits and the security defaults.
 
     Several processes can serve a model that is too large for one host: run the same command in each, with --distributed or
-    with its own --process-id. The first process listens.
+    a different --process-id. The first process listens.
     """
 
     SHOWN_FIRST = ("model", "host", "port", "api_key", "name", "context")
@@ -129,7 +129,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         """
         for name in COMMAND_ONLY:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise GenerationError(f"{name}={getattr(self, name)!r} is for `llama-jax serve` alone; leave it out here")
+                raise GenerationError(f"{name}={getattr(self, name)!r} is only for `llama-jax serve`; omit it here")
         _check_extra()
         self._check()
         from llama_jax.cli.jax_setup import use_compilation_cache
@@ -297,7 +297,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         if self._name() in self.named():
             raise GenerationError(f"adapter {self._name()!r} has the model's name; choose another, or set --name")
         if self._key() == "":
-            raise GenerationError(f"the API key is empty; set one, or leave --api-key and {KEY} out")
+            raise GenerationError(f"the API key is empty; set one, or omit --api-key and {KEY}")
 
     def _key(self) -> str | None:
         return os.environ.get(KEY) if self.api_key is None else self.api_key

@@ -65,8 +65,8 @@ class Quickstart:
 class Compile(ExactOption, LoadOptions):
     """Compile a model's programs in advance, so that the first start of generate, chat or serve neither traces nor compiles.
 
-    They are kept where these commands look for them, and serve the same model, options, library, JAX and processor. Those
-    that are there already are not made again. For another machine, or without llama-jax, see export.
+    They are stored where these commands look for them, and are valid for the same model, options, library, JAX and
+    processor. Existing ones are not compiled again. For another machine, or without llama-jax, see export.
     """
 
     SHOWN_FIRST = ("model", "purpose", "max_tokens")
@@ -83,9 +83,9 @@ class Compile(ExactOption, LoadOptions):
         from llama_jax.compiled import store
 
         if self.no_cache:
-            raise GenerationError("--no-cache keeps nothing of what compile makes; leave it out")
+            raise GenerationError("compile needs the cache of programs; omit --no-cache")
         if self.parts is not None:
-            raise GenerationError("programs with functions of your own (--parts), whose source may change, are not kept")
+            raise GenerationError("programs with custom functions (--parts) are not stored, because their source may change")
         self.start_jax()
         folder = store.folder()
         if folder is None or compiled.reason_unsafe(folder):
@@ -93,7 +93,7 @@ class Compile(ExactOption, LoadOptions):
                 compiled.reason_unsafe(folder) if folder else f"{compiled.EXECUTABLES_ENV} or JAX's settings turn them off"
             )
             raise GenerationError(
-                f"executables are not kept: {reason}; set {compiled.EXECUTABLES_ENV} to a folder of your own"
+                f"executables are not stored: {reason}; set {compiled.EXECUTABLES_ENV} to a folder of your own"
             )
         # Programs that cannot be stored are logged.
         logging.basicConfig(format="llama-jax: %(message)s")

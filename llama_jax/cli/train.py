@@ -36,8 +36,8 @@ REPLACED = re.compile(r"(vocabulary|model)\b(?!\.(rope_scaling|rope_theta|max_se
 class Train(PartsOption, CompileOptions, ProcessOptions):
     """Train a model. generate, eval and the other commands can load it from the run's folder at any time.
 
-    SIGTERM and Ctrl-C save and stop; the same command with --resume continues as if nothing had happened. With several
-    processes each runs the same command, with --distributed or a --process-id of its own; the first one speaks for all."""
+    SIGTERM and Ctrl-C save and stop; the same command with --resume continues as if nothing had happened. Several processes
+    run the same command, with --distributed or a different --process-id each; the first one prints for all."""
 
     recipe: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RECIPE")]]
     """tiny, shakespeare, stories15m and tinyllama train from scratch. sft, dpo and grpo fine-tune --weights on chats, on
@@ -51,7 +51,7 @@ class Train(PartsOption, CompileOptions, ProcessOptions):
     gs://BUCKET/PATH."""
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH:WEIGHT ..."), tyro.conf.UseAppendAction]
     """Text, JSONL (both also as .gz and .zst), Parquet, Arrow, .bin, .array_record or .corpus files, or folders of them,
-    such as those of `data build`. Can be repeated, and takes several. For a mixture with exact shares of the rows: --data
+    such as those of `data build`. Takes several, and can be repeated. For a mixture with exact shares of the rows: --data
     stories=PATH:0.7 --data books=PATH:0.3."""
     validation_data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH ..."), tyro.conf.UseAppendAction] = ()
     """Validation data, as --data. By default a share of the documents of each source is held out."""
@@ -69,7 +69,7 @@ class Train(PartsOption, CompileOptions, ProcessOptions):
     resume: bool = False
     """Resume from the newest checkpoint in the folder, if there is one."""
     reweigh: bool = False
-    """With --resume: allow other weights of the same sources from now on. Checkpoints record them."""
+    """With --resume: allow different weights of the same sources from now on. Checkpoints record them."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = ""
     """Mesh of the devices of all processes, for example data=2,fsdp=4,tensor=1; context=2 shards the tokens of each row. The
     default is data over all devices."""
@@ -81,7 +81,7 @@ class Train(PartsOption, CompileOptions, ProcessOptions):
     """Also log metrics to TensorBoard (tensorboard/ in the folder), Weights & Biases (offline with WANDB_MODE=offline) or
     MLflow (at MLFLOW_TRACKING_URI). Each is an extra: pip install -e ".[wandb]"."""
     save_timeout: float = 1800.0
-    """Maximum number of seconds to write a checkpoint in the background, and to begin writing; then the run ends with an
+    """Maximum number of seconds to start and to write a checkpoint in the background; exceeding it ends the run with an
     error."""
 
     def run(self) -> None:
@@ -94,8 +94,8 @@ class Train(PartsOption, CompileOptions, ProcessOptions):
         replaced = [change for change in self.changes if REPLACED.match(change)]
         if self.weights is not None and replaced:
             raise UserError(
-                f"{replaced[0]} and --weights exclude each other: shape and tokenizer come with the weights; only"
-                " model.rope_scaling, model.rope_theta and model.max_seq_len may be others"
+                f"{replaced[0]} and --weights exclude each other: the weights determine shape and tokenizer; only"
+                " model.rope_scaling, model.rope_theta and model.max_seq_len can be changed"
             )
         use_compilation_cache(self.no_cache)
         from llama_jax.parallel.mesh import MeshSizes, parse_mesh
@@ -170,7 +170,7 @@ def _sources(given: Sequence[str], *, weighted: bool) -> Data:
         if not Path(one).exists():
             named = (NAMED_WEIGHT if weighted else NAMED).fullmatch(one)
             if named is None and NAMED.fullmatch(one):
-                raise UserError(f"--data {one} has no weight; write NAME=PATH:WEIGHT, as --data {one}:0.5")
+                raise UserError(f"--data {one} has no weight; write NAME=PATH:WEIGHT, for example --data {one}:0.5")
         found.append(one if named is None else WeightedData(*named.groups()))
     return found
 
@@ -180,7 +180,7 @@ def _steps(text: str) -> range | None:
         return None
     found = STEPS.fullmatch(text)
     if not found or int(found[1]) >= int(found[2]):
-        raise UserError(f"--trace {shown(text)} must be two steps, the first below the second, as 20:25")
+        raise UserError(f"--trace {shown(text)} must be two steps, the first below the second, for example 20:25")
     return range(int(found[1]), int(found[2]))
 
 
@@ -199,7 +199,7 @@ def settings_page(name: str, changes: Sequence[str] = ()) -> str:
             f"usage: llama-jax train {name} [KEY=VALUE ...] --data PATH --workdir PATH [OPTIONS]",
             "",
             *([filled(about), ""] if about else []),
-            "The settings, which KEY=VALUE changes. llama-jax train --help lists the options.",
+            "KEY=VALUE changes these settings. llama-jax train --help lists the options.",
             "",
             *_lines(recipe, ""),
         ]
@@ -252,7 +252,7 @@ class Plot:
     log: bool = False
     """Logarithmic axes for steps or tokens, loss and gradient norm."""
     smoothing: float = 0.01
-    """Reach of the moving mean that is drawn over the faint curve, as a fraction of a run; 0 draws the curve alone."""
+    """Window of the moving average drawn over the faint curve, as a fraction of a run; 0 draws only the curve."""
 
     def run(self) -> None:
         from llama_jax.runs.metrics import METRICS, read_runs

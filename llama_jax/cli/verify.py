@@ -34,8 +34,8 @@ LARGEST_TEXT = 1 << 20  # characters
 class Verify(PartsOption, CompileOptions):
     """Compare a model with a reference: its logits and every layer. Exit code 0 if they are the same, 1 if not.
 
-    Without a reference a quantized model (--quantize) is compared with itself as it is stored, and any other is checked as
-    far as that is possible without one."""
+    Without a reference, --quantize compares the quantized model with the stored one; otherwise the model is checked as far
+    as possible without a reference."""
 
     path: tyro.conf.Positional[ModelPath]
     """Folder or file of a model, in any supported format."""
@@ -123,15 +123,15 @@ class Verify(PartsOption, CompileOptions):
 
     def _check_options(self) -> None:
         if self.against is not None and self.oracle is not None:
-            raise UserError("--against and --oracle both name a reference; leave one of them out")
+            raise UserError("--against and --oracle both name a reference; omit one of them")
         if self.oracle is not None:
             for name, value in (("text", self.text), ("tokens", self.tokens), ("write-oracle", self.write_oracle)):
                 if value is not None:
-                    raise UserError(f"--{name} does not go with --oracle, which has tokens and numbers; leave it out")
+                    raise UserError(f"--{name} cannot be combined with --oracle, which has its own input; omit it")
         if self.oracle is None and self.against is None and self.per_layer and self.quantize == "auto":
             raise UserError("--per-layer compares with a reference; name one with --against or --oracle")
         if self.write_oracle is not None and self.quantize != "auto":
-            raise UserError("--write-oracle stores the outputs of the weights as they are; leave --quantize out")
+            raise UserError("--write-oracle stores the outputs of unquantized weights; omit --quantize")
 
     def _origin(self, opened: Opened | OrbaxCheckpoint, config: LlamaConfig) -> Origin:
         """The origin of this model's numbers; names and shapes are checked."""
@@ -182,9 +182,9 @@ class Verify(PartsOption, CompileOptions):
             raise UserError(f"tokens={count} exceed the model's context of {config.max_seq_len}")
         if tokenizer is None:
             if self.text is not None:
-                raise UserError(f"--text needs a vocabulary, and {self.path} has none; leave it out for random tokens")
+                raise UserError(f"--text needs a vocabulary, but {self.path} has none; omit it for random tokens")
             ids = np.random.default_rng(0).integers(0, config.vocab_size, count, dtype=np.int32)
-            return ids, f"{count} random tokens, as there is no vocabulary"
+            return ids, f"{count} random tokens, because there is no vocabulary"
         ids = np.array(tokenizer.encode(self._text())[:count], np.int32)
         if len(ids) < 2:
             raise UserError(f"{self.text} has {len(ids)} tokens; use a text of at least 2")
@@ -216,11 +216,11 @@ class Verify(PartsOption, CompileOptions):
             checks.append(check_speech(ours))
         failed = [check.name for check in checks if not check.passed]
         if failed:
-            why = f"NOT as a model should be: {', '.join(failed)}"
+            why = f"NOT a sound model: {', '.join(failed)}"
         elif readable:
-            why = "whole, and it predicts text; this is an indication: compare it by --against or --oracle to be sure"
+            why = "complete, and it predicts text; to be sure that it is right, compare it with --against or --oracle"
         else:
-            why = f"whole; whether it predicts text needs {FEWEST} tokens of text, whether it is right a reference"
+            why = f"complete; to check its predictions, use {FEWEST} tokens of text; to be sure, use a reference"
         rows = [[check.name, printable(check.found)] for check in checks]
         page = f"{_described(ours.origin)}\nread {printable(read)}\n\n{columns(rows)}\n"
         facts = {"here": _origin_facts(ours.origin), "read": read, "checks": [check._asdict() for check in checks]}

@@ -273,7 +273,7 @@ class Rows(HostBatches[Batch]):
             raise DataError(f"{len(several)} corpora need a mixture with a share for each of them")
         self._sources = [_Source(corpus, length, seed) for corpus in several]
         if len({source.masked for source in self._sources}) > 1:
-            raise DataError("text and chats do not mix: all tokens of text are targets, of chats the assistant's messages")
+            raise DataError("text and chats cannot be mixed: all tokens of text are targets, but only some of chats")
         super().__init__(self._sources[0].rows, batch, seed, host, hosts)
         self._mixture = mixture
         self._length = length

@@ -269,7 +269,7 @@ class _Line:
             raise self.wrong(f"prompt, a text or messages, is missing; the fields are {self.fields()}")
         if not shared or (prompt and shared[-1]["content"] != prompt[-1]["content"]):
             raise self.wrong(
-                "chosen and rejected begin with a message that is not the assistant's, and with different prompts; put the"
-                " prompt into `prompt`, and only what follows it into the two"
+                "chosen and rejected have different prompts, or not the same as `prompt`; put the prompt into `prompt`,"
+                " and only the answers into chosen and rejected"
             )
         return shared, chosen[common:], rejected[common:]

@@ -76,7 +76,7 @@ class ExampleCounts:
         share = self.targets / max(self.tokens, 1)
         dropped = f"{self.without_targets:,} dropped without a target, {self.too_long:,} as too long"
         if self.same:
-            dropped += f", {self.same:,} as both answers are the same when cut"
+            dropped += f", {self.same:,} because both answers are the same when cut"
         return (
             f"{self.kept:,} of {self.read:,} examples, {self.tokens:,} tokens, {share:.1%} of them targets; {dropped};"
             f" {self.cut:,} cut; the longest has {self.longest:,} tokens"

@@ -199,7 +199,7 @@ def _several(folder: Path, names: list[str], example: str) -> DataError:
 def _check_once(files: Sequence[Path]) -> None:
     for file, times in Counter(files).items():
         if times > 1:
-            raise DataError(f"{file} is given twice; its documents would count twice, and could be in both parts of a split")
+            raise DataError(f"{file} is given twice; its documents could be in both parts of a split")
 
 
 def describe(path: Path) -> Source:

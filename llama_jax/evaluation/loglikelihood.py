@@ -142,7 +142,7 @@ def compiled_measure(config: LlamaConfig, params: Llama, compute: Compute = Comp
       ConfigError: an exact `compute`.
     """
     if compute.exact:
-        raise ConfigError("exact=True is not supported for log-likelihoods, whose rows hold several texts; leave it out")
+        raise ConfigError("exact=True is not supported for log-likelihoods, whose rows hold several texts; omit it")
     return jax.jit(partial(score_rows, config, compute=compute, sharding=sharding_of(params)))
 
 

@@ -199,7 +199,7 @@ def choose_sizes(
         raise DataError(f"length={length} must be at least 1 and within the model's context of {config.max_seq_len}")
     stride = max(length // 2, 1) if stride is None else stride
     if not 1 <= stride <= length:
-        raise DataError(f"stride={stride} must be at least 1 and at most length={length}, or tokens would be left out")
+        raise DataError(f"stride={stride} must be at least 1 and at most length={length}; otherwise tokens would be skipped")
     check_vocabulary(config, corpus)
     if not (corpus.stops - corpus.starts > 1).any() or (corpus.targets is not None and not corpus.targets.any()):
         raise DataError(

@@ -190,7 +190,7 @@ def divergence(
     """
     reference_config = config if reference_config is None else reference_config
     if compute.exact:
-        raise ConfigError("exact=True is not supported for a divergence of two models; leave it out")
+        raise ConfigError("exact=True is not supported for a divergence of two models; omit it")
     if reference_config.vocab_size != config.vocab_size:
         raise DataError(
             f"the reference has a vocabulary of {reference_config.vocab_size}, but the model one of {config.vocab_size}:"

@@ -409,7 +409,7 @@ def write_file(
             and QUANT_FORMATS[stored.lower()].encode is None
         ):
             made = ", ".join(get_args(Blocks))
-            raise CheckpointError(f"{piece.label} was in {stored.lower()}, which is only read; set another dtype: {made}")
+            raise CheckpointError(f"{piece.label} is in {stored.lower()}, which is only read; set another dtype: {made}")
     matrices = Counter(stored for piece, stored in zip(todo, kinds, strict=True) if len(piece.tensor.shape) > 1)
     most = matrices.most_common(1)[0][0]
     rope, rope_tensors = settings_and_tensors(c, architecture, whole_yarn=own.whole_yarn)

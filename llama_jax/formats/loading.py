@@ -68,7 +68,7 @@ FORMATS: dict[str, WeightFormat] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model and its vocabulary, which unpack as ``config, params, tokenizer``.
+    """A model and its vocabulary, which unpacks as ``config, params, tokenizer``.
 
     Attributes:
       read_tokenizer: reads the vocabulary; see `tokenizer`.

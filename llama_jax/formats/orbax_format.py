@@ -526,8 +526,8 @@ def _check_same_step(stored: OrbaxCheckpoint) -> None:
     others = np.asarray(multihost_utils.process_allgather(np.int32(step))).reshape(-1).tolist()
     if len(set(others)) > 1:
         raise CheckpointError(
-            f"{stored.path} is what this process would read, but others found the steps"
-            f" {', '.join(map(str, sorted(set(others))))}, since the run is still saving; pass all of them one step"
+            f"{stored.path} is the step that this process found, but others found the steps"
+            f" {', '.join(map(str, sorted(set(others))))}, because the run is still saving; pass one step to all of them"
         )
 
 

@@ -48,7 +48,7 @@ def check_quantize(quantize: str | None) -> None:
         return
     if quantize in QUANT_FORMATS:
         raise CheckpointError(
-            f"quantize={quantize!r}: this format is only kept, from a GGUF that has it; use 'keep',"
+            f"quantize={quantize!r}: this format can only be kept from a GGUF that has it; use 'keep',"
             f" or one of {', '.join(ENCODABLE)}"
         )
     raise CheckpointError(f"quantize={quantize!r} is not one of {', '.join(MIXTURES)}, keep")

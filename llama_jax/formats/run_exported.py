@@ -35,7 +35,7 @@ def generate(about, model, prompts, max_new_tokens, **sampling):
     rows = [*prompts, *[[0]] * (about["batch"] - len(prompts))]
     lengths, size = np.array([len(row) for row in rows], np.int32), about["prefill"]
     if len(rows) > about["batch"] or min(lengths) < 1 or max(lengths) + max_new_tokens > about["context"]:
-        raise ValueError(f"at most {about['batch']} prompts, each of {about['context']} tokens with its continuation")
+        raise ValueError(f"at most {about['batch']} prompts of {about['context']} tokens, continuations included")
     if unknown := [name for name in sampling if name not in about["sampling"]]:
         raise ValueError(f"{unknown[0]} is not one of {', '.join(about['sampling'])}")
     if max_new_tokens < 1 or not all(0 <= token < about["vocabulary"] for row in rows for token in row):

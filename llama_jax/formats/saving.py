@@ -106,7 +106,7 @@ def save(
     if like is not None:
         model = open_checkpoint(like)
         if format != "gguf" or not isinstance(model, Opened) or model.names is not GGUF_NAMES:
-            raise CheckpointError(f"like={os.fspath(like)!r} is a GGUF for format='gguf'; leave it out")
+            raise CheckpointError(f"like={os.fspath(like)!r} is only for format='gguf'; omit it")
         kinds = kinds_in(model.path)
     _check_vocabulary(tokenizer, config)
     _check_leaves(params)
@@ -260,7 +260,7 @@ def _convert_adapter(
     where = locate(base or named or "")
     config = opened.base_config if base is None else None
     if config is None and base is None and (named is None or not where.exists()):
-        reason = "does not name its base" if named is None else f"was trained on {shown(named)}, which is not here"
+        reason = "does not name its base" if named is None else f"was trained on {shown(named)}, which was not found"
         raise CheckpointError(f"{source} {reason}; pass the base's folder or file as base (--base)")
     folder = Path(path).suffix.lower() != ".gguf"
     check_room(locate(path), folder=folder, overwrite=overwrite, sources=[locate(source), where])

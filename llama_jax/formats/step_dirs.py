@@ -78,7 +78,7 @@ def read_note(folder: Location, step: int | None = None) -> dict[str, Any]:
 
 def cannot_read(path: Location, reason: str) -> str:
     """The error message for a path that cannot be read, for a reason unrelated to its contents."""
-    return f"{path} cannot be read ({reason}), which is no proof of damage; fix the cause and try again"
+    return f"{path} cannot be read ({reason}), which does not prove damage; fix the cause and try again"
 
 
 def validation_loss(folder: Location, step: int) -> float:

@@ -280,7 +280,7 @@ def _global(words: str, path: Location) -> _Global:
     found = _Global(module, name)
     if found not in ALLOWED:
         requested = shown(f"{module}.{name}", 100)
-        raise CheckpointError(f"{path} asks for {requested}; a model needs only tensors. Nothing was run")
+        raise CheckpointError(f"{path} requests {requested}, but a model needs only tensors; nothing was run")
     return found
 
 

@@ -132,7 +132,7 @@ def train(
     elif recipe.lora is not None:
         raise TrainingError("lora trains adapters on a frozen model; pass the model with --weights (weights=)")
     if reweigh and not resume:
-        raise TrainingError("--reweigh (reweigh=True) goes on with other weights of the data; it needs --resume")
+        raise TrainingError("--reweigh (reweigh=True) changes the weights of a run's data; it needs --resume")
     # Quick checks come first, so that no mistake is found after minutes of reading data or training a tokenizer.
     preflight.check(recipe, where, trace, mesh, backend)
     if not processes.first_of_host:  # the first process fetches data from object stores
@@ -422,7 +422,7 @@ class _TrainingRun:
     def _log_end(self, step: int) -> None:
         best = self.checkpoints.best()
         if self.stop.name is not None and step < self.recipe.steps:
-            self.log.line(f"{self.stop.name}: stopped and saved at step {step}; go on with --resume")
+            self.log.line(f"{self.stop.name}: stopped and saved at step {step}; continue with --resume")
             return
         found = self.validation
         text = f"done: step {step}" + ("" if found is None else f", validation {found.text}")
@@ -467,7 +467,7 @@ class Profile:
     def log_missed(self, done: int) -> None:
         """Log if the range began before the first step of this process."""
         if self._steps and done >= self._steps.start:
-            self._log.line(f"no profile: step {self._steps.start} has been taken before")
+            self._log.line(f"no profile: step {self._steps.start} was taken before this start")
 
 
 def sample_prompts(

@@ -300,7 +300,7 @@ class Tracking:
             use(self._trackers[name])
         except Exception as error:  # services may raise anything, and no run should end because of its curves
             del self._trackers[name]
-            self._log.line(f"{name} failed and gets no more metrics; metrics.jsonl has them all: {_first_line(error)}")
+            self._log.line(f"{name} failed and gets no more metrics; metrics.jsonl has all of them: {_first_line(error)}")
 
 
 class _TensorBoard:

@@ -81,7 +81,7 @@ def agree(
             "backend": backend,
             **{f"{name} data": digest for name, digest in task.digests.items()},
             "shares of the data": str(task.mixture),
-            "checkpoint to go on from": None if note is None else f"step {note['step']}",
+            "checkpoint to resume from": None if note is None else f"step {note['step']}",
         },
     )
 
@@ -113,12 +113,12 @@ def check_sources(recipe: Recipe, training: Sequence[FoundData], validation: Seq
     """Raise TrainingError for a mixture in a kind of training without mixtures, or validation files of other sources."""
     kind = task_kind(recipe)
     if len(training) > 1 and not kind.mixes:
-        raise TrainingError(f"{kind.name} are not mixed by weights; pass the files without names and weights")
+        raise TrainingError(f"mixtures are not supported for {kind.name}; pass the files without names and weights")
     names, held = ([source.name for source in sources] for sources in (training, validation))
     if held and held != [""] and sorted(held) != sorted(names):
         raise TrainingError(
-            f"the validation data are of {', '.join(filter(None, held))}, and the data of"
-            f" {', '.join(filter(None, names)) or 'no named source'}; pass files for each of the latter, or without names"
+            f"the validation data have the sources {', '.join(filter(None, held))}, but the data"
+            f" {', '.join(filter(None, names)) or 'no named source'}; pass files for each of these, or without names"
         )
 
 
@@ -173,7 +173,7 @@ def check_recipe(note: dict[str, Any], folder: Location, recipe: Recipe) -> None
     if changed and not (recipe.steps and _prolongs(recipe, note["recipe"], note["step"], changed)):
         longer = ""
         if any(difference.startswith("steps:") for difference in changed):
-            longer = "; other steps need optimizer.schedule=constant from the beginning, or wsd whose decay has not begun"
+            longer = "; to change steps, the run must have optimizer.schedule=constant, or wsd before its decay"
         raise TrainingError(
             f"{folder} holds a run of another recipe ({'; '.join(changed)}); resume with the same, or use another --workdir"
             f"{longer}"
@@ -238,8 +238,8 @@ def check_data(note: dict[str, Any] | None, task: Task, *, reweigh: bool) -> Non
     if before != task.mixture and not reweigh:
         old, new = (", ".join(f"{name} {share}" for name, share in (of or {}).items()) for of in (before, task.mixture))
         raise TrainingError(
-            f"the shares of the data were {old}, and are {new} now; resume with the same weights, or add --reweigh"
-            " (reweigh=True) to go on with these, which the checkpoints then tell"
+            f"the shares of the data were {old}, but are {new} now; resume with the same weights, or accept the new ones"
+            " with --reweigh (reweigh=True)"
         )
 
 
@@ -279,14 +279,14 @@ def choose_tokenizer(
     """
     if given is not None and recipe.vocabulary != "given":
         raise TrainingError(
-            f"the recipe makes a vocabulary of its own ({recipe.vocabulary}); add vocabulary=given to train with"
+            f"the recipe makes its own vocabulary ({recipe.vocabulary}); add vocabulary=given to train with"
             f" {os.fspath(given)}"
         )
     if of_run is not None:
         folder = of_run / CHECKPOINTS
         found = find_tokenizer(folder / str(existing_step(folder, None)) / ABOUT, recipe.model.vocab_size)
         if found is None:
-            raise TrainingError(f"the newest checkpoint in {folder} has no tokenizer; resume from a copy that has")
+            raise TrainingError(f"the newest checkpoint in {folder} has no tokenizer; resume from a copy that has one")
         if given is not None and examine(load_tokenizer(given)).fingerprint != examine(found).fingerprint:
             raise TrainingError(
                 f"{os.fspath(given)} is not the tokenizer that the run in {of_run} began with; resume without --tokenizer"
@@ -316,7 +316,7 @@ def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
             for path in data:
                 if kind_of(path) in TOKENS:
                     raise TrainingError(
-                        f"{path} holds tokens and no text to learn a vocabulary from; pass theirs with --tokenizer"
+                        f"{path} holds tokens, not text to learn a vocabulary from; pass their tokenizer with --tokenizer"
                     )
                 for document in read_documents(path, recipe.reading):
                     yield document.text
@@ -351,10 +351,10 @@ def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
         raise TrainingError(f"the backend {backend} does not train on {kind.name}; use {' or '.join(kind.backends)}")
     if mesh.context > 1 and not kind.divides_rows:
         raise TrainingError(
-            f"mesh {mesh} divides rows over context, and {kind.name} need whole ones; use data, fsdp and tensor"
+            f"mesh {mesh} divides rows over context, but {kind.name} need whole rows; use data, fsdp and tensor"
         )
     if recipe.exact and not kind.exact:
-        raise TrainingError(f"exact=true trains on text, chats and rewards, and not yet on {kind.name}; leave it out")
+        raise TrainingError(f"exact=true supports text, chats and rewards, but not {kind.name}; omit it")
     kind.check(recipe, mesh)
 
 

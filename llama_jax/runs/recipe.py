@@ -109,8 +109,8 @@ class Recipe:
     Attributes:
       model: the shape of the model.
       steps: updates of the parameters; with 0 they follow from `epochs` and the data.
-      epochs: passes over the training data, in place of `steps`; with 0 of both, 3. `batch` and `length` are then upper
-        bounds: rows are no longer than the longest example needs, and the batch is halved until an epoch has 8 steps.
+      epochs: passes over the training data, instead of `steps`; 3 if both are 0. `batch` and `length` are then upper bounds:
+        rows are no longer than the longest example needs, and the batch is halved until an epoch has 8 steps.
       batch: B, rows of a step, over all devices and parts.
       length: T, predicted tokens of a row.
       accumulate: parts of a batch whose gradients are computed one after the other and added up, which saves memory.
@@ -122,41 +122,40 @@ class Recipe:
         the number of devices. The batch is a multiple of `virtual_shards` times `accumulate`.
       optimizer: see `OptimizerSettings`.
       vocabulary: "given" by ``--tokenizer`` or by the weights that training begins with; "byte"; or "bpe", learned from the
-        training text with `model.vocab_size` pieces.
-      lora: train adapters with these settings on a frozen model (``--weights``); checkpoints hold the adapters alone. None
-        trains the model.
+        training text, with `model.vocab_size` pieces.
+      lora: train adapters with these settings on a frozen model (``--weights``); checkpoints hold only the adapters. None
+        trains the whole model.
       quantize: with `lora`, the matrices of the frozen model are kept in fewer bits, see `model.trees.quantize` ("nf4" is
         QLoRA: Dettmers et al. 2023); "none" keeps them as their files have them, floats in `dtype`.
       seed: seed of the initial parameters and of the order of the data.
       dtype: type of the computation; the trained parameters are float32.
       remat: what the backward pass recomputes to save memory; see `Compute` of `model.forward_options`.
-      attention: the implementation of attention; "auto" takes the device's kernel where it can.
-      parts: your own functions in place of parts of every layer, see `config.Parts`: those of `model`, whatever model it is.
-      loss: a loss of your own in place of `training.loss.total_loss`, which None takes.
-      chunk: positions of each row whose logits are computed at a time.
+      attention: the implementation of attention; "auto" uses the device's kernel if possible.
+      parts: your functions that replace parts of every layer, see `config.Parts`; they become the `parts` of any `model`.
+      loss: your loss instead of `training.loss.total_loss`, which is used if None.
+      chunk: positions of each row whose logits are computed at once.
       z_loss: weight of the squared logarithm of the softmax's denominator, see `ops.LogitOptions`; 1e-4 is usual.
       neftune: scale of the noise that is added to the embeddings, see `training.loss`; 0 adds none. The noise depends
         on the seed and the number of the batch.
-      ema_decay: decay of a moving average of the parameters, which is then evaluated and loaded in their place; 0 keeps
-        none.
+      ema_decay: decay of a moving average of the parameters, which is evaluated and loaded instead of them; 0 for none.
       skip_limit: consecutive steps without finite gradients after which the run ends with an error.
       reading: where documents end in the data.
-      chats: how conversations in the data are read; loss and evaluation then count the assistant's messages alone, and rows
+      chats: how conversations in the data are read; loss and evaluation then count only the assistant's messages, and rows
         hold whole conversations (`data.open_chats`). None for data that are text.
-      preference: the data are preferences, read as `chats` says, and this is their loss. Each of the B rows has two sides of
-        T tokens, the chosen and the rejected answers of several pairs. The reference is the model that training begins with.
+      preference: the loss for data that are preferences, which are read according to `chats`. Each of the B rows has two
+        sides of T tokens, the chosen and the rejected answers of several pairs. The reference is the initial model.
       distill: learn the predictions of a teacher, see `DistillOptions`.
       rewards: the data are prompts, and the model learns from its own answers by their rewards. The B rows are answers.
-      validation: share of the documents that is held out for validation if no file is given for it; with few documents, of
-        the tokens (`data.split`).
+      validation: share of the documents that is held out for validation if there are no validation files; with few
+        documents, share of the tokens (`data.split`).
       evaluate_every: steps between evaluations; 0 for only one, at the end.
-      evaluate_tokens: whole documents up to about this many tokens are evaluated; 0 takes all.
-      save_every: steps between checkpoints, in addition to the last one; 0 for only that.
-      keep_last: how many of the newest checkpoints are kept.
-      keep_best: how many of the checkpoints with the lowest validation loss are kept.
+      evaluate_tokens: evaluate whole documents up to about this many tokens; 0 for all.
+      save_every: steps between checkpoints, in addition to the last one; 0 for only the last one.
+      keep_last: number of the newest checkpoints to keep.
+      keep_best: number of the checkpoints with the lowest validation loss to keep.
       log_every: steps between lines of the log.
       prompts: texts that the model continues at every evaluation.
-      sample_tokens: most tokens of such a continuation.
+      sample_tokens: maximum number of tokens of such a continuation.
 
     Raises:
       TrainingError, ConfigError: an invalid value.
@@ -203,9 +202,9 @@ class Recipe:
     def __post_init__(self) -> None:
         check_bounds(self, TrainingError)
         if not isinstance(self.parts, Parts):
-            raise TrainingError(f"parts={shown(self.parts, 80)} must be Parts, as parts=Parts(norm=my_norm)")
+            raise TrainingError(f"parts={shown(self.parts, 80)} must be Parts, such as parts=Parts(norm=my_norm)")
         if not (self.loss is None or callable(self.loss)):
-            raise TrainingError(f"loss={shown(self.loss, 80)} must be a function; a recipe of your own can set one")
+            raise TrainingError(f"loss={shown(self.loss, 80)} must be a function; set it in your own recipe function")
         # In the model, where all that computes with it finds them; and here, so that they stay when it is replaced.
         object.__setattr__(self, "parts", self.parts.over(self.model.parts))
         object.__setattr__(self, "model", replace(self.model, parts=self.parts))
@@ -224,26 +223,26 @@ class Recipe:
         if not 0 < self.validation < 1:
             raise TrainingError(
                 f"validation={self.validation} leaves nothing to train or to validate on; set a share between 0 and 1, or"
-                " files of their own with --validation-data"
+                " pass separate files with --validation-data"
             )
         if self.chats is not None and self.vocabulary == "bpe":
-            raise TrainingError("vocabulary='bpe' is learned from text, and the data are chats; use a tokenizer, or byte")
+            raise TrainingError("vocabulary='bpe' is learned from text, but the data are chats; use a tokenizer, or byte")
         if self.preference is not None and self.chats is None:
-            raise TrainingError("preference needs data that are read as chats; set chats, too, as chats.format=auto")
+            raise TrainingError("preference needs data that are read as chats; set chats, for example chats.format=auto")
         losses = [name for name in ("loss", "preference", "distill", "rewards") if getattr(self, name) is not None]
         if len(losses) > 1:
-            raise TrainingError(f"{' and '.join(losses)} exclude each other: each is a loss; leave one of them out")
+            raise TrainingError(f"{' and '.join(losses)} exclude each other: each is a loss; omit one of them")
         for name, others in (("neftune", losses), ("z_loss", set(losses) - {"loss"})):
             if getattr(self, name) and others:
                 raise TrainingError(
-                    f"{name}={getattr(self, name)} is a part of the usual loss, and {losses[0]} is another; leave one out"
+                    f"{name}={getattr(self, name)} is a part of the default loss, which {losses[0]} replaces; omit one"
                 )
         if self.length > self.model.max_seq_len:
             raise TrainingError(f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}")
         if self.exact_shards:
             self._check_exact()
         elif self.virtual_shards != VIRTUAL_SHARDS:
-            raise TrainingError(f"virtual_shards={self.virtual_shards} is for exact=true on text and chats; leave it out")
+            raise TrainingError(f"virtual_shards={self.virtual_shards} is only for exact=true on text and chats; omit it")
         if self.batch % self.accumulate:
             raise TrainingError(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}")
         if self.steps and self.epochs:
@@ -260,10 +259,10 @@ class Recipe:
         check_virtual_shards(self.virtual_shards)
         if self.optimizer.name == "muon":
             raise TrainingError(
-                "optimizer.name='muon' multiplies matrices, whose sums a mesh divides; exact=true needs adamw"
+                "exact=true needs adamw; a mesh would divide the sums in the matrix products of optimizer.name='muon'"
             )
         if self.lora is not None:
-            raise TrainingError("exact=true trains whole models; leave lora out")
+            raise TrainingError("exact=true trains whole models; omit lora")
         if self.batch % (self.virtual_shards * self.accumulate):
             raise TrainingError(
                 f"batch={self.batch} must be a multiple of virtual_shards={self.virtual_shards} times"
@@ -351,12 +350,12 @@ def data_warnings(epochs: float, rows: int, batch: float, name: str = "", unit: 
     data, found = f"the data {name}".strip(), []
     if epochs > MOST_EPOCHS:
         found.append(
-            f"warning: {data} is read {epochs:.0f} times, until a model knows it by heart; add data, or train for fewer"
+            f"warning: {data} is read {epochs:.0f} times, so that the model memorizes it; add data, or train for fewer"
             f" epochs (steps=0 epochs={EPOCHS:g})"
         )
     if 2 * rows <= batch:
         found.append(
-            f"warning: {data} has {rows:,} {unit}, and a step reads {batch:.4g}, each {batch / rows:.3g} times; set a"
-            " smaller batch, or steps=0, which fits it to the data"
+            f"warning: {data} has {rows:,} {unit}, but a step reads {batch:.4g}, each {batch / rows:.3g} times; set a"
+            " smaller batch, or steps=0 to fit it to the data"
         )
     return found

@@ -81,7 +81,7 @@ class StopRequest:
         self.name = self.name or signal.Signals(number).name
         if not self._said and not self._quiet:
             seconds = f", which takes about {duration(self.seconds)}" if self.seconds and self.seconds >= 1 else ""
-            say(f"{self.name}: this step ends and is saved{seconds}; Ctrl-C leaves at once{self._goes_on}")
+            say(f"{self.name}: finishing and saving this step{seconds}; Ctrl-C stops at once{self._goes_on}")
         self._said = True
 
     @property
@@ -90,7 +90,7 @@ class StopRequest:
 
     @property
     def _goes_on(self) -> str:
-        return "" if self.kept is None else f", and --resume then goes on from step {self.kept}"
+        return "" if self.kept is None else f", and --resume then continues from step {self.kept}"
 
     def _leave(self) -> NoReturn:
         lost = "before its first step; there was nothing to save" if self.seconds is None else "without saving"

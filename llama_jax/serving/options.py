@@ -88,7 +88,7 @@ class EngineOptions:
         if not isinstance(self.draft, PromptLookup | DraftModel | None):
             raise GenerationError(f"draft={shown(self.draft, 40)} must be a PromptLookup, a DraftModel or None")
         if self.cache.window is not None:
-            raise GenerationError(f"window={self.cache.window} is not supported by an engine; leave it out")
+            raise GenerationError(f"window={self.cache.window} is not supported by an engine; omit it")
 
     def context_of(self, config: LlamaConfig) -> int:
         """The maximum number of tokens of prompt and continuation together.

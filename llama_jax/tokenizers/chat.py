@@ -63,7 +63,7 @@ def encode_chat(
     if messages[-1]["role"] not in ("user", "tool"):
         raise GenerationError(f"the last message is from {messages[-1]['role']!r}; a reply needs one from 'user'")
     if tools and not takes_tools(tokenizer, format):
-        raise GenerationError("the model's chat format does not support tools; leave them out")
+        raise GenerationError("the model's chat format does not support tools; omit them")
     return tokenizer.encode_parts(chat_parts(tokenizer, messages, format, renderer, tools))
 
 

@@ -93,7 +93,7 @@ class ReplyEncoder:
         format = self.format
         check_messages(messages, format)
         if tools and not takes_tools(self.tokenizer, format):
-            raise GenerationError("the chat format does not support tools; leave them out")
+            raise GenerationError("the chat format does not support tools; omit them")
         if format == "template" and GENERATION.search(self.tokenizer.chat_template or ""):
             spans = template_parts(self.tokenizer, messages, self._renderer, tools, reply=False, spans=True)
             parts, said = _joined(spans)
@@ -197,7 +197,7 @@ class ReplyEncoder:
     def _checked(self, encoded: EncodedExample) -> EncodedExample:
         bos = self.tokenizer.bos_id
         if encoded.ids[:2] == [bos, bos] and bos != self.tokenizer.eos_id:
-            raise GenerationError("the text begins with two begin-of-sequence tokens; leave out one of them")
+            raise GenerationError("the text begins with two begin-of-sequence tokens; omit one of them")
         return encoded
 
     def _within(self, text: str, said: Sequence[bool], ids: list[int]) -> list[bool]:

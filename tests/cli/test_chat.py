@@ -54,7 +54,7 @@ def test_the_oldest_exchanges_are_dropped_and_no_more_than_needed(lengths, room)
     history = turns(*("x" * length for length in lengths))
     cost = [len(m["role"]) + 3 + len(m["content"]) for m in [*system, *history]]
     if cost[0] + cost[-1] > room:
-        with pytest.raises(GenerationError, match=f"needs {cost[0] + cost[-1]} tokens .* and {room} are free"):
+        with pytest.raises(GenerationError, match=f"have {cost[0] + cost[-1]} tokens, but .* only {room};"):
             fit(Letters(), system, history, "template", room)
         return
     ids, kept = fit(Letters(), system, history, "template", room)
@@ -135,8 +135,8 @@ def test_a_conversation(chat):
     assert replies[0] != replies[3]
     assert "error: /unknown is not a command; /help lists them" in err
     assert "/system TEXT" in err
-    assert "error: the message needs" in err
-    assert "and 92 are free beside a reply; shorten it" in err
+    assert "error: the message and the system prompt have" in err
+    assert "but the reply leaves only 92; shorten it" in err
     assert "error: the text is not valid Unicode" in err
     assert err.count("error") == 3
     shown = [line[2:] for line in err.splitlines() if line.startswith("> ")]  # what a terminal would have shown
@@ -151,7 +151,8 @@ def test_a_full_context_is_said(chat):
     notes = [line for line in done.stderr.splitlines() if "is full" in line]
     assert notes
     assert notes[0] == (
-        "llama-jax: the context of 100 tokens is full: dropped the 2 oldest messages, from 'once upon a time number 0' on"
+        "llama-jax: the context of 100 tokens is full: dropped the 2 oldest messages, starting with"
+        " 'once upon a time number 0'"
     )
 
 

@@ -54,7 +54,7 @@ def test_generate_beyond_the_context(stories_folder):
         assert len(json.loads(done.stdout)["tokens"]) == 560
     refused = run(*arguments, "--rope", "yawn:2")
     assert refused.returncode == 2
-    assert "must be none, or KIND:FACTOR as in yarn:4" in refused.stderr
+    assert "must be none, or KIND:FACTOR such as yarn:4" in refused.stderr
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_generate_ends_at_a_stop_string(stories_folder):
         (["Once", "--model", "nowhere"], "nowhere does not exist"),
         (["Once", "--model", "MODEL", "--max-new-tokens", "0"], "max_new_tokens=0"),
         (["Once", "--model", "MODEL", "--max-new-tokens", "600"], "exceed the model's context of 512"),
-        (["Once " * 600, "--model", "MODEL"], "only, as by --window 256 --sinks 4"),
+        (["Once " * 600, "--model", "MODEL"], "only a window, for example with --window 256 --sinks 4"),
         (["Once", "--prompt-file", "-"], "pass a prompt or --prompt-file FILE, not both"),
         (["--model", "MODEL"], "pass a prompt or --prompt-file FILE, or - for stdin"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt cannot be read"),
@@ -118,15 +118,15 @@ def test_generate_ends_at_a_stop_string(stories_folder):
         (["Once", "--draft", "prompt:0"], "tokens=0 of a draft must be an integer from 1 to 15"),
         (["Once", "--draft", "prompt:" + "9" * 5000], "cannot be read: File name too long"),
         (["Once", "--draft", "nowhere"], "nowhere does not exist"),
-        (["Once", "--draft", "MODEL"], "has a vocabulary of 512, the model one of 4096; use a draft with the model's own"),
-        (["Once", "--batch", "4"], "batch=4 is for the prompts of a .jsonl (--prompt-file); leave it out"),
+        (["Once", "--draft", "MODEL"], "has a vocabulary of 512, but the model's has 4096; use a draft with the model's"),
+        (["Once", "--batch", "4"], "batch=4 is only for the prompts of a .jsonl (--prompt-file); omit it"),
         (["Once", "--model", "MODEL", "--stop", ""], "--stop is empty"),
         (["Once", "--model", "MODEL", "--stop", "caf\udcff"], "--stop 'caf\\udcff' is not valid UTF-8"),
         (["Once", "--model", "MODEL", "--tokenizer", "MODEL/expected.txt"], "is not a SentencePiece model"),
         (["Once", "--model", "MODEL/expected.txt"], "not a model of a supported format"),
         (
             ["Once", "--model", "MODEL", "--tokenizer", "MODEL/../tokenizers/llama2"],
-            "32000 pieces, the model a vocabulary of 512",
+            "32000 pieces, but the model's vocabulary has 512",
         ),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_prompt_from_stdin_or_a_file_is_the_same(stories_folder, tmp_path):
 def test_a_line_with_an_adapter_of_its_own_is_refused(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Once"}\n{"prompt": "Once", "adapter": "poems"}\n')
     refused = error_of(run("generate", "--prompt-file", tmp_path / "prompts.jsonl"))
-    assert "asks for the adapter 'poems', and generate has one for all prompts; use llama-jax batch" in refused
+    assert "requests the adapter 'poems', but generate has one for all prompts; use llama-jax batch" in refused
 
 
 @pytest.mark.slow
@@ -327,8 +327,8 @@ def test_a_cache_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch
     with warnings.catch_warnings():
         use_compilation_cache()
     said = capsys.readouterr().err
-    assert said.startswith("llama-jax: compiled programs are not kept: ")
-    assert "(Not a directory); JAX_COMPILATION_CACHE_DIR names another folder" in said
+    assert said.startswith("llama-jax: compiled programs are not cached: ")
+    assert "(Not a directory); set JAX_COMPILATION_CACHE_DIR to another folder" in said
     assert said.count("\n") == 1
 
 
@@ -362,7 +362,7 @@ print(os.environ.get("KNOWN"), os.environ.get("XLA_FLAGS", ""))
 
     done = run(XLA_FLAGS="")
     assert (done.returncode, done.stdout.split()) == (0, ["1"]), done.stderr
-    assert done.stderr.strip() == "llama-jax: this version of XLA has no xla_no_such_flag: left out"
+    assert done.stderr.strip() == "llama-jax: flags that this version of XLA does not have are omitted: xla_no_such_flag"
     done = run(XLA_FLAGS="", LLAMA_JAX_FLAGS="off")
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["None"], "")
 

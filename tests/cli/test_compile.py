@@ -24,8 +24,8 @@ def test_what_is_compiled_ahead_is_what_generate_runs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "executables are not kept: LLAMA_JAX_EXECUTABLES or JAX's settings turn them off; set"),
-        (["--no-cache"], "--no-cache keeps nothing of what compile makes; leave it out"),
+        ([], "executables are not stored: LLAMA_JAX_EXECUTABLES or JAX's settings turn them off; set"),
+        (["--no-cache"], "compile needs the cache of programs; omit --no-cache"),
         (["--max-tokens", "0"], "max_tokens=0"),
     ],
 )
@@ -40,4 +40,4 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv(compiled.EXECUTABLES_ENV, str(tmp_path))
     done = run("compile")
     assert done.returncode == 2
-    assert "executables are not kept: others may write to it (mode 777); set LLAMA_JAX_EXECUTABLES" in done.stderr
+    assert "executables are not stored: others may write to it (mode 777); set LLAMA_JAX_EXECUTABLES" in done.stderr

@@ -67,7 +67,7 @@ def test_which_examples_and_how_long(chats, vocabulary):
     assert "2 of 3 examples" in dropped.stderr
     assert "1 as too long" in dropped.stderr
     page = run_here("data", "show", chats, "--tokenizer", vocabulary, "--line", 2, "--length", 30, "--too-long", "drop")
-    assert "line 2: dropped, as it has over 30 + 1 tokens" in page.stdout
+    assert "line 2: dropped, because it has over 30 + 1 tokens" in page.stdout
 
 
 def test_preferences_show_both_answers(tmp_path, vocabulary):

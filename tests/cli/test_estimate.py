@@ -195,7 +195,7 @@ def test_a_config_or_a_model_file_is_enough(tmp_path, stories_folder):
         ),
         (
             ["stories-260k", "--mesh", "context=2", "--attention", "dense"],
-            "--attention dense is for one device: over context it is ring attention; leave it out",
+            "--attention dense does not apply to a mesh with context, which uses ring attention; omit it",
         ),
     ],
 )

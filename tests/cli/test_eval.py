@@ -117,7 +117,7 @@ def test_a_model_without_vocabulary(run, hf_folder, text):
 
 def test_a_vocabulary_that_is_larger_than_the_models(run, model, text, tmp_path):
     (tmp_path / "large.model").write_bytes(sentencepiece_model())
-    with pytest.raises(UserError, match=r"large.model has a vocabulary of \d+, the model one of 96; pass the model's own"):
+    with pytest.raises(UserError, match=r"large.model has a vocabulary of \d+, but the model's has 96; pass the model's"):
         run(model, "--data", text, "--tokenizer", tmp_path / "large.model")
 
 
@@ -198,7 +198,7 @@ def test_documents_are_long_enough_for_the_lengths(run, model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths", "8,x"], r"lengths='8,x' has 'x' where a number is needed"),
+        (["--lengths", "8,x"], r"lengths='8,x' must be numbers .*; 'x' is not one"),
         (["--lengths", "8", "--length", "8"], r"length=8 and lengths='8' exclude each other"),
         (["--lengths", "8", "--stride", "8"], r"stride=8 and lengths='8' exclude each other"),
         (["--max-tokens", "8"], r"max_tokens=8 needs --lengths"),
@@ -257,14 +257,14 @@ def test_a_comparison_as_json(run, model, text):
 
 
 def test_another_vocabulary_is_no_reference(run, model, text, tmp_path, stories_folder):
-    with pytest.raises(UserError, match=r"against=.* has a vocabulary of 512, the model one of 96"):
+    with pytest.raises(UserError, match=r"against=.* has a vocabulary of 512, but the model's has 96"):
         run(model, "--data", text, "--against", stories_folder)
     other = write_hf_folder(tmp_path / "other", KINDS["gqa"])
     with (other / "tokenizer.model").open("wb") as file:
         sentencepiece.SentencePieceTrainer.Train(
             sentence_iterator=iter(("zebras buzz",) * 30), model_writer=file, vocab_size=14, model_type="bpe", minloglevel=2
         )
-    with pytest.raises(UserError, match=r"against=.* has another vocabulary than the model"):
+    with pytest.raises(UserError, match=r"against=.* has a different vocabulary"):
         run(model, "--data", text, "--against", other)
     with pytest.raises(UserError, match=r"against=.*lengths='16' exclude each other"):
         run(model, "--data", text, "--against", model, "--lengths", 16)

@@ -46,8 +46,8 @@ def test_more_devices_than_there_are_is_one_line():
     ("mesh", "message"),
     [
         ("tensor=9", "needs 9 devices, but there are 8"),
-        ("data=2", "prompts are split over data and fsdp from Python only; use tensor alone"),
-        ("context=2,tensor=2", "generating has no sequence to split over context; use tensor alone"),
+        ("data=2", "only the Python API splits prompts over data and fsdp; use only tensor"),
+        ("context=2,tensor=2", "generation has no sequence to split over context; use only tensor"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused_before_the_model_is_looked_for(mesh, message):

@@ -50,13 +50,13 @@ def test_a_model_that_has_one_already():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("yarn", r"rope='yarn' must be none, or KIND:FACTOR as in yarn:4 with one of the kinds linear, ntk"),
+        ("yarn", r"rope='yarn' must be none, or KIND:FACTOR such as yarn:4; the kinds are linear, ntk"),
         ("alibi:2", r"rope='alibi:2' must be none, or KIND:FACTOR"),
-        ("yarn:four", r"has 'four' where a number is needed"),
-        ("yarn:2,beta_fast", r"has 'beta_fast' after its factor; the further fields of yarn are: original_max_seq_len"),
-        ("linear:2,beta_fast=1", r"has 'beta_fast=1' after its factor; the further fields of linear are: none"),
-        ("yarn:2,beta_fast=", r"has '' where a number is needed"),
-        ("yarn:" + "[" * 5000, r"has '\[\[.* where a number is needed"),
+        ("yarn:four", r"has 'four' instead of a number"),
+        ("yarn:2,beta_fast", r"has 'beta_fast' after its factor; the other fields of yarn are: original_max_seq_len"),
+        ("linear:2,beta_fast=1", r"has 'beta_fast=1' after its factor; the other fields of linear are: none"),
+        ("yarn:2,beta_fast=", r"has '' instead of a number"),
+        ("yarn:" + "[" * 5000, r"has '\[\[.* instead of a number"),
     ],
 )
 def test_what_is_no_rope_scaling(text, message):

@@ -136,7 +136,7 @@ def test_resume_of_an_ended_run_changes_nothing(run, ended, tmp_path):
     code, out, err = run(SMALL, "--workdir", folder, "--data", "text.txt", "--resume", "--trace", "3:5")
     assert (code, err) == (0, "")
     assert "resumed at step 4" in out
-    assert "no profile: step 3 has been taken before" in out
+    assert "no profile: step 3 was taken before this start" in out
     assert before == {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
 
 
@@ -176,11 +176,11 @@ def test_changes_anywhere_pmap_and_a_profile(run, tmp_path):
         ("SMALL --data a=text.txt", "--data a=text.txt has no weight; write NAME=PATH:WEIGHT"),
         (
             "SMALL --data text.txt --reweigh",
-            "--reweigh (reweigh=True) goes on with other weights of the data; it needs --resume",
+            "--reweigh (reweigh=True) changes the weights of a run's data; it needs --resume",
         ),
         ("tiny --data binary.txt", "so it is not text"),
         ("tiny --data bad.jsonl", "bad.jsonl, line 2 is not JSON"),
-        ("tiny --data ids.bin", "ids.bin holds tokens and no text to learn a vocabulary from"),
+        ("tiny --data ids.bin", "ids.bin holds tokens, not text to learn a vocabulary from"),
         ("SMALL --data short.txt", "a single document, which cannot be split for validation; pass other files with"),
         ("SMALL --data text.txt stepss=3", "'stepss' is not a setting of the recipe; did you mean 'steps'?"),
         ("SMALL --data text.txt --trace 5", "--trace '5' must be two steps"),
@@ -190,7 +190,7 @@ def test_changes_anywhere_pmap_and_a_profile(run, tmp_path):
             "SMALL --data text.txt prompts=PROMPT",
             "is 81 tokens; a sample needs at least 1 and fewer than the model's",
         ),
-        ("SMALL --data text.txt --tokenizer recipes.py", "makes a vocabulary of its own (byte); add vocabulary=given"),
+        ("SMALL --data text.txt --tokenizer recipes.py", "makes its own vocabulary (byte); add vocabulary=given"),
         ("SMALL --data text.txt --weights missing model.dim=8", "model.dim=8 and --weights exclude each other"),
         ("SMALL --data text.txt --weights missing model.rope_scaling.kind=yarn", "missing does not exist"),
     ],
@@ -378,7 +378,7 @@ def test_ctrl_c_twice_leaves_at_once(start, tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "SIGINT: this step ends and is saved; Ctrl-C leaves at once" in err
+    assert "SIGINT: finishing and saving this step; Ctrl-C stops at once" in err
     assert "stopped without saving" in err
     assert "Traceback" not in err
 

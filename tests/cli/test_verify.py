@@ -61,7 +61,7 @@ def test_a_model_alone(stories_folder):
         "text        1.37 nats per token, against 6.24 for a uniform guess",
     ):
         assert line in out.splitlines()
-    assert out.splitlines()[-1].startswith("whole, and it predicts text; this is an indication")
+    assert out.splitlines()[-1].startswith("complete, and it predicts text")
 
 
 @pytest.mark.slow
@@ -73,21 +73,21 @@ def test_a_model_alone_that_does_not_speak(stories_folder, stories, tmp_path):
     code, out, _ = run(tmp_path / "model", "--tokens", 32)
     assert code == 1
     assert "read 32 tokens of the built-in text" in out
-    assert out.splitlines()[-1] == "NOT as a model should be: text"
+    assert out.splitlines()[-1] == "NOT a sound model: text"
 
 
 def test_a_model_alone_without_vocabulary(folder):
     code, out, _ = run(folder, "--tokens", 8, "--json")
     found = json.loads(out)
     assert (code, found["same"]) == (0, True)
-    assert found["read"] == "8 random tokens, as there is no vocabulary"
+    assert found["read"] == "8 random tokens, because there is no vocabulary"
     assert [check["name"] for check in found["checks"]] == ["tensors", "logits"]
-    assert found["verdict"].startswith("whole; whether it predicts text needs 32 tokens of text")
+    assert found["verdict"].startswith("complete; to check its predictions, use 32 tokens of text")
 
 
 def test_logits_that_are_not_finite(folder, tmp_path):
     code, out, _ = run(spoiled(folder, tmp_path / "model", beyond_float16), "--dtype", "float16", "--tokens", 8, "--json")
-    assert (code, json.loads(out)["verdict"]) == (1, "NOT as a model should be: logits")
+    assert (code, json.loads(out)["verdict"]) == (1, "NOT a sound model: logits")
 
 
 # -- quantized, against itself ---------------------------------------------------------------------------------------------
@@ -223,13 +223,13 @@ def test_a_text_of_ones_own(stories_folder, tmp_path):
         (["MODEL", "--oracle", "nowhere"], "nowhere is not a file"),
         (["MODEL", "--oracle", "MODEL/config.json"], "is not a whole oracle"),
         (["MODEL", "--oracle", "x", "--against", "y"], "--against and --oracle both name a reference"),
-        (["MODEL", "--oracle", "x", "--tokens", "8"], "--tokens does not go with --oracle"),
-        (["MODEL", "--oracle", "x", "--text", "y"], "--text does not go with --oracle"),
-        (["MODEL", "--oracle", "x", "--write-oracle", "y"], "--write-oracle does not go with --oracle"),
+        (["MODEL", "--oracle", "x", "--tokens", "8"], "--tokens cannot be combined with --oracle"),
+        (["MODEL", "--oracle", "x", "--text", "y"], "--text cannot be combined with --oracle"),
+        (["MODEL", "--oracle", "x", "--write-oracle", "y"], "--write-oracle cannot be combined with --oracle"),
         (["MODEL", "--per-layer"], "--per-layer compares with a reference"),
         (
             ["MODEL", "--quantize", "int8", "--write-oracle", "y"],
-            "--write-oracle stores the outputs of the weights",
+            "--write-oracle stores the outputs of unquantized weights",
         ),
         (["MODEL", "--quantize", "int4"], "int4 needs multiples of 32"),
         (["MODEL", "--quantize", "keep"], "has no tensor in a supported format"),

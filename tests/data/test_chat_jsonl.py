@@ -114,7 +114,7 @@ PREFERENCES = [
     ({"prompt": [ASK], "chosen": "b", "rejected": "c"}, r"prompt=\[\{.* must be a text"),
     ({"prompt": "a", "chosen": [REPLY], "rejected": [ASK]}, "rejected has no message of the role 'assistant'"),
     ({"chosen": [REPLY], "rejected": [ASK, REPLY]}, "prompt, a text or messages, is missing"),
-    ({"prompt": "other", "chosen": [ASK, REPLY], "rejected": [ASK, {**REPLY, "content": ""}]}, "with different prompts"),
+    ({"prompt": "other", "chosen": [ASK, REPLY], "rejected": [ASK, {**REPLY, "content": ""}]}, "have different prompts"),
 ]
 
 

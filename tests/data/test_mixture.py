@@ -93,7 +93,7 @@ def test_a_mixture_has_a_share_for_each(corpora):
 
 def test_text_and_chats_do_not_mix():
     chats = corpus_of([5, 7])
-    with pytest.raises(DataError, match="text and chats do not mix"):
+    with pytest.raises(DataError, match="text and chats cannot be mixed"):
         training_batches(
             [drawn(0, 9), replace(chats, targets=chats.tokens % 3 == 0)],
             2,

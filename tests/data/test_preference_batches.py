@@ -113,7 +113,7 @@ def test_pairs_that_are_the_same_when_cut_are_dropped(tmp_path):
     lines = [line(0), {"prompt": "a", "chosen": " b" * 40 + "c", "rejected": " b" * 40 + "d"}]
     pairs, counts = pairs_of(tmp_path, lines)
     assert (counts.read, counts.kept, counts.same, pairs.count) == (2, 1, 1, 1)
-    assert "1 as both answers are the same when cut" in str(counts)
+    assert "1 because both answers are the same when cut" in str(counts)
 
 
 def test_single_answers_with_a_label(tmp_path):

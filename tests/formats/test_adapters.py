@@ -261,7 +261,7 @@ def test_an_adapter_in_another_place(tmp_path):
     save_adapter(tmp_path / "a.gguf", CONFIG, adapters, LORA, base="a/hub")
     with pytest.raises(CheckpointError, match=r"is an adapter; pass its base as the model"):
         llama_jax.load(tmp_path / "a.gguf")
-    with pytest.raises(CheckpointError, match=r"was trained on 'a/hub', which is not here; pass the base"):
+    with pytest.raises(CheckpointError, match=r"was trained on 'a/hub', which was not found; pass the base"):
         convert(tmp_path / "a.gguf", tmp_path / "peft")
     with pytest.raises(CheckpointError, match="is an adapter: write it as safetensors or gguf, in a 16- or 32-bit float"):
         convert(tmp_path / "a.gguf", tmp_path / "b.gguf", dtype="q8_0", base=base)

@@ -145,7 +145,7 @@ def test_what_cannot_be_is_one_line(tmp_path, stories_model):
     config, params, tokenizer = stories_model
     with pytest.raises(CheckpointError, match=r"quantize='int3' is not one of int8, int4, .*, q4_k-pure, .*, keep$"):
         llama_jax.load(bundled(), quantize="int3")
-    with pytest.raises(CheckpointError, match="quantize='q3_k': this format is only kept, from a GGUF that has it"):
+    with pytest.raises(CheckpointError, match="quantize='q3_k': this format can only be kept from a GGUF that has it"):
         llama_jax.load(bundled(), quantize="q3_k")
     with pytest.raises(
         CheckpointError, match=r"quantize='keep': .* has no tensor in a supported format \(\w*16\); use int8"

@@ -175,7 +175,7 @@ def test_recipes_that_cannot_be():
         ({"lora": None, "quantize": "int8"}, "quantize='int8' is for the frozen model under adapters"),
         ({"lora": None, "optimizer": OptimizerSettings(lora_plus=4.0)}, "lora_plus=4.0 is for adapters; set lora.rank"),
         ({"neftune": -1.0}, "neftune=-1.0 must be at least 0"),
-        ({"neftune": 5.0, "loss": print}, "neftune=5.0 is a part of the usual loss, and loss is another"),
+        ({"neftune": 5.0, "loss": print}, "neftune=5.0 is a part of the default loss, which loss replaces"),
         ({"quantize": "int3"}, "quantize='int3' must be one of none, int8"),
     ):
         with pytest.raises(TrainingError, match=message):

@@ -383,7 +383,7 @@ def test_what_says_nothing_about_the_files_advises_no_deletion(error, sums, run,
 
     monkeypatch.setattr(ocp, "load", fail)
     reason = re.escape((error.strerror if isinstance(error, OSError) else None) or str(error))
-    said = rf"20/params cannot be read \(.*{reason}\), which is no proof of damage"
+    said = rf"20/params cannot be read \(.*{reason}\), which does not prove damage"
     with CheckpointManager(run / "checkpoints") as kept, pytest.raises(CheckpointError, match=said) as restoring:
         kept.restore(shapes_of())
     with pytest.raises(CheckpointError, match=said) as loading:
@@ -401,7 +401,7 @@ def test_a_disk_that_fails_under_the_checksums_is_no_damage(run, monkeypatch):
     monkeypatch.setattr("hashlib.file_digest", fail)
     with CheckpointManager(run / "checkpoints") as kept:
         for read in (lambda: kept.restore(shapes_of()), lambda: llama_jax.load(run)):
-            with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\), which is no proof of damage"):
+            with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\), which does not prove damage"):
                 read()
 
 

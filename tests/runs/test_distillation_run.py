@@ -105,7 +105,7 @@ def test_teachers_that_cannot_be(teacher, text, student, whole, tmp_path):
             {"model": replace(SMALL.model, vocab_size=384)},
             r"a vocabulary of 320, but the student one of 384, .* student, model",
         ),
-        ({"z_loss": 0.1}, r"z_loss=0.1 is a part of the usual loss, and distill is another"),
+        ({"z_loss": 0.1}, r"z_loss=0.1 is a part of the default loss, which distill replaces"),
     ):
         with pytest.raises(TrainingError, match=message):
             train(replace(student, **changes), folder, "missing.txt")

@@ -95,7 +95,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_whole(whole, text, tmp_path, num
     stopped = train(RECIPE, tmp_path, [text], log=log)
     assert stopped.stopped == signal.Signals(number).name
     assert 4 <= stopped.step < 12
-    assert f"stopped and saved at step {stopped.step}; go on with --resume" in log.said
+    assert f"stopped and saved at step {stopped.step}; continue with --resume" in log.said
     resumed = train(RECIPE, tmp_path, [text], resume=True, log=StopAt())
     same(resumed.state, whole[1].state)
     assert [line["event"] for line in lines(tmp_path, "event")][:2] == ["start", "save"]
@@ -165,7 +165,7 @@ def test_a_run_is_prolonged_where_its_learning_rate_went_the_same(text, tmp_path
     result = train(dataclasses.replace(RECIPE, steps=5, optimizer=decaying), tmp_path, [text], resume=True, log=log)
     assert result.step == 5
     assert "resumed at step 3" in log.said
-    with pytest.raises(TrainingError, match=r"steps: 5 in the folder, 9 now.*need optimizer\.schedule=constant .*or wsd"):
+    with pytest.raises(TrainingError, match=r"steps: 5 in the folder, 9 now.*must have optimizer\.schedule=constant,.*wsd"):
         train(dataclasses.replace(RECIPE, steps=9, optimizer=decaying), tmp_path, [text], resume=True, log=StopAt())
 
 

@@ -92,7 +92,7 @@ def test_resumed_it_goes_on_with_the_same_rows(whole, files, tmp_path):
 def test_other_weights_are_refused_unless_asked_for_and_then_noted(files, tmp_path):
     train(RECIPE, tmp_path, sources(files, stories=3, books=1), log=StopAt("step 2/"))
     other = sources(files, stories=1, books=1)
-    with pytest.raises(TrainingError, match=r"were books 1/4, stories 3/4, and are books 1/2, stories 1/2 now; .*--reweigh"):
+    with pytest.raises(TrainingError, match=r"were books 1/4, stories 3/4, but are books 1/2, stories 1/2 now; .*--reweigh"):
         train(RECIPE, tmp_path, other, resume=True)
     result = train(RECIPE, tmp_path, other, resume=True, reweigh=True)
     about = json.loads((tmp_path / "checkpoints" / str(result.step) / "about" / "note.json").read_text())
@@ -119,12 +119,12 @@ def test_wrong_sources(files, given, message):
 
 
 def test_preferences_are_not_mixed(files, tmp_path):
-    with pytest.raises(TrainingError, match="preferences are not mixed by weights"):
+    with pytest.raises(TrainingError, match="mixtures are not supported for preferences"):
         train(preferring(), tmp_path, sources(files, stories=1, books=1))
 
 
 def test_validation_files_are_of_the_same_sources_or_of_none(files, tmp_path):
     (tmp_path / "held.txt").write_text("the llama saw a king")
     poems = [WeightedData("poems", tmp_path / "held.txt")]
-    with pytest.raises(TrainingError, match="the validation data are of poems, and the data of books, stories"):
+    with pytest.raises(TrainingError, match="the validation data have the sources poems, but the data books, stories"):
         train(RECIPE, tmp_path / "run", sources(files, stories=1, books=1), validation_data=poems)

@@ -305,7 +305,7 @@ def test_a_file_without_the_functions_is_refused(made, tmp_path):
     )
     evaluate = "eval", made.own, "--data", made.short, "--attention", "dense", "--parts", made.file
     assert "attention='dense' is for the library's attention, which Parts(" in error_of(run_here(*evaluate))
-    assert "is for a model that names functions of its own; leave it out" in error_of(
+    assert "is only for a model that names custom functions; omit it" in error_of(
         run_here("generate", "the", "--model", made.plain, "--parts", made.file)
     )
     assert "are not kept" in error_of(run_here("compile", made.own, "--parts", made.file))

@@ -54,8 +54,8 @@ def test_few_chats_make_a_short_run(chats):
 def test_data_that_are_small_for_the_steps_or_the_batch(chats):
     """A row holds two of the 16 chats."""
     often, small = opened(replace(CHATS, steps=60), chats).facts[1:]
-    assert "the data is read 120 times, until a model knows it by heart; add data, or train for fewer epochs" in often
-    assert "has 8 rows, and a step reads 16, each 2 times" in small
+    assert "the data is read 120 times, so that the model memorizes it; add data, or train for fewer epochs" in often
+    assert "has 8 rows, but a step reads 16, each 2 times" in small
 
 
 def test_sizes_are_bounds_and_remain_multiples():

@@ -212,7 +212,7 @@ def test_preferences_on_the_command_line():
     assert changed.preference == PreferenceOptions("simpo", 2.0, margin=1.0)
     with pytest.raises(ConfigError, match=r"margin=1.0 is read by simpo alone, not by sigmoid; leave it out"):
         override(found, ["preference.margin=1"])
-    with pytest.raises(TrainingError, match="preference needs data that are read as chats; set chats, too"):
+    with pytest.raises(TrainingError, match="preference needs data that are read as chats; set chats, for"):
         replace(found, chats=None)
 
 
@@ -220,8 +220,8 @@ def test_preferences_on_the_command_line():
     ("changes", "mesh", "backend", "message"),
     [
         ({}, MeshSizes(), "pmap", "pmap does not train on preferences; use jit"),
-        ({}, MeshSizes(context=2), "jit", "divides rows over context, and preferences need whole ones; use data, fsdp"),
-        ({"z_loss": 1e-4}, MeshSizes(), "jit", "z_loss=0.0001 is a part of the usual loss, and preference is another"),
+        ({}, MeshSizes(context=2), "jit", "divides rows over context, but preferences need whole rows; use data, fsdp"),
+        ({"z_loss": 1e-4}, MeshSizes(), "jit", "z_loss=0.0001 is a part of the default loss, which preference replaces"),
         ({"loss": print}, MeshSizes(), "jit", "loss and preference exclude each other"),
     ],
 )
@@ -233,7 +233,7 @@ def test_what_preferences_cannot_have(changes, mesh, backend, message):
 @pytest.mark.parametrize(
     ("name", "changes", "mesh", "message"),
     [
-        ("tiny", ["virtual_shards=4"], MeshSizes(), "virtual_shards=4 is for exact=true on text and chats; leave it out"),
+        ("tiny", ["virtual_shards=4"], MeshSizes(), "virtual_shards=4 is only for exact=true on text and chats; omit it"),
         ("tiny", ["exact=true", "virtual_shards=6"], MeshSizes(), "virtual_shards=6 must be a power of two, as 8"),
         (
             "tiny",
@@ -251,16 +251,16 @@ def test_what_preferences_cannot_have(changes, mesh, backend, message):
             "tiny",
             ["exact=true", "optimizer.name=muon"],
             MeshSizes(),
-            "name='muon' multiplies matrices.*exact=true needs adamw",
+            "exact=true needs adamw; .*name='muon'",
         ),
-        ("tiny", ["exact=true", "lora.rank=2"], MeshSizes(), "exact=true trains whole models; leave lora out"),
+        ("tiny", ["exact=true", "lora.rank=2"], MeshSizes(), "exact=true trains whole models; omit lora"),
         ("tiny", ["exact=true"], MeshSizes(tensor=2), "but tensor=2 divides sums within a row; use data and fsdp"),
         ("tiny", ["exact=true", "virtual_shards=4"], MeshSizes(2, 4), "virtual_shards=4 cannot be divided over 8 devices"),
         (
             "dpo",
             ["exact=true"],
             MeshSizes(),
-            "exact=true trains on text, chats and rewards, and not yet on preferences; leave it out",
+            "exact=true supports text, chats and rewards, but not preferences; omit it",
         ),
         ("grpo", ["exact=true"], MeshSizes(data=2), "exact=true samples on a single device, but the mesh is data=2"),
     ],

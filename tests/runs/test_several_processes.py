@@ -335,7 +335,7 @@ def test_a_signal_to_one_saves_all(started, tmp_path):
         running[1].send_signal(signal.SIGTERM)
         (first, second) = ended(running)
     assert first[0] == second[0] == 0, first[2] + second[2]
-    (stopped,) = re.findall(r"SIGTERM: stopped and saved at step (\d+); go on with --resume", first[1])
+    (stopped,) = re.findall(r"SIGTERM: stopped and saved at step (\d+); continue with --resume", first[1])
     assert 2 <= int(stopped) < 3000
     assert second[1] == ""
     assert (tmp_path / CHECKPOINTS / stopped).is_dir()

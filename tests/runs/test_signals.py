@@ -111,11 +111,12 @@ def test_ctrl_c_within_a_step_that_does_not_end(quick, text, environment, tmp_pa
         if quick:
             while "SIGINT" not in (line := process.stderr.readline()):
                 assert line
-            assert line.startswith("SIGINT: this step ends and is saved")
-            assert "Ctrl-C leaves at once, and --resume then goes on from step 2" in line
+            assert line.startswith("SIGINT: finishing and saving this step")
+            assert "Ctrl-C stops at once, and --resume then continues from step 2" in line
             process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    how = "without saving, and --resume goes on from step 2" if quick else "before its first step; there was nothing to save"
+    how = "without saving, and --resume continues from step 2"
+    how = how if quick else "before its first step; there was nothing to save"
     assert err.endswith(f"llama-jax: stopped {how}\n")
     assert process.returncode == 130
 

@@ -90,7 +90,7 @@ def test_a_service_that_fails_is_left_out_and_the_run_goes_on(tmp_path, monkeypa
     monkeypatch.setitem(metrics.TRACKERS, "wandb", _Failing)
     said = io.StringIO()
     written("wandb", tmp_path, range(3), log=Log(said))
-    assert said.getvalue() == "wandb failed and gets no more metrics; metrics.jsonl has them all: no route\n"
+    assert said.getvalue() == "wandb failed and gets no more metrics; metrics.jsonl has all of them: no route\n"
 
 
 def test_one_that_cannot_begin_ends_the_run_in_a_line(tmp_path, monkeypatch):

@@ -334,7 +334,7 @@ REFUSED = [
     ({"prompt": "a", "stop": ""}, "stop", "from 1 to 1000"),
     ({"prompt": "a", "stop": ["\ud800"]}, "stop[0]", "surrogate"),
     ({"prompt": "\ud800"}, "prompt", "surrogate"),
-    ({"prompt": "a", "\ud800": 1}, "\\ud800", "unknown; leave it out"),
+    ({"prompt": "a", "\ud800": 1}, "\\ud800", "unknown; omit it"),
     ({"prompt": [259]}, "prompt[0]", "from 0 to 258"),
     ({"prompt": [True]}, "prompt[0]", "integer"),
     ({"prompt": []}, "prompt", "from 1 to"),

@@ -99,7 +99,7 @@ def test_a_failed_engine_is_reported():
 def test_what_the_host_owns():
     with pytest.raises(UserError, match="most_connections=5 must be 0: the host manages connections"):
         Mounted(FakeEngine(), served(), ServerOptions(access=Access(most_connections=5)))
-    with pytest.raises(GenerationError, match="port=9000 is for `llama-jax serve` alone"):
+    with pytest.raises(GenerationError, match="port=9000 is only for `llama-jax serve`"):
         Serve(port=9000).application()
 
 

@@ -218,7 +218,7 @@ class TestInvalidDrafts:
         given = ("--port", 0) if command == "serve" else (prompts, tmp_path / "out.jsonl")
         ended = run_here(command, *given, "--draft", tmp_path / "draft")
         assert ended.returncode == 2
-        assert "has a vocabulary of 512, the model one of 4096; use a draft with" in ended.stderr.splitlines()[-1]
+        assert "has a vocabulary of 512, but the model's has 4096; use a draft with" in ended.stderr.splitlines()[-1]
 
 
 ROWS = [[1, 2]] * 2  # the last tokens of two rows

@@ -89,8 +89,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("spoil", "arguments", "said"),
         [
-            (None, ("--seed", 6), "was begun with seed=5, and this is 6"),
-            (None, ("--temperature", 0), "was begun with temperature=0.8"),
+            (None, ("--seed", 6), "was started with seed=5, but this command has 6"),
+            (None, ("--temperature", 0), "was started with temperature=0.8"),
             (b'{"line": 1}\n', (), "line 1 does not belong to these prompts"),
             (b"no JSON\n", (), "line 1 does not belong"),
             (b'{"line": 1, "prompt": "Once upon a time", "settings": {"seed": 1e999}}\n', (), "line 1 does not belong"),
@@ -131,7 +131,7 @@ class TestCommand:
         monkeypatch.setattr("llama_jax.serving.engine.Engine", lambda *arguments: None)
         done = run_here("batch", prompts, out, *USUAL)
         assert done.returncode == 2
-        assert "was written to since it was read; the same command again continues it" in done.stderr
+        assert "was changed after it was read; run the same command again to resume" in done.stderr
         assert out.read_bytes() == b"whole\n"
 
     def test_invalid_files(self, tmp_path):

@@ -205,7 +205,7 @@ def test_what_is_served_is_listed_and_nothing_else_is_there():
     ]  # fmt: skip
     error = error_of(unknown, 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
-    assert error["message"] == "model='painter' is not served; 'fake', 'pirate', 'poet' are, or leave it out"
+    assert error["message"] == "model='painter' is not served; 'fake', 'pirate', 'poet' are; or omit it"
     assert {event["model"] for event in stream.events[:-1]} == {"poet"}
 
 
@@ -265,4 +265,4 @@ def test_the_command_batch(stories_folder, stories, tmp_path):
     assert run_here("batch", prompts, out, *usual, *named).returncode == 0  # nothing is left
     refused = run_here("batch", prompts, tmp_path / "other.jsonl", *usual, *named[:2])
     assert refused.returncode == 2
-    assert "asks for the adapter 'two', and --adapter names one" in refused.stderr
+    assert "requests the adapter 'two', but --adapter names one" in refused.stderr

@@ -115,7 +115,7 @@ def test_what_cannot_be(params):
 def test_it_is_refused_where_it_would_be_ignored():
     rows = {"model": CONFIG, "steps": 2, "batch": 2, "length": 16, "chats": ChatReading(), "neftune": 5.0}
     check_task(Recipe(**rows), MeshSizes(), "jit")
-    with pytest.raises(TrainingError, match=r"neftune=5.0 is a part of the usual loss, and preference is another"):
+    with pytest.raises(TrainingError, match=r"neftune=5.0 is a part of the default loss, which preference replaces"):
         check_task(Recipe(**rows, preference=PreferenceOptions()), MeshSizes(), "jit")
 
 

@@ -66,4 +66,4 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
 def shutting_down() -> ApiError:
     """A 503: the server accepts no more requests."""
     headers = {"Retry-After": "5", "Connection": "close"}
-    return ApiError(503, "the server is shutting down; try another one", code="draining", headers=headers)
+    return ApiError(503, "the server is shutting down; try another server", code="draining", headers=headers)

@@ -64,7 +64,7 @@ class BodyReader:
         if self.held + more > self._most_bytes:
             raise ApiError(
                 429,
-                f"other request bodies take {self.held} of {self._most_bytes} bytes; try again later",
+                f"other request bodies use {self.held} of {self._most_bytes} bytes; try again later",
                 code="bodies_full",
                 headers={"Retry-After": "2", "Connection": "close"},
             )

@@ -102,7 +102,7 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
     completion: dict[str, Schema] = {
         "prompt": {"anyOf": [text, ids, texts, lists]},
         **_common_fields(limits, fewest=0),
-        "echo": f.boolean(about="Return the prompt before its continuation; with logprobs, also those of the prompt."),
+        "echo": f.boolean(about="Return the prompt before its continuation; with logprobs, also the prompt's logprobs."),
         "logprobs": f.integer(0, MOST_ALTERNATIVES, about="Return log-probabilities, and this number of alternatives."),
         "best_of": f.integer(1, limits.most_choices, about="Must equal n."),
         "add_special_tokens": f.boolean(True, "Begin a text with the begin-of-sequence token, if the vocabulary has one."),
@@ -119,9 +119,9 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
             "anyOf": [f.enum("none", "auto", "required"), _function(f.object_of({"name": _name()}, "name"))],
             "default": "auto",
             "description": "none: the tools are not shown to the model; auto: it may call some; required, or a function:"
-            " it must call.",
+            " it must call one.",
         },
-        "parallel_tool_calls": f.boolean(True, "false, for one call, needs tool_choice to be required, or a function."),
+        "parallel_tool_calls": f.boolean(True, "false: only one call; tool_choice must be required, or a function."),
         "functions": f.unsupported([]),
         "function_call": f.unsupported("none", "auto"),
         "modalities": f.unsupported(["text"]),
@@ -197,7 +197,7 @@ def _function(function: Schema, **others: Schema) -> Schema:
 
 
 def _tool() -> Schema:
-    strict = "Only if tool_choice requires a call: only then do arguments follow a grammar."
+    strict = "Arguments follow a grammar; allowed only if tool_choice requires a call."
     function = {
         "name": _name(),
         "description": f.text(longest=100_000),
@@ -243,7 +243,7 @@ def read_completion(schema: Schema, body: Any, limits: Limits) -> CompletionRequ
     if len(prompts) * n > limits.most_choices:
         raise refused(f"{len(prompts)} prompts with n={n} make more than {limits.most_choices} choices; send fewer", "n")
     if fields["best_of"] not in (None, n):
-        raise refused(f"best_of={fields['best_of']} must equal n, which is {n}; leave it out", "best_of")
+        raise refused(f"best_of={fields['best_of']} must equal n, which is {n}; omit it", "best_of")
     if max_tokens == 0 and not fields["echo"]:
         raise refused("max_tokens=0 needs echo=true, which scores the prompt; set it, or increase max_tokens", "max_tokens")
     return CompletionRequest(
@@ -269,7 +269,7 @@ def read_chat(schema: Schema, body: Any, limits: Limits) -> ChatRequest:
     must_call = _must_call(tools, choice)
     tools = () if choice == "none" else tools
     if tools and _format(fields) is not None:
-        raise refused("response_format cannot be combined with tools; leave one of them out", "response_format")
+        raise refused("response_format cannot be combined with tools; omit one of them", "response_format")
     if not must_call:
         _check_free_choice(tools, parallel)
     messages = tuple(_message_for_templates(f"messages[{i}]", each) for i, each in enumerate(fields["messages"]))
@@ -314,10 +314,10 @@ def _check_free_choice(tools: Sequence[dict[str, Any]], parallel: bool) -> None:
     for i, tool in enumerate(tools):
         if tool["function"]["strict"]:
             name = f"tools[{i}].function.strict"
-            raise refused(f"{name}=true needs tool_choice to be required, or a function; leave it out", name, "unsupported")
+            raise refused(f"{name}=true needs tool_choice to be required, or a function; omit it", name, "unsupported")
     if tools and not parallel:
         raise refused(
-            "parallel_tool_calls=false needs tool_choice to be required, or a function; leave it out and use the first call",
+            "parallel_tool_calls=false needs tool_choice to be required, or a function; omit it and use the first call",
             "parallel_tool_calls",
             "unsupported",
         )
@@ -359,14 +359,14 @@ def _common(
     """
     stop, options = fields["stop"] or (), fields["stream_options"]
     if options is not None and not fields["stream"]:
-        raise refused("stream_options needs stream=true; set it, or leave stream_options out", "stream_options")
+        raise refused("stream_options needs stream=true; set it, or omit stream_options", "stream_options")
     if max_tokens is not None and fields["min_tokens"] > max_tokens:
         raise refused(f"min_tokens={fields['min_tokens']} must be at most max_tokens={max_tokens}", "min_tokens")
     if _format(fields) is not None or grammar == "tool_choice":
         for name in ("ignore_eos", "min_tokens"):
             if fields[name]:
                 raise refused(
-                    f"{name} cannot be combined with {grammar}, which determines where the text ends; leave it out", name
+                    f"{name} cannot be combined with {grammar}, which determines where the text ends; omit it", name
                 )
     options = options or {"include_usage": False, "continuous_usage_stats": False}
     return {name: fields[name] for name in ("model", "n", "ignore_eos", "min_tokens", "stream")} | {

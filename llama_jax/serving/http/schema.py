@@ -102,7 +102,7 @@ def read(schema: Schema, value: Any, name: str = "") -> Any:
         return _read_enum(schema["enum"], value, name)
     kind = schema["type"]
     if kind == "null":
-        raise refused(f"{name} is not supported here; leave it out", name, "unsupported")
+        raise refused(f"{name} is not supported here; omit it", name, "unsupported")
     wrong_type = not isinstance(value, JSON_TYPES[kind]) or (kind != "boolean" and isinstance(value, bool))
     if kind in ("integer", "number"):
         low, high = schema["minimum"], schema["maximum"]
@@ -160,7 +160,7 @@ def _read_object(schema: Schema, value: dict[str, Any], name: str) -> dict[str, 
     if unknown:
         names = ", ".join(shown(before + field, 60) for field in unknown[:5])
         raise refused(
-            f"{names}: unknown; leave it out (/openapi.json lists all fields)", before + unknown[0][:60], "unknown_field"
+            f"{names}: unknown; omit it (/openapi.json lists all fields)", before + unknown[0][:60], "unknown_field"
         )
     values = {}
     for field, part in fields.items():

@@ -158,7 +158,7 @@ class Service:
         """Raise ApiError (404) for a model that is not served."""
         if name not in (None, *self.served.names):
             verb = "is" if len(self.served.names) == 1 else "are"
-            message = f"model={name!r} is not served; {', '.join(map(repr, self.served.names))} {verb}, or leave it out"
+            message = f"model={name!r} is not served; {', '.join(map(repr, self.served.names))} {verb}; or omit it"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_open(self) -> None:
@@ -257,7 +257,7 @@ class Service:
         if format is None:
             raise refused(f"{self.served.name} does not support chat: {self.served.no_chat}", "messages", "no_chat")
         if body.tools and not takes_tools(tokenizer, format):
-            raise refused("the model's chat format does not support tools; leave them out", "tools", "unsupported")
+            raise refused("the model's chat format does not support tools; omit them", "tools", "unsupported")
         encode = partial(encode_chat, tokenizer, body.messages, format, self._renderer, body.tools)
         size = sum(len(message["content"]) for message in body.messages)
         pool = self._pool(size) or self._texts  # a template is never rendered on the loop
