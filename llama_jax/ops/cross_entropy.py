@@ -201,7 +201,7 @@ def _chunk_sums(
     logits = options.constrain(project(hidden, head, out_dtype=wide), "logits")
     columns = jnp.arange(head.shape[0], dtype=targets.dtype)
     targets = jnp.where(weights != 0, targets, 0)  # ignored targets may be any value, such as -100
-    targets = jnp.where(targets < 0, head.shape[0], targets)  # out of range, which gives NaN; negative indices would wrap around
+    targets = jnp.where(targets < 0, head.shape[0], targets)  # out of range, which gives NaN; negative indices would wrap
     if vocab_size is not None and vocab_size < head.shape[0]:
         logits = jnp.where(lax.broadcast_to_rank(columns < vocab_size, logits.ndim), logits, -jnp.inf)
     is_target = lax.broadcast_to_rank(columns, logits.ndim) == targets[..., None]

@@ -116,7 +116,9 @@ def test_what_overflows_for_another_does_not_reach_a_row():
 
 def test_what_cannot_be(table):
     config, base, adapters, params = table
-    with pytest.raises(ConfigError, match="no adapters are set, but each of 4 rows of the batch needs one; set them with choose_adapters"):
+    with pytest.raises(
+        ConfigError, match="no adapters are set, but each of 4 rows of the batch needs one; set them with choose_adapters"
+    ):
         jit_logits(config, params, TOKENS)
     with pytest.raises(ConfigError, match=r"adapters set have shape \[2\], but each of 4 rows of the batch needs one"):
         jit_logits(config, choose_adapters(params, [0, 1]), TOKENS)

@@ -145,9 +145,7 @@ def _decode_q3_k(high: EitherArray, values: EitherArray, scales: EitherArray, d:
     low = _pairs_of_k(values)
     numbers = _centered(low | (_bits_of_k(high).reshape(low.shape) << np.uint8(2)), 4)
     four = for_each(scales.reshape(*scales.shape[:-1], -1, 3, 4), 16)[..., None, :, :, :]
-    lower = four[..., :2, :, :] >> np.asarray([0, 4], np.uint8).reshape(
-        2, 1, 1, 1
-    )  # the low four bits of the 16 scales
+    lower = four[..., :2, :, :] >> np.asarray([0, 4], np.uint8).reshape(2, 1, 1, 1)  # the low four bits of the 16 scales
     upper = four[..., 2:, :, :] >> np.asarray([0, 2, 4, 6], np.uint8).reshape(2, 2, 1, 1)  # the high two bits
     six = (lower & 15) | ((upper & 3) << np.uint8(4))
     return _scaled(_times(d, _centered(six, 32)), numbers)

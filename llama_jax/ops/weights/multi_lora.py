@@ -49,9 +49,7 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
         """
         if self.rows is None or self.rows.shape != x.shape[:1]:
             said = "no adapters are set" if self.rows is None else f"the adapters set have shape {list(self.rows.shape)}"
-            raise ConfigError(
-                f"{said}, but each of {x.shape[0]} rows of the batch needs one; set them with choose_adapters"
-            )
+            raise ConfigError(f"{said}, but each of {x.shape[0]} rows of the batch needs one; set them with choose_adapters")
         change = self._change_by_all if len(self.scales) <= WHOLE * len(self.rows) else self._change_by_row
         product = project(x, self.base, out_dtype=out_dtype) + change(x, out_dtype)
         if self.factor is not None:
