@@ -91,7 +91,7 @@ def test_what_cannot_read_again_refuses(params):
     plain = llama_jax.generate(CONFIG, params, PROMPTS[:1], max_new_tokens=12)
     assert llama_jax.generate(CONFIG, params, PROMPTS[:1], max_new_tokens=12, draft=draft)[0].tokens == plain[0].tokens
     prepared = prepare_inputs(CONFIG, PROMPTS[:1], 4, Sampling(), ())
-    with pytest.raises(GenerationError, match="capacity=64: .* prefill a row again after 24 tokens"):
+    with pytest.raises(GenerationError, match=r"capacity=64: .* prefill a row again after 24 tokens"):
         complete(CONFIG, 64, params, *prepared)
 
 
