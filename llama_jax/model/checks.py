@@ -1,4 +1,4 @@
-"""Checks of the arguments of a forward pass, before anything is computed."""
+"""Checks of a forward pass's arguments, before anything is computed."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def check_arguments(
     if cache is not None:
         _check_cache(config, tokens, cache, positions)
     elif positions.starts is not None:
-        raise GenerationError("starts are for rows of a cache; leave them out")
+        raise GenerationError("starts are for rows of a cache; omit them")
 
 
 def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, positions: Positions) -> None:
-    """Raise for a cache of another model or of other rows, and for tokens that do not fit: they would be dropped."""
+    """Raise for a cache of another model or with other rows, and for tokens that do not fit, which would be dropped."""
     wanted, shape = (config.n_layers, 2 * config.n_kv_heads, config.head_dim), cache.pages.shape
     if (shape[0], *shape[3:]) != wanted:
         raise GenerationError(
@@ -85,8 +85,8 @@ def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, positio
 def check_params(config: LlamaConfig, params: Llama) -> None:
     """Raise unless parameters have the shapes of a configuration.
 
-    A table may have more rows than the vocabulary: padding, to divide it over devices (`parallel.padding`). With fewer, a
-    lookup would silently take another token's row.
+    A table may have more rows than the vocabulary: padding, to shard it evenly (`parallel.padding`). With fewer rows, a
+    lookup would silently return another token's row.
 
     Raises:
       ConfigError: a parameter that is missing, unexpected or of the wrong shape; the message names it.
@@ -140,8 +140,7 @@ def check_exact(params: Llama, cache: KVCache | None, positions: Positions, shar
     """Check that a pass can be exact.
 
     Raises:
-      ConfigError: hooks; rows hold several texts; or matrices are multiplied with other tokens as well: those of experts,
-        and of adapters in a table.
+      ConfigError: hooks; packed rows; experts or adapter tables, whose matmuls depend on the other tokens.
       MeshError: as `check_exact_devices`.
     """
     if params.hooks is not None:
@@ -156,21 +155,21 @@ def check_exact(params: Llama, cache: KVCache | None, positions: Positions, shar
 
 
 def check_exact_devices(sharding: Sharding) -> None:
-    """Raise MeshError for several devices, which would add their parts of sums."""
+    """Raise MeshError for several devices, whose order of partial sums is not fixed."""
     if sharding.mesh is not None and sharding.mesh.size > 1:
         raise MeshError("exact=True is for one device; a mesh adds the parts of a sum in an order of its own")
 
 
 def check_no_hooks(params: Any) -> None:
-    """Raise ConfigError for parameters with hooks, which no file and no training state holds."""
+    """Raise ConfigError for parameters with hooks, which cannot be part of files or training states."""
     if getattr(params, "hooks", None) is not None:
         raise ConfigError(
-            "hooks are not saved, trained or attached; take params.replace(hooks=None), and add hooks afterwards"
+            "parameters with hooks cannot be saved, trained or attached; use params.replace(hooks=None) and add hooks later"
         )
 
 
 def check_hooks(config: LlamaConfig, params: Llama, cache: KVCache | None, compute: Compute, sharding: Sharding) -> None:
-    """Raise ConfigError for hooks at points that a pass does not have."""
+    """Raise ConfigError for hooks at points that the pass does not have."""
     points = set(params.hooks or ())
     own = config.parts.attend is not None or compute.attention != "auto" or sharding.attend is not None
     if own and points & {"scores", "pattern"}:
@@ -186,7 +185,7 @@ def check_hooks(config: LlamaConfig, params: Llama, cache: KVCache | None, compu
 
 
 def check_parts_found(config: LlamaConfig) -> None:
-    """Raise ConfigError for a model with functions of its own that are known by name alone."""
+    """Raise ConfigError for a model with custom functions of which only the names are known."""
     if config.parts.missing:
         named = " and ".join(f"{part}={name}" for part, name in config.parts.missing.items())
         raise ConfigError(
@@ -196,7 +195,7 @@ def check_parts_found(config: LlamaConfig) -> None:
 
 
 def check_parts(config: LlamaConfig, compute: Compute) -> None:
-    """Raise ConfigError for functions of the user that a pass would not call."""
+    """Raise ConfigError for custom functions that a pass would not call."""
     parts = config.parts
     if parts and compute.exact:
         raise ConfigError(f"exact=True is for the library's parts, and the model has {parts}; leave exact out")
@@ -207,7 +206,7 @@ def check_parts(config: LlamaConfig, compute: Compute) -> None:
 
 
 def call_part(name: str, function: Any, x: jax.Array, *args: Any, **options: Any) -> jax.Array:
-    """Call a user's function and check its result's shape, since axes in another order might go unnoticed."""
+    """Call a custom function and check the shape of its result, because swapped axes might go unnoticed."""
     found = function(x, *args, **options)
     kind, wanted = (f"{getattr(x, 'dtype', type(x))}{list(getattr(x, 'shape', ()))}" for x in (found, x))
     if kind != wanted:

@@ -129,7 +129,7 @@ def test_what_cannot_be(table):
     with pytest.raises(ConfigError, match="adapter=0: the model has none"):
         choose_adapters(base, [0])
     assert choose_adapters(base, [-1]).embedding is base.embedding
-    with pytest.raises(ConfigError, match="a table of adapters has one at least"):
+    with pytest.raises(ConfigError, match="a table of adapters needs at least one"):
         adapter_table(config, base, [])
     wider = replace(config, hidden_dim=64)
     other = random_adapters(wider), LORA
