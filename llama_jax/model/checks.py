@@ -33,7 +33,7 @@ def check_arguments(
         if value is None:
             continue
         if cache is not None:
-            raise GenerationError(f"{name} are for packed rows, which have no cache; leave one of the two out")
+            raise GenerationError(f"{name} are for packed rows, which have no cache; omit one of the two")
         if value.shape != tokens.shape or not jnp.issubdtype(value.dtype, jnp.integer):
             kind = f"{value.dtype}{list(value.shape)}"
             raise GenerationError(f"{name} are {kind}; int{list(tokens.shape)}, as the tokens, is needed")
@@ -144,20 +144,20 @@ def check_exact(params: Llama, cache: KVCache | None, positions: Positions, shar
       MeshError: as `check_exact_devices`.
     """
     if params.hooks is not None:
-        raise ConfigError("exact=True has no hooks; leave one of the two out")
+        raise ConfigError("exact=True does not support hooks; omit one of the two")
     if cache is None and not (positions.segment_ids is None and positions.position_ids is None):
-        raise ConfigError("exact=True is for rows of one text each; pass no segment_ids and position_ids")
+        raise ConfigError("exact=True does not support packed rows; omit segment_ids and position_ids")
     if any(hasattr(leaf, "of_adapter") for leaf in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "of_adapter"))):
-        raise ConfigError("exact=True is not for tables of adapters; load the one that is used, alone")
+        raise ConfigError("exact=True does not support adapter tables; load only the adapter that is used")
     if params.blocks.feed_forward.router is not None:
-        raise ConfigError("exact=True is not for mixtures of experts: a matmul has the tokens that chose the same one")
+        raise ConfigError("exact=True does not support mixtures of experts, whose matmuls depend on the other tokens")
     check_exact_devices(sharding)
 
 
 def check_exact_devices(sharding: Sharding) -> None:
     """Raise MeshError for several devices, whose order of partial sums is not fixed."""
     if sharding.mesh is not None and sharding.mesh.size > 1:
-        raise MeshError("exact=True is for one device; a mesh adds the parts of a sum in an order of its own")
+        raise MeshError("exact=True is for one device; the order of sums on a mesh is not fixed")
 
 
 def check_no_hooks(params: Any) -> None:
@@ -173,15 +173,15 @@ def check_hooks(config: LlamaConfig, params: Llama, cache: KVCache | None, compu
     points = set(params.hooks or ())
     own = config.parts.attend is not None or compute.attention != "auto" or sharding.attend is not None
     if own and points & {"scores", "pattern"}:
-        raise ConfigError("hooks at scores and pattern have plain attention; leave out attention, parts.attend and context")
+        raise ConfigError("hooks at scores and pattern need plain attention; leave out attention, parts.attend and context")
     if config.parts.feed_forward is not None and "neurons" in points:
-        raise ConfigError("hooks at neurons have the library's feed-forward; leave out parts.feed_forward")
+        raise ConfigError("hooks at neurons need the library's feed-forward; leave out parts.feed_forward")
     if cache is not None and cache.sinks and points & {"queries", "scores", "pattern"}:
         raise ConfigError(
-            "hooks at queries, scores and pattern are not for a cache with sinks, which have queries of their own"
+            "hooks at queries, scores and pattern do not support a cache with sinks, which have separate queries"
         )
     if params.blocks.feed_forward.router is not None and "neurons" in points:
-        raise ConfigError("hooks at neurons are not for mixtures of experts, whose tokens have different ones")
+        raise ConfigError("hooks at neurons do not support mixtures of experts, whose neurons differ by token")
 
 
 def check_parts_found(config: LlamaConfig) -> None:
@@ -189,7 +189,7 @@ def check_parts_found(config: LlamaConfig) -> None:
     if config.parts.missing:
         named = " and ".join(f"{part}={name}" for part, name in config.parts.missing.items())
         raise ConfigError(
-            f"the model has parts of its own, {named}, which no file of it holds: pass the Python file that defines them,"
+            f"the model has parts of its own, {named}, which are not in its files: pass the Python file that defines them,"
             " with --parts FILE.py; from Python, config = llama_jax.with_parts(config, 'FILE.py'), or the parts of a recipe"
         )
 
@@ -202,7 +202,7 @@ def check_parts(config: LlamaConfig, compute: Compute) -> None:
     if parts.attend is not None and compute.attention != "auto":
         raise ConfigError(f"attention={compute.attention!r} is for the library's attention, which {parts} replaces")
     if parts.feed_forward is not None and config.experts:
-        raise ConfigError(f"feed_forward of {parts} is for models without experts, and this one has {config.experts}")
+        raise ConfigError(f"feed_forward of {parts} is for models without experts, but this one has {config.experts}")
 
 
 def call_part(name: str, function: Any, x: jax.Array, *args: Any, **options: Any) -> jax.Array:

@@ -76,7 +76,7 @@ class Compute:
         if self.attention not in get_args(AttentionBackend):
             raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(AttentionBackend))}")
         if self.exact and self.attention != "auto":
-            raise ConfigError("exact=True has an attention of its own; leave attention out")
+            raise ConfigError("exact=True has its own attention; leave attention out")
 
 
 def unconstrained(x: jax.Array, where: str) -> jax.Array:

@@ -44,7 +44,7 @@ def observe(
     """
     hooked = with_hooks(params, hooks)
     if compute.exact:
-        raise ConfigError("exact=True has no hooks; leave one of the two out")
+        raise ConfigError("exact=True does not support hooks; omit one of the two")
     with sharding.context(), tracing_context(params):
         hidden, cache, kept = run_layers(config, hooked, tokens, cache, PassOptions(positions, compute, sharding))
     with sharding.context():
