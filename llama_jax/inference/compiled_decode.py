@@ -265,7 +265,7 @@ def round_capacity(prompt: int, new: int) -> int:
 
 
 def prefill_chunk(options: CacheOptions, longest: int) -> int:
-    """Prompt tokens per prefill call; with a window, the maximum, because its pages hold the window and one chunk."""
+    """Prompt tokens per prefill call; about a window at most, because the pages hold the window and one chunk."""
     if options.window is None:
         return min(longest, LARGEST_PREFILL)
     return min(bucket(min(options.window, longest), SMALLEST_PREFILL), LARGEST_PREFILL)

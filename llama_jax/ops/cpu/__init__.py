@@ -63,7 +63,7 @@ def is_short(*arrays: Any) -> bool:
 # --- matmuls -------------------------------------------------------------------------------------------------------------
 
 
-ROW_PARTS, LEAST_SPLIT, MOST_SPLIT = 8, 2**19, 2**21  # to split a weight for one row: parts, weight sizes
+ROW_PARTS, LEAST_SPLIT, MOST_SPLIT = 8, 2**19, 2**21  # parts of a weight for one row; sizes of weights that are split
 NATIVE_ROWS = {"float32": 32, "bfloat16": 4}  # maximum number of rows for `native` without tiles
 LEAST_NATIVE, ALL_ROWS = 2**16, 2**62  # minimum size of a weight; no maximum number of rows
 
@@ -93,7 +93,7 @@ def _multiply_row(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Arr
     if not divisible or is_divided() or lowering_platform() != "cpu":
         return plain(x, weight, out_dtype)
     parts = weight.reshape(ROW_PARTS, -1, weight.shape[1])
-    rows = jnp.broadcast_to(x, (ROW_PARTS, *x.shape))  # otherwise XLA would not batch
+    rows = jnp.broadcast_to(x, (ROW_PARTS, *x.shape))  # the batch axis
     return jax.vmap(lambda row, part: plain(row, part, out_dtype))(rows, parts).reshape(1, -1)
 
 
