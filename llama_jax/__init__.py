@@ -3,30 +3,29 @@
 The public API, imported lazily:
 
   load(path)                          -> Checkpoint(config, params, tokenizer), from any format; load() is the bundled model
-  save(path, config, params)          a file of a chosen format;  convert(source, path) from one to another
+  save(path, config, params)          writes a file in a chosen format;  convert(source, path) from one format to another
   forward(config, params, tokens)     -> hidden states and cache;  unembed(...) -> logits;
                                       observe(...) also returns what hooks keep
   logits(config, params, tokens)      forward and unembed of whole sequences, without a cache
   generate(config, params, prompts)   continuations of a ragged batch;  stream(...) yields tokens as they are generated
   train_step(config, optimizer, state, batch)  -> the next TrainState and metrics, from init_state and make_optimizer
-  next_token_loss(config, params, batch)       the loss that it minimizes, of a Batch of rows
+  next_token_loss(config, params, batch)       the loss that train_step minimizes, for a Batch of rows
   adapted(params, adapters, lora)     a model with LoRA adapters, from init_adapters or load_adapter; with_base(...) trains
-                                      only them, save_adapter writes them as PEFT does, merge(...) adds them to the weights
+                                      only them, save_adapter writes PEFT files, merge(...) adds them to the weights
   adapter_table(config, params, [(adapters, lora), ...])  the model with several adapters; choose_adapters(params, rows)
-                                      selects the one that each row of a batch uses, for `generate` and every
-                                      other function
-  step_over(config, mesh)             train_step over a mesh, from make_mesh, of a state that lies as train_state_specs says
-  pmap_step(step, devices)            train_step by `jax.pmap`, of a state from replicate;  pmap_generate likewise
+                                      selects one for each row of a batch, for `generate` and every other function
+  step_over(config, mesh)             train_step over a mesh (make_mesh), for a state sharded by train_state_specs
+  pmap_step(step, devices)            train_step with `jax.pmap`, for a state from replicate;  pmap_generate likewise
   LlamaModule(config, params)         the model as a `flax.nnx.Module`
-  train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
+  train(recipe, workdir, data)        trains a Recipe into a folder;  evaluate(...) evaluates a model on a text
   divergence(config, params, reference, corpus)  how far a quantized model's predictions are from the dense model's
   evaluate_lengths(...)               how much a model uses its context: loss by length and position
   register_for_export()               lets `jax.export` serialize programs of these functions
 
 and their arguments:
 
-  LlamaConfig, RopeScaling, preset    the sizes and constants of a model;  LayerConfig, QueryScaling: what related
-                                      families add
+  LlamaConfig, RopeScaling, preset    the sizes and constants of a model;  LayerConfig, QueryScaling: additions for
+                                      related families
   Parts                               custom functions that replace parts of every layer; with_parts(config, "mine.py")
                                       finds those that a loaded model names
   Compute, Positions, Sharding        how a pass computes (dtype, rematerialization, kernels), the positions of its tokens,
@@ -34,7 +33,7 @@ and their arguments:
   LossOptions, StepOptions            options of the loss (including a Compute) and of a training step (including a
                                       LossOptions);  OptimizerSettings: the optimizer and its learning-rate schedule
   Sampling                            how to sample tokens
-  PromptLookup, DraftModel            speculative decoding: several drafted tokens are verified in one pass; the same tokens,
+  PromptLookup, DraftModel            speculative decoding: several drafted tokens are verified in one pass; same tokens,
                                       lower latency
   Lora                                configuration of adapters: rank, alpha, which matrices
   KVCache, init_cache, cache_bytes    the cache, an immutable tree;  CacheOptions: int8, a window with sinks
@@ -42,8 +41,8 @@ and their arguments:
   MeshSizes                           how a model is sharded over devices: load(path, mesh=MeshSizes(tensor=8))
 
 `llama_jax.serving.engine.Engine` serves requests as they arrive. For your own loop, use the parts of `generate`:
-`llama_jax.inference.prepare_inputs.prepare_inputs`, then `prefill`, `begin_decode`, `decode_step` and `decode` of
-`llama_jax.inference.decode`: pure functions from one `DecodeState` to the next.
+`llama_jax.inference.prepare_inputs.prepare_inputs`, then `prefill`, `begin_decode`, `decode_step` and `decode` in
+`llama_jax.inference.decode`, pure functions from one `DecodeState` to the next.
 """
 
 from __future__ import annotations

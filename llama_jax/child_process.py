@@ -1,6 +1,6 @@
 """A Python program in a child process, for work that may never end: the process is killed at its time limit.
 
-The program is a file that imports nothing of this library, so that it starts quickly. Its `begin(source, *arguments)` may
+The program is a file that imports nothing from this library, so that it starts quickly. Its `begin(source, *arguments)` may
 read initial input from `source`, and returns the function that answers requests.
 """
 
@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
-START_SECONDS = 60  # time limit for the start of a process, from a slow disk
+START_SECONDS = 60  # time limit for starting a process, allowing for a slow disk
 
 
 def isolated(script: Path, packages: Sequence[str], *arguments: str, niceness: int = 0) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment that run a program with only these packages, which must be installed here.
+    """The command and the environment that run a program with only these packages, which must be installed.
 
     Args:
-      niceness: minimum niceness of the process; a higher one gives other processes priority.
+      niceness: minimum niceness of the process; higher values give other processes priority.
     """
-    # Without `site`, which can take longer than all the rest; packages are found where this process has them.
+    # Without `site`, which can take longer than everything else; packages are found where this process has them.
     places = [str(Path(spec.origin).parents[1]) for name in packages if (spec := find_spec(name)) and spec.origin]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON") or name == "PYTHONHOME"}
     command = [sys.executable, "-S", "-s", "-P", __file__, str(niceness), str(script), *arguments]
@@ -32,13 +32,13 @@ def isolated(script: Path, packages: Sequence[str], *arguments: str, niceness: i
 
 
 class ChildProcess:
-    """A process that answers requests one by one; started on first use, and restarted after it was killed. It ends with this
-    object, or with this process.
+    """A process that answers requests one by one. It starts on first use and again after it was killed, and ends with this
+    object or this process.
 
     It writes one byte when it is ready. Requests and answers are preceded by their lengths, as 8 bytes. Thread-safe.
 
     Args:
-      command, environment: as `isolated` returns them.
+      command, environment: from `isolated`.
       seconds: time limit for a request, unless a timer inside the process ends it earlier.
       first: initial input of each new process, which it reads before it is ready.
     """
@@ -52,8 +52,8 @@ class ChildProcess:
         self._lock = threading.Lock()
 
     def ask(self, request: bytes, *, again: bool = False) -> bytes | None:
-        """The answer; None if the process did not answer and was killed. If the process has ended, or its pipe breaks before
-        the whole request is sent, the request is retried once in a new process.
+        """The answer; None if the process did not answer in time and was killed. If the process has ended or the pipe breaks
+        before the whole request is sent, the request is retried once in a new process.
 
         Args:
           again: also retry, once, if a process that has answered requests before does not answer this one.
@@ -65,14 +65,14 @@ class ChildProcess:
                 answer, is_sent = self._try(request)
                 if answer is not None:
                     return answer
-                was_closed = self.process is None  # by another thread, which wants it to end
+                was_closed = self.process is None  # by another thread, to end it
                 self.close()
                 if is_new or was_closed or (is_sent and not again):
                     break
             return None
 
     def _try(self, request: bytes) -> tuple[bytes | None, bool]:
-        """The answer or None, and whether the request was sent."""
+        """The answer, or None, and whether the request was sent."""
         size, answer, is_sent = -1, b"", False
         try:
             process = self.process or self._start()
@@ -131,7 +131,7 @@ def _main(niceness: int, script: str, *arguments: str) -> None:
     """Run a program in this process: signal that it is ready, and answer requests until the input ends."""
     source, out = sys.stdin.buffer, sys.stdout.buffer
     if niceness and hasattr(os, "nice"):
-        os.nice(max(niceness - os.nice(0), 0))  # the thread that starts it may have a low priority already
+        os.nice(max(niceness - os.nice(0), 0))  # the starting thread may already have a low priority
     spec = spec_from_file_location("program", script)
     assert spec is not None
     assert spec.loader is not None

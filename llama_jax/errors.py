@@ -10,7 +10,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """An input that llama_jax cannot use: the message names it, its value, what is needed and the remedy."""
+    """An input that llama_jax cannot use. The message names it, its value, what is needed and the remedy."""
 
 
 class ConfigError(UserError):
@@ -18,11 +18,11 @@ class ConfigError(UserError):
 
 
 class CheckpointError(UserError):
-    """A file that cannot be read as a Llama: damaged, incomplete, or of a kind that is not supported."""
+    """A file that cannot be read as a Llama: damaged, incomplete, or in an unsupported format."""
 
 
 class StuckSaveError(CheckpointError):
-    """A checkpoint that is still being written at the time limit: the process must not wait for its threads."""
+    """A checkpoint was still being written at the time limit. The process must not wait for its threads."""
 
 
 class DataError(UserError):
@@ -47,7 +47,7 @@ class TrainingError(UserError):
 
 @contextmanager
 def reading(path: object, kind: type[UserError]) -> Iterator[None]:
-    """Turn an OSError about a file (no permission, a name too long, a failing disk) into an error of this kind."""
+    """Convert an OSError about a file (no permission, a name too long, a failing disk) to an error of this kind."""
     try:
         yield
     except OSError as error:
@@ -63,8 +63,8 @@ def reason_of(error: BaseException | str, length: int = 100) -> str:
 def shown(value: Any, length: int = 60) -> str:
     """The first `length` characters of `repr(value)`, for a message, in time and memory bounded by `length`.
 
-    `repr` itself is not safe for the content of a file: nested lists that share their elements take exponential time, deep
-    ones overflow its stack, and a number of 4,301 digits makes it raise.
+    `repr` itself is not safe for the content of files: nested lists that share their elements take exponential time, deeply
+    nested ones overflow the stack, and a number with 4,301 digits raises.
     """
     found = ""
     for part in _parts(value, length):
@@ -75,7 +75,7 @@ def shown(value: Any, length: int = 60) -> str:
 
 
 def _parts(value: Any, length: int) -> Iterator[str]:
-    """`repr(value)` in parts. Each level yields a character before it goes deeper, so the caller bounds the depth."""
+    """`repr(value)` in parts. Each level yields a character before the next level, so the caller bounds the depth."""
     kind = type(value)
     if kind in (str, bytes):
         yield repr(value[:length])

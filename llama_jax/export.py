@@ -1,7 +1,7 @@
 """Serialized programs: the library's pytrees can be arguments and results of functions that `jax.export` serializes.
 
-A program is exported with parameters and cache as arguments, so that a program of a few megabytes serves every checkpoint
-of a configuration. It runs wherever these pytrees are registered:
+Parameters and cache are arguments of an exported program, so that a program of a few megabytes works for every checkpoint of
+a configuration. It runs wherever these pytrees are registered:
 
     register_for_export()
     exported = jax.export.export(jax.jit(partial(llama_jax.forward, config)))(params, tokens, cache)

@@ -28,7 +28,7 @@ HEADER_READ_AHEAD = 1 << 20  # bytes per request for a header in a store; a head
 
 
 def is_gguf(path: Location) -> bool:
-    """Whether the file begins with the magic of GGUF."""
+    """Whether the file starts with GGUF's magic bytes."""
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
 
@@ -45,10 +45,10 @@ def short_decimal(value: Any) -> Any:
 
 @contextmanager
 def open_header(path: Location, kind: type[UserError]) -> Iterator[Header]:
-    """A reader of the header of a file, at its start.
+    """A reader positioned at the start of a file's header.
 
     Raises:
-      UserError: of this kind, for a damaged file, also if the caller finds the damage.
+      UserError: of type `kind`, for a damaged file, also if the caller detects the damage.
     """
     with path.open("rb", buffering=HEADER_READ_AHEAD if isinstance(path, StoredPath) else -1) as file:
         try:
@@ -60,7 +60,7 @@ def open_header(path: Location, kind: type[UserError]) -> Iterator[Header]:
 
 
 class Header:
-    """Reads a header from its start. Every length in it is checked against the remaining bytes of the file before use."""
+    """Reads a header from its start. Every length is checked against the remaining bytes of the file before use."""
 
     def __init__(self, path: Location, kind: type[UserError], file: Any) -> None:
         self.file = file
@@ -106,11 +106,11 @@ class Header:
         return self.scalars(letter)[0]
 
     def scalars(self, letters: str) -> tuple[Any, ...]:
-        """Consecutive numbers, with types by struct's letters."""
+        """Consecutive numbers, whose types are given by struct's letters."""
         return struct.unpack("<" + letters, self.take(struct.calcsize("<" + letters)))
 
     def string(self) -> str:
-        # A vocabulary may have tokens that are not valid UTF-8 by themselves.
+        # Some tokens of a vocabulary are not valid UTF-8 by themselves.
         return self.take(self.scalar(self.length)).decode("utf-8", "surrogateescape")
 
     def value(self, kind: int, texts: bool) -> Any:
@@ -133,7 +133,7 @@ class Header:
                 count -= max(some, 1)
             return found_texts if texts else None
         letter = SCALARS[kind]
-        # An array, since a list takes 20 times the bytes of the file.
+        # An array, because a list takes 20 times as many bytes as the file.
         found = array("B" if letter == "?" else letter, self.take(count * struct.calcsize(letter)))
         if sys.byteorder == "big":
             found.byteswap()
@@ -142,8 +142,8 @@ class Header:
     def run_of_texts(self, most: int, found: list[str] | None) -> int:
         """Append consecutive strings of 1 to 255 bytes, and return their number.
 
-        Their lengths are found by the seven zeros that only a length has, and each is checked to end where the next begins.
-        This takes 10 ms for the 98,000 strings of a vocabulary; one by one they would take 80 ms.
+        Lengths are found by their seven zero bytes, and each string must end where the next length starts. This takes 10 ms
+        for the 98,000 strings of a vocabulary, instead of 80 ms one by one.
         """
         import numpy as np  # not needed to read only a tokenizer
 
@@ -165,7 +165,7 @@ class Header:
             return count
         texts = window[:size].copy()
         texts[starts[:count]] = 0
-        if size - np.count_nonzero(texts) == count * (zeros + 1):  # no string has a zero: one is left before each
+        if size - np.count_nonzero(texts) == count * (zeros + 1):  # the strings contain no zeros, so one can separate them
             is_start = np.zeros(size, bool)
             is_start[starts[:count]] = True
             found += texts[(texts != 0) | is_start].tobytes().decode("utf-8", "surrogateescape").split("\0")[1:]

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end, also while its main thread is in compiled code, where Python's handlers do not run."""
+"""Signals that ask a process to end, even while its main thread is in compiled code, where Python's handlers do not run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, NoReturn
 
 
 def ending_signals() -> list[signal.Signals]:
-    """The signals that ask a process to end: SIGINT (Ctrl-C), SIGTERM and SIGHUP, without ignored ones, as under nohup."""
+    """The signals that ask a process to end: SIGINT (Ctrl-C), SIGTERM and SIGHUP, except ignored ones (as with nohup)."""
     ending = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
     return [number for number in ending if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def watch_signals(act: Callable[[int], object]) -> Callable[[], None]:
-    """Call `act(number)` in a thread, at once, for every signal that has a handler, besides the handler: that only runs when
-    the main thread is back in Python, which a compilation or a step can keep for minutes.
+    """Call `act(number)` immediately, in a thread, for every signal that has a handler. The handler itself runs only when
+    the main thread returns to Python, and a compilation or a step may delay that for minutes.
 
     Returns:
-      A function that ends the watch and starts the one before again. Call both in the main thread.
+      A function that ends the watch and restores the previous one. Call both in the main thread.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -44,7 +44,7 @@ def watch_signals(act: Callable[[int], object]) -> Callable[[], None]:
 
 
 def say(text: str) -> None:
-    """Print a line to stderr, if it still exists: it does not after a terminal has hung up."""
+    """Print a line to stderr, unless it is gone because the terminal has hung up."""
     with suppress(OSError):
         os.write(2, f"\n{text}\n".encode())
 
@@ -53,10 +53,10 @@ _ending = threading.RLock()  # never released: only the first thread that ends t
 
 
 def end_command(*_: Any, how: str = "stopped") -> NoReturn:
-    """End the process at once, from any thread: the handler of Ctrl-C of the command line.
+    """End the process immediately, from any thread: the command line's handler for Ctrl-C.
 
-    At once, for XLA may be compiling in its own threads, which crash when the interpreter shuts down in order; and extension
-    modules do not survive an exception while they are imported.
+    There is no regular shutdown, because XLA may be compiling in its own threads, which would crash, and because extension
+    modules do not survive an exception while they are being imported.
     """
     _ending.acquire()
     say(f"llama-jax: {how}")
@@ -64,12 +64,12 @@ def end_command(*_: Any, how: str = "stopped") -> NoReturn:
 
 
 def end_if_command(number: int) -> None:
-    """`end_command` if that is the handler of a signal."""
+    """Call `end_command` if it is the handler of the signal."""
     if signal.getsignal(number) is end_command:
         end_command(number, None)
 
 
 def install() -> None:
-    """Let Ctrl-C end the process within a second wherever it is, unless other code sets a handler of its own."""
+    """Make Ctrl-C end the process within a second at any point, unless other code sets its own handler."""
     signal.signal(signal.SIGINT, end_command)
     watch_signals(end_if_command)

@@ -1,4 +1,4 @@
-"""The model as a `flax.nnx.Module`, for trainers and tools that take one: the pure functions with the parameters inside."""
+"""The model as a `flax.nnx.Module`, for trainers and tools that need one: the pure functions with the parameters inside."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from llama_jax.ops.platform import AnyArray
 class LlamaModule(nnx.Module):
     """A model whose arrays are variables: `nnx.Param`, and `nnx.LoRAParam` for adapters.
 
-    It computes nothing by itself: a call is `llama_jax.logits`, and any other function takes `module.pure()`. `nnx.split`,
-    `nnx.state`, `nnx.jit`, `nnx.grad` and `nnx.Optimizer` see a `Llama` with a variable for each array, by the names of its
-    fields: `params.blocks.attention.qkv`.
+    It is only a wrapper: a call is `llama_jax.logits`, and all other functions take `module.pure()`. `nnx.split`,
+    `nnx.state`, `nnx.jit`, `nnx.grad` and `nnx.Optimizer` see a `Llama` with a variable for each array, named by its fields,
+    such as `params.blocks.attention.qkv`.
 
     Attributes:
       config, compute: as for `llama_jax.logits`.
@@ -45,11 +45,11 @@ class LlamaModule(nnx.Module):
         """Wrap parameters, without a copy.
 
         Args:
-          params: as `llama_jax.load` returns them: dense, quantized, or with adapters already joined.
-          adapters, lora: of `init_adapters` or `load_adapter`: train them alone with `wrt=nnx.LoRAParam`.
+          params: from `llama_jax.load`: dense, quantized, or with adapters already joined.
+          adapters, lora: from `init_adapters` or `load_adapter`; train only adapters with `wrt=nnx.LoRAParam`.
 
         Raises:
-          ConfigError: parameters with hooks; or adapters without `lora`, or the reverse.
+          ConfigError: parameters with hooks; or only one of `adapters` and `lora`.
         """
         check_no_hooks(params)
         if (adapters is None) != (lora is None):
@@ -63,16 +63,16 @@ class LlamaModule(nnx.Module):
         return logits(self.config, self.pure(), tokens, self.compute)
 
     def pure(self) -> Llama:
-        """The model as the pure functions take it: the same arrays, joined with the adapters if there are some."""
+        """The parameters for the pure functions: the same arrays, joined with the adapters if there are any."""
         params = nnx.as_pure(self.params)
         return params if self.lora is None else adapted(params, nnx.as_pure(self.adapters), self.lora)
 
     def wrap_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-        """The optimizer for `nnx.Optimizer(module, ..., wrt=...)`, for one that reads the paths of the parameters.
+        """Wrap an optimizer that depends on parameter paths for `nnx.Optimizer(module, ..., wrt=...)`.
 
-        `nnx.Optimizer` passes nested dictionaries; `make_optimizer` reads the paths of a `Llama`, which say what decays and
-        what Muon updates. The wrapped optimizer gets {"params": Llama}, or {"adapters": Llama} with `wrt=nnx.LoRAParam`.
-        Optimizers of optax that treat all arrays alike need no wrapper.
+        `nnx.Optimizer` passes nested dictionaries, but optimizers from `make_optimizer` need the paths of a `Llama`, which
+        determine weight decay and Muon's updates. The wrapped optimizer gets {"params": Llama}, or {"adapters": Llama} with
+        `wrt=nnx.LoRAParam`. Optax optimizers that treat all arrays alike need no wrapper.
         """
         inner = optax.with_extra_args_support(optimizer)
         trees = {name: nnx.graphdef(nnx.as_pure(getattr(self, name))) for name in ("params", "adapters")}

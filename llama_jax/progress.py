@@ -1,4 +1,4 @@
-"""The progress bar of all long operations: on stderr, cleared at the end, hidden if stderr is not a terminal."""
+"""The progress bar for all long operations: on stderr, cleared at the end, hidden if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def progress_bar(what: str, unit: str, *, quiet: bool = False, delay: float = 0.
 
 @contextmanager
 def progress_counter(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """The same bar for operations that count their items: a function of the number of finished items and the total."""
+    """The same bar for operations that count their items: a function of the number of finished items and of all items."""
     with progress_bar(what, unit, delay=1.0)() as bar:
 
         def update(done: int, total: int) -> None:

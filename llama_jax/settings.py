@@ -1,4 +1,4 @@
-"""The schema of settings: a dataclass whose fields have a default, bounds or literals in their types, and a help text.
+"""The schema of settings: a dataclass whose fields have defaults, bounds or literals in their types, and help texts.
 
     steps: Annotated[int, at_least(1)] = 100
     \"\"\"Steps of the run.\"\"\"
@@ -21,13 +21,13 @@ LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Bounds:
-    """The smallest and the largest allowed value of a number."""
+    """The minimum and the maximum allowed value of a number."""
 
     minimum: float = -math.inf
     maximum: float = math.inf
 
     def check(self, name: str, value: float, raises: type[UserError] = UserError) -> None:
-        """Raise an error, naming the setting, for a number out of bounds or NaN."""
+        """Raise an error that names the setting, if the value is out of bounds or NaN."""
         if not self.minimum <= value <= self.maximum:
             bounded = self.maximum not in (LARGEST, math.inf) or value > self.minimum
             most = f" and at most {self.maximum:.10g}" if bounded else ""
@@ -35,12 +35,12 @@ class Bounds:
 
 
 def at_least(minimum: int) -> Bounds:
-    """Bounds of an integer: from `minimum` to the largest of 32 bits."""
+    """Bounds of an integer: from `minimum` to the largest 32-bit integer."""
     return Bounds(minimum, LARGEST)
 
 
 def check_bounds(settings: Any, raises: type[UserError] = UserError, within: str = "") -> None:
-    """Raise an error for the first field of a dataclass or nested dataclass with a value that its type does not allow.
+    """Raise an error for the first field of a dataclass, or a nested one, with a value that its type does not allow.
 
     Args:
       within: prefix of the names of fields in messages, such as "rewards.".
@@ -75,7 +75,7 @@ def help_of(kind: type) -> dict[str, str]:
 
 @cache
 def _declared(kind: type) -> dict[str, tuple[Bounds | None, Any]]:
-    """For each field the bounds in its type, and the type itself without the bounds and None."""
+    """For each field, the bounds in its type, and the type without the bounds and None."""
     hints = get_type_hints(kind, include_extras=True)
     found = {}
     for field in fields(kind):

@@ -1,7 +1,7 @@
 """XLA flags that differ from XLA's defaults, for each platform.
 
-Each is here because the compiler's output shows the improvement (`experiments/compile_report.py --flags` compiles with and
-without), or because it acts only at run time. docs/flags.md has the numbers, and the flags that were tried and rejected.
+Each is included because the compiler's output shows the improvement (`experiments/compile_report.py --flags` compares), or
+because it acts only at run time. docs/flags.md has the numbers, and the flags that were tried and rejected.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Flag:
 FLAGS: Mapping[str, tuple[Flag, ...]] = {
     "cpu": (),
     "gpu": (
-        # With these three, 94 % of the bytes exchanged for Llama 3.1 8B over fsdp=8 on H100 overlap with matmuls, else 76 %.
-        # The weights of the next layer are gathered while this one computes; the loop is unrolled to two layers, so that
-        # they need not be copied; and a collective may start before the previous one ends.
+        # With these three, 94% of the bytes exchanged for Llama 3.1 8B over fsdp=8 on H100 overlap with matmuls, instead of
+        # 76%. The weights of the next layer are gathered while this one computes; the loop is unrolled to two layers, so
+        # that they need not be copied; and a collective may start before the previous one ends.
         Flag("XLA_FLAGS", "xla_gpu_enable_pipelined_all_gather", "true"),
         Flag("XLA_FLAGS", "xla_gpu_enable_while_loop_double_buffering", "true"),
         Flag("XLA_FLAGS", "xla_gpu_experimental_parallel_collective_overlap_limit", "8"),
@@ -54,8 +54,8 @@ FLAGS: Mapping[str, tuple[Flag, ...]] = {
         Flag("XLA_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "0.95", training=False),
     ),
     "tpu": (
-        # With these four, 90 % of the bytes exchanged for Llama 3.1 8B over fsdp=8 on v5p overlap with matmuls, else 74 %.
-        # A matmul and the collective that overlaps it are fused, including all-gathers of weights over several matmuls.
+        # With these four, 90% of the bytes exchanged for Llama 3.1 8B over fsdp=8 on v5p overlap with matmuls, instead of
+        # 74%. A matmul and the collective that overlaps it are fused, including all-gathers of weights over several matmuls.
         Flag("LIBTPU_INIT_ARGS", "xla_tpu_enable_async_collective_fusion", "true"),
         Flag("LIBTPU_INIT_ARGS", "xla_tpu_enable_async_collective_fusion_fuse_all_gather", "true"),
         Flag("LIBTPU_INIT_ARGS", "xla_tpu_enable_async_collective_fusion_multiple_steps", "true"),
@@ -63,8 +63,8 @@ FLAGS: Mapping[str, tuple[Flag, ...]] = {
     ),
 }
 # A TPU prefetches a layer's cache into on-chip memory (VMEM). If it also writes the new token there, the whole cache is
-# written back: 1.07 GB for 4 tokens of 8 rows of an 8B model at 2,048 slots, over eight v5e. With this flag the token is
-# written only to HBM, and the bytes read are the same within 0.01 %.
+# written back: 1.07 GB for 4 tokens of 8 rows of an 8B model with 2,048 slots, over eight v5e. With this flag, the token is
+# written only to HBM, and the bytes read are the same within 0.01%.
 _KEEP_CACHE = Flag("LIBTPU_INIT_ARGS", "xla_msa_max_outstanding_evictions", "0", training=False)
 # Other names of a variable that the user may have set.
 _ALIASES = {"XLA_CLIENT_MEM_FRACTION": ("XLA_PYTHON_CLIENT_MEM_FRACTION",)}
@@ -80,7 +80,7 @@ class FlagChanges:
 
     Attributes:
       written: flags that were written into the environment.
-      kept: flags that the user had set, left unchanged.
+      kept: flags that the user had set, which are unchanged.
       unknown: flags that were omitted, since they would abort the process with the installed version of XLA.
     """
 
@@ -101,7 +101,7 @@ def compiler_options(platform: str, *, training: bool) -> dict[str, bool | str]:
 
 
 def decode_options_on_tpu() -> dict[str, int] | None:
-    """The compiler option of programs that decode on a TPU; None if it is unknown, set by the user, or flags are off."""
+    """The compiler option for programs that decode on a TPU; None if it is unknown, set by the user, or flags are off."""
     if os.environ.get(SWITCH) == "off" or _is_set(_KEEP_CACHE, os.environ) or not _is_known(_KEEP_CACHE):
         return None
     return {_KEEP_CACHE.name: int(_KEEP_CACHE.value)}
@@ -116,10 +116,10 @@ def set_flags(
     """Write the flags of the platforms into the environment, where XLA reads them when JAX initializes its backends.
 
     Flags that the user has set are kept: those in ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS``, and variables that exist.
-    With ``LLAMA_JAX_FLAGS=off`` nothing is changed.
+    With ``LLAMA_JAX_FLAGS=off``, nothing is changed.
 
     Args:
-      platforms: by default all that JAX could start here, see `startable`.
+      platforms: by default, all that JAX could start, see `startable`.
       training: include flags for training.
       environment: by default the environment of this process.
 
@@ -151,11 +151,11 @@ def set_flags(
 
 
 def keep_freed_memory(platforms: Iterable[str] | None = None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Have glibc keep freed memory, for training on a CPU: XLA reallocates the buffers in every step, and clearing their
-    pages takes 0.3 of 1.5 s of CPU time in a step of a 15M model. Call it before threads start.
+    """Make glibc keep freed memory, for training on a CPU: XLA reallocates the buffers in every step, and clearing their
+    pages takes 0.3 of 1.5 s of CPU time in a step of a 15M model. Call this before threads start.
 
     Args:
-      platforms, environment: as for `set_flags`. Nothing is changed if the user has set MALLOC_... variables, or
+      platforms, environment: as for `set_flags`. Nothing is changed if the user has set MALLOC_... variables or
         LLAMA_JAX_FLAGS=off.
 
     Returns:
@@ -205,7 +205,7 @@ def _is_known(flag: Flag) -> bool:
 
 @lru_cache(maxsize=64)
 def _holds(library: Path, name: str) -> bool:
-    """Whether the binary of a library contains this name, as it contains those of all its flags."""
+    """Whether the binary of a library contains this name; it contains the names of all its flags."""
     if not library.is_file():
         return False
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -213,7 +213,7 @@ def _holds(library: Path, name: str) -> bool:
 
 
 def _plugin(pattern: str) -> Path | None:
-    """The folder of a module without importing it; "?" stands for the version of CUDA."""
+    """The folder of a module, without importing it; "?" stands for the version of CUDA."""
     for name in (pattern.replace("?", version) for version in ("3", "2")):
         try:
             spec = util.find_spec(name)

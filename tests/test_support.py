@@ -112,7 +112,7 @@ def is_exact(kind):
         return [(row.tokens, np.asarray(row.logprobs, np.float32).tobytes()) for row in rows]
 
     if config.experts:
-        with pytest.raises(ConfigError, match="exact=True is not for mixtures of experts"):
+        with pytest.raises(ConfigError, match="exact=True does not support mixtures of experts"):
             bits(PROMPTS)
     else:
         assert bits([*PROMPTS, PROMPTS[0][:3]])[:2] == [bits([prompt])[0] for prompt in PROMPTS]

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a generation, before anything is computed."""
+"""Checks of a generation's arguments, before anything is computed."""
 
 from __future__ import annotations
 
@@ -86,9 +86,11 @@ def check_max_chunks(max_chunks: Any) -> None:
 
 
 def check_not_traced(params: Any) -> None:
-    """Raise GenerationError under a transformation of JAX, of which the loop on the host would see nothing."""
+    """Raise GenerationError inside a transformation of JAX, which cannot trace a loop on the host."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
-        raise GenerationError("generate and stream loop on the host, under no jit, grad or vmap; transform llama_jax.logits")
+        raise GenerationError(
+            "generate and stream loop on the host, so not in jit, grad or vmap; transform llama_jax.logits"
+        )
 
 
 def check_logprobs(logprobs: Float32[np.ndarray, "B n"], valid: Bool[np.ndarray, "B n"]) -> None:
@@ -122,7 +124,7 @@ def checked_numbers(
 
     Args:
       need: the requirement, for the message.
-      valid: tests arrays for it.
+      valid: tests whether arrays satisfy it.
     """
     value = np.asarray(setting)
     if value.dtype == object:

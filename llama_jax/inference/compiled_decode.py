@@ -65,7 +65,7 @@ class CompiledDecode:
 
     @contextmanager
     def begin_decode_context(self) -> Iterator[None]:
-        """The context in which to trace `begin_decode`. Exact logits use native code, as those of all later tokens do."""
+        """The context in which to trace `begin_decode`. Exact logits use native code, like those of all later tokens."""
         with exact.exact_mode(self.compute.exact), decoding_context(self.use_native_code and self.compute.exact):
             yield
 
@@ -84,7 +84,7 @@ class CompiledDecode:
         yield chunk
 
         while not done.all() or reprefill_length:
-            # LongRoPE: rows paused at the switch length; all are prefilled again with the long factors.
+            # LongRoPE: rows have paused at the switch length; all are prefilled again with the long factors.
             if done.all():
                 with allow_transfers():
                     state = _with_settings(state, settings, self.sharding)
@@ -112,7 +112,7 @@ class CompiledDecode:
     ) -> None:
         """Compile the four programs concurrently: each is lowered here and compiled in a thread.
 
-        Only with a compilation cache and without a mesh: over a mesh the output sharding, which the next program needs, is
+        Only with a compilation cache and without a mesh: on a mesh, the next program needs the output sharding, which is
         known only after compilation.
         """
         size = prefill_chunk(options, tokens.shape[1])
@@ -265,7 +265,7 @@ def round_capacity(prompt: int, new: int) -> int:
 
 
 def prefill_chunk(options: CacheOptions, longest: int) -> int:
-    """Prompt tokens per prefill call; with a window at most as many, because its pages hold the window and one chunk."""
+    """Prompt tokens per prefill call; about a window at most, because the pages hold the window and one chunk."""
     if options.window is None:
         return min(longest, LARGEST_PREFILL)
     return min(bucket(min(options.window, longest), SMALLEST_PREFILL), LARGEST_PREFILL)

@@ -32,7 +32,7 @@ STEPS_PER_CHUNK = 4  # decode steps; the loop can only exit between chunks, so c
 
 
 class DecodeSettings(struct.PyTreeNode):
-    """The settings of the rows of a batch.
+    """Settings for the rows of a batch.
 
     Attributes:
       sampling: arrays [B].
@@ -50,11 +50,11 @@ class DecodeState(struct.PyTreeNode):
 
     Attributes:
       cache: the KV cache.
-      settings: the settings of the rows.
+      settings: settings for the rows.
       token: int32[B], the last sampled token, the input of the next step.
       seen: bool[B, V] (V with padding), tokens that occur in the prompt or the continuation, for the repetition penalty.
       count: int32[B], tokens generated so far.
-      done: bool[B], the row has generated a stop token or reached its limit, or is unused (serving).
+      done: bool[B], whether the row has generated a stop token, has reached its limit, or is unused (serving).
     """
 
     cache: KVCache
@@ -73,7 +73,7 @@ class PrefillState(NamedTuple):
 
 
 class TokenChunk(NamedTuple):
-    """The next n tokens of each row: JAX arrays, or NumPy arrays where `stream` yields them.
+    """The next n tokens of each row: JAX arrays, or NumPy arrays if yielded by `stream`.
 
     Attributes:
       tokens: int32[B, n].
@@ -122,7 +122,7 @@ def prefill(
 
     Args:
       tokens: padded on the right.
-      positions: `lengths` int32[B], how many of the T tokens of each row are valid (0: its prompt has ended);
+      positions: `lengths` int32[B], how many of each row's T tokens are valid (0 if its prompt has ended);
         `rope_lengths` int32[B], lengths of the whole prompts, for length-dependent RoPE scaling.
     """
     token_hidden, cache = forward(
@@ -143,9 +143,9 @@ def begin_decode(
     settings: DecodeSettings,
     sharding: Sharding = Sharding(),
 ) -> tuple[DecodeState, TokenChunk]:
-    """Sample the first token of each row, whose prompt of `lengths` tokens is in the cache: the state, and these tokens.
+    """Sample the first token of each row; its prompt of `lengths` tokens is in the cache. Returns the state and the tokens.
 
-    After an exact prefill call it in the context `ops.exact.exact_mode(True)`.
+    After an exact prefill, call it in the context `ops.exact.exact_mode(True)`.
     """
     batch = len(tokens)
     seen = mark_seen(jnp.zeros((batch, lm_head_of(config, params).shape[0]), bool), tokens, lengths)
@@ -169,13 +169,13 @@ def mark_seen(
 ) -> Bool[Array, "B V"]:
     """`DecodeState.seen` with the first `lengths` tokens of each row."""
     batch, width = tokens.shape
-    # No id is free to stand for padding: its index is out of range, and the scatter drops it.
+    # Every id is a token, so padding gets an index out of range, which the scatter drops.
     token_or_out_of_range = jnp.where(jnp.arange(width)[None] < lengths[:, None], tokens, seen.shape[1])
     return seen.at[jnp.arange(batch)[:, None], token_or_out_of_range].set(True, mode="drop")
 
 
 def with_settings(state: DecodeState, settings: DecodeSettings, sharding: Sharding = Sharding()) -> DecodeState:
-    """Replace the settings; rows that were not ended by a stop token continue to the new limits."""
+    """Replace the settings; rows without a stop token continue to the new limits."""
     stopped = jnp.any(state.token[:, None] == settings.stop, axis=-1)
     return state.replace(settings=settings, done=sharding.constrain(stopped | (state.count >= settings.limit), "replicated"))
 
@@ -189,7 +189,7 @@ def decode(
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
 ) -> tuple[DecodeState, Int32[Array, ""], TokenChunk]:
-    """Run up to `chunks` chunks of `STEPS_PER_CHUNK` decode steps, fewer if all rows are done before.
+    """Run up to `chunks` chunks of `STEPS_PER_CHUNK` decode steps; fewer if all rows are done earlier.
 
     Args:
       chunks: at most `max_chunks`.
@@ -218,8 +218,8 @@ def decode_chunks(
 
     Args:
       step: maps a state to the next state and the results of this step, arrays [B].
-      out: for each result an array [B, n], n at least offset + chunks * STEPS_PER_CHUNK, into which it is written.
-      offset: the first column that is written.
+      out: an array [B, n] for each result, into which it is written; n is at least offset + chunks * STEPS_PER_CHUNK.
+      offset: the first column to write.
     """
 
     def run_chunk(carry: Any) -> Any:
@@ -247,7 +247,7 @@ def compute_logits(
 def sample_next(
     state: DecodeState, logits: Float32[Array, "B V"], sharding: Sharding, logit_mask: LogitMask | None = None
 ) -> tuple[DecodeState, Float32[Array, " B"]]:
-    """Sample one more token of each row that is not done: the next state, and `TokenChunk.logprobs` of these tokens."""
+    """Sample the next token of each row that is not done. Returns the next state and `TokenChunk.logprobs` of the tokens."""
     sample_rows = _sample_in_blocks if exact.is_exact() else _sample
     token, logprobs = sample_rows(state, logits, logit_mask)
     seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(state.seen, token)
@@ -263,7 +263,7 @@ def sample_next(
 
 
 def _sample(state: DecodeState, logits: jax.Array, logit_mask: LogitMask | None) -> tuple[jax.Array, jax.Array]:
-    """A token of each row (a row that is done repeats its last one) and its log-probability, both [B]."""
+    """A token for each row (a finished row repeats its last one) and its log-probability, both [B]."""
     token = sample(logits, state.settings.sampling, state.seen, state.count, logit_mask)
     token = jnp.where(state.done, state.token, token)
     return token, exact.logprob_of(logits, token)
@@ -289,7 +289,7 @@ def decode_step(
     sharding: Sharding,
     sample_fn: Callable[[DecodeState, Float32[Array, "B V"], Sharding], tuple[DecodeState, Any]] = sample_next,
 ) -> tuple[DecodeState, tuple[Int32[Array, " B"], Any, Bool[Array, " B"]]]:
-    """Run the model on the last token of each row, and sample the next token of the rows that are not done.
+    """Run the model on the last token of each row, and sample the next token of rows that are not done.
 
     Returns:
       The next state, and (token, logprob, valid), each [B].

@@ -1,4 +1,4 @@
-"""Drafters, which propose the next tokens of every row, and their counts; `inference.speculation` verifies the drafts."""
+"""Drafters, which propose the next tokens of every row, and their statistics; `inference.speculation` verifies drafts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from llama_jax.model.cache import CacheOptions
 from llama_jax.model.params import Llama
 
 PreparedPrompts = tuple[PromptTokens, PromptLengths, DecodeSettings]  # the result of `prepare_inputs`
-MAX_DRAFT_TOKENS = 15  # 16 with the token before them, which fit in any cache with a window (`prefill_chunk`)
+MAX_DRAFT_TOKENS = 15  # 16 with the token before them, which fit any cache with a window (`prefill_chunk`)
 
 
 class Drafter(ABC):
     """A way to propose tokens. The proposals do not change which tokens are generated, only the speed.
 
-    To write your own, subclass this and `flax.struct.PyTreeNode` and define `propose`. Its state between passes
-    is a pytree of its own, `memory`, which is passed in and returned.
+    To write your own, subclass this and `flax.struct.PyTreeNode` and define `propose`. The state between passes is a
+    separate pytree, `memory`, which is passed in and returned.
 
     Attributes:
-      tokens: largest number proposed per row and pass, 1 to 15. Fewer, or none, are drafted where that is faster.
+      tokens: maximum number of tokens proposed per row and pass, 1 to 15. Fewer or none are drafted if that is faster.
 
     Raises:
-      GenerationError: another number.
+      GenerationError: an invalid number.
     """
 
     tokens: int
@@ -41,27 +41,27 @@ class Drafter(ABC):
     def check(  # noqa: B027  # most can draft for any model
         self, config: LlamaConfig, params: Llama, lengths: PromptLengths, settings: DecodeSettings, options: CacheOptions
     ) -> None:
-        """Raise GenerationError or MeshError where it cannot draft for this model, or for these rows."""
+        """Raise GenerationError or MeshError if it cannot draft for this model or these rows."""
 
     def begin(
         self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions
     ) -> tuple[Drafter, Any]:
-        """The drafter ready for prompts of these lengths, and its memory of them.
+        """The drafter, prepared for prompts of these lengths, and its memory of them.
 
         Args:
-          capacity: tokens that a row may have in the end.
+          capacity: maximum final number of tokens of a row.
         """
         return self, ()
 
     def count_hits(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]] | None:
-        """A function that counts how many drafts of a chunk were or would have been accepted, and their total.
+        """A function that counts how many drafts for a chunk were or would have been accepted, and their total.
 
-        None if drafting itself is expensive.
+        None if drafting is expensive.
         """
         return None
 
     def catch_up(self, memory: Any, history: Int32[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]) -> Any:
-        """The memory after tokens that came without drafting, before `propose` is compiled.
+        """Update the memory with tokens that were generated without drafting. Called outside the compiled `propose`.
 
         Args:
           history: all tokens of the rows.
@@ -76,16 +76,16 @@ class Drafter(ABC):
         """Propose the next tokens of every row; traced by `jax.jit`.
 
         Args:
-          history: the tokens of each row: [0, state.cache.length) have been read, and `state.token` is at index
-            `state.cache.length`. What follows is undefined.
-          count: tokens to propose.
+          history: the tokens of each row: those at [0, state.cache.length) are in the cache, and `state.token` is at index
+            `state.cache.length`. Later entries are undefined.
+          count: number of tokens to propose.
 
         Returns:
-          The tokens, -1 for none; and the memory.
+          The tokens (-1 for no proposal) and the memory.
         """
 
     def roll_back(self, memory: Any, lengths: Int32[Array, " B"]) -> Any:
-        """The memory after the model has read and accepted `lengths` tokens of each row; traced."""
+        """Reduce the memory to the `lengths` tokens of each row that the model has accepted; traced."""
         return memory
 
 
@@ -93,9 +93,9 @@ class Counts(NamedTuple):
     """Statistics of speculative decoding: numbers for one row, or int[B].
 
     Attributes:
-      passes: of the model, with and without drafts, except those of the prefill and the first token.
-      drafted: tokens that were proposed.
-      accepted: how many of the drafts the model chose too.
+      passes: passes of the model, with and without drafts, excluding the prefill and the first token.
+      drafted: number of proposed tokens.
+      accepted: how many of them the model also chose.
     """
 
     passes: Any
@@ -107,14 +107,14 @@ class DraftedChunk(TokenChunk):
     """A `TokenChunk` from speculative decoding; `valid` is False after each row's last token in the chunk.
 
     Attributes:
-      counts: its statistics, int[B].
+      counts: statistics, int[B].
     """
 
     counts: Counts
 
     @classmethod
     def of(cls, chunk: TokenChunk, counts: Counts) -> DraftedChunk:
-        """The chunk without gaps between the tokens of a row."""
+        """Convert a chunk, removing gaps between the tokens of a row."""
         drafted = cls(*chunk)
         if not chunk.valid.all():
             order = np.argsort(~chunk.valid, axis=1, kind="stable")[:, : max(int(chunk.valid.sum(axis=1).max()), 1)]
@@ -124,19 +124,19 @@ class DraftedChunk(TokenChunk):
 
 
 def with_counts(results: Sequence[Any], chunks: Sequence[TokenChunk]) -> list[Any]:
-    """The results of speculative decoding, with the statistics of each row."""
+    """Add the statistics of each row to the results of speculative decoding."""
     totals = [np.sum(each, axis=0) for each in zip(*(counts_of(chunk) for chunk in chunks), strict=True)]
     return [replace(result, counts=Counts(*(int(total[row]) for total in totals))) for row, result in enumerate(results)]
 
 
 def counts_of(chunk: TokenChunk) -> Counts:
-    """The counts of a chunk; zeros where nothing was drafted."""
+    """The counts of a chunk; zeros if nothing was drafted."""
     if isinstance(chunk, DraftedChunk):
         return chunk.counts
     return Counts(*np.zeros((3, len(chunk.valid)), np.int64))
 
 
 def check_number(name: str, value: Any, most: int) -> None:
-    """Raise GenerationError for what is not an integer from 1 to `most`."""
+    """Raise GenerationError unless `value` is an integer from 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise GenerationError(f"{name}={value!r} of a draft must be an integer from 1 to {most}")

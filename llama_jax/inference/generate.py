@@ -1,4 +1,4 @@
-"""Generation for a batch of prompts of any lengths: a compiled prefill, then compiled chunks of decode steps."""
+"""Generation for a batch of prompts of any length: a compiled prefill, then compiled chunks of decode steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Generation:
       tokens: the generated token ids, without the prompt and without the stop token.
       logprobs: log-probability of each token under the model itself, before penalty, temperature and filters.
       finish_reason: "stop" at a stop token, "length" at `max_new_tokens`.
-      counts: with speculative decoding, the number of passes and of tokens drafted and accepted; else None.
+      counts: with speculative decoding, the numbers of passes, drafted tokens and accepted tokens; else None.
     """
 
     tokens: list[int]
@@ -52,21 +52,20 @@ def generate(
     compute: Compute = Compute(),
     draft: Drafter | None = None,
 ) -> list[Generation]:
-    """Continue each prompt. With float32 weights a prompt gets the same tokens in a batch as alone.
+    """Continue each prompt. With float32 weights, a prompt gets the same tokens in a batch as alone.
 
-    With 16-bit or quantized weights a near tie may resolve differently: XLA sums in another order for other shapes, and CPU
+    With 16-bit or quantized weights, near ties may resolve differently: XLA's order of sums depends on the shapes, and CPU
     kernels for block-quantized weights round activations to 8 bits. With LongRoPE, rows that reach the original context
-    length pause there until all others do or end; then they are prefilled again with the long factors, as in transformers.
+    length pause until all others do or end; then they are prefilled again with the long factors, as in transformers.
 
     Args:
       config, params: the model. If the parameters are sharded over a mesh (`load(..., mesh=...)`), generation runs on it.
-      prompts: one sequence of token ids per row, of any lengths, as `tokenizer.encode` returns them (with the
-        begin-of-sequence token).
+      prompts: one sequence of token ids per row, of any length, from `tokenizer.encode` (with the begin-of-sequence token).
       max_new_tokens: maximum number of tokens to generate, one for all rows or one per row.
       sampling: greedy by default; each field is one value or one per row.
-      stop_tokens: ids that end a row, such as `tokenizer.stop_ids`; with none, a row ends at `max_new_tokens`.
+      stop_tokens: ids that end a row, such as `tokenizer.stop_ids`; without any, a row ends at `max_new_tokens`.
       cache: options of the KV cache: int8, or a sliding window, which lets a row become longer than the model's context.
-      compute: the dtype of the computation (by default the parameters'), or a custom attention function.
+      compute: the dtype of the computation (by default that of the parameters), or a custom attention function.
       draft: for speculative decoding, a `PromptLookup` or a `DraftModel`: several draft tokens are verified in one pass.
         It changes the speed but, except for near ties, not the tokens.
 
@@ -75,8 +74,8 @@ def generate(
 
     Raises:
       GenerationError: an empty prompt, an id outside the vocabulary, a length beyond the model's context, an invalid
-        sampling value, or logits that are NaN.
-      ConfigError: parameters that do not match the configuration; a model trained with a custom attention that is missing.
+        sampling value, or NaN logits.
+      ConfigError: parameters that do not match the configuration; a model whose custom attention is missing.
       MeshError: prompts that cannot be divided over the mesh of the parameters.
     """
     chunks = list(
@@ -112,9 +111,9 @@ def stream(
 ) -> Iterator[TokenChunk]:
     """Yield the tokens of all rows in `TokenChunk`s: the first token, then up to 4 * min(`max_chunks`, 64) tokens at a time.
 
-    Arguments and errors as for `generate`. Invalid arguments raise in the call itself; NaN logits raise GenerationError, and
-    parameters that do not match the configuration ConfigError, during iteration. A stop token is yielded as the last valid
-    one of its row.
+    Arguments and errors as for `generate`. Invalid arguments raise in the call itself. During iteration, NaN logits raise
+    GenerationError, and parameters that do not match the configuration raise ConfigError. A stop token is yielded as the
+    last valid token of its row.
     """
     check_max_chunks(max_chunks)
     check_not_traced(params)

@@ -14,7 +14,7 @@ from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import CacheOptions, bucket
 from llama_jax.model.checks import check_tokens
 
-SMALLEST_PREFILL = 16  # tokens to which shorter prompts are padded
+SMALLEST_PREFILL = 16  # shorter prompts are padded to this many tokens
 
 
 def prepare_inputs(

@@ -1,4 +1,4 @@
-"""Rollouts of training by rewards: groups of answers to prompts, sampled by one program."""
+"""Rollouts for reinforcement learning: groups of answers to prompts, sampled by one program."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class RolloutPrompts(NamedTuple):
 
     Attributes:
       tokens: int32[P, W], padded on the right.
-      lengths: int32[P], tokens of each.
-      seeds: uint32[P * group_size], of the random streams of the answers; those of one prompt are consecutive.
+      lengths: int32[P], number of tokens of each prompt.
+      seeds: uint32[P * group_size], seeds of the answers' random streams; those of one prompt are consecutive.
     """
 
     tokens: Any
@@ -48,7 +48,7 @@ class Completions(NamedTuple):
 
     Attributes:
       tokens: int32[B, A], including the stop token that ended an answer.
-      logprobs: float32[B, A], under the distribution that the tokens were sampled from, at the temperature.
+      logprobs: float32[B, A], under the distribution (at the temperature) from which the tokens were sampled.
       valid: bool[B, A], False after an answer's end.
       stopped: bool[B], whether a stop token ended the answer; otherwise it was cut off at A tokens.
     """
@@ -61,13 +61,13 @@ class Completions(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How answers are sampled: from the full distribution.
+    """How answers are sampled, always from the full distribution.
 
     The trainer's log-probabilities are untruncated, so top-k or top-p would bias the importance ratios.
 
     Attributes:
-      group_size: answers to each prompt.
-      max_new_tokens: A, tokens of an answer, its stop token included.
+      group_size: answers per prompt.
+      max_new_tokens: A, maximum number of tokens of an answer, including its stop token.
       temperature: above 0; divides the logits.
       stop: tokens that end an answer.
 
@@ -94,7 +94,7 @@ def roll_out(
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
 ) -> Completions:
-    """Sample `group_size` answers to each prompt, each with the random stream of its seed, whatever else is in the batch.
+    """Sample `group_size` answers to each prompt. Each depends on its own seed, not on the rest of the batch.
 
     Each prompt is prefilled once, and its answers share its pages in the cache. The loop ends when all answers have ended.
     Jit it with `config`, `options`, `compute` and `sharding` bound: one program for all prompts of at most W tokens.
@@ -138,7 +138,7 @@ def roll_out(
 def _prefill(
     config: LlamaConfig, params: Llama, prompts: RolloutPrompts, compute: Compute, sharding: Sharding
 ) -> PrefillState:
-    """All prompts, in chunks; the cache has the dtype of the computation."""
+    """Prefill all prompts in chunks; the cache has the dtype of the computation."""
     tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
     batch, width = tokens.shape
     dtype = jnp.dtype(compute.dtype or params.embedding.dtype)
@@ -154,7 +154,7 @@ def _prefill(
 def _init_decode_state(
     prefilled: PrefillState, prompts: RolloutPrompts, options: RolloutOptions, sharding: Sharding
 ) -> DecodeState:
-    """A state with `group_size` rows for each prompt, before the first token of any."""
+    """A state with `group_size` rows for each prompt, before their first tokens."""
     batch = prefilled.hidden.shape[0] * options.group_size
     with sharding.context():
         cache = repeat_rows(prefilled.cache, options.group_size, options.max_new_tokens, sharding.head_sharding)

@@ -1,8 +1,8 @@
-"""Sampling the next token. Every setting is an array with one value per row, so that rows of a batch may differ.
+"""Sampling the next token. Every setting is an array with one value per row, so rows of a batch may differ.
 
 Repetition penalty, temperature, top-k, top-p and min-p are applied in this order, and keep the same tokens as Hugging Face
-transformers' logits processors, except for ties. Each of the last three keeps the tokens above some score, so together they
-are one threshold per row, which is found by bisection over the bits of the scores. The vocabulary is never sorted.
+transformers' logits processors, except for ties. Each of the last three keeps the tokens above some score. Together they are
+one threshold per row, found by bisection over the bits of the scores; the vocabulary is never sorted.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Sampling(struct.PyTreeNode):
     """How tokens are sampled. Each field is one value for all rows or one per row.
 
     Attributes:
-      temperature: divides the logits; 0 is greedy: the most probable token after the repetition penalty, whatever the other
-        fields are.
+      temperature: divides the logits. 0 is greedy: the most probable token after the repetition penalty; the other fields
+        are ignored.
       top_k: keep the k most probable tokens (and those tied with the last); 0 keeps all.
       top_p: keep the most probable tokens until their probability reaches p (Holtzman et al. 2020, section 3.1), and those
         tied with the last (transformers drops some of them); 1 keeps all.
       min_p: keep tokens at least min_p times as probable as the most probable (Nguyen et al. 2024); 0 keeps all.
       repetition_penalty: logits of tokens already in the row are divided by it where positive and multiplied where
         negative (Keskar et al. 2019, section 4.1); 1 changes nothing.
-      seed: seed of the row's random stream, which does not depend on other rows of the batch. For n different samples of one
-        prompt pass n seeds, `seed=range(n)`.
+      seed: seed of the row's random stream, which does not depend on other rows. For n different samples of one prompt, pass
+        n seeds: `seed=range(n)`.
     """
 
     temperature: PerRow = 0.0
@@ -50,7 +50,7 @@ class Sampling(struct.PyTreeNode):
         """The same settings as arrays of `batch` values.
 
         Raises:
-          GenerationError: an invalid value, or a field with another number of rows; the message names the field.
+          GenerationError: an invalid value, or a field with the wrong number of rows; the message names the field.
         """
 
         def array(name: str, dtype: type, requirement: str, valid: Callable[[np.ndarray], Any]) -> np.ndarray:
@@ -73,8 +73,8 @@ class LogitMask(NamedTuple):
     """Tokens that are not allowed in some rows.
 
     Attributes:
-      needed: bool[], whether there are any.
-      apply: from logits float32[B, V] to logits with -inf for these tokens.
+      needed: bool[], whether there are any such tokens.
+      apply: sets the logits, float32[B, V], of these tokens to -inf.
     """
 
     needed: jax.Array
@@ -93,7 +93,7 @@ def sample(
     Args:
       sampling: arrays [B], from `Sampling.per_row`.
       seen: tokens that occur in the row (prompt and continuation).
-      count: number of tokens that the row has generated: the position in its random stream.
+      count: number of tokens generated in the row: the position in its random stream.
     """
     is_sampled, penalty = sampling.temperature > 0, sampling.repetition_penalty
 
@@ -178,7 +178,7 @@ def _argmax(scores: jax.Array) -> jax.Array:
 
 
 def _ordered_bits(x: AnyArray) -> jax.Array:
-    """uint32 whose order is that of the float32 `x`: the sign bit set for positives, all bits flipped for negatives."""
+    """uint32 with the same order as the float32 `x`: the sign bit set for positives, all bits flipped for negatives."""
     bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0 turns -0 into 0
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -192,8 +192,8 @@ def _from_ordered_bits(bits: jax.Array) -> jax.Array:
 def _largest_threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
     """The largest t for which the weights of the entries at or above t sum to `target` or more: uint32[B].
 
-    With weights of 1 and a target k it is the k-th largest entry. With probabilities and p it is the smallest entry of the
-    nucleus, because the entries strictly above it sum to less than p.
+    With weights of 1 and a target k, it is the k-th largest entry. With probabilities and a target p, it is the smallest
+    entry of the nucleus, because the entries strictly above it sum to less than p.
 
     Args:
       order: uint32[B, V]; weight: float32[B, V]; target: float32[B].

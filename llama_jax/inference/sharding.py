@@ -1,9 +1,9 @@
-"""The sharding of a generation, derived from that of its parameters.
+"""The sharding of a generation, derived from the sharding of its parameters.
 
-The mesh axes that shard the heads of the parameters shard the heads of the cache, those that shard the vocabulary shard the
-logits, and all others shard the rows of the batch. The exception is `context`, which shards the tokens of rows when
+The mesh axes that shard the heads of the parameters also shard the heads of the cache, those that shard the vocabulary shard
+the logits, and all others shard the rows of the batch. The exception is `context`, which shards the tokens of rows when
 prompts are prefilled whole (see `parallel.ring_prefill`) and is not used in decoding. So a model that `load` sharded over a
-mesh generates on it without further arguments.
+mesh generates on that mesh without further arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llama_jax.model.params import Llama
 from llama_jax.ops.attention import HeadSharding
 from llama_jax.ops.platform import nondefault_device
 
-Axes = tuple[str, ...]  # of a mesh, which together shard one axis of an array
+Axes = tuple[str, ...]  # mesh axes that together shard one axis of an array
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class GenerationConstraints:
       rows: the axes of the mesh that shard the batch.
       heads: those that shard the key/value heads.
       vocabulary: those that shard V.
-      width: those that shard the columns of the embedding, D; without this a lookup would gather the table over them.
+      width: those that shard the columns of the embedding, D. Without them a lookup would gather the table.
     """
 
     mesh: Mesh | AbstractMesh
@@ -44,19 +44,19 @@ class GenerationConstraints:
 
     def __call__(self, x: jax.Array, where: str) -> jax.Array:
         match where:
-            case "tokens":  # [B, T], the same on all devices that hold columns of the embedding: each looks them up
+            case "tokens":  # [B, T], the same on all devices with columns of the embedding
                 spec = P(self._lookup)
-            case "embedded":  # [B, T, D], sharded as the table is
+            case "embedded":  # [B, T, D], sharded like the table
                 spec = P(self._lookup, None, self.width)
             case "residual" | "sublayer_input" | "sublayer_output" | "row":  # [B, ...]
                 spec = P(self.rows)
             case "logits":  # [B, V], and other arrays with one entry per token of the vocabulary
                 spec = P(self.rows, self.vocabulary)
-            case "cache":  # [L, P, page, 2K, H], or [L, P, page, 2K]: the key and the value of a head lie side by side
+            case "cache":  # [L, P, page, 2K, H], or [L, P, page, 2K]: key and value of a head are adjacent
                 spec = P(None, self.rows, None, self.heads)
-            case "pages":  # the same of a server, whose rows share all pages
+            case "pages":  # the same in a server, whose rows share all pages
                 spec = P(None, None, None, self.heads)
-            case "replicated":  # what the host reads
+            case "replicated":  # read by the host
                 spec = P()
             case _:
                 raise ValueError(f"no activation of a generation is called {where!r}")
@@ -71,7 +71,8 @@ class GenerationConstraints:
 def sharding_of(params: Llama) -> Sharding:
     """The sharding of a generation with these parameters; without constraints if they are on a single device.
 
-    If the parameters are on a device of a non-default platform, as a CPU beside a GPU, programs are traced under its mesh.
+    If the parameters are on a device of a non-default platform, such as a CPU next to a GPU, programs are traced under its
+    mesh.
     """
     sharding = getattr(params.embedding, "sharding", None)
     if not isinstance(sharding, NamedSharding):

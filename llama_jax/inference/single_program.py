@@ -31,24 +31,24 @@ def complete(
     lengths: Int32[AnyArray, " B"],
     settings: DecodeSettings,
 ) -> TokenChunk:
-    """A whole generation as one pure function, for uses that need a single program: `pmap`, exporting.
+    """A whole generation as one pure function, for uses that need a single program, such as `pmap` and export.
 
     Args:
-      capacity: of a row in tokens: `compiled_decode.round_capacity(longest, new + STEPS_PER_CHUNK)`.
-      tokens, lengths, settings: as `prepare_inputs` gives them.
+      capacity: capacity of a row in tokens: `compiled_decode.round_capacity(longest, new + STEPS_PER_CHUNK)`.
+      tokens, lengths, settings: from `prepare_inputs`.
 
     Returns:
       [B, 1 + capacity].
 
     Raises:
-      GenerationError: a capacity beyond the original context of a "longrope" scaling.
+      GenerationError: a capacity beyond the original context of a "longrope" model.
     """
     batch, width = tokens.shape
     point = longrope_switch_length(config)
     if point is not None and capacity > point:
         raise GenerationError(
-            f"capacity={capacity}: a row is read again after {point} tokens, where the frequencies of the model's longrope"
-            " change, which one program cannot; use `generate`, or a capacity of at most that"
+            f"capacity={capacity}: a longrope model must prefill a row again after {point} tokens, which a single program"
+            " cannot do; use `generate`, or at most that capacity"
         )
     size = min(width, LARGEST_PREFILL)
     prefilled = init_prefill(config, params, batch, capacity)

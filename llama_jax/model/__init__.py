@@ -1,1 +1,1 @@
-"""The model: configuration and parameters applied by `ops`; the only subpackage that knows the whole architecture."""
+"""The model: applies `ops` with a configuration and parameters; the only subpackage that knows the whole architecture."""

@@ -1,8 +1,8 @@
-"""Scaling the channels of a model before it is quantized, by what its own activations make of the errors.
+"""Activation-aware scaling of channels before quantization (AWQ: Lin et al. 2023, section 3.2).
 
-AWQ (Lin et al. 2023, section 3.2): where inputs of a matrix are large, errors of its weights count more. The weights of such
-channels are multiplied by a factor, and what comes before is divided by it, so that the model computes the same, while the
-rounding errors of these channels become smaller by about that factor.
+Errors of a matrix's weights count more for channels with large inputs. The weights of such channels are multiplied by a
+factor, and the preceding operation is divided by it. The model computes the same, but the rounding errors of these channels
+become smaller by about that factor.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from llama_jax.model.trees import layers_of, stack
 from llama_jax.ops.layers import project
 from llama_jax.ops.weights.formats import with_fallback
 
-EXPONENTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75)  # of the mean size of a channel: the factors that are tried
-NUMBERS_AT_ONCE = 1 << 16  # numbers that are quantized at a time, in a processor's cache
-MEASURED_ROWS = 512  # inputs of each matrix, on which errors are measured
+EXPONENTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75)  # candidate factors: powers of a channel's mean absolute input
+NUMBERS_AT_ONCE = 1 << 16  # weights quantized at a time, which fit a processor's cache
+MEASURED_ROWS = 512  # inputs of each matrix on which errors are measured
 Progress = Callable[[Sequence[int]], Iterable[int]]
 
 
 class _Recorded(struct.PyTreeNode):
-    """A matrix that notes some rows of what it is multiplied by."""
+    """A matrix that records some rows of its inputs."""
 
     matrix: Any
     inputs: list[np.ndarray] = struct.field(pytree_node=False)
@@ -57,26 +57,25 @@ class _Recorded(struct.PyTreeNode):
 def scale_channels(
     config: LlamaConfig, params: Llama, tokens: Int[np.ndarray, "B T"], kind: str, *, progress: Progress | None = None
 ) -> Llama:
-    """The same model with channels scaled for a kind, into which its matrices are then quantized as any others.
+    """The same model with channels scaled for quantization to a format; quantize its matrices afterwards as usual.
 
     Args:
-      params: floats.
-      tokens: a text like those that the model is for; a thousand tokens are enough.
+      params: dense parameters.
+      tokens: text of the kind that the model is used for; a thousand tokens are enough.
       kind: see `trees.quantize`.
       progress: wraps the sequence of layers.
 
     Raises:
-      ConfigError: a model with experts or with parts of its own, or parameters that are quantized; a kind that is only read
-        from files.
+      ConfigError: a model with experts or custom parts, quantized parameters, or a format that is only read from files.
     """
     if kind not in MIXTURES:
         raise ConfigError(f"kind={kind!r} is not one of {', '.join(MIXTURES)}")
     if config.experts:
-        raise ConfigError(f"a model with experts={config.experts} has no channels that are scaled for one matrix alone")
+        raise ConfigError(f"channel scaling does not support mixtures of experts; this model has experts={config.experts}")
     if config.parts:
-        raise ConfigError(f"channels are scaled through the library's parts, and this model has {config.parts}")
+        raise ConfigError(f"channel scaling needs the library's parts, and this model has {config.parts}")
     if any(hasattr(leaf, "planes") for leaf in _leaves(params)):
-        raise ConfigError("channels are scaled of floats: load with a dtype")
+        raise ConfigError("channel scaling needs dense parameters; load the model with a dtype")
     layers_before, recorded, blocks = layers_of(params), _recorded(params.blocks), []
     forward(config, params.replace(blocks=recorded), jnp.asarray(tokens))
     jax.effects_barrier()
@@ -103,11 +102,11 @@ def _recorded(block: Block) -> Block:
 def _scaled(
     config: LlamaConfig, block: Block, layer: int, recorded: Block, quantized: Callable[[str, np.ndarray], np.ndarray]
 ) -> Block:
-    """A layer, its matrices from the last to the first: those before `out` and `down` get other rows."""
+    """A scaled layer. Matrices are scaled from last to first, because scaling `out` and `down` changes those before them."""
     attention, ffn = block.attention, block.feed_forward
     heads = (config.n_kv_heads, config.queries_per_kv_head, config.head_dim)
     inputs = recorded.attention.out.inputs[layer]
-    # The queries of a group share their values, and so the factors.
+    # The queries of a group share their values, and so their factors.
     shared = lambda sizes: np.broadcast_to(sizes.reshape(heads).mean(1, keepdims=True), heads).reshape(-1)
     factors = _best(inputs, {"blocks.attention.out": attention.out}, quantized, shared)
     attention = _attention_with(attention, factors.reshape(heads)[:, 0])
@@ -127,7 +126,7 @@ def _scaled(
 
 
 def _attention_with(attention: Attention, factors: np.ndarray) -> Attention:
-    """Values divided by factors [K, H], and `out` multiplied by them."""
+    """Divide the values by factors [K, H], and multiply `out` by them."""
     groups = attention.qkv.shape[1] - 2
     row_factors = np.ones(attention.qkv.shape[:-1], np.float32)
     row_factors[:, -1] = factors
@@ -142,7 +141,7 @@ def _best(
     quantized: Callable[[str, np.ndarray], np.ndarray],
     shared: Callable[[np.ndarray], np.ndarray] = lambda sizes: sizes,
 ) -> np.ndarray:
-    """The factors for the columns of matrices, by path, with which they are least wrong on their inputs: float32[D]."""
+    """The column factors with the smallest output error of the quantized matrices (by path) on these inputs: float32[D]."""
     sizes = np.maximum(shared(np.abs(inputs).mean(0)), 1e-6)
     arrays = {path: np.asarray(matrix, np.float32) for path, matrix in matrices.items()}
     best, least = np.ones_like(sizes), np.inf
@@ -159,14 +158,14 @@ def _best(
 
 
 def _quantized(matrix: np.ndarray, kinds: tuple[str, ...]) -> np.ndarray:
-    """The numbers that a matrix is quantized to, its parts [K, width, H, D] side by side in kinds of their own."""
+    """The values of a matrix after quantization; its parts [K, width, H, D] may have different formats."""
     ends = [matrix.shape[1] - i for i in range(len(kinds) - 1, 0, -1)] if len(kinds) > 1 else []
     parts = np.split(matrix, ends, axis=1) if ends else [matrix]
     decoded = []
     for part, kind in zip(parts, kinds, strict=True):
         form = with_fallback(kind, part.shape[-1])
         if form.encode is None or part.shape[-1] % form.block:
-            raise ConfigError(f"rows of {part.shape[-1]} numbers are no whole blocks of {kind}, which have {form.block}")
+            raise ConfigError(f"{kind} needs rows in multiples of {form.block}, not of {part.shape[-1]} numbers")
         rows = part.reshape(-1, part.shape[-1])
         step = max(1, NUMBERS_AT_ONCE // rows.shape[-1])
         runs = [form.decode(*form.encode(rows[i : i + step])) for i in range(0, len(rows), step)]

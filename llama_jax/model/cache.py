@@ -35,8 +35,8 @@ class CacheOptions:
     Attributes:
       dtype: "int8": a quarter of float32's bytes, with one scale per head and position. None: the dtype of the parameters.
       window: sliding window: each token attends to this many positions, so that memory does not grow with the text.
-      sinks: with a window, number of first tokens that later tokens always attend to (attention sinks). Without them the
-        loss of a model trained with full attention rises sharply (Xiao et al. 2023, section 3.1); 4 are usual.
+      sinks: with a window, number of first tokens that later tokens always attend to (attention sinks). Without them, the
+        loss of a model trained with full attention rises sharply (Xiao et al. 2023, section 3.1); 4 is usual.
 
     Raises:
       GenerationError: an invalid value.
@@ -60,13 +60,13 @@ class KVCache(struct.PyTreeNode):
     """Keys and values of the tokens processed so far.
 
     All rows use pages of one pool. Rows with a common prefix may share pages; the caller must ensure that shared pages are
-    not written. `init_cache` gives every row its own.
+    not written. `init_cache` gives every row its own pages.
 
     Attributes:
       pages: [L, P, page, 2K, H], for each token the key of head k at 2k and its value at 2k + 1; `Quantized` for int8.
-      table: int32[R, n], the pages of each row in order. With a window the pages of tokens outside it are reused: a
-        table entry may refer to a page that now holds later tokens. Over a mesh that shards the rows, P is sharded with
-        them, and a row's pages are on its device.
+      table: int32[R, n], the pages of each row in order. With a window, the pages of tokens outside it are reused: a
+        table entry may refer to a page that now holds later tokens. If a mesh shards the rows, it also shards P, and a row's
+        pages are on its device.
       length: int32[R], tokens of each row in the cache.
       window: number of positions that a token attends to; None: all.
       sinks: as in `CacheOptions`.
@@ -80,14 +80,14 @@ class KVCache(struct.PyTreeNode):
 
     @property
     def capacity(self) -> int:
-        """Maximum number of tokens of a row."""
+        """Maximum number of tokens per row."""
         return self.table.shape[-1] * self.pages.shape[2]
 
     def view(self, new: int, starts: Int32[AnyArray, " starts"] | None) -> PagedView:
         """The `PagedView` of a pass with new tokens, without the pages and the layer.
 
         Args:
-          new: new tokens per row; ignored in a ragged batch, with `starts`, see `Positions.starts`.
+          new: new tokens per row; ignored in a ragged batch (with `starts`, see `Positions.starts`).
         """
         if starts is not None:
             return PagedView(None, None, self.table, self.length + starts[1:] - starts[:-1], starts)
@@ -105,11 +105,11 @@ def init_cache(
     sinks: int = 0,
     at_once: int = 1,
 ) -> KVCache:
-    """An empty cache for `batch` rows of at most `capacity` tokens, each with pages of its own.
+    """An empty cache for `batch` rows of at most `capacity` tokens, each with its own pages.
 
     Args:
-      dtype: that of the parameters; or int8, with one scale per head and position.
-      window: number of positions that a token attends to. A row has pages for these only, whatever the capacity.
+      dtype: the dtype of the parameters; or int8, with one scale per head and position.
+      window: number of positions that a token attends to. A row has pages only for these, regardless of the capacity.
       sinks: as in `CacheOptions`.
       at_once: with a window, the maximum number of tokens per row in one pass.
 
@@ -143,12 +143,12 @@ def init_pages(
 
 
 def _own_pages(batch: int, count: int, entry: Int[np.ndarray, " n"]) -> Int32[Array, "{batch} n"]:
-    """The page table of rows with `count` pages each; `entry` is each entry's page, numbered within the row."""
+    """The page table of rows with `count` pages each; `entry` contains each entry's page number within the row."""
     return jnp.asarray(np.arange(batch)[:, None] * count + entry, jnp.int32)
 
 
 def pages_of(capacity: int, window: int | None, sinks: int, at_once: int, page_size: int = PAGE_SIZE) -> tuple[int, int]:
-    """The number of pages of a row for sinks, and the number of its other pages, with a window used as a ring."""
+    """The number of pages of a row for sinks, and of its other pages, which are a ring if there is a window."""
     total = -(-capacity // page_size)
     if window is None:
         return 0, total
@@ -167,7 +167,7 @@ def cache_bytes(
 ) -> int:
     """Bytes of the keys and values of `batch` rows of `length` tokens: 2 * L * B * K * S * H * itemsize.
 
-    int8 takes 4 more bytes per head and position, for the scale. With a window S is the number of tokens in its pages.
+    int8 takes 4 more bytes per head and position, for the scale. With a window, S is the number of tokens in its pages.
     """
     if options.window is not None:
         length = min(length, PAGE_SIZE * sum(pages_of(length, options.window, options.sinks, at_once)))
@@ -189,14 +189,14 @@ def cache_from(
 
 
 def is_quantized(cache: KVCache) -> bool:
-    """Whether it is an int8 cache, whose keys are transformed by `ops.int8.smooth_keys`."""
+    """Whether this is an int8 cache, whose keys are transformed by `ops.int8.smooth_keys`."""
     return isinstance(cache.pages, Quantized)
 
 
 def repeat_rows(cache: KVCache, copies: int, extra_tokens: int, head_sharding: HeadSharding | None = None) -> KVCache:
     """A cache with `copies` consecutive rows for each row of `cache`, each with room for `extra_tokens` more.
 
-    They share the full pages of the row. Each has its own copy of the last page, to which it writes its next tokens.
+    The copies share the full pages of the row. Each has its own copy of the last page, for its next tokens.
 
     Args:
       cache: without a window.
@@ -239,7 +239,7 @@ def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KV
     """Gather the pages of each row for attention without pages; int8 is dequantized to `dtype`.
 
     Returns:
-      Keys and values [R, K, S, H]; for a ragged batch of `count` = T tokens [T, K, S, H], the row of each token.
+      Keys and values [R, K, S, H]; for a ragged batch of `count` = T tokens, those of each token's row, [T, K, S, H].
     """
     table = view.table if view.tokens_per_row is not None else view.table[view.tokens(count)[0]]
 
@@ -256,5 +256,5 @@ def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KV
 
 
 def bucket(length: int, smallest: int) -> int:
-    """`length` rounded up to a power of two, so that programs are compiled for few sizes instead of every length."""
+    """`length` rounded up to a power of two, so that programs are compiled for a few sizes instead of every length."""
     return max(smallest, 1 << math.ceil(math.log2(max(length, 1))))

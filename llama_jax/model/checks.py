@@ -1,4 +1,4 @@
-"""Checks of the arguments of a forward pass, before anything is computed."""
+"""Checks of a forward pass's arguments, before anything is computed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_arguments(
         if value is None:
             continue
         if cache is not None:
-            raise GenerationError(f"{name} are for packed rows, which have no cache; leave one of the two out")
+            raise GenerationError(f"{name} are for packed rows, which have no cache; omit one of the two")
         if value.shape != tokens.shape or not jnp.issubdtype(value.dtype, jnp.integer):
             kind = f"{value.dtype}{list(value.shape)}"
             raise GenerationError(f"{name} are {kind}; int{list(tokens.shape)}, as the tokens, is needed")
@@ -48,11 +48,11 @@ def check_arguments(
     if cache is not None:
         _check_cache(config, tokens, cache, positions)
     elif positions.starts is not None:
-        raise GenerationError("starts are for rows of a cache; leave them out")
+        raise GenerationError("starts are for rows of a cache; omit them")
 
 
 def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, positions: Positions) -> None:
-    """Raise for a cache of another model or of other rows, and for tokens that do not fit: they would be dropped."""
+    """Raise for a cache of another model or with other rows, and for tokens that do not fit, which would be dropped."""
     wanted, shape = (config.n_layers, 2 * config.n_kv_heads, config.head_dim), cache.pages.shape
     if (shape[0], *shape[3:]) != wanted:
         raise GenerationError(
@@ -85,8 +85,8 @@ def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, positio
 def check_params(config: LlamaConfig, params: Llama) -> None:
     """Raise unless parameters have the shapes of a configuration.
 
-    A table may have more rows than the vocabulary: padding, to divide it over devices (`parallel.padding`). With fewer, a
-    lookup would silently take another token's row.
+    A table may have more rows than the vocabulary: padding, to shard it evenly (`parallel.padding`). With fewer rows, a
+    lookup would silently return another token's row.
 
     Raises:
       ConfigError: a parameter that is missing, unexpected or of the wrong shape; the message names it.
@@ -140,74 +140,73 @@ def check_exact(params: Llama, cache: KVCache | None, positions: Positions, shar
     """Check that a pass can be exact.
 
     Raises:
-      ConfigError: hooks; rows hold several texts; or matrices are multiplied with other tokens as well: those of experts,
-        and of adapters in a table.
+      ConfigError: hooks; packed rows; experts or adapter tables, whose matmuls depend on the other tokens.
       MeshError: as `check_exact_devices`.
     """
     if params.hooks is not None:
-        raise ConfigError("exact=True has no hooks; leave one of the two out")
+        raise ConfigError("exact=True does not support hooks; omit one of the two")
     if cache is None and not (positions.segment_ids is None and positions.position_ids is None):
-        raise ConfigError("exact=True is for rows of one text each; pass no segment_ids and position_ids")
+        raise ConfigError("exact=True does not support packed rows; omit segment_ids and position_ids")
     if any(hasattr(leaf, "of_adapter") for leaf in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "of_adapter"))):
-        raise ConfigError("exact=True is not for tables of adapters; load the one that is used, alone")
+        raise ConfigError("exact=True does not support adapter tables; load only the adapter that is used")
     if params.blocks.feed_forward.router is not None:
-        raise ConfigError("exact=True is not for mixtures of experts: a matmul has the tokens that chose the same one")
+        raise ConfigError("exact=True does not support mixtures of experts, whose matmuls depend on the other tokens")
     check_exact_devices(sharding)
 
 
 def check_exact_devices(sharding: Sharding) -> None:
-    """Raise MeshError for several devices, which would add their parts of sums."""
+    """Raise MeshError for several devices, whose order of partial sums is not fixed."""
     if sharding.mesh is not None and sharding.mesh.size > 1:
-        raise MeshError("exact=True is for one device; a mesh adds the parts of a sum in an order of its own")
+        raise MeshError("exact=True is for one device; the order of sums on a mesh is not fixed")
 
 
 def check_no_hooks(params: Any) -> None:
-    """Raise ConfigError for parameters with hooks, which no file and no training state holds."""
+    """Raise ConfigError for parameters with hooks, which cannot be part of files or training states."""
     if getattr(params, "hooks", None) is not None:
         raise ConfigError(
-            "hooks are not saved, trained or attached; take params.replace(hooks=None), and add hooks afterwards"
+            "parameters with hooks cannot be saved, trained or attached; use params.replace(hooks=None) and add hooks later"
         )
 
 
 def check_hooks(config: LlamaConfig, params: Llama, cache: KVCache | None, compute: Compute, sharding: Sharding) -> None:
-    """Raise ConfigError for hooks at points that a pass does not have."""
+    """Raise ConfigError for hooks at points that the pass does not have."""
     points = set(params.hooks or ())
     own = config.parts.attend is not None or compute.attention != "auto" or sharding.attend is not None
     if own and points & {"scores", "pattern"}:
-        raise ConfigError("hooks at scores and pattern have plain attention; leave out attention, parts.attend and context")
+        raise ConfigError("hooks at scores and pattern need plain attention; leave out attention, parts.attend and context")
     if config.parts.feed_forward is not None and "neurons" in points:
-        raise ConfigError("hooks at neurons have the library's feed-forward; leave out parts.feed_forward")
+        raise ConfigError("hooks at neurons need the library's feed-forward; leave out parts.feed_forward")
     if cache is not None and cache.sinks and points & {"queries", "scores", "pattern"}:
         raise ConfigError(
-            "hooks at queries, scores and pattern are not for a cache with sinks, which have queries of their own"
+            "hooks at queries, scores and pattern do not support a cache with sinks, which have separate queries"
         )
     if params.blocks.feed_forward.router is not None and "neurons" in points:
-        raise ConfigError("hooks at neurons are not for mixtures of experts, whose tokens have different ones")
+        raise ConfigError("hooks at neurons do not support mixtures of experts, whose neurons differ by token")
 
 
 def check_parts_found(config: LlamaConfig) -> None:
-    """Raise ConfigError for a model with functions of its own that are known by name alone."""
+    """Raise ConfigError for a model with custom functions of which only the names are known."""
     if config.parts.missing:
         named = " and ".join(f"{part}={name}" for part, name in config.parts.missing.items())
         raise ConfigError(
-            f"the model has parts of its own, {named}, which no file of it holds: pass the Python file that defines them,"
+            f"the model has parts of its own, {named}, which are not in its files: pass the Python file that defines them,"
             " with --parts FILE.py; from Python, config = llama_jax.with_parts(config, 'FILE.py'), or the parts of a recipe"
         )
 
 
 def check_parts(config: LlamaConfig, compute: Compute) -> None:
-    """Raise ConfigError for functions of the user that a pass would not call."""
+    """Raise ConfigError for custom functions that a pass would not call."""
     parts = config.parts
     if parts and compute.exact:
         raise ConfigError(f"exact=True is for the library's parts, and the model has {parts}; leave exact out")
     if parts.attend is not None and compute.attention != "auto":
         raise ConfigError(f"attention={compute.attention!r} is for the library's attention, which {parts} replaces")
     if parts.feed_forward is not None and config.experts:
-        raise ConfigError(f"feed_forward of {parts} is for models without experts, and this one has {config.experts}")
+        raise ConfigError(f"feed_forward of {parts} is for models without experts, but this one has {config.experts}")
 
 
 def call_part(name: str, function: Any, x: jax.Array, *args: Any, **options: Any) -> jax.Array:
-    """Call a user's function and check its result's shape, since axes in another order might go unnoticed."""
+    """Call a custom function and check the shape of its result, because swapped axes might go unnoticed."""
     found = function(x, *args, **options)
     kind, wanted = (f"{getattr(x, 'dtype', type(x))}{list(getattr(x, 'shape', ()))}" for x in (found, x))
     if kind != wanted:

@@ -53,8 +53,8 @@ def forward(
     that valid ones attend to, so the causal mask excludes it.
 
     Args:
-      tokens: ids in [0, V). Neither ids outside (which `model.logits.logits` and `generate` reject) nor positions beyond
-        `config.max_seq_len` are checked here. A ragged batch is int32[T, 1], all rows concatenated, with
+      tokens: ids in [0, V). Invalid ids (which `model.logits.logits` and `generate` reject) and positions beyond
+        `config.max_seq_len` are not detected here. A ragged batch is int32[T, 1], all rows concatenated, with
         `positions.starts`.
       cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. Passes with a cache are not
         differentiable.
@@ -69,8 +69,8 @@ def forward(
 
     Raises:
       ConfigError: the parameters do not match the configuration.
-      GenerationError: the tokens are not int[B, T], or do not fit into the cache; positions have another shape; packed rows
-        with a cache. Under `jit` only overflow of an empty cache is detected; callers must count tokens.
+      GenerationError: the tokens are not int[B, T], or do not fit into the cache; positions have the wrong shape; packed
+        rows with a cache. Under `jit`, only overflow of an empty cache is detected; callers must count tokens.
     """
     options = PassOptions(positions, compute, sharding)
     with sharding.context(), exact.exact_mode(compute.exact), tracing_context(params):
@@ -83,7 +83,7 @@ def forward(
 def _forward_exactly(
     config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, options: PassOptions
 ) -> tuple[jax.Array, Any]:
-    """`forward` in exact mode: all rows as one ragged batch, padded to whole blocks; without a cache, in a temporary one."""
+    """`forward` in exact mode: all rows as one ragged batch, padded to whole blocks, with a temporary cache if needed."""
     (batch, length), positions = tokens.shape, options.positions
     check_exact(params, cache, positions, options.sharding)
     check_arguments(config, params, tokens, cache, positions)
@@ -108,7 +108,7 @@ def _forward_exactly(
 
 
 def _to_column(x: jax.Array, padding: int) -> jax.Array:
-    """All entries as [T, 1], followed by `padding` zeros."""
+    """Reshape all entries to [T, 1], followed by `padding` zeros."""
     return jnp.pad(x.reshape(-1, 1), ((0, padding), (0, 0)))
 
 
@@ -127,11 +127,11 @@ class _SharedInputs(NamedTuple):
     """Inputs that all layers share. A layer kind is an index into `LlamaConfig.layer_kinds`.
 
     Attributes:
-      rope: for each layer kind the cosines and sines of the tokens' positions, float32[B, 1, T, 1, H/2].
+      rope: for each layer kind, the cosines and sines of the tokens' positions, float32[B, 1, T, 1, H/2].
       masks: which keys each query attends to, for each distinct size of attention chunks.
-      sink_rope: as `rope`, for the scores between queries and sink keys; None without sinks.
-      query_scale: factor of the queries, float32[B, 1, T, 1, 1], or None.
-      paged: the pages of each row, without `pages` and `layer`, which every layer fills in; None without a cache.
+      sink_rope: like `rope`, for the scores between queries and sink keys; None without sinks.
+      query_scale: factor for the queries, float32[B, 1, T, 1, 1], or None.
+      paged: the pages of each row, without `pages` and `layer`, which are set in every layer; None without a cache.
       position_ids: int32[B, T], for hooks; None without hooks.
     """
 
@@ -160,11 +160,11 @@ def run_layers(
     kinds = config.layer_kinds
     layer_kind = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
     chunks = _chunk_sizes(config, tokens, cache, positions)
-    # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. For 8B on eight v5e this has less
-    # than 1.05 times the minimal HBM traffic, a kernel per device 1.24 times.
+    # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. For 8B on eight v5e, this has less
+    # than 1.05 times the minimal HBM traffic; a kernel per device has 1.24 times.
     head_sharding = sharding.head_sharding if positions.starts is None else None
     attend_layer = _layer_attention(config, compute, sharding, cache, chunks, head_sharding)
-    per_token = ops.apply  # applies operations on each token by itself: at once, or in exact mode block by block
+    per_token = ops.apply  # applies per-token operations to all tokens at once, or in exact mode block by block
     if compute.exact:
         per_token = partial(_map_blocks, jnp.asarray(positions.starts)[-1])
     shared = _shared_inputs(config, tokens, cache, positions, chunks, per_token, params.hooks is not None)
@@ -185,7 +185,7 @@ def run_layers(
     def run_layer(
         block: Block, hidden: jax.Array, pages: Any, shared: _SharedInputs, index: jax.Array, unrolled_index: int | None
     ) -> Any:
-        # In a scan over layers that differ, the layer kind is traced.
+        # In a scan over different layers, the layer kind is traced.
         static_index = unrolled_index if len(kinds) > 1 else 0
         kind = jnp.asarray(layer_kind)[index] if static_index is None else layer_kind[static_index]
         call_hooks = HookCaller(params.hooks, shared.position_ids, index)
@@ -244,7 +244,7 @@ def run_layers(
             *carry, kept = scanned_layer(layer_params(*layer), *carry, shared, layer[1])
             return tuple(carry), kept
 
-        # The cache is in the carry: as input and output of the scan it would be copied whole at every call.
+        # The cache is in the carry: as input and output of the scan, it would be copied at every call.
         carry, kept = lax.scan(scan_layer, carry, (sliced, jnp.arange(config.n_layers)))
     hidden, pages = carry
     hidden = call_outer_hooks("final", per_token(partial(apply_final_norm, config, params), hidden))
@@ -263,14 +263,14 @@ def _map_blocks(count: jax.Array, function: Callable[..., Any], *trees: Any) -> 
 def apply_final_norm(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """The hidden states that `forward` returns, from the residual stream after the last layer."""
     # An overflow persists in the residual stream, so checking here suffices for pre-norm inputs; norms of sublayer outputs
-    # check themselves.
+    # have their own check.
     hidden = _norm(config, hidden, params.final_norm, checked=True)
-    # Scaled here instead of at the logits, so that `unembed` and the losses need not do it.
+    # Scaled here instead of at the logits, so that `unembed` and the losses need not scale.
     return _scaled(hidden, 1 / config.logits_scaling)
 
 
 def _norm(config: LlamaConfig, x: jax.Array, weight: AnyArray, *, checked: bool = False) -> jax.Array:
-    """RMSNorm, or the model's own norm."""
+    """RMSNorm, or the model's custom norm."""
     if config.parts.norm is None:
         return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset, checked=checked)
     if config.norm_offset:
@@ -290,7 +290,7 @@ def _layer_attention(
     chunks: list[int | None],
     head_sharding: HeadSharding | None,
 ) -> Callable[[int | jax.Array, _Heads, KVView | PagedView, tuple[AttentionMask, ...], HookCaller], jax.Array]:
-    """A function that computes the attention of a layer of a kind: [B, K, T, G, H]."""
+    """A function that computes the attention of a layer of a given kind: [B, K, T, G, H]."""
     custom_attention = config.parts.attend is not None or compute.attention != "auto"
     if sharding.attend is not None and custom_attention:
         raise MeshError("a mesh with `context` uses ring attention only; do not set attend or attention")
@@ -304,7 +304,7 @@ def _layer_attention(
         options["backend"] = compute.attention
     cache_window = None if cache is None else cache.window
     distinct_chunks = list(dict.fromkeys(chunks))
-    # For each layer kind its window and the index of its mask, one per size of attention chunks.
+    # The window of each layer kind, and the index of its mask; there is one mask per size of attention chunks.
     variants = [
         (min((w for w in (layer.window, cache_window) if w is not None), default=None), distinct_chunks.index(chunk))
         for layer, chunk in zip(config.layer_kinds, chunks, strict=True)
@@ -347,8 +347,8 @@ def _layer_attention(
             return call_hooks.attend(heads.queries, view, allowed[kind], config.score_scale)
         if isinstance(kind, int):
             return attend_variant(variants[kind], heads, view, masks)
-        # `lax.switch` inside the scan, so that only attention is compiled once per variant: the size of the program depends
-        # neither on the depth nor on the period, and no remainder layers are unrolled.
+        # `lax.switch` inside the scan, so that only attention is compiled once per variant: the program's size depends on
+        # neither the depth nor the period, and no remainder layers are unrolled.
         index = jnp.asarray([distinct_variants.index(variant) for variant in variants])[kind]
         return lax.switch(index, [partial(attend_variant, variant) for variant in distinct_variants], heads, view, masks)
 
@@ -357,7 +357,7 @@ def _layer_attention(
 
 def _chunk_sizes(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, positions: Positions) -> list[int | None]:
     """The size of the attention chunks of each layer kind; None if all positions are in the first chunk."""
-    end: int | None = tokens.shape[1]  # an upper bound of the positions, or None if unknown
+    end: int | None = tokens.shape[1]  # an upper bound on the positions, or None if unknown
     if cache is not None:
         end = cache.capacity
     end = end if positions.position_ids is None else None
@@ -376,7 +376,7 @@ def _chunk_mask(config: LlamaConfig, mask: AttentionMask, chunk: int | None, pos
         position_ids = positions.position_ids, positions.position_ids
     queries, keys = (x // chunk for x in position_ids)
     if mask.query_segments is not None:
-        # Unique ids, from an upper bound of the chunks per document.
+        # Unique ids, from an upper bound on the chunks per document.
         chunks = -(-max(config.max_seq_len, mask.query_positions.shape[-1]) // chunk)
         queries, keys = mask.query_segments * chunks + queries, mask.key_segments * chunks + keys
     return mask.replace(query_segments=queries, key_segments=keys)
@@ -434,7 +434,7 @@ def _shared_inputs(
         return _SharedInputs(token_rope, masks, query_scale=scale, position_ids=hook_positions)
     sink_rope = None
     if cache.sinks and cache.window is not None:
-        # StreamingLLM rotates as if the sinks were directly before the window, so that no distance exceeds sinks + window
+        # StreamingLLM rotates as if the sinks came directly before the window, so that no distance exceeds sinks + window
         # (Xiao et al. 2023, section 3.2).
         sink_rope = rope(jnp.minimum(slots, cache.sinks + cache.window - 1))
     masks = mask_per_chunk_size(AttentionMask(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None]))
@@ -480,7 +480,7 @@ def _split_heads(config: LlamaConfig, block: Block, qkv: jax.Array, shared: _Sha
 
 
 def _norm_heads(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """RMSNorm of [B, K, T, G, H]: of each head with a weight [H], of all heads of a token with a weight [K, G, H]."""
+    """RMSNorm of [B, K, T, G, H]: over each head for a weight [H], over all heads of a token for a weight [K, G, H]."""
     if weight.ndim == 1:
         return _norm(config, x, weight, checked=True)
     tokens = x.swapaxes(1, 2)  # [B, T, K, G, H]
@@ -489,7 +489,7 @@ def _norm_heads(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Arr
 
 
 def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[CosSin, ...], kind: int | jax.Array) -> jax.Array:
-    """Apply the RoPE of a layer kind to [..., H]. With a traced kind, layers without RoPE rotate by angles of zero."""
+    """Apply the RoPE of a layer kind to [..., H]. If the kind is traced, layers without RoPE rotate by angles of zero."""
     if isinstance(kind, int):
         if config.layer_kinds[kind].rope == "none":
             return x
@@ -536,7 +536,7 @@ def _rotates(config: LlamaConfig) -> jax.Array:
 def _write_cache(
     pages: Any, heads: _Heads, shared: _SharedInputs, layer: jax.Array, head_sharding: HeadSharding | None
 ) -> tuple[Any, KVView | PagedView]:
-    """The pages with the new tokens, and the keys and values that the layer attends to."""
+    """Write the new tokens. Returns the pages, and the keys and values to which the layer attends."""
     if shared.paged is None:
         return None, KVView(heads.keys, heads.values)
     view = shared.paged.replace(layer=layer.astype(jnp.int32))
@@ -587,7 +587,7 @@ def unembed(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
 
     Separate from `forward`, so that a prefill computes the logits of only one position per row.
 
-    The output projection may have padding rows, to be divided over devices (`parallel.padding`); their logits are -inf.
+    If the output projection has padding rows for even sharding (`parallel.padding`), their logits are -inf.
     """
     return unembed_with(HookCaller(params.hooks), config, params, hidden)
 
@@ -595,7 +595,7 @@ def unembed(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
 def unembed_with(
     call_hooks: HookCaller, config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
 ) -> Float[Array, "*batch V"]:
-    """`unembed` with hooks called by `call_hooks`, which collects the values that they keep."""
+    """`unembed` with hooks called by `call_hooks`, which collects the values that hooks keep."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     head = lm_head_of(config, params)
     logits = ops.project(hidden, head, out_dtype=wide)
@@ -609,7 +609,7 @@ def unembed_with(
 
 
 def lm_head_of(config: LlamaConfig, params: Llama) -> jax.Array:
-    """The output projection [V, D]; the embedding if the two are tied.
+    """The output projection [V, D], which is the embedding if the two are tied.
 
     Raises:
       ConfigError: `lm_head` is missing, or present although the embeddings are tied.

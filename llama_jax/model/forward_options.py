@@ -22,18 +22,18 @@ class Positions(NamedTuple):
     """Positions of the tokens of a forward pass. None means the default.
 
     Attributes:
-      lengths: int32[B], how many of the T tokens of each row are valid; padding is on the right. None: all. They determine
+      lengths: int32[B], how many of the T tokens of each row are valid; padding is on the right. None: all. Lengths affect
         only the length of the cache and length-dependent RoPE scaling.
       position_ids: int32[B, T], each token's position in its document, for RoPE. None: consecutive, after the tokens in the
-        cache. Without a cache only.
-      segment_ids: int32[B, T], which of the documents packed into the row each token belongs to: attention does not cross
-        documents. Without a cache only.
+        cache. Only without a cache.
+      segment_ids: int32[B, T], the document of each token in a packed row: attention does not cross documents. Only without
+        a cache.
       rope_lengths: int32[B], or int32[B, T] for each token, the final length of each row, for length-dependent RoPE scaling
-        ("dynamic", "longrope"). None: the length so far, of each document in a packed row. Cached keys keep the rotation
-        they were written with: chunked prefill must pass the full prompt length from the first chunk on, and while a row
-        grows in decoding its older keys keep the frequencies of a shorter length, as in transformers.
-      starts: int32[R + 1], for ragged batches, with a cache only: the tokens are int32[T, 1], all rows concatenated, and
-        those of row r are [starts[r], starts[r + 1]) of the T. Tokens from starts[R] on are padding.
+        ("dynamic", "longrope"). None: the length so far, of each document in a packed row. Cached keys keep their rotation:
+        chunked prefill must pass the full prompt length from the first chunk on, and while a row grows in decoding, its
+        older keys keep the frequencies of a shorter length, as in transformers.
+      starts: int32[R + 1], for ragged batches, only with a cache: the tokens are int32[T, 1], all rows concatenated; row r
+        has the tokens at [starts[r], starts[r + 1]). Tokens from starts[R] on are padding.
     """
 
     lengths: Any = None
@@ -48,15 +48,15 @@ class Compute:
     """How a forward pass is computed.
 
     Attributes:
-      dtype: the dtype of the computation, to which parameters are cast where they are used; None: that of the embedding.
+      dtype: the dtype of the computation, to which parameters are cast when used; None: the dtype of the embedding.
       remat: what the backward pass recomputes instead of saving it: "none"; "dots", everything in a layer except its
-        matmuls with weights and attention by blocks; "full", everything in a layer, so that only the residual stream
-        between layers is saved (Chen et al. 2016, section 3); "offload", as "full", with the residual stream kept in the
+        matmuls with weights and blockwise attention; "full", everything in a layer, so that only the residual stream
+        between layers is saved (Chen et al. 2016, section 3); "offload", like "full", with the residual stream kept in the
         host's memory.
       attention: the attention backend, see `ops.attend`; "auto" uses `ops.attention.choose_backend`.
-      exact: batch invariance: the numbers of a token depend on its own row alone, bit for bit, and not on other rows, their
-        order, padding, the chunks in which a prompt is prefilled, or how many tokens are verified at once, see `ops.exact`.
-        On one device, not differentiable.
+      exact: batch invariance: a token's results depend, bit for bit, only on its own row, not on other rows, their order,
+        padding, the chunks of the prefill, or how many tokens are verified at once, see `ops.exact`. One device only, not
+        differentiable.
 
     Raises:
       ConfigError: a dtype that is not a floating-point type; an unknown backend or rematerialization; `exact` with a
@@ -76,7 +76,7 @@ class Compute:
         if self.attention not in get_args(AttentionBackend):
             raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(AttentionBackend))}")
         if self.exact and self.attention != "auto":
-            raise ConfigError("exact=True has an attention of its own; leave attention out")
+            raise ConfigError("exact=True has its own attention; leave attention out")
 
 
 def unconstrained(x: jax.Array, where: str) -> jax.Array:
@@ -96,13 +96,13 @@ class Sharding:
     Attributes:
       constrain: constrains the sharding of an activation, given its name; for the names see `forward`, `parallel.sharding`
         and `inference.sharding`.
-      attend: replaces `ops.attend`, by ring attention.
+      attend: replaces `ops.attend`, for ring attention.
       head_sharding: the mesh axes that shard rows and heads in attention.
       experts: the mesh axes that shard rows and the matrices of experts, see `ops.moe.mixture_of_experts`.
-      reorder_batch: permutes or reshapes a training batch as `attend` needs it; sums over tokens do not depend on it. See
+      reorder_batch: permutes or reshapes a training batch for `attend`, without effect on sums over tokens. See
         `parallel.ring_attention`.
       prepare_params: maps the parameters of the training state to those of `forward` (unpadding, LoRA).
-      batch_shards: the number of shards into which `constrain` divides the rows.
+      batch_shards: number of shards into which `constrain` divides the rows.
       mesh: the mesh of the devices; programs traced under it are compiled for their platform.
       axis_name: the name of the mapped axis inside `jax.pmap` or `jax.shard_map`: sums are then over all of its devices,
         which have the same state but different rows.
@@ -119,5 +119,5 @@ class Sharding:
     axis_name: str | None = None
 
     def context(self) -> AbstractContextManager[Any]:
-        """The context to trace in, in which `ops.platform.lowering_platform` is the platform of these devices."""
+        """A context for tracing, in which `ops.platform.lowering_platform` is the platform of these devices."""
         return nullcontext() if self.mesh is None else jax.sharding.use_abstract_mesh(self.mesh)

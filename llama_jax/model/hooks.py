@@ -1,7 +1,7 @@
 """Hooks: pure functions that read and replace activations at named points of a forward pass.
 
-They are stored with the parameters, in `Llama.hooks`, and so are called wherever these are used: in `forward`, a loss,
-`generate`, a server. Without hooks the compiled programs are unchanged.
+They are stored with the parameters, in `Llama.hooks`, and are called wherever the parameters are used: in `forward`, a loss,
+`generate`, a server. Without hooks, the compiled programs are unchanged.
 """
 
 from __future__ import annotations
@@ -59,32 +59,32 @@ def with_hooks(params: Llama, hooks: Mapping[str, Hook]) -> Llama:
     """The parameters with hooks, which every forward pass calls at their points.
 
     Args:
-      hooks: for each point a pure function from a value and an `At` to a pair: a value of the same shape and dtype, which
-        replaces it, and a pytree to keep, or None. `observe` returns the kept values; other passes drop them. Functions are
-        static: programs are compiled again for a new function. The arrays in a callable pytree, such as
+      hooks: for each point, a pure function of a value and an `At`. It returns a pair: a replacement of the same shape and
+        dtype, and a pytree to keep, or None. `observe` returns the kept values; other passes drop them. Functions are
+        static: a new function causes recompilation. The arrays in a callable pytree, such as
         `jax.tree_util.Partial(function, vector)`, are arguments of the programs.
 
     The points, in the order of a pass:
 
     - "embedded" [B, T, D], the input of the first layer
     - in each layer "residual_before" [B, T, D]; "queries" [B, T, N, H], "keys" and "values" [B, T, K, H], after RoPE, as
-      they are cached; "scores" [B, N, T, S], scaled, with the least finite number where a query does not attend to a key;
+      cached; "scores" [B, N, T, S], scaled, with the lowest finite number where a query does not attend to a key;
       "pattern" [B, N, T, S], their softmax; "heads" [B, T, N, H], the input of the output projection; "attention" [B, T, D],
       which is added to the residual stream; "residual_between" [B, T, D]; "neurons" [B, T, F], the input of the down
       projection; "feed_forward" [B, T, D], which is added to the residual stream; "residual_after" [B, T, D]
     - "final" [B, T, D], the result of `forward`; "logits" [..., V]
 
-    With hooks at "scores" and "pattern" attention is computed without kernels, with all scores in memory.
+    With hooks at "scores" or "pattern", attention is computed without kernels, with all scores in memory.
 
     Returns:
-      Parameters with these hooks after those that they already have. They cannot be saved, sharded or trained.
+      The parameters with these hooks added after existing ones. They cannot be saved, sharded or trained.
 
     Raises:
       ConfigError: an unknown point; a hook that cannot be called.
     """
     for name in hooks:
         if name not in POINTS:
-            raise ConfigError(f"{name!r} is not a point of a pass; hooks can be at {', '.join(POINTS)}")
+            raise ConfigError(f"{name!r} is not a hook point; use one of {', '.join(POINTS)}")
     existing = params.hooks or {}
     all_hooks = existing | {name: (*existing.get(name, ()), _as_tree(hook)) for name, hook in hooks.items()}
     return params.replace(hooks=all_hooks or None)
@@ -93,13 +93,13 @@ def with_hooks(params: Llama, hooks: Mapping[str, Hook]) -> Llama:
 def _as_tree(hook: Hook) -> Any:
     """The hook as a pytree of arrays; a function becomes a `Partial`."""
     if not callable(hook):
-        raise ConfigError(f"{shown(hook, 80)} is no hook; pass a function (value, at) -> (value, kept)")
+        raise ConfigError(f"{shown(hook, 80)} is not a hook; pass a function (value, at) -> (value, kept)")
     tree = Partial(hook) if jax.tree_util.all_leaves([hook]) else hook
     return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), tree)
 
 
 class HookCaller:
-    """Calls the hooks of one layer, or those outside the layers, and collects the values that they keep.
+    """Calls the hooks of one layer, or those outside the layers, and collects the values that hooks keep.
 
     Attributes:
       kept: the kept values by point.
@@ -116,7 +116,7 @@ class HookCaller:
         return any(name in self._hooks for name in names)
 
     def __call__(self, name: str, value: jax.Array) -> jax.Array:
-        """Call the hooks at a point, and return the value that they replace `value` by."""
+        """Call the hooks at a point, and return the replacement of `value`."""
         for hook in self._hooks.get(name, ()):
             result = hook(value, At(name, self._layer, self._positions))
             if not isinstance(result, tuple) or len(result) != 2:
@@ -128,7 +128,7 @@ class HookCaller:
             if returned != expected:
                 raise ConfigError(f"the hook at {name!r} returned {returned}; {expected}, [{POINTS[name]}], is needed")
             if kept is not None and name in self.kept:
-                raise ConfigError(f"two hooks at {name!r} keep something; only one can")
+                raise ConfigError(f"two hooks at {name!r} keep values; only one can")
             if kept is not None:
                 self.kept[name] = kept
             value = new
@@ -153,7 +153,7 @@ class HookCaller:
         allowed: Bool[Array, "_ T S"],
         scale: float,
     ) -> Float[Array, "B K T G H"]:
-        """Attention by the textbook formula, with the hooks at "scores" and "pattern"."""
+        """Attention by the textbook formula, with hooks at "scores" and "pattern"."""
         from llama_jax.ops.attention.reference import attend_where
 
         def hook(name: str) -> Callable[[jax.Array], jax.Array]:

@@ -32,19 +32,19 @@ def observe(
     compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
 ) -> tuple[Float[Array, "B T V"], Any, dict[str, Any]]:
-    """A pass with hooks, and what they keep; see `with_hooks`. Under `jit` what is not used is not computed.
+    """Run a pass with hooks, and return what they keep; see `with_hooks`. Under `jit`, unused results are not computed.
 
     Args:
-      hooks: called after those of the parameters, which may keep something, too.
+      hooks: called after those of the parameters, which may also keep values.
       cache, positions, compute, sharding: as for `forward`.
 
     Returns:
-      The logits, in float32 at least; the cache with the new tokens, or None; and by point what its hook kept: of points in
-      the layers each array with a leading axis L.
+      The logits, in float32 at least; the cache with the new tokens, or None; and the kept values by point. Arrays kept in
+      the layers have a leading axis L.
     """
     hooked = with_hooks(params, hooks)
     if compute.exact:
-        raise ConfigError("exact=True has no hooks; leave one of the two out")
+        raise ConfigError("exact=True does not support hooks; omit one of the two")
     with sharding.context(), tracing_context(params):
         hidden, cache, kept = run_layers(config, hooked, tokens, cache, PassOptions(positions, compute, sharding))
     with sharding.context():
@@ -76,10 +76,10 @@ def exact_logprobs(
     targets: Integer[Array, "B T"],
     temperature: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "B T"]:
-    """The log-probability of each target after the hidden states of an exact pass, by the operations of exact sampling.
+    """The log-probability of each target, given an exact pass's hidden states, by the same operations as exact sampling.
 
     Args:
-      targets: -1 where nothing is predicted, which gives 0.
+      targets: -1 for positions without a target, for which the result is 0.
     """
 
     def of_block(hidden: jax.Array, targets: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""LoRA: a frozen model with learned low-rank changes of its matrices (Hu et al. 2021).
+"""LoRA: a frozen model with learned low-rank updates of its matrices (Hu et al. 2021).
 
-Adapters are a `Llama` with a `LowRank` for each adapted matrix and None elsewhere: a separate tree, which is trained, kept
-and written alone. `adapted` joins it with the parameters of the base; the object that then replaces a
-weight has its own matmul, so that every function of a model accepts an adapted one.
+Adapters are a `Llama` with a `LowRank` for each adapted matrix and None elsewhere: a separate tree, which is trained and
+saved by itself. `adapted` joins it with the parameters of the base: each adapted matrix becomes an object with its own
+matmul, so that every function for models accepts the result.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from llama_jax.ops.weights.multi_lora import MultiLoraWeight
 
 
 class Target(NamedTuple):
-    """The path of a matrix in the tree, and its part of queries, keys and values, which are one matrix there."""
+    """The path of a matrix in the tree, and its part if the matrix is the fused one of queries, keys and values."""
 
     path: str
     part: int | None = None
 
 
-# By the names that PEFT gives them, those of transformers' modules.
+# By PEFT's names, which are those of transformers' modules.
 TARGETS: dict[str, Target] = {
     "q_proj": Target("blocks.attention.qkv", 0),
     "k_proj": Target("blocks.attention.qkv", 1),
@@ -52,12 +52,12 @@ class Lora:
     """The settings of LoRA adapters (Hu et al. 2021).
 
     Attributes:
-      rank: R, of the matrices A [R, in] and B [out, R] of every adapter.
+      rank: R, the rank of the matrices A [R, in] and B [out, R] of every adapter.
       alpha: B A is scaled by alpha / R, so that changing the rank does not require changing the learning rate.
-      targets: the matrices that have adapters, by the names of `TARGETS`; all by default, as Schulman et al. 2025 ("LoRA
+      targets: names, in `TARGETS`, of the matrices that have adapters; all by default, as Schulman et al. 2025 ("LoRA
         without regret") recommend.
       rslora: B A is scaled by alpha / sqrt(R), so that high ranks learn as fast as low ones (Kalajdzievski 2023).
-      dora: also learn the length of each row of the matrix, apart from its direction (Liu et al. 2024).
+      dora: also learn the length of each row of the matrix, separately from its direction (Liu et al. 2024).
 
     Raises:
       ConfigError: an invalid value, or a target that is not a matrix of a Llama.
@@ -74,16 +74,16 @@ class Lora:
         require_number("alpha", self.alpha, above=0)
         known = ", ".join(TARGETS)
         if not self.targets:
-            raise ConfigError(f"targets={self.targets} name no matrix; pass some of {known}")
+            raise ConfigError(f"targets={self.targets} names no matrix; pass some of {known}")
         for name in self.targets:
             if name not in TARGETS:
-                raise ConfigError(f"targets: {shown(name)} is no matrix that has an adapter here; pass some of {known}")
+                raise ConfigError(f"targets: {shown(name)} is not a matrix that can have an adapter; pass some of {known}")
         if len(set(self.targets)) < len(self.targets):
-            raise ConfigError(f"targets={shown(self.targets, 200)} name a matrix twice; name each once")
+            raise ConfigError(f"targets={shown(self.targets, 200)} names a matrix twice; name each once")
 
     @property
     def scale(self) -> float:
-        """The factor s of a change s B A."""
+        """The factor s of an update s B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
@@ -94,10 +94,10 @@ def init_adapters(
     dtype: jax.typing.DTypeLike = jnp.float32,
     base: Llama | None = None,
 ) -> Llama:
-    """Adapters that change nothing yet: A uniform within 1 / sqrt(D), B zero, as in PEFT.
+    """Initial adapters, which have no effect yet: A uniform within 1 / sqrt(D), B zero, as in PEFT.
 
-    If only some of queries, keys and values are targets, A of the others is zero too: then neither A nor B has a nonzero
-    gradient, and both stay zero. Their magnitudes stay constant likewise.
+    If only some of queries, keys and values are targets, A of the others is also zero: then the gradients of A and B are
+    zero, and both stay zero. Their magnitudes also stay constant.
 
     Args:
       base: for DoRA, the base model: the norms of its rows are the initial magnitudes.
@@ -106,7 +106,7 @@ def init_adapters(
       ConfigError: a target that is not a single matrix in a model of this configuration; DoRA without a base.
     """
     if lora.dora and base is None:
-        raise ConfigError("dora=True begins with the lengths of the base's rows; pass the base to init_adapters")
+        raise ConfigError("dora=True starts from the lengths of the base's rows; pass the base to init_adapters")
 
     def magnitude_of(spec: ParamSpec) -> jax.Array:
         lengths = row_lengths(attrgetter(spec.path)(base)).astype(dtype)
@@ -151,7 +151,7 @@ def build_adapters(
     """A `Llama` with the result of a function for each matrix that has an adapter, and None elsewhere.
 
     Args:
-      pair_of: given the row of the table, and the shapes as a `LowRank` of `jax.ShapeDtypeStruct`.
+      pair_of: a function of the matrix's spec and the shapes, a `LowRank` of `jax.ShapeDtypeStruct`.
 
     Raises:
       ConfigError: as `init_adapters`.
@@ -159,7 +159,7 @@ def build_adapters(
     of_experts = [name for name in lora.targets if config.experts and "feed_forward" in TARGETS[name].path]
     if of_experts:
         raise ConfigError(
-            f"targets: {of_experts[0]} is a matrix of each expert in this model, and those have no adapters here; pass some"
+            f"targets: {of_experts[0]} is a matrix of each expert in this model, which cannot have adapters; pass some"
             " of q_proj, k_proj, v_proj, o_proj"
         )
     paths = {TARGETS[name].path for name in lora.targets}
@@ -176,7 +176,7 @@ def build_adapters(
 
 
 def adapter_count(config: LlamaConfig, lora: Lora) -> int:
-    """The number of trained parameters of adapters."""
+    """The number of trained parameters in adapters."""
     widths = {"q_proj": config.queries_per_kv_head, "k_proj": 1, "v_proj": 1}  # of G + 2
     numbers = 0
 
@@ -194,11 +194,11 @@ def adapter_count(config: LlamaConfig, lora: Lora) -> int:
 
 
 def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
-    """The model with its adapters: parameters for every function of a model. Nothing is copied or added up.
+    """The model with its adapters: parameters for every function for models. Nothing is copied or merged.
 
     Args:
       params: the base, dense or quantized, on any devices.
-      adapters: as `init_adapters` and `load_adapter` give them.
+      adapters: from `init_adapters` or `load_adapter`.
 
     Raises:
       ConfigError: adapters of another model; the message names the matrix.
@@ -207,7 +207,7 @@ def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
     def join(leaf: Any, pair: LowRank) -> LoraWeight:
         if (pair.magnitude is not None) != lora.dora:
             raise ConfigError(
-                f"dora={lora.dora}, and the adapters have {'a' if pair.magnitude is not None else 'no'} magnitude"
+                f"dora={lora.dora}, but the adapters have {'a' if pair.magnitude is not None else 'no'} magnitude"
             )
         return LoraWeight(leaf, pair, scale=lora.scale)
 
@@ -216,9 +216,9 @@ def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
 
 
 def precompute_dora_scale(params: Llama) -> Llama:
-    """Adapted parameters for inference: the scale of each row by its magnitude is computed once, not for every token.
+    """Adapted parameters for inference: DoRA's factor for each row is computed once, not for every token.
 
-    Parameters without DoRA are returned unchanged, and nothing else is copied.
+    Parameters without DoRA are returned unchanged; nothing else is copied.
     """
 
     def of(leaf: Any) -> Any:
@@ -230,7 +230,7 @@ def precompute_dora_scale(params: Llama) -> Llama:
 
 
 def _over_layers(of_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function of the changed matrix of a layer for those of all layers, whose kinds may differ."""
+    """Map a function of one layer's adapted matrix over the matrices of all layers, whose formats may differ."""
 
     def of_all(leaf: LoraWeight | MultiLoraWeight) -> Any:
         return jax.vmap(of_one)(leaf.replace(base=leaf.base.to_dense()) if is_weight(leaf.base) else leaf)
@@ -243,7 +243,7 @@ _merged = _over_layers(LoraWeight.to_dense)
 
 
 def attach_adapters(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, LowRank], Any]) -> Llama:
-    """The parameters with each matrix that has a pair replaced by a function of both, see `adapted`."""
+    """The parameters, with each matrix that has a pair replaced by `joined(matrix, pair)`, see `adapted`."""
     pairs = {_name(path): pair for path, pair in jax.tree.leaves_with_path(adapters, is_leaf=_is_pair)}
 
     def join(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -254,8 +254,8 @@ def attach_adapters(params: Llama, adapters: Llama, rank: int, joined: Callable[
         shapes = tuple(pair.a.shape), tuple(pair.b.shape)
         if shapes != needed:
             raise ConfigError(
-                f"adapter of {_name(path)}: A is {list(shapes[0])} and B is {list(shapes[1])}; rank={rank} of a matrix"
-                f" {list(leaf.shape)} needs {list(needed[0])} and {list(needed[1])}; is this the adapter's base?"
+                f"adapter of {_name(path)}: A is {list(shapes[0])} and B is {list(shapes[1])}, but rank={rank} and a matrix"
+                f" {list(leaf.shape)} need {list(needed[0])} and {list(needed[1])}; is this the adapter's base?"
             )
         return joined(leaf, pair)
 
@@ -263,34 +263,34 @@ def attach_adapters(params: Llama, adapters: Llama, rank: int, joined: Callable[
         join, params, is_leaf=lambda leaf: is_weight(leaf) or isinstance(leaf, LowRankWeight)
     )
     if pairs:
-        raise ConfigError(f"adapter of {min(pairs)}: the model has no such matrix; are both of one model?")
+        raise ConfigError(f"adapter of {min(pairs)}: the model has no such matrix; is this the adapter's base?")
     return joined_params
 
 
 def base_of(params: Llama) -> Llama:
-    """The model without the adapters that `adapted` added: its own arrays."""
+    """The model without the adapters that `adapted` added."""
     is_adapted = lambda leaf: isinstance(leaf, LoraWeight)
     return jax.tree.map(lambda leaf: leaf.base if is_adapted(leaf) else leaf, params, is_leaf=is_adapted)
 
 
 def with_base(sharding: Sharding, base: Llama, lora: Lora) -> Sharding:
-    """A `Sharding` to train a `TrainState` of adapters: `train_step` joins them with the base.
+    """A `Sharding` for training a `TrainState` of adapters: `train_step` joins them with the base.
 
-    Only the parameters in the state are differentiated, so the base gets no gradient. Make the base an argument of the
+    Only the parameters in the state are differentiated, so the base has no gradient. Make the base an argument of the
     compiled function, which would otherwise contain a copy of it.
 
     Args:
-      sharding: of the model.
-      base: parameters as in a state of full training, in any dtype or quantized.
+      sharding: the sharding of the model.
+      base: parameters as in full training, in any dtype or quantized.
     """
     return replace(sharding, prepare_params=lambda adapters: sharding.prepare_params(adapted(base, adapters, lora)))
 
 
 def merge(params: Llama, adapters: Llama, lora: Lora) -> Llama:
-    """The model as plain weights, W + s B A, which needs no adapters any more.
+    """The model with the adapters merged into its weights, W + s B A.
 
-    A change is added in float32 and the sum rounded once to the dtype of the weight, so that 16-bit weights lose what they
-    cannot represent. A quantized matrix becomes a dense one, in the dtype of its computation.
+    Updates are added in float32, and the sum is rounded once to the dtype of the weight: 16-bit weights lose what they
+    cannot represent. Quantized matrices become dense, in the dtype of their computation.
 
     Raises:
       ConfigError: as `adapted`.
@@ -301,12 +301,12 @@ def merge(params: Llama, adapters: Llama, lora: Lora) -> Llama:
 
 
 def _names_at(path: str) -> list[str]:
-    """The targets that are a matrix, or the parts of it."""
+    """The targets at a path: the matrix, or its parts."""
     return [name for name, target in TARGETS.items() if target.path == path]
 
 
 def _shapes(path: str, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of A and B for the matrix of all layers at a path of the table."""
+    """The shapes of A and B for the matrix at a path, for all layers."""
     parts = len(_names_at(path))
     several = (parts,) if parts > 1 else ()
     return (shape[0], *several, rank, shape[-1]), (*shape[:-1], rank)

@@ -1,7 +1,7 @@
 """Several adapters of one model: each row of a batch uses one of them, or none.
 
 `adapter_table` adds them to the parameters once; `choose_adapters` selects one for each row of a batch. Both return
-parameters for every function of a model: `generate`, `forward`, `logits`.
+parameters for every function for models: `generate`, `forward`, `logits`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from llama_jax.ops.weights.multi_lora import MultiLoraWeight
 
 
 class StackedAdapters(NamedTuple):
-    """Several adapters as one of all their ranks.
+    """Several adapters stacked as a single one.
 
     Attributes:
       params: a `Llama` of `LowRank`, see `MultiLoraWeight`.
-      lora: its rank, n times the largest, and all targets.
-      scales: of each adapter.
+      lora: the rank (n times the largest) and all targets.
+      scales: the scale of each adapter.
     """
 
     params: Llama
@@ -46,10 +46,10 @@ def adapter_table(config: LlamaConfig, params: Llama, adapters: Sequence[tuple[L
 
     Args:
       params: dense or quantized, on one device (`load(adapters=...)` reads a table over a mesh).
-      adapters: each with its settings, as `load_adapter` gives them.
+      adapters: each with its settings, from `load_adapter`.
 
     Raises:
-      ConfigError: no adapter, or one of another model; the message names the matrix.
+      ConfigError: no adapters, or one for another model; the message names the matrix.
     """
     return attach_adapter_table(params, stack_adapters(config, adapters, params.embedding.dtype))
 
@@ -57,13 +57,13 @@ def adapter_table(config: LlamaConfig, params: Llama, adapters: Sequence[tuple[L
 def stack_adapters(
     config: LlamaConfig, adapters: Sequence[tuple[Llama, Lora]], dtype: jax.typing.DTypeLike
 ) -> StackedAdapters:
-    """Adapters of one model as a single one: concatenated in A and B, lower ranks padded with zeros.
+    """Stack adapters of one model: A and B are concatenated, with lower ranks padded with zeros.
 
     Raises:
-      ConfigError: none, or a target that the model does not have.
+      ConfigError: no adapters, or a target that the model does not have.
     """
     if not adapters:
-        raise ConfigError("a table of adapters has one at least; pass some, or leave the table out")
+        raise ConfigError("a table of adapters needs at least one; pass some, or omit the table")
     rank, count = max(lora.rank for _, lora in adapters), len(adapters)
     used = {name for _, lora in adapters for name in lora.targets}
     dora = any(lora.dora for _, lora in adapters)
@@ -80,8 +80,8 @@ def stack_adapters(
             rank_of_pair, wanted = pair.a.shape[-2], (pair.a.shape[:-2], pair.a.shape[-1], pair.b.shape[:-1])
             if wanted != (shape.a.shape[:-2], shape.a.shape[-1], shape.b.shape[:-1]):
                 raise ConfigError(
-                    f"adapter {i} of {spec.path}: A is {list(pair.a.shape)} and B is {list(pair.b.shape)}, which are not"
-                    " of a matrix of this model; is it the adapter's base?"
+                    f"adapter {i} of {spec.path}: A is {list(pair.a.shape)} and B is {list(pair.b.shape)}, which do not"
+                    " match the matrix of this model; is it the adapter's base?"
                 )
             a[..., i, :rank_of_pair, :] = pair.a
             b[..., i, :rank_of_pair] = pair.b
@@ -94,7 +94,7 @@ def stack_adapters(
 
 
 def attach_adapter_table(params: Llama, table: StackedAdapters) -> Llama:
-    """The parameters with a table beside them; its arrays lie where those of one adapter would, of as high a rank.
+    """The parameters with a table of adapters, whose arrays are placed like those of one adapter of that rank.
 
     Raises:
       ConfigError: as `adapted`.
@@ -104,14 +104,14 @@ def attach_adapter_table(params: Llama, table: StackedAdapters) -> Llama:
 
 
 def choose_adapters(params: Llama, rows: Int[AnyArray, " B"] | Sequence[int]) -> Llama:
-    """The parameters for a batch whose rows use these adapters: nothing is copied, and one program serves every choice.
+    """The parameters for a batch whose rows use these adapters: nothing is copied, and all choices share one program.
 
     Args:
-      params: from `adapter_table`; a model without a table is returned unchanged if no row asks for an adapter.
-      rows: the number of an adapter or -1 for none, for each row of the batch.
+      params: from `adapter_table`; a model without a table is returned unchanged if no row has an adapter.
+      rows: for each row of the batch, the number of an adapter, or -1 for none.
 
     Raises:
-      ConfigError: a number that no adapter has, where the numbers are known.
+      ConfigError: an invalid number of an adapter (not detected under `jit`).
     """
     numbers = rows if isinstance(rows, jax.Array) else np.asarray(rows, np.int32)
     if not isinstance(numbers, jax.core.Tracer):
@@ -126,15 +126,15 @@ def choose_adapters(params: Llama, rows: Int[AnyArray, " B"] | Sequence[int]) ->
 
 
 def check_choice(params: Llama, rows: Sequence[int]) -> None:
-    """Raise ConfigError for a number of an adapter that the parameters do not have."""
+    """Raise ConfigError for an adapter number that does not exist."""
     count = adapters_in(params)
     for number in rows:
         if not -1 <= number < count:
             there = f"0 to {count - 1}" if count else "none"
-            raise ConfigError(f"adapter={shown(number, 40)}: the model has {there}; pass one of those, or -1 to use none")
+            raise ConfigError(f"adapter={shown(number, 40)}: the model has {there}; pass one of those, or -1 for none")
 
 
 def adapters_in(params: Llama) -> int:
-    """How many adapters lie beside the parameters in a table."""
+    """The number of adapters in the table of the parameters."""
     leaves = jax.tree.leaves(params.blocks, is_leaf=lambda leaf: isinstance(leaf, MultiLoraWeight))
     return max((len(leaf.scales) for leaf in leaves if isinstance(leaf, MultiLoraWeight)), default=0)

@@ -2,8 +2,8 @@
 
 Everything that depends on the list of parameters reads the table: `init`, the partition specs, the optimizers' masks, the
 checks, the sizes of `estimate`, and loading and saving in every format (`formats.weight_format` has the names of tensors).
-A parameter that only some models have is a row with a condition; without it the tree holds None. The letters of the axes
-are those of `sizes`.
+A parameter that only some models have is a spec with a condition; in other models the tree has None instead. The letters of
+the axes are those of `sizes`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 
-# A jax.Array, or in a tree of the same structure its shape, partition spec, sharding or location in a file.
+# A jax.Array; in other trees of the same structure, its shape, partition spec, sharding or location in a file.
 Leaf: TypeAlias = Any
 
 
@@ -28,7 +28,7 @@ class Attention(struct.PyTreeNode):
     """Projections of one attention layer.
 
     Attributes:
-      qkv: [K, G + 2, H, D], per key/value head the projections of its G query heads, of the key and of the value.
+      qkv: [K, G + 2, H, D]: for each key/value head, the projections of its G query heads, its key and its value.
       out: [D, N * H].
       qkv_bias: [K, G + 2, H], or None.
       query_norm, key_norm: [H] (`qk_norm` "head"), or [K, G, H] and [K, 1, H] ("all"), or None.
@@ -45,7 +45,7 @@ class FeedForward(struct.PyTreeNode):
     """Projections of one feed-forward layer.
 
     Attributes:
-      gate, up: [F, D]. They are not one array [F, 2, D], which a TPU would copy to another layout at every call.
+      gate, up: [F, D]. Not fused: a TPU would copy an array [F, 2, D] to another layout at every call.
       down: [D, F].
       router: [E, D], or None. With a router, gate, up and down have a leading axis E (experts).
       shared_gate, shared_up, shared_down: the shared expert, which every token uses, or None.
@@ -77,10 +77,10 @@ class Llama(struct.PyTreeNode):
     Attributes:
       embedding: [V, D].
       blocks: one `Block` whose arrays have a leading axis L (layers); `trees.layers_of` splits it into L `Block`s. For
-        decoding on a GPU a matrix may be a `MixedStack` of one array per layer (`trees.unstack_layers`).
+        decoding on a GPU, a matrix may be a `MixedStack` of one array per layer (`trees.unstack_layers`).
       final_norm: [D].
       lm_head: [V, D], or None if the output projection is the embedding.
-      hooks: see `hooks.with_hooks`; None in a model to be saved, sharded or trained.
+      hooks: see `hooks.with_hooks`; must be None to save, shard or train the model.
     """
 
     embedding: Leaf
@@ -103,8 +103,8 @@ class ParamSpec:
       partition: the mesh axes that shard each axis.
       init: the initialization: "normal", with standard deviation 0.02; "residual", with 0.02 / sqrt(2 L), for projections
         into the residual stream; "ones"; "zeros".
-      rng: (key number, index within one draw); fixed, so that a seed always makes the same model.
-      output_axes: the output axes of a matrix (negative indices; the last axis is its input), which Muon updates. None:
+      rng: (key number, index within one draw); fixed, so that a seed always gives the same model.
+      output_axes: the output axes of a matrix that Muon updates (negative indices; the last axis is the input). None:
         AdamW updates the parameter.
       exists: whether a model with this configuration has the parameter.
     """
@@ -119,7 +119,7 @@ class ParamSpec:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether it is a parameter of the layers."""
+        """Whether this is a parameter of the layers."""
         return self.path.startswith(BLOCKS)
 
     @property
@@ -129,7 +129,7 @@ class ParamSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it may be quantized: every matrix but the (small) router."""
+        """Whether it may be quantized: every matrix except the (small) router."""
         return self.decays and not self.path.endswith(".router")
 
     @property
@@ -269,7 +269,7 @@ def is_matrix_in_block(path: tuple[Any, ...]) -> bool:
 def spec_at(path: tuple[Any, ...]) -> ParamSpec:
     """The spec of the leaf at a path in a `Llama`, as `jax.tree_util.tree_map_with_path` passes it.
 
-    Of several specs with the same path it is the first: they differ only in shape and condition. All arrays inside a
+    If several specs have the path, the first is returned: they differ only in shape and condition. All arrays inside a
     quantized or LoRA weight have the spec of the weight.
 
     Raises:
@@ -279,5 +279,7 @@ def spec_at(path: tuple[Any, ...]) -> ParamSpec:
     prefixes = (".".join(names[:end]) for end in range(1, len(names) + 1))
     spec = next((_BY_PATH[prefix] for prefix in prefixes if prefix in _BY_PATH), None)
     if spec is None:
-        raise ConfigError(f"{'.'.join(names)} is not a parameter; add hooks after parameters are made, placed or trained")
+        raise ConfigError(
+            f"{'.'.join(names)} is not a parameter; add hooks after parameters are created, sharded or trained"
+        )
     return spec

@@ -17,11 +17,11 @@ LAYER_INPUT = "layer_input"
 
 
 def rematerialize(remat: Remat, layer: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of one layer, whose first two arguments are its parameters and the residual stream."""
+    """Rematerialize the function of one layer; its first two arguments are the parameters and the residual stream."""
     policies = jax.checkpoint_policies
     policy = {
-        # Block attention is expensive for long rows and its output is cheap to save. By name: JAX's policies do not look
-        # inside custom_vjp matmuls.
+        # Blockwise attention is expensive for long rows, and its output is cheap to save. Values are selected by name,
+        # because JAX's policies do not look inside custom_vjp matmuls.
         "dots": policies.save_only_these_names(MATMUL_OUTPUT, ATTENTION_OUTPUT),
         "full": policies.nothing_saveable,
         "offload": policies.save_and_offload_only_these_names(
@@ -36,5 +36,5 @@ def rematerialize(remat: Remat, layer: Callable[..., Any]) -> Callable[..., Any]
         with recomputing(True):
             return layer(block, checkpoint_name(hidden, LAYER_INPUT), *rest)
 
-    # Inside a scan no CSE with the forward pass is possible, so its barrier is not needed.
+    # Inside a scan, CSE with the forward pass is impossible, so no barrier is needed.
     return jax.checkpoint(named, prevent_cse=False, policy=policy)

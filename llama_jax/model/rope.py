@@ -16,17 +16,17 @@ def rotary_frequencies(
 ) -> tuple[Frequencies, float]:
     """Inverse frequencies, and the attention factor that multiplies cos and sin.
 
-    They depend on the configuration (and the length) alone, so that training and inference agree. Computed in float64 unless
+    They depend only on the configuration and the length, so that training and inference agree. Computed in float64 unless
     the length is a JAX array.
 
     Args:
       length: the length of the sequence, for scaling that depends on it ("dynamic" and "longrope"): a number, or int[...],
         such as one per row; None: the original context length.
-      layer: the layer, in a model whose layers differ; layers without RoPE get zeros.
+      layer: the layer, in a model whose layers differ; frequencies are zeros for layers without RoPE.
 
     Returns:
-      Radians per position, [H/2], or [..., H/2] for an array of lengths and a scaling that depends on them, where H is the
-      number of rotated features; and the attention factor.
+      Radians per position, [H/2], where H is the number of rotated features, or [..., H/2] for an array of lengths and a
+      scaling that depends on them; and the attention factor.
     """
     theta, scaling = config.rope_theta, config.rope_scaling
     if layer.rope != "model":

@@ -1,4 +1,4 @@
-"""Trees of parameters: random ones, their shapes, or whatever a function gives for each row of the table."""
+"""Trees of parameters: random values, shapes, or the results of a function for each parameter."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from llama_jax.ops.weights.quantized_matmul import (
 
 
 def init(config: LlamaConfig, key: PRNGKeyArray, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
-    """Random parameters, as modern Llamas start training.
+    """Random initial parameters.
 
-    Every matrix is normal with standard deviation 0.02; the two projections that end in the residual stream are scaled by
+    Every matrix is normal with standard deviation 0.02. The two projections into the residual stream are scaled by
     1 / sqrt(2 L), so that its variance does not grow with depth (GPT-2: Radford et al. 2019, section 2.3).
     """
-    keys = jax.random.split(key, 6)  # of Llama's; what came later has keys of its own, so that these stay the same
+    keys = jax.random.split(key, 6)  # for Llama; parameters added later have other keys, so that these stay the same
 
     @cache
     def drawn(number: int, shape: tuple[int, ...], std: float) -> jax.Array:
@@ -69,7 +69,7 @@ def init(config: LlamaConfig, key: PRNGKeyArray, dtype: jax.typing.DTypeLike = j
 
 
 def build(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> Llama:
-    """A `Llama` with what a function gives for each row of the table, and None for what the configuration has not."""
+    """A `Llama` with the result of a function for each parameter, and None for those that the configuration lacks."""
     table = {spec.path: spec for spec in specs_for(config)}
 
     def leaf(path: str) -> Leaf | None:
@@ -85,21 +85,21 @@ def build(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> Llama:
 
 
 def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
-    """A `Llama` of `jax.ShapeDtypeStruct`: what `init` would give, without allocating it."""
+    """A `Llama` of `jax.ShapeDtypeStruct`: the shapes that `init` would return, without allocating arrays."""
     return build(config, lambda spec: jax.ShapeDtypeStruct(spec.shape_of_all(config), jnp.dtype(dtype)))
 
 
 def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
-    """The parameters with their matrices in fewer bits: "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k", ...
+    """Quantize the matrices to a format: "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k", ...
 
-    With less than 6 bits the embedding and the output projection get a wider kind, and "q4_k" and "q5_k" give some layers 6
-    bits, see `mixtures`; "q4_0-pure" is one kind for all.
+    Below 6 bits, the embedding and the output projection have a wider format, and "q4_k" and "q5_k" use 6 bits in some
+    layers, see `mixtures`; formats with "-pure", such as "q4_0-pure", use one format for all.
 
-    A file is better quantized while it is read (`formats.load`), without ever holding the dense model. A tree of
-    `jax.ShapeDtypeStruct` leaves, with or without shardings, becomes that of the quantized parameters, of any kind.
+    Quantize files while reading them instead (`formats.load`), which never holds the dense model. A tree of
+    `jax.ShapeDtypeStruct` leaves, with or without shardings, becomes that of the quantized parameters, for any format.
 
     Raises:
-      ConfigError: a kind that is only read from files, or rows that do not consist of whole blocks.
+      ConfigError: a format that is only read from files, or rows that do not consist of whole blocks.
     """
     planned = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
     if kind not in (*MIXTURES, *(QUANT_FORMATS if planned else ())):
@@ -123,7 +123,7 @@ def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
             return leaf
         if leaf.shape[-1] % form.block:
             raise ConfigError(
-                f"{spec.path} has rows of {leaf.shape[-1]} numbers, and {kind} needs multiples of {form.block}"
+                f"{spec.path} has rows of {leaf.shape[-1]} numbers, but {kind} needs multiples of {form.block}"
             )
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return quantize_matrix(leaf.to_dense() if is_weight(leaf) else leaf, kind)
@@ -134,12 +134,12 @@ def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
 
 
 def in_kinds(leaf: Any, each: Sequence[tuple[Any, ...]], in_kind: Callable[[Any, Any], Any]) -> Any:
-    """A matrix, or one of all layers, whose parts side by side, and whose layers, are of several kinds.
+    """Convert the matrices of all layers to formats that may differ between layers and parts.
 
     Args:
       leaf: an array or its shape.
-      each: for each layer the kinds of its parts, or one for all parts.
-      in_kind: makes a weight of an array or shape and a kind.
+      each: for each layer, the formats of its parts, or one for all parts.
+      in_kind: converts an array or shape to a weight in one format.
     """
     count = max(map(len, each))
     if count > 1:
@@ -162,10 +162,10 @@ def _some_layers(leaf: Any, layers: list[int]) -> Any:
 
 
 def planned_in_kinds(params: Llama, kinds: Llama) -> Llama:
-    """A tree of `jax.ShapeDtypeStruct` leaves as it is where matrices have kinds of their own, as in a file.
+    """A tree of `jax.ShapeDtypeStruct` leaves with a given format for each matrix, as in a file.
 
     Args:
-      kinds: for each parameter a tuple for each layer: the kind of each of its parts side by side, None for floats.
+      kinds: for each parameter, a tuple per layer: the format of each of its parts; None for floats.
     """
 
     def in_kind(leaf: jax.ShapeDtypeStruct, kind: str | None) -> Any:
@@ -175,7 +175,7 @@ def planned_in_kinds(params: Llama, kinds: Llama) -> Llama:
 
 
 def _parts(leaf: Any, count: int) -> list[Any]:
-    """An array or its shape [..., G + 2, H, D] as that of queries, and the rest one by one."""
+    """Split an array or its shape [..., G + 2, H, D] into the queries and each of the rest."""
     *before, width, features, columns = leaf.shape
     ends = (0, *range(width - count + 1, width + 1))
     if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -194,29 +194,28 @@ def _planned(leaf: jax.ShapeDtypeStruct, form: QuantFormat) -> QuantizedWeight:
 
 
 def is_weight(leaf: Any) -> bool:
-    """Whether a quantized weight stands in the place of a matrix, of one kind or several."""
+    """Whether a leaf is a quantized weight, in one format or several."""
     return isinstance(leaf, QuantizedWeight | JoinedWeight | MixedStack)
 
 
 def dequantize(params: Llama) -> Llama:
-    """The parameters with the numbers that quantized matrices stand for."""
+    """The parameters with quantized matrices dequantized."""
     return jax.tree.map(lambda leaf: leaf.to_dense() if is_weight(leaf) else leaf, params, is_leaf=is_weight)
 
 
 def count(params: Llama) -> int:
-    """How many numbers the parameters hold; works on the shapes that `jax.eval_shape` gives as well."""
+    """The number of parameters in a tree of arrays, or of shapes from `jax.eval_shape`."""
     is_one = lambda leaf: hasattr(leaf, "project") or is_weight(leaf)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params, is_leaf=is_one))
 
 
 def bytes_in_memory(params: Any) -> int:
-    """Bytes of a tree of arrays over all devices that divide it: of integers of 4 bits two are in a byte, whatever their
-    `nbytes` says."""
+    """Bytes of a tree of arrays on all devices together; unlike in `nbytes`, two 4-bit integers take one byte."""
     return sum(math.prod(leaf.shape) * bits_of(leaf.dtype) // 8 for leaf in jax.tree.leaves(params))
 
 
 def kinds_in_memory(params: Any) -> str:
-    """As what the matrices of a model are kept, most numbers first: "bfloat16", "int8", "q4_k and q6_k"."""
+    """The dtype or formats of a model's matrices, the most common first: "bfloat16", "int8", "q4_k and q6_k"."""
     numbers: Counter[str] = Counter()
     is_quantized = lambda leaf: isinstance(leaf, QuantizedWeight)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
@@ -226,18 +225,18 @@ def kinds_in_memory(params: Any) -> str:
 
 
 def parameter_count(config: LlamaConfig) -> int:
-    """How many parameters a Llama of this configuration has, without allocating any."""
+    """The number of parameters of a Llama with this configuration, without allocating them."""
     return sum(math.prod(spec.shape_of_all(config)) for spec in specs_for(config))
 
 
 def layers_of(params: Llama) -> tuple[Block, ...]:
-    """Each layer's block, of arrays of its own."""
-    layers = jax.tree.leaves(params.blocks, is_leaf=is_weight)[0].shape[0]  # of adapters most places hold None
+    """Each layer's block, with separate arrays."""
+    layers = jax.tree.leaves(params.blocks, is_leaf=is_weight)[0].shape[0]  # in adapters most leaves are None
     return tuple(get_layer(params.blocks, layer) for layer in range(layers))
 
 
 def unstack_layers(params: Llama) -> Llama:
-    """The model with each layer's matrices in arrays of their own, see `ops.weights.layers.unstack`."""
+    """The model with each layer's matrices in separate arrays, see `ops.weights.layers.unstack`."""
     is_one = lambda leaf: isinstance(leaf, QuantizedWeight | MixedStack)
     of_leaf = lambda path, leaf: unstack(leaf) if is_matrix_in_block(path) else leaf
     return params.replace(blocks=jax.tree_util.tree_map_with_path(of_leaf, params.blocks, is_leaf=is_one))
@@ -251,7 +250,7 @@ def restack_layers(params: Llama) -> Llama:
 
 
 def stack(blocks: Sequence[Block]) -> Block:
-    """One block whose arrays have a leading axis L, of those of all layers; of NumPy where they are."""
+    """Stack the blocks of all layers: arrays with a leading axis L, in NumPy if the blocks are."""
     is_one = lambda leaf: isinstance(leaf, QuantizedWeight)
     layers = [jax.tree.flatten(block, is_leaf=is_one) for block in blocks]
     return jax.tree.unflatten(layers[0][1], [_join(leaves) for leaves in zip(*(each for each, _ in layers), strict=True)])

@@ -1,13 +1,13 @@
 """Arrays in, arrays out: no configuration, no parameter trees, no files.
 
 Shapes are written in one alphabet: B batch, T query tokens, S cache slots, R rows, P pages, L layers, D model, N = K * G
-query heads, K key/value heads, G queries per key/value head, H head dim (W of values, where it may differ), F feed-forward,
+query heads, K key/value heads, G queries per key/value head, H head dim (W for values, if it may differ), F feed-forward,
 E experts, V vocabulary. In `weights` and `grouped` a matrix is [N, D] or [N, K], with N output and D or K input features,
 and [*out, D] has several axes of output features. Signatures use `jaxtyping`: ``Float[Array, "B T D"]`` is an array of any
-floating-point type, ``*batch`` are any axes, ``#B`` is B or 1, ``half`` is H/2, and a name has one size in a apply. Only the
-tests check this.
+floating-point type, ``*batch`` are any axes, ``#B`` is B or 1, ``half`` is H/2, and a name has one size within a call. Only
+the tests check this.
 
-Exported here: what every model uses. Import the rest by module.
+This module exports what every model uses. Import the rest by module.
 """
 
 from llama_jax.ops.attention import attend, attend_paged, write_paged

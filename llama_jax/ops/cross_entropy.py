@@ -38,9 +38,9 @@ class LogitOptions:
     """How logits and the loss are computed.
 
     Attributes:
-      chunk: positions per chunk, in each row.
+      chunk: positions of each row per chunk.
       z_loss: weight of a term that keeps the softmax's denominator near 1 (Chowdhery et al. 2022, section 5).
-      vocab_size: the number of tokens, if the head has more rows: the others are padding, with probability 0.
+      vocab_size: the number of tokens, if the head has more rows: the other rows are padding, with probability 0.
       batch_shards: number of devices over which B is sharded. The gradient of the head is accumulated per shard and reduced
         once, not per chunk.
       constrain: constrains the sharding of an array, given its name: "lm_head_sharded" [V, D], as stored; "head" [V, D],
@@ -68,9 +68,9 @@ def cross_entropy(
 
     Args:
       hidden: in the dtype of the matmuls. Logarithm and sums are float32 at least.
-      head: [V, D]. Its gradient is summed over the chunks in its dtype, and only computed if needed. With a quantized or
-        LoRA head JAX derives the backward pass, which computes the logits again.
-      weights: the weight of each token; 0 ignores it. They are not differentiated.
+      head: [V, D]. Its gradient is summed over the chunks in its dtype, and only computed if needed. For a quantized or
+        LoRA head, JAX derives the backward pass, which recomputes the logits.
+      weights: the weight of each token; 0 ignores the token. Not differentiated.
     """
     losses = _losses_by_autodiff if hasattr(head, "project") else _losses
     total = losses(options, hidden, head, targets, weights)
@@ -91,7 +91,7 @@ def token_logprobs(
     Args:
       hidden: in the dtype of the matmuls.
       head: [V, D], an array or a `Weight`.
-      targets: token ids; below 0 the result is 0, without a gradient.
+      targets: token ids; if negative, the result is 0, without a gradient.
       options: `z_loss` is ignored.
       temperature: above 0, the temperature with which the tokens were sampled.
 
@@ -129,7 +129,7 @@ def _losses(options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: 
 def _losses_by_autodiff(
     options: LogitOptions, hidden: jax.Array, head: Any, targets: jax.Array, weights: jax.Array
 ) -> LossSums:
-    """`_losses` for a head that is not an array: JAX derives the backward pass, which saves only hidden states."""
+    """`_losses` for a head that is not an array. JAX derives the backward pass, which saves only hidden states."""
 
     @jax.checkpoint
     def add(total: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:

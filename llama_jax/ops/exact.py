@@ -1,10 +1,10 @@
-"""Batch-invariant programs, `Compute(exact=True)`: the numbers of a token do not depend on the tokens computed with it.
+"""Batch-invariant programs, `Compute(exact=True)`: a token's results do not depend on the tokens computed with it.
 
-The order in which a compiled program sums depends on the shapes of its arrays, and so a token's numbers usually depend on
-how many others are computed with it. Exact programs loop over blocks with a fixed number of tokens (or rows of logits), so
-that every token is computed by the same operations on the same shapes. Attention treats each query as a row of its own, or
-uses a kernel whose order of summation depends on the position alone. Native matmuls are batch-invariant by themselves: they
-take all tokens at once, and only the operations between them run in blocks.
+The order of sums in a compiled program depends on the shapes of its arrays, so a token's results usually depend on how many
+others are computed with it. Exact programs loop over blocks with a fixed number of tokens (or rows of logits), so that every
+token is computed by the same operations on the same shapes. Attention treats each query as a separate row, or uses a kernel
+whose order of summation depends only on the position. Native matmuls are batch-invariant by themselves: they take all tokens
+at once, and only the operations between them run in blocks.
 
 The last block may be padded with tokens that are all zeros. They stay zeros from layer to layer, and kernels skip them.
 """
@@ -22,7 +22,7 @@ from jaxtyping import Float, Int32
 
 from llama_jax.ops.platform import lowering_platform
 
-# With so many tokens a matmul computes about as long as it reads its weights, see `experiments/exactness.py`.
+# With this many tokens, computing a matmul takes about as long as reading its weights, see `experiments/exactness.py`.
 TOKENS_PER_BLOCK_ON_CPU, TOKENS_PER_BLOCK = 8, 256
 TOKENS_BETWEEN_MATMULS_ON_CPU = 4  # larger blocks waste more padding on a single row, smaller ones need more iterations
 ROWS_PER_BLOCK_ON_CPU, ROWS_PER_BLOCK = 1, 32  # rows whose logits are sampled together
@@ -31,7 +31,7 @@ _exact = jax.make_user_context(False)
 
 
 def exact_mode(enabled: bool) -> AbstractContextManager[Any]:
-    """The context to trace in, in which `is_exact` returns `enabled`."""
+    """A context for tracing, in which `is_exact` returns `enabled`."""
     return _exact(enabled)
 
 
@@ -41,7 +41,7 @@ def is_exact() -> bool:
 
 
 def block_size(matmuls: bool = True) -> int:
-    """Tokens per block, with `matmuls` or only the operations between them, on the platform that is traced for."""
+    """Tokens per block on the traced platform, for blocks with `matmuls` or with only the operations between them."""
     if lowering_platform() != "cpu":
         return TOKENS_PER_BLOCK
     return TOKENS_PER_BLOCK_ON_CPU if matmuls else TOKENS_BETWEEN_MATMULS_ON_CPU
@@ -54,7 +54,7 @@ def row_block_size() -> int:
 
 def logprob_of(logits: Float[jax.Array, "B V"], tokens: Int32[jax.Array, " B"]) -> Float[jax.Array, " B"]:
     """The log-probability of one token per row."""
-    # vmap over rows instead of indexing by pairs, so that each device only reads its own rows.
+    # vmap over rows instead of indexing by pairs, so that each device reads only its own rows.
     return jax.vmap(lambda logits, token: logits[token])(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
 
 
@@ -72,8 +72,8 @@ def map_blocks(function: Callable[..., Any], size: int, count: jax.Array, *trees
     """Apply a function of tokens, or rows, to `size` of them at a time.
 
     Args:
-      function: from trees like `trees`, with `size` entries along the first axis, to a tree with as many.
-      count: int32[], how many of the N entries are needed; the results of blocks after them are zeros.
+      function: maps trees like `trees`, with `size` entries along the first axis, to a tree with as many entries.
+      count: int32[], how many of the N entries are needed; the results of later blocks are zeros.
       trees: trees of arrays [N, ...].
 
     Returns:
@@ -92,7 +92,7 @@ def map_blocks(function: Callable[..., Any], size: int, count: jax.Array, *trees
 
     shapes = jax.eval_shape(lambda: function(*block(0)))
     empty = jax.tree.map(lambda x: jnp.zeros((total + padding, *x.shape[1:]), x.dtype), shapes)
-    # Hidden from the compiler, so that a loop of one block stays a loop, with the code of any other.
+    # Hidden from the compiler, so that a loop with one block stays a loop, with the same code as longer ones.
     blocks = lax.optimization_barrier((count + size - 1) // size)
     out = lax.fori_loop(0, blocks, compute_block, empty)
     return jax.tree.map(lambda x: x[:total], out) if padding else out

@@ -1,9 +1,9 @@
-"""Matmuls of rows sorted by group with one matrix per group: each row is multiplied by the matrix of its group only.
+"""Matmuls of rows sorted by group, with one matrix per group: each row is multiplied only by its group's matrix.
 
-JAX's `lax.ragged_dot` is not used: XLA multiplies every row by every group's matrix on a CPU and on a GPU (H100), and on a
-TPU (v5e) for the gradient of the matrices; it also copies all matrices [E, N, K] on a TPU at every call (896 MiB for the
+JAX's `lax.ragged_dot` is not used. XLA multiplies every row by every group's matrix on a CPU and on a GPU (H100), and on a
+TPU (v5e) for the gradient of the matrices. On a TPU it also copies all matrices [E, N, K] at every call (896 MiB for the
 eight of Mixtral 8x7B). `jax.experimental.pallas.ops.tpu.megablox` (Gale et al. 2023, MegaBlocks) does neither. On other
-platforms a loop over the groups that have rows multiplies blocks of rows.
+platforms, a loop over the groups that have rows multiplies blocks of rows.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from llama_jax.ops.platform import for_cpu, lowering_platform, native_code, pack
 from llama_jax.ops.weights.layers import index_stack, multiply_group
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 512, 32  # rows per matmul
-ROWS_OF_A_GROUP = 8  # for each row of the smallest block, half of which may be padding
+ROWS_OF_A_GROUP = 8  # rows of a group per row of the smallest block, half of which may be padding
 QUANTIZED_BLOCKS = (512, 256, 128, 64, 16, 4, 1)
-GPU_ROWS = 2  # with at most so many rows per group, rows are multiplied one by one
+GPU_ROWS = 2  # with at most this many rows per group, rows are multiplied one by one
 KERNEL_ROWS, KERNEL_COLUMNS = (128, 512), 512  # tile of the TPU kernel: minimum and maximum rows, columns
 
 
@@ -98,7 +98,7 @@ _cast_and_gathered.defvjp(_forward, _backward)
 
 @jax.custom_jvp
 def _grouped_project(x: jax.Array, weight: Any, sizes: jax.Array) -> jax.Array:
-    """`grouped_matmul` for non-array weights; differentiable in `x`, and in their arrays of floats."""
+    """`grouped_matmul` for weights that are not arrays; differentiable in `x` and in the weight's float arrays."""
     multiply_block = partial(multiply_group, out_dtype=x.dtype)
     return _by_blocks(multiply_block, x, weight, sizes, jax.ShapeDtypeStruct((len(x), weight.shape[1]), x.dtype))
 
@@ -199,7 +199,7 @@ def _transposed(gradient: Any, a: Any, b: Any, sizes: jax.Array, *, settings: _S
 
 
 def _batched(arrays: Any, axes: Any, *, settings: _Settings) -> tuple[jax.Array, int]:
-    """One batch entry after the other."""
+    """Compute one batch entry after the other."""
     moved = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
     count = next(len(a) for a, axis in zip(moved, axes, strict=True) if axis is not None)
 
@@ -221,7 +221,7 @@ batching.primitive_batchers[grouped_matmul_p] = _batched
 mlir.register_lowering(grouped_matmul_p, mlir.lower_fun(_compute, multiple_results=False))
 
 
-# --- by a loop -------------------------------------------------------------------------------------------------------------
+# --- with a loop -----------------------------------------------------------------------------------------------------------
 
 
 def _by_loop(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
@@ -245,9 +245,9 @@ class RowBlocks(NamedTuple):
 
     Attributes:
       lengths: powers of two, the longest first.
-      at_once: the rows left after blocks of the longest length are one block, the shortest that holds them: for weights
-        whose reading takes longer than the multiplication. Otherwise they are several blocks, each as long as possible, of
-        which only the last may extend beyond the group.
+      at_once: the rows left after blocks of the longest length form one block, the shortest that holds them: for weights
+        that take longer to read than to multiply. Otherwise they form several blocks, each as long as possible; only the
+        last may extend beyond the group.
     """
 
     lengths: tuple[int, ...]
@@ -255,13 +255,13 @@ class RowBlocks(NamedTuple):
 
     @property
     def beyond(self) -> int:
-        """The most rows by which a block extends beyond its group."""
+        """The maximum number of rows by which a block extends beyond its group."""
         if not self.at_once:
             return self.lengths[-1] - 1
         return max(length - shorter - 1 for length, shorter in zip(self.lengths, (*self.lengths[1:], 0), strict=True))
 
     def within(self, rows: int) -> RowBlocks:
-        """The same without lengths that no group of at most `rows` rows needs."""
+        """The same without the lengths that no group of at most `rows` rows needs."""
         pairs = zip(self.lengths, (*self.lengths[1:], 0), strict=True)
         return self._replace(lengths=tuple(length for length, shorter in pairs if shorter < rows))
 
@@ -281,7 +281,7 @@ class RowBlocks(NamedTuple):
 
 
 def _blocks(rows: int, groups: int) -> RowBlocks:
-    """Blocks for groups of about the same size: a sixteenth of the computed rows is then padding."""
+    """Blocks for groups of similar size; about a sixteenth of the computed rows is then padding."""
     smallest = _power_of_two(min(SMALLEST_BLOCK, max(1, rows // (ROWS_OF_A_GROUP * groups))))
     largest = _power_of_two(min(LARGEST_BLOCK, max(1, rows)))
     return RowBlocks(tuple(1 << i for i in range(largest.bit_length() - 1, smallest.bit_length() - 2, -1)))
@@ -315,7 +315,7 @@ def _for_each_group(sizes: jax.Array, body: Callable[[jax.Array, jax.Array, jax.
 def _by_blocks(
     multiply_block: Callable[[jax.Array, Any, jax.Array], jax.Array], x: jax.Array, weight: Any, sizes: jax.Array, out: Any
 ) -> jax.Array:
-    """`multiply_block(rows, weight, group)` of blocks of each group's rows, as an array like `out`.
+    """Apply `multiply_block(rows, weight, group)` to blocks of each group's rows; returns an array like `out`.
 
     A block that extends beyond its group also writes rows of later groups, which overwrite them.
     """
@@ -346,7 +346,7 @@ def _slice(array: Any, start: jax.Array, length: int) -> jax.Array:
 
 
 def _row_by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Few rows on a GPU, as sums of products: XLA fuses them with the slice of the weights, which it copies for a matmul."""
+    """Few rows on a GPU, as sums of products: XLA fuses them with the slice of the weights; a matmul would copy it."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def multiply_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -380,7 +380,7 @@ def _outer_by_blocks(a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: An
     return unpack_bits(_for_each_group(sizes, of_group, empty))
 
 
-# --- by the kernel of TPUs -------------------------------------------------------------------------------------------------
+# --- with the TPU kernel ---------------------------------------------------------------------------------------------------
 
 
 def _by_kernel(
@@ -389,7 +389,7 @@ def _by_kernel(
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
     rows, (least, most) = len(a), KERNEL_ROWS
-    # A tile with rows of two groups is computed for each of them, so tiles are short if groups are.
+    # A tile with rows of two groups is computed twice, so short groups need short tiles.
     tile = max(least, min(most, _power_of_two(max(1, rows // (2 * ROWS_OF_A_GROUP * len(sizes))))))
     tile = min(tile, -(-rows // 16) * 16)
     padding = [(0, -rows % tile), (0, 0)]

@@ -1,6 +1,6 @@
 """KL divergence between two distributions over the vocabulary.
 
-It is computed in chunks of positions, so that the full logits of neither are in memory.
+It is computed in chunks of positions, so that the full logits are never in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Logits(NamedTuple):
 
 
 class TokenDivergence(NamedTuple):
-    """The results for each position, float32[B, T] (float64 for states in float64).
+    """The results for each position, float32[B, T] (float64 for hidden states in float64).
 
     Attributes:
       divergence: KL(teacher || student) at the temperature, in nats.
@@ -38,13 +38,13 @@ class TokenDivergence(NamedTuple):
 
 @dataclass(frozen=True)
 class DivergenceOptions:
-    """What is compared.
+    """How the distributions are compared.
 
     Attributes:
       temperature: above 0; divides the logits of both (Hinton et al. 2015, section 2).
-      top_k: compare the teacher's k most probable tokens, including those as probable as the last of them, and all others
-        together as one; 0 compares the whole distributions. This never makes the divergence larger (data-processing
-        inequality), and it stays 0 for equal distributions.
+      top_k: compare the teacher's k most probable tokens (with ties of the last) separately, and all other tokens together
+        as one; 0 compares the whole distributions. This never makes the divergence larger (data-processing inequality),
+        and it stays 0 for equal distributions.
     """
 
     temperature: float = 1.0
@@ -63,7 +63,7 @@ def token_divergence(
     The logits of both, [B, chunk, V], are recomputed in the backward pass. The teacher has no gradient.
 
     Args:
-      targets: for a target below 0 both results are 0, without a gradient.
+      targets: for a negative target both results are 0, without a gradient.
       logit_options: how the logits of student and teacher are computed; `z_loss` and `batch_shards` are ignored. The chunk
         is the student's.
     """
@@ -98,22 +98,22 @@ def token_divergence(
 
 
 def _divergence(logits: jax.Array, wanted: jax.Array, top_k: int) -> jax.Array:
-    """KL(softmax(wanted) || softmax(logits)) over the last axis. What is -inf under both is no token."""
+    """KL(softmax(wanted) || softmax(logits)) over the last axis. Entries that are -inf in both are not tokens."""
     logq, logp = jax.nn.log_softmax(logits, axis=-1), jax.nn.log_softmax(wanted, axis=-1)
     if not 0 < top_k < logp.shape[-1]:
         return _sum_of(logp, logq, logp > -jnp.inf)
-    in_top_k = (logp >= lax.top_k(logp, top_k)[0][..., -1:]) & (logp > -jnp.inf)  # of the same probability all
+    in_top_k = (logp >= lax.top_k(logp, top_k)[0][..., -1:]) & (logp > -jnp.inf)  # with all ties
     others = ~in_top_k & (logp > -jnp.inf)
     some = jnp.any(others, axis=-1, keepdims=True)
 
     def of_others(one: jax.Array) -> jax.Array:
-        # Where there are none, numbers whose sum has a derivative.
+        # Without others, zeros, so that the logsumexp has a derivative.
         return jax.nn.logsumexp(jnp.where(some, jnp.where(others, one, -jnp.inf), 0), axis=-1, keepdims=True)
 
     return _sum_of(logp, logq, in_top_k) + _sum_of(of_others(logp), of_others(logq), some)
 
 
 def _sum_of(logp: jax.Array, logq: jax.Array, where: jax.Array) -> jax.Array:
-    """Sum of p (log p - log q) over the last axis, of the entries that `where` selects."""
+    """Sum of p (log p - log q) over the entries of the last axis that `where` selects."""
     logp, logq = jnp.where(where, logp, 0), jnp.where(where, logq, 0)
     return jnp.sum(jnp.where(where, jnp.exp(logp) * (logp - logq), 0), axis=-1)

@@ -24,7 +24,7 @@ MATMUL_OUTPUT = "product"  # checkpoint name of the results of matmuls with weig
 class Weight(Protocol):
     """Interface of weights that are not arrays (quantized, LoRA). They are recognized by their `project` method.
 
-    They must be pytrees with the `shape` and `dtype` of the weight. An embedding needs an `embed` too.
+    They must be pytrees with the `shape` and `dtype` of the weight. An embedding also needs an `embed`.
     """
 
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
@@ -32,19 +32,19 @@ class Weight(Protocol):
 
 
 def apply(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`: applies a function of tokens to all of them at once. `ops.exact.map_blocks` is the alternative."""
+    """`function(*args)`: apply a function of tokens to all tokens at once; the alternative to `ops.exact.map_blocks`."""
     return function(*args)
 
 
 def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtype: Any = None) -> Float[Array, " ..."]:
     """Project the last axis of `x` onto the rows of `weight`.
 
-    Every matmul with a parameter, except experts' (`ops.grouped`), goes through it.
+    Used by every matmul with a parameter, except those of experts (`ops.grouped`).
 
     Args:
-      weight: [*out, D], one row per output feature, as checkpoints store it: with one token both operands are then read
-        along their contiguous axis. An array in another dtype is cast to that of `x`: training keeps weights in float32 and
-        computes in bfloat16. A `Weight` has its own `project`.
+      weight: [*out, D], one row per output feature, as checkpoints store it: with one token, both operands are then read
+        along their contiguous axis. An array in another dtype is cast to the dtype of `x`: training keeps weights in float32
+        and computes in bfloat16. A `Weight` has its own `project`.
       out_dtype: dtype of the result, by default that of `x`. Sums are always float32 at least.
 
     Returns:
@@ -67,7 +67,7 @@ def _project(x: jax.Array, weight: jax.Array | Weight, out_dtype: Any) -> jax.Ar
 
 @for_cpu("is_batch_invariant")
 def is_batch_invariant(x: Float[Array, "*batch _"], weight: jax.Array | Weight) -> bool:
-    """Whether this matmul gives each row of `x` the same result as alone, bit for bit.
+    """Whether each row of `x` has the same result in this matmul as if it were computed alone, bit for bit.
 
     In exact programs other matmuls run in blocks of a fixed size, see `ops.exact`.
     """
@@ -162,8 +162,8 @@ def matmul_cast_weight(
 ) -> Float[Array, " ..."]:
     """`matmul` with a weight kept in a wider dtype than `x`, as in mixed-precision training.
 
-    With a derivative of its own, so that the weight's gradient, a sum over all tokens and devices, is computed in the
-    weight's dtype. Autodiff would round it to the dtype of `x` before the sum over devices.
+    Its custom derivative computes the weight's gradient, a sum over all tokens and devices, in the weight's dtype. Autodiff
+    would round it to the dtype of `x` before the sum over devices.
 
     Args:
       settings: (whether the cast weight is saved for the backward pass, see `platform.recomputing`; the weight's dtype).
@@ -217,7 +217,7 @@ def remat(function: F) -> F:
     For values that are cheap to compute and large to save: elementwise functions and softmaxes (Chen et al. 2016, section
     3). Differentiable in every mode; with 16-bit inputs on CPUs only once.
     """
-    # Inside a scan over layers no barrier against CSE is needed.
+    # Inside a scan over layers, no barrier against CSE is needed.
     return cast(F, partial(_remat, function, jax.checkpoint(function, prevent_cse=False)))
 
 

@@ -1,8 +1,8 @@
-"""Linear maps with a transpose of their own: custom gradients of functions that also have a forward mode.
+"""Linear maps with a custom transpose: custom gradients for functions that also support forward mode.
 
 A `jax.custom_vjp` function has no forward mode. The tangent of a `jax.custom_jvp` function is transposed by JAX, which
-would save what each iteration of its loops reads. A custom JVP rule whose tangent is a `linear_map` has both: forward mode
-runs `function`, reverse mode `transposed`, and second derivatives are taken in forward mode of either.
+would save the inputs of each iteration of its loops. A custom JVP rule whose tangent is a `linear_map` has both: forward
+mode runs `function`, reverse mode `transposed`, and second derivatives are forward mode over either.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-Flat = Callable[..., Any]  # of arrays: first the residuals, then those that the map is linear in
+Flat = Callable[..., Any]  # takes arrays: first the residuals, then those in which the map is linear
 
 
 def linear_map(
     function: Callable[[Any, Any], Any], transposed: Callable[[Any, Any], Any], residuals: Any, changes: Any
 ) -> Any:
-    """`function(residuals, changes)`, which reverse mode transposes by `transposed(residuals, cotangents)`.
+    """`function(residuals, changes)`, transposed by `transposed(residuals, cotangents)`.
 
     Args:
       function: linear in the second argument.
       transposed: its transpose, with results of the shapes and dtypes of `changes`.
-      residuals: a tree of arrays. There is no reverse mode with respect to it where a loop reads it.
-      changes: a tree of tangents. A `SymbolicZero`, as rules with `symbolic_zeros` have, is computed with as zeros, and its
-        cotangent is dropped.
+      residuals: a tree of arrays. Reverse mode with respect to it fails if a loop reads it.
+      changes: a tree of tangents. A `SymbolicZero` (from rules with `symbolic_zeros`) counts as zeros, and its cotangent is
+        dropped.
     """
     fixed, structure = jax.tree.flatten(residuals)
     inputs, input_structure = flattened(changes)
@@ -55,12 +55,12 @@ def linear_map(
 
 
 def directional(function: Callable[[Any], jax.Array], tree: Any, tangents: Any) -> list[jax.Array]:
-    """The derivative of `function(tree)` along tangents by JAX, as a list of one; an empty list if all are zero.
+    """JAX's derivative of `function(tree)` along tangents, as a list of one; an empty list if all are zero.
 
-    It is transposed by JAX too, which computes `function` again instead of saving what it computes.
+    JAX also transposes it, and then recomputes `function` instead of saving its intermediate values.
 
     Args:
-      tangents: of each leaf of the tree, a `SymbolicZero` or a tangent.
+      tangents: a `SymbolicZero` or a tangent for each leaf of the tree.
     """
     leaves, structure = flattened(tree)
     changes = structure.flatten_up_to(tangents)
@@ -72,7 +72,7 @@ def directional(function: Callable[[Any], jax.Array], tree: Any, tangents: Any) 
 
 
 def flattened(tree: Any) -> tuple[list[Any], Any]:
-    """`jax.tree.flatten`, whose structures have methods that its type does not tell of."""
+    """`jax.tree.flatten`, with the structure typed Any: its type lacks some of its methods."""
     return jax.tree.flatten(tree)
 
 
@@ -81,7 +81,7 @@ def _zeros(tangent: SymbolicZero) -> Any:
 
 
 def replaced(arrays: Sequence[Any], indices: Sequence[int], by: Sequence[Any]) -> list[Any]:
-    """The arrays with others at some indices."""
+    """The arrays, with those at `indices` replaced."""
     found = list(arrays)
     for i, array in zip(indices, by, strict=True):
         found[i] = array

@@ -17,7 +17,7 @@ from llama_jax.ops.platform import mesh_in_force
 
 
 class ExpertSharding(NamedTuple):
-    """The mesh axes over which the rows of a batch, and the axes F and D of the experts' matrices, are sharded."""
+    """The mesh axes that shard the rows of a batch, and the axes F and D of the experts' matrices."""
 
     batch: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
@@ -29,10 +29,9 @@ class Routing(NamedTuple):
 
     Attributes:
       per_token: the number of experts chosen, of E.
-      normalized: the weights of the chosen experts are the softmax over their scores, and sum to one; otherwise they are
-        their values of the softmax over the scores of all E.
-      scale_inputs: the weights are instead the sigmoids of the scores, and they multiply the inputs of the experts, not
-        their outputs.
+      normalized: the weights of the chosen experts are the softmax over only their scores, and sum to one. Otherwise they
+        come from the softmax over the scores of all E experts.
+      scale_inputs: the weights are instead the sigmoids of the scores, and multiply the experts' inputs, not outputs.
     """
 
     per_token: int
@@ -58,8 +57,8 @@ def mixture_of_experts(
       x: [B, T, D] if `sharding` is used.
       gate, up: [E, F, D], arrays or quantized weights.
       down: [E, D, F].
-      sharding: of the operands over the current mesh; each device then sorts its own tokens. On a mesh without it, or with
-        quantized weights, all experts are computed.
+      sharding: how the operands are sharded over the current mesh; each device then sorts its own tokens. On a mesh, all
+        experts are computed if it is None or the weights are quantized.
     """
     weights, chosen = route(x, router, routing)
     mesh = {axis: size for axis, size in mesh_in_force().items() if size > 1}
@@ -100,7 +99,7 @@ def route(
 def _chosen_experts(
     gather: tuple[str, ...], x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any
 ) -> jax.Array:
-    """The weighted sum of the experts that `route` has chosen; `gather` are the mesh axes that shard D of the matrices.
+    """The weighted sum of the experts chosen by `route`; `gather` are the mesh axes that shard the axis D of the matrices.
 
     Args:
       x: [..., D], or [..., per_token, D] if the inputs of a token's experts differ.
@@ -134,13 +133,13 @@ def all_experts(
     *,
     scale_inputs: bool = False,
 ) -> Float[Array, "*batch D"]:
-    """The same sum with all experts computed for all tokens, one after the other; unchosen experts have weight zero."""
+    """The same sum, computing all experts for all tokens, one after the other; unchosen experts have weight zero."""
     chosen_of = jax.nn.one_hot(chosen, gate.shape[0], dtype=x.dtype)  # [..., per_token, E]
     spread = jnp.sum(weights.astype(x.dtype)[..., None] * chosen_of, axis=-2)  # [..., E]
 
     def add(total: jax.Array, expert: tuple[Any, ...]) -> tuple[jax.Array, None]:
         weight, gate, up, down = expert
-        if scale_inputs:  # the output for an input of zeros is zero
+        if scale_inputs:  # an input of zeros has an output of zeros
             return total + feed_forward(weight[..., None] * x, gate, up, down), None
         return total + weight[..., None] * feed_forward(x, gate, up, down), None
 

@@ -23,10 +23,10 @@ from jax.sharding import SingleDeviceSharding
 AnyArray: TypeAlias = jax.Array | np.ndarray
 Tree = TypeVar("Tree")
 F = TypeVar("F", bound=Callable[..., Any])
-TPU_LANES = 128  # values of a TPU's vector register along the last axis; blocks of its kernels are multiples of it
+TPU_LANES = 128  # values of a TPU's vector register along the last axis; blocks of TPU kernels are multiples of it
 
 planned_for = jax.make_user_context(None)
-"""Context: the platform that a program is planned for, if it is compiled for devices of another one; else None.
+"""Context: the platform that a program is planned for, if it is compiled for another one; else None.
 
 "accelerator": an unspecified GPU or TPU; no kernel is selected.
 """
@@ -34,32 +34,31 @@ planned_for = jax.make_user_context(None)
 recomputing = jax.make_user_context(False)
 """Context: whether the traced layer is rematerialized.
 
-If so, a cast weight is kept as cast (it is recomputed anyway, and gathered once per pass); otherwise the original weight is
-saved, which is in memory already.
+If so, the cast weight is a residual (it is recomputed anyway, and gathered once per pass); otherwise the original weight is,
+because it is in memory already.
 """
 
 native_code = jax.make_user_context(False)
-"""Context: whether a program for a CPU may use native code (`ops.cpu.native`) for floats, too.
+"""Context: whether a program for a CPU may use native code (`ops.cpu.native`) for floats as well.
 
-Decoding programs use it. Others, such as training, gain too little to wait for a C++ compiler.
+Decoding programs may. Others, such as training, gain too little to wait for a C++ compiler.
 """
 
 
 def lowering_platform() -> str:
     """The platform that the program traced now will be lowered for: "cpu", "gpu", "tpu", or what `planned_for` says.
 
-    It is read from JAX's trace context, which is part of the jit cache keys: from the current mesh (`jax.set_mesh`, or
-    `jax.sharding.use_abstract_mesh` inside a traced function), whose devices need not exist; else from `jax.default_device`;
-    else it is the default backend. A program for another platform than the default one must therefore be traced under its
-    mesh, as the library's functions do for sharded parameters (`inference.sharding.sharding_of`), or under
-    `jax.default_device`, as in a `jax.jit` of your own.
+    It is read from JAX's trace context, which is part of the jit cache keys: the current mesh (`jax.set_mesh`, or
+    `jax.sharding.use_abstract_mesh` inside a traced function), whose devices need not exist; else `jax.default_device`;
+    else the default backend. Trace a program for another platform under its mesh, as the library's functions do for sharded
+    parameters (`inference.sharding.sharding_of`), or under `jax.default_device`, for example in your own `jax.jit`.
     """
     if planned_for.value is not None:
         return planned_for.value
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     platform = getattr(device, "platform", None)
     if platform is None:
-        default = jax.config.jax_default_device  # type: ignore[attr-defined]  # JAX makes its settings when it is imported
+        default = jax.config.jax_default_device  # type: ignore[attr-defined]  # JAX defines its settings at import
         platform = default if isinstance(default, str) else getattr(default, "platform", None)
     return _name_of(platform or jax.default_backend())
 
@@ -69,7 +68,7 @@ def _name_of(platform: str) -> str:
 
 
 def nondefault_device(array: Any) -> Any:
-    """The device of an array on a single device of another platform than programs are traced for by default; else None."""
+    """The array's device, if it is a single device of another platform than the default one; else None."""
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, SingleDeviceSharding):
         return None
@@ -85,7 +84,7 @@ def tracing_for(params: Any) -> AbstractContextManager[Any]:
 
 
 def cpu_variants() -> Any:
-    """The package `ops.cpu`, imported lazily by its name, because it imports the functions that it replaces."""
+    """The package `ops.cpu`, imported lazily, because it imports the functions that it replaces."""
     return importlib.import_module("llama_jax.ops.cpu")
 
 
@@ -93,9 +92,9 @@ def for_cpu(name: str, *, to_plan: bool = False) -> Callable[[F], F]:
     """When traced for a CPU, call `ops.cpu.<name>(plain, *args)` instead of the decorated function `plain`.
 
     Args:
-      name: of the variant in `ops.cpu`.
-      to_plan: also when a CPU's compiler is used in place of an accelerator's, see `planned_for`: it could not compile the
-        plain function.
+      name: name of the variant in `ops.cpu`.
+      to_plan: also if a CPU's compiler is used in place of an accelerator's, see `planned_for`, because it could not compile
+        the plain function.
     """
     platforms = ("cpu", "accelerator") if to_plan else ("cpu",)
 
@@ -113,7 +112,7 @@ def for_cpu(name: str, *, to_plan: bool = False) -> Callable[[F], F]:
 
 @for_cpu("pack_tree")
 def pack_bits(tree: Any) -> Any:
-    """The same tree; on a CPU with 16-bit floats bitcast to integers. `unpack_bits` undoes it. Both cost nothing."""
+    """The same tree; on a CPU, with 16-bit floats bitcast to integers. `unpack_bits` undoes it. Both are free."""
     return tree
 
 
@@ -130,7 +129,7 @@ def tracing_context(params: Any) -> AbstractContextManager[Any]:
 
 
 def decodes_natively(params: Any, dtype: Any, mesh: Any) -> bool:
-    """Whether a model is decoded on a single CPU in a dtype that has native matmuls, see `decoding_context`."""
+    """Whether a model is decoded on a single CPU in a dtype with native matmuls, see `decoding_context`."""
     first, divided = jax.tree.leaves(params)[0], mesh is not None and mesh.size > 1
     platform = next(iter(first.devices())).platform if isinstance(first, jax.Array) else lowering_platform()
     return platform == "cpu" and not divided and str(jnp.dtype(dtype or params.embedding.dtype)) in ("float32", "bfloat16")
@@ -169,9 +168,9 @@ def mesh_in_force() -> dict[str, int]:
 def update_if(condition: jax.Array, update: Callable[[Tree], Tree], tree: Tree) -> Tree:
     """`update(tree)` if `condition`, a bool[], is true, and the same tree otherwise.
 
-    On a GPU by `jnp.where` (a `cond` would copy the whole state: a training step of TinyLlama on an H100 needs 5.4 GiB of
-    temporaries, and 16.4 with `cond`), elsewhere by `lax.cond` (a `where` holds both trees: over eight v5e 2.07 GiB, and
-    1.61 with `cond`).
+    On a GPU with `jnp.where`: a `cond` would copy the whole state (a training step of TinyLlama on an H100 needs 5.4 GiB of
+    temporaries, or 16.4 GiB with `cond`). Elsewhere with `lax.cond`: a `where` holds both trees (over eight v5e 2.07 GiB, or
+    1.61 GiB with `cond`).
     """
     if lowering_platform() == "gpu":
         return jax.tree.map(lambda new, old: jnp.where(condition, new, old), update(tree), tree)
@@ -183,9 +182,9 @@ _OBSERVED: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def record_backends() -> Iterator[dict[str, str]]:
-    """Context that collects the attention backends in use, each with the reason of its first use.
+    """Context that collects the attention backends in use, each with the reason for its first use.
 
-    Backends are chosen while a program is traced: programs that were compiled before are not recorded.
+    Backends are chosen while a program is traced, so programs that were compiled before are not recorded.
     """
     taken: dict[str, str] = {}
     before = _OBSERVED.set(taken)
@@ -196,7 +195,7 @@ def record_backends() -> Iterator[dict[str, str]]:
 
 
 def log_backend(name: str, why: str) -> None:
-    """Report the backend in use, and why: to the log, and within `record_backends` once for each backend."""
+    """Report the backend in use, and why, to the log and to `record_backends`, inside which each is logged once."""
     taken = _OBSERVED.get()
     if taken is None or name not in taken:
         logging.getLogger("llama_jax.attention").info("attention: %s (%s)", name, why)

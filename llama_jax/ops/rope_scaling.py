@@ -29,17 +29,17 @@ def scale_linear(plain: Plain, theta: float, length: Length, scaling: Scaling) -
 def scale_ntk(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Plain, float]:
     """Divide the lowest frequency by `factor` and keep the highest (Peng et al. 2023, section 3.1).
 
-    Equal to theta * factor ** (H / (H - 2)) in place of theta.
+    Equivalent to replacing theta with theta * factor ** (H / (H - 2)).
     """
     return plain * scaling.factor ** -_ntk_exponents(len(plain)), 1.0
 
 
 def scale_dynamic(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Frequencies, float]:
-    """`scale_ntk` by a factor that depends on the length of the sequence; no scaling within the original context.
+    """`scale_ntk` by a factor that depends on the sequence length; no scaling within the original context.
 
-    The factor of Peng et al. 2023, section 3.3, is length / original. This is transformers' factor * length / original -
-    (factor - 1), the same if `factor` is 1, written so that a large `factor` does not cancel digits. Without a length there
-    is no scaling.
+    Peng et al. 2023, section 3.3, use length / original. This is transformers' factor * length / original - (factor - 1),
+    which is the same if `factor` is 1, written so that a large `factor` does not cancel digits. Without a length there is no
+    scaling.
     """
     if isinstance(length, jax.Array):
         longer_by = jnp.maximum(length.astype(jnp.float32) / scaling.original_max_seq_len, 1.0)[..., None]
@@ -52,9 +52,9 @@ def scale_dynamic(plain: Plain, theta: float, length: Length, scaling: Scaling) 
 def scale_by_parts(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Plain, float]:
     """Keep high frequencies and divide low ones by `factor` (NTK-by-parts: Peng et al. 2023, section 3.2).
 
-    Pairs with at least `beta_fast` rotations within the original context are kept, those with at most `beta_slow` are
-    divided. The ramp between them is linear in the index of the pair, as in the authors' code and in transformers; in the
-    text of the paper it is linear in the rotations, as in `scale_llama3`.
+    Pairs with at least `beta_fast` rotations within the original context are kept, and those with at most `beta_slow` are
+    divided. The ramp between them is linear in the index of the pair, as in the authors' code and in transformers. In the
+    paper's text it is linear in the rotations, as in `scale_llama3`.
     """
     pairs = len(plain)
 
@@ -64,7 +64,7 @@ def scale_by_parts(plain: Plain, theta: float, length: Length, scaling: Scaling)
     low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * pairs - 1)  # as in the authors' code, which bounds by the features, not the pairs
+    low, high = max(low, 0), min(high, 2 * pairs - 1)  # the authors' code uses the number of features as bound, not of pairs
     if low == high:
         high += 0.001
     slowed = np.clip((np.arange(pairs) - low) / (high - low), 0.0, 1.0)
@@ -91,8 +91,8 @@ def scale_llama3(plain: Plain, theta: float, length: Length, scaling: Scaling) -
     """Scale the frequencies as Llama 3.1 does (reference code, ``apply_scaling``).
 
     Pairs with more than `high_freq_factor` rotations within the original context are kept, those with fewer than
-    `low_freq_factor` are divided by `factor`, and those between are interpolated linearly in the number of rotations. If the
-    two factors are equal there are none between.
+    `low_freq_factor` are divided by `factor`, and those between (none if the two are equal) are interpolated linearly in the
+    number of rotations.
     """
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_max_seq_len * plain / (2 * np.pi)
@@ -101,9 +101,9 @@ def scale_llama3(plain: Plain, theta: float, length: Length, scaling: Scaling) -
 
 
 def scale_longrope(plain: Plain, theta: float, length: Length, scaling: Scaling) -> tuple[Frequencies, float]:
-    """Divide each frequency by a factor of its own, found by search: one list within the original context, one beyond it.
+    """Divide each frequency by its own factor, found by search: one list within the original context, one beyond it.
 
-    Ding et al. 2024, section 3, as in transformers. Without a length the list for the original context is used.
+    Ding et al. 2024, section 3, as in transformers. Without a length, the list for the original context is used.
     """
     original, attention_factor = scaling.original_max_seq_len, scaling.attention_factor
     if attention_factor is None:
@@ -121,8 +121,8 @@ def _ntk_exponents(pairs: int) -> Plain:
     return np.arange(pairs) / (pairs - 1)
 
 
-# The function of each kind of `config.RopeScaling`: of the unscaled frequencies, theta, the length and the scaling. It
-# returns the scaled frequencies and a factor for cosine and sine. If the length is a JAX array, functions that depend on it
+# The function for each kind of `config.RopeScaling`. From the unscaled frequencies, theta, the length and the scaling, it
+# computes the scaled frequencies and a factor for cosine and sine. If the length is a JAX array, functions that depend on it
 # return float32 frequencies with the axes of the lengths in front.
 SCALINGS: dict[str, Callable[[Plain, float, Length, Scaling], tuple[Frequencies, float]]] = {
     "linear": scale_linear,
@@ -145,9 +145,9 @@ def lengths_of(
     """Current length of each row; for packed rows, the length of each token's document.
 
     Args:
-      slots: of the tokens, counted from the first token of the row.
-      lengths: number of real tokens of the T, if not all.
-      positions, segment_ids: of packed rows.
+      slots: slots of the tokens, counted from the first token of the row.
+      lengths: number of real tokens among the T, if not all are.
+      positions, segment_ids: those of packed rows.
     """
     batch, new = slots.shape
     if positions is None and segment_ids is None:
@@ -157,7 +157,7 @@ def lengths_of(
         return jnp.max(positions, axis=1) + 1
 
     def of_row(positions: jax.Array, segments: jax.Array) -> jax.Array:
-        numbers = jnp.searchsorted(jnp.sort(segments), segments)  # a number below T for each segment
+        numbers = jnp.searchsorted(jnp.sort(segments), segments)  # an index below T for each segment
         return jax.ops.segment_max(positions, numbers, num_segments=new)[numbers] + 1
 
     return jax.vmap(of_row)(positions, segment_ids)

@@ -24,7 +24,7 @@ def inverse_frequencies(head_dim: int, theta: float) -> Float64[np.ndarray, " ha
 def rotary_table(
     positions: Int[AnyArray, "*batch"], frequencies: Frequencies, attention_factor: float = 1.0
 ) -> tuple[Float32[Array, "*batch half"], Float32[Array, "*batch half"]]:
-    """Cosine and sine of every position's angles, multiplied by `attention_factor`.
+    """Cosine and sine of the angles at every position, multiplied by `attention_factor`.
 
     Always float32: bfloat16 cannot represent an angle at position 100,000.
 
@@ -41,7 +41,7 @@ def rotary_table(
 def apply_rotary(
     x: Float[Array, "*batch H"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
 ) -> Float[Array, "*batch H"]:
-    """Rotate each pair of features by its position's angle (half-split layout).
+    """Rotate each pair of features by the angle for its position (half-split layout).
 
     Args:
       x: features i and i + H/2 are a pair, as in Hugging Face's weights. In Meta's and llama2.c's weights 2i and 2i + 1 are

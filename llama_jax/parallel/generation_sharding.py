@@ -25,7 +25,7 @@ def param_shardings(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = Tru
     """A `Llama` of shardings for generation.
 
     Args:
-      padded: whether for the parameters that `pad_params` returns, or for those of `config`.
+      padded: whether the shardings are for parameters from `pad_params` instead of those of `config`.
 
     Raises:
       MeshError: the model cannot be padded to fit, or there are too few devices.
@@ -34,9 +34,9 @@ def param_shardings(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = Tru
 
 
 def pad_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
-    """`pad_params` for parameters that are already on the mesh, array by array: the given arrays are deleted.
+    """`pad_params` for parameters that are already on the mesh, array by array, deleting the given arrays.
 
-    Each device holds its share of the model, plus its share of one array.
+    Each device holds its share of the model, and in addition its share of one array.
     """
     target, placement = padded_shapes_config(config, sizes), param_shardings(config, sizes)
 
@@ -59,7 +59,7 @@ def generation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, S
     """The configuration and sharding for generation with a model that trains over a mesh.
 
     The parameters stay sharded as in training, with the same `Sharding.prepare_params`. Rows are sharded over `data` and
-    `fsdp`, heads and the vocabulary over `tensor`.
+    `fsdp`; heads and the vocabulary, over `tensor`.
 
     Raises:
       MeshError: a dimension that cannot be split over the mesh.

@@ -60,7 +60,7 @@ class MeshSizes:
         return self.fsdp * self.context
 
     def __str__(self) -> str:
-        """As `parse_mesh` reads it; `context` is omitted if it is 1, since few runs use it."""
+        """The text that `parse_mesh` reads; `context` is omitted if it is 1, since few runs use it."""
         return ",".join(f"{axis}={size}" for axis, size in self.items() if axis != "context" or size > 1)
 
 
@@ -87,10 +87,10 @@ def parse_mesh(text: str) -> MeshSizes:
 
 
 def make_mesh(sizes: MeshSizes, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of these sizes over the first available devices, with axes whose shardings XLA propagates.
+    """A mesh of these sizes over the first available devices; XLA propagates shardings over its axes.
 
     Args:
-      devices: used instead of `jax.devices()`, such as those of `analysis.aot_compile`, which need not exist.
+      devices: used instead of `jax.devices()`, for example those of `analysis.aot_compile`, which need not exist.
 
     Raises:
       MeshError: there are too few devices.

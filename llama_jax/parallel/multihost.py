@@ -2,10 +2,9 @@
 
 JAX connects processes itself (`jax.distributed`), but if one is missing, was started with different arguments or dies, the
 others wait forever or end with a C++ stack trace. So the processes first connect to process 0 over plain TCP, on the
-coordinator's own port, before JAX's service takes over that port. The connections stay open: the system closes them with the
-process, however it ends, so the others learn at once which process died. A silent host is given up after 30 seconds; a
-process that exists but hangs in the system, by JAX's own heartbeat after 45. Like JAX's service, all this trusts its
-network.
+coordinator's port, before JAX's service takes over that port. The connections stay open: the system closes them when a
+process ends for any reason, so the others know immediately which process died. A silent host is given up after 30 seconds,
+and a process that exists but hangs in the system after 45, by JAX's heartbeat. Like JAX's service, this trusts the network.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import jax
 from llama_jax.errors import MeshError, UserError
 from llama_jax.parallel.rendezvous import Member, Packet, Rank, accept_members, join_members, keep_alive
 
-OTHER_DIED = 75  # exit code of a process that ends because another died: EX_TEMPFAIL, restarting helps
+OTHER_DIED = 75  # exit code of a process that ends because another died: EX_TEMPFAIL, a restart may help
 START_TIMEOUT = 300.0  # seconds
 STUCK = 45  # seconds until JAX gives up a hanging process
 GIVEN = {"coordinator": "--coordinator", "processes": "--processes", "process_id": "--process-id"}
@@ -39,7 +38,7 @@ END = "end of the run"
 
 
 class Processes:
-    """The processes of a job, as seen from one of them. Without arguments: a job of one process."""
+    """The processes of a job, as seen by one of them. Without arguments: a job with one process."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class Processes:
         links: Mapping[int, socket.socket] = {},
         resumes: bool = True,
     ) -> None:
-        """`links` are open connections: process 0 has one to each other process; the others have one to it."""
+        """`links` are open connections: process 0 has one to each other process; the others have one to process 0."""
         self.index = index
         self._remedy = "start them again" + " with --resume to go on from the last checkpoint" * resumes
         self._members = members
@@ -57,7 +56,7 @@ class Processes:
         self._sending = {index: threading.Lock() for index in links}
         self._told: queue.Queue[bytes] = queue.Queue()
         self._waiting: dict[str, dict[int, Mapping[str, Any]]] = {}
-        self._answers: dict[str, queue.Queue[Packet]] = {}  # by name of the call: several threads may wait at once
+        self._answers: dict[str, queue.Queue[Packet]] = {}  # by name of the call, because several threads may wait at once
         self._ended = not links
         self._thread = threading.Thread(target=self._watch, name="processes", daemon=True)
         if links:
@@ -91,22 +90,22 @@ class Processes:
         self.agree(what, {})
 
     def agree(self, what: str, values: Mapping[str, Any]) -> None:
-        """Wait as `wait` does, and check that all processes have the same values, which must be JSON.
+        """Like `wait`, and check that all processes have the same values, which must be JSON.
 
         Raises:
-          MeshError: a process has values that differ from those of process 0.
+          MeshError: the values of a process differ from those of process 0.
         """
         answer = self._meet({"at": what, "values": values, "same": True})
         if answer["error"]:
             raise MeshError(answer["error"])
 
     def gather(self, what: str, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Wait as `wait` does; in process 0 return the values of all, which must be JSON; elsewhere an empty list."""
+        """Like `wait`; returns the values of all processes, which must be JSON, in process 0, elsewhere an empty list."""
         return self._meet({"at": what, "values": values, "same": False})["gathered"]
 
     def _meet(self, message: Packet) -> Packet:
         """Report that this process has reached a call, and return the answer once all have."""
-        message = json.loads(json.dumps(message))  # the same types as the others' values
+        message = json.loads(json.dumps(message))  # so that types are the same as in other processes' values
         if self.count == 1:
             return {"error": None, "gathered": [message["values"]]}
         answer = self._answers.setdefault(message["at"], queue.Queue())
@@ -127,7 +126,7 @@ class Processes:
         return self._told.get()
 
     def fail(self, reason: str, code: int) -> None:
-        """Tell the other processes why this one ends; they end as well, with the same exit code."""
+        """Tell the other processes why this one ends; they also end, with the same exit code."""
         reason = f"process {self.index} of {self.count} failed: {' '.join(reason.split())[:2000]}; all processes end"
         with self._lock:
             ended, self._ended = self._ended, True
@@ -140,12 +139,12 @@ class Processes:
 
     def _send(self, index: int, message: Packet) -> None:
         line = json.dumps(message).encode() + b"\n"
-        # A broken connection is also noticed by the thread, which ends the process.
+        # The thread also notices a broken connection, and ends the process.
         with suppress(OSError), self._sending[index]:
             self._links[index].sendall(line)
 
     def _watch(self) -> None:
-        """In the thread: receive messages, and notice processes that end."""
+        """In a thread: receive messages, and detect processes that end."""
         unread = dict.fromkeys(self._links, b"")
         with selectors.DefaultSelector() as selector:
             for index, link in self._links.items():
@@ -176,7 +175,7 @@ class Processes:
             self._answers[message["go"]].put(message)
 
     def _arrived(self, index: int, message: Packet) -> None:
-        """In process 0: record that a process waits, and release all once the last one does."""
+        """In process 0: record that a process waits, and release all processes when the last one does."""
         what = message["at"]
         with self._lock:
             waiting = self._waiting.setdefault(what, {})
@@ -199,7 +198,7 @@ class Processes:
         )
 
     def _end_with(self, reason: str, code: int) -> None:
-        """Report a failure elsewhere, once, and exit: the main thread may be waiting for the failed process in vain."""
+        """Report a failure of another process, once, and exit: the main thread may be waiting for that process forever."""
         with self._lock:
             if self._ended:
                 return
@@ -210,7 +209,7 @@ class Processes:
         os._exit(code)
 
     def close(self) -> None:
-        """End together with all others, or with an error if another has failed."""
+        """End together with all other processes, or with an error if another one has failed."""
         self.wait(END)
         for link in self._links.values():
             with suppress(OSError):  # the other side may have closed first
@@ -233,21 +232,21 @@ def join_job(
 ) -> Iterator[Processes]:
     """Join the job, before any other call of JAX, and leave it at the end of the block together with all other processes.
 
-    An error inside the block is sent to the other processes, which end with it; this process prints it and exits at once,
-    with 2 for a `UserError` and 1 for any other, since JAX's regular shutdown would wait for them. If a process dies
-    silently, the others exit with 75. Without arguments, and for a job of one process, none of this is done.
+    An error inside the block is sent to the other processes, which also end with it. This process prints it and exits at
+    once, with 2 for a `UserError` and 1 for other errors, since JAX's regular shutdown would wait for them. If a process
+    dies silently, the others exit with 75. Without arguments, and for a job with one process, nothing is done.
 
     Args:
-      coordinator: ``HOST:PORT`` of process 0, which listens on the port on all its addresses.
+      coordinator: ``HOST:PORT`` of process 0, which listens on this port on all its addresses.
       processes: number of processes.
       process_id: index of this process, from 0.
       detect: take missing values from Slurm, Open MPI, Kubernetes or a TPU pod, as `jax.distributed.initialize` does.
       timeout: seconds within which all processes must connect.
-      resumes: whether a job that ended can be resumed, which the error message for a process that died then says.
+      resumes: whether the error message for a process that died suggests resuming the job.
 
     Raises:
       MeshError: missing or invalid values, no detectable cluster, an address that cannot be bound or reached, or processes
-        that were started differently or did not connect; the message names them.
+        that have different arguments or did not connect; the message names them.
     """
     rank = _find_rank(coordinator, processes, process_id, detect, timeout)
     if rank is None or rank.processes == 1:
@@ -263,7 +262,7 @@ def join_job(
 
 
 def _leave(joined: Processes, error: BaseException) -> None:
-    """Exit with an error. If another process died, this error is a consequence: its thread first has time to report that."""
+    """Exit with an error. First give the thread time to report a process that died, which may have caused the error."""
     known = isinstance(error, UserError | OSError)
     if not known:
         time.sleep(2)
@@ -314,7 +313,7 @@ def _find_rank(
 def _detect(
     coordinator: str | None, processes: int | None, process_id: int | None, timeout: float
 ) -> tuple[str | None, int | None, int | None, list[int] | None]:
-    """The values that JAX would detect; it has no public function for that."""
+    """The values that JAX would detect; JAX has no public function for that."""
     try:
         from jax._src.clusters import ClusterEnv
 
@@ -328,19 +327,19 @@ def _detect(
     except (RuntimeError, ValueError, KeyError, OSError) as error:
         reason = " ".join(str(error).split())[:500]
         raise MeshError(
-            f"the cluster does not give this process its id ({reason}); pass --coordinator, --processes, --process-id"
+            f"the cluster does not provide this process's id ({reason}); pass --coordinator, --processes, --process-id"
         ) from None
     return detected[0], detected[1], detected[2], None if detected[3] is None else list(detected[3])
 
 
 def _join(rank: Rank, deadline: float, resumes: bool) -> Processes:
-    """Connect to process 0, then start JAX's own service and connections, whose messages do not name processes."""
+    """Connect to process 0, then start JAX's service and connections, whose messages do not name processes."""
     me = Member(rank.process_id, platform.node(), os.getpid())
     members, links = accept_members(rank, me, deadline) if rank.process_id == 0 else join_members(rank, me, deadline)
     for link in links.values():
         keep_alive(link)
     joined = Processes(rank.process_id, members, links, resumes)
-    # It would handle SIGTERM itself; `StopVote` agrees on a step, also for Ctrl-C.
+    # JAX would handle SIGTERM itself; `StopVote` agrees on a step, also for Ctrl-C.
     with suppress(AttributeError):  # a later JAX may lack it
         jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -363,7 +362,7 @@ def _difference(index: int, values: Mapping[str, Any], first: Mapping[str, Any])
         theirs, ours = values.get(name), first.get(name)
         if theirs != ours:
             return (
-                f"{name}: process {index} has {theirs!r}, but process 0 has {ours!r}; pass all the same command, data"
-                " and shared --workdir"
+                f"{name}: process {index} has {theirs!r}, but process 0 has {ours!r}; use the same command, data and"
+                " shared --workdir for all"
             )
     return None

@@ -1,7 +1,7 @@
 """Fits a model to a mesh by padding the vocabulary and copying key/value heads, so that both can be divided.
 
 The outputs do not change. Padding and copies exist only in the sharded model: `unembed` gives padding no probability, and
-`unpad_params` restores the model's own shape for parameters that are written or returned.
+`unpad_params` restores the original shapes of parameters that are saved or returned.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ VOCAB_MULTIPLE = 128  # width of a TPU's vector unit; a multiple of a GPU's matr
 
 
 def padded_vocab(config: LlamaConfig, sizes: MeshSizes) -> int:
-    """Rows of the embedding and the output projection on a mesh: V, or if `tensor` splits them, the next multiple of
-    `tensor` and of 128."""
+    """Rows of the embedding and the output projection on a mesh: V or, if `tensor` splits them, the next multiple of
+    `tensor` and 128."""
     if sizes.tensor == 1:
         return config.vocab_size
     return -(-config.vocab_size // (multiple := math.lcm(VOCAB_MULTIPLE, sizes.tensor))) * multiple
 
 
 def padded_config(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
-    """The configuration of the model on a mesh: with as many key/value heads as `tensor` has splits, if there are fewer. Its
-    vocabulary is the model's: padding is not part of it.
+    """The configuration of the model on a mesh: with at least as many key/value heads as `tensor` has splits. The vocabulary
+    excludes padding.
 
-    Each head is then stored several times, and the G queries of its group are divided among its copies (Pope et al. 2022,
-    section 3.3, shard multi-query attention by batch instead; copies cost tensor / K times the cache, but no communication).
+    If there are fewer heads, each is stored several times, and the G queries of its group are divided among the copies. This
+    costs tensor / K times the cache, but no communication (Pope et al. 2022, section 3.3, shard multi-query attention by
+    batch instead).
 
     Raises:
       MeshError: heads, features or columns cannot be divided; the message gives sizes that work.
@@ -60,14 +61,14 @@ def padded_config(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
 def _divides(config: LlamaConfig, tensor: int) -> bool:
     heads, queries = config.n_kv_heads, config.queries_per_kv_head
     enough = heads % tensor == 0
-    # A norm of all heads together has weights for each head, which are not copied.
+    # A norm over all heads together has weights for each head, which are not copied.
     copied = tensor % heads == 0 and queries % (tensor // heads) == 0 and config.qk_norm != "all"
     return (enough or copied) and config.hidden_dim % tensor == 0
 
 
 def padded_shapes_config(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
     """The configuration whose parameters have the shapes on the mesh: `padded_config`, with padding counted as vocabulary.
-    It is only for shapes: computing with it would treat padding as tokens.
+    Only for shapes: a computation with it would treat padding as tokens.
 
     Raises:
       MeshError: the model cannot be padded to fit.
@@ -76,7 +77,7 @@ def padded_shapes_config(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
 
 
 def pad_params(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
-    """The parameters on a mesh, those of `padded_shapes_config(config, sizes)`: padded with zeros, with heads copied.
+    """The parameters on a mesh, for `padded_shapes_config(config, sizes)`: padded with zeros, with heads copied.
 
     Works on arrays on the host (NumPy arrays stay there) or, under `jit` with shardings, on the mesh. `load` with a mesh
     reads directly into this form.
@@ -88,7 +89,7 @@ def pad_params(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
 
 
 def has_groups(spec: ParamSpec) -> bool:
-    """Whether a parameter has an entry for each key/value head with its queries, so that heads may be copied in it."""
+    """Whether a parameter has the axes K and G + 2 of key/value heads and their queries, so that heads may be copied."""
     return spec.axes.startswith("K G+2")
 
 
@@ -122,12 +123,12 @@ def map_params(params: Llama, change: Callable[[ParamSpec, Any], Any]) -> Llama:
 
 
 def _over_planes(leaf: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to an array, or to all planes of a quantized weight, in one format or several: it moves whole rows."""
+    """Apply `change`, which moves whole rows, to an array, or to all planes of a quantized weight (in any formats)."""
     return jax.tree.map(change, leaf)
 
 
 def over_rows_of(leaf: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to all that has a matrix's rows: an adapted matrix and its B, an adapter's B, or the whole leaf."""
+    """Apply `change` to everything with a matrix's rows: an adapted matrix and its B, an adapter's B, or the whole leaf."""
     if isinstance(leaf, LowRankWeight):
         factor = None if leaf.factor is None else _changed_vector(leaf.factor, leaf.ndim, change)
         return leaf.replace(base=change(leaf.base), low_rank=over_rows_of(leaf.low_rank, change), factor=factor)
@@ -162,7 +163,7 @@ def pad_rows(table: Any, *, rows: int) -> Any:
 
 
 def copy_heads(qkv: Any, *, heads: int, leading: int) -> Any:
-    """[..., K, G + 2, *rest] with K = `heads`: the queries divided among the copies of their key and value.
+    """[..., K, G + 2, *rest] with K = `heads`: the queries are divided among the copies of their key and value.
 
     Args:
       leading: number of axes before K.
@@ -190,5 +191,5 @@ def _merge_heads(qkv: Any, *, heads: int, leading: int) -> Any:
 
 
 def _module_of(array: Any) -> Any:
-    """The module whose functions keep an array where it is: NumPy or jax.numpy."""
+    """The module whose functions keep an array on its host or device: NumPy or jax.numpy."""
     return np if isinstance(array, np.ndarray) else jnp

@@ -3,10 +3,9 @@
 It runs the same `train_step` as `jax.jit`, with an `axis_name` to sum over the devices, and the same prefill and decode
 loop. JAX keeps `pmap` but no longer develops it; `parallel.sharding` does the same with data=N, and more.
 
-Limitations of pmap: it cannot divide a model, so that one which does not fit into a single device's memory cannot be trained
-or run (`fsdp` and `tensor` of a mesh can); give devices different numbers of rows, or none; share work between processes
-here; or be called inside `jax.set_mesh` of another mesh. A generation is one program per prompt shape and length, compiled
-whole: its tokens arrive together at the end and cannot be streamed.
+Limitations: a model must fit into a single device's memory (unlike with `fsdp` and `tensor` of a mesh); all devices have the
+same number of rows, at least one; only one process is supported; and calls inside `jax.set_mesh` of another mesh fail. A
+generation is one program per prompt shape and length: its tokens arrive together at the end and cannot be streamed.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ Tree = TypeVar("Tree")
 def replicate(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
     """A copy of every array on every device: a tree of arrays of the same shapes, with the sharding P() over `devices`.
 
-    The originals stay: plain `jax.device_put` would share the first device's memory with them, and donating its result would
-    delete them too.
+    The originals stay valid. With plain `jax.device_put`, the result would share the first device's memory with them, and
+    donating it would delete them.
     """
     everywhere = NamedSharding(_mesh(devices), P())
     copy = jax.jit(jnp.copy)
-    # One array at a time, so that only one array is held twice.
+    # One array at a time, so that only one array is in memory twice.
     return jax.tree.map(lambda array: jax.block_until_ready(copy(jax.device_put(array, everywhere))), tree)
 
 
@@ -58,13 +57,13 @@ def pmap_step(
     Must not be called inside `jax.set_mesh` of another mesh, which JAX rejects.
 
     Args:
-      step: `train_step` with all arguments bound except the state, the batch and the sharding, which is set here with its
-        `axis_name`: otherwise a sum that a step lacks would make devices differ silently.
+      step: `train_step` with all arguments bound except the state, the batch and the sharding. The sharding is set here,
+        because without its `axis_name` a missing sum would make devices differ silently.
       devices: devices of this process.
 
     Returns:
       A function of a state from `replicate` or from the function itself, and a `Batch` of B rows in total, int32[B, T + 1]:
-      each device gets B / len(devices) of them. It returns the next state, whose arrays have their usual shapes, and the
+      each device computes B / len(devices) of them. It returns the next state, with arrays of the usual shapes, and the
       metrics of all rows, float32[] each, both with the sharding P().
 
     Raises:
@@ -82,7 +81,7 @@ def pmap_step(
 
 
 def pmap_over(step: Callable[..., tuple[TrainState, dict[str, jax.Array]]], devices: Sequence[jax.Device]) -> Any:
-    """The `jax.pmap` of a step over devices: of the state, and of rows [devices, B / devices, ...]."""
+    """The `jax.pmap` of a step over devices, a function of the state and of rows [devices, B / devices, ...]."""
     return jax.pmap(
         partial(step, sharding=Sharding(axis_name=PMAP_AXIS)),
         axis_name=PMAP_AXIS,
@@ -94,14 +93,14 @@ def pmap_over(step: Callable[..., tuple[TrainState, dict[str, jax.Array]]], devi
 
 
 def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callable[..., list[Generation]]:
-    """`generate` on all devices at once, each with its share of the prompts; it ends when the last device does.
+    """`generate` on all devices at once, each with its share of the prompts; ends when the last device does.
 
     Args:
       devices: devices of this process.
 
     Returns:
       A function of parameters from `replicate`, and of prompts, `max_new_tokens`, `sampling` and `stop_tokens` as in
-      `generate`. The number of prompts is a multiple of the number of devices; the cache keeps all tokens, in the
+      `generate`. The number of prompts must be a multiple of the number of devices; the cache keeps all tokens, in the
       parameters' dtype. It returns a `Generation` for each prompt, with the same tokens as `generate`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The rendezvous of a job: its processes connect over plain TCP, and all learn who is present or what is wrong."""
+"""The rendezvous of a job: its processes connect over plain TCP, and all learn which are present or what is wrong."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Rank:
 
 
 def accept_members(rank: Rank, me: Member, deadline: float) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
-    """In process 0: wait for the other processes, and tell all of them who is present, or what is wrong."""
+    """In process 0: wait for the other processes, and tell all of them which are present, or what is wrong."""
     present: dict[int, tuple[Member, socket.socket]] = {}
     strangers: list[socket.socket] = []
 
@@ -63,7 +63,7 @@ def accept_members(rank: Rank, me: Member, deadline: float) -> tuple[tuple[Membe
                 absent = [index for index in range(1, rank.processes) if index not in present]
                 raise refuse(
                     f"{len(absent)} of {rank.processes} processes did not connect to {rank.coordinator} in time:"
-                    f" {_in_words(absent)}; start them, look at their output, or set a longer --start-timeout"
+                    f" {_in_words(absent)}; start them, check their output, or set a longer --start-timeout"
                 ) from None
             link.settimeout(5)
             hello = _receive(link)
@@ -75,20 +75,20 @@ def accept_members(rank: Rank, me: Member, deadline: float) -> tuple[tuple[Membe
                 strangers.append(link)
                 raise refuse(
                     f"{other} was started for {hello['count']} processes, but process 0 for {rank.processes};"
-                    " pass all the same --processes"
+                    " pass the same --processes to all"
                 )
             if other.index in present and _has_ended(present[other.index][1]):
                 present.pop(other.index)[1].close()  # it was restarted
             if other.index == 0 or other.index in present:
                 strangers.append(link)
                 twin = me if other.index == 0 else present[other.index][0]
-                raise refuse(f"{twin} and {other} have the same id; pass each a different --process-id")
+                raise refuse(f"{twin} and {other} have the same id; pass a different --process-id to each")
             present[other.index] = other, link
     members = (me, *(present[index][0] for index in range(1, rank.processes)))
     links = {index: link for index, (_, link) in present.items()}
     welcome = json.dumps({"members": [[m.index, m.host, m.pid] for m in members]}).encode() + b"\n"
     for link in links.values():
-        with suppress(OSError):  # a process that died since is noticed later
+        with suppress(OSError):  # a process that has died is detected later
             link.sendall(welcome)
     return members, links
 
@@ -107,14 +107,14 @@ def _has_ended(link: socket.socket) -> bool:
 
 
 def join_members(rank: Rank, me: Member, deadline: float) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
-    """In every other process: introduce itself to process 0, and receive the members."""
+    """In every other process: introduce this process to process 0, and receive the members."""
     hello = {"job": "llama_jax", "index": me.index, "count": rank.processes, "host": me.host, "pid": me.pid}
     pause = 0.05
     while True:
         left = max(deadline - time.monotonic(), 0)
         try:
             link = socket.create_connection((rank.host.strip("[]"), rank.port), max(left, 0.1))
-            link.settimeout(left + 10)  # process 0, which may have started later, knows who is missing
+            link.settimeout(left + 10)  # process 0, which may have started later, knows which are missing
             answer = _exchange(link, hello)
             if answer is not None:
                 break
@@ -125,7 +125,7 @@ def join_members(rank: Rank, me: Member, deadline: float) -> tuple[tuple[Member,
         if time.monotonic() + pause > deadline:
             raise MeshError(
                 f"process {me.index} of {rank.processes} cannot reach process 0 at {rank.coordinator} ({reason}); is it"
-                " running, and is this its host's address? A longer --start-timeout waits longer"
+                " running, and is this its host's address? If it starts later, set a longer --start-timeout"
             )
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
@@ -145,7 +145,7 @@ def _exchange(link: socket.socket, message: Packet) -> Packet | None:
 
 
 def _listen(rank: Rank) -> socket.socket:
-    """Listen on all addresses, as JAX's service does afterwards."""
+    """Listen on all addresses, as JAX's service will later."""
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", rank.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=rank.processes)
@@ -159,7 +159,7 @@ def _listen(rank: Rank) -> socket.socket:
 
 
 def _receive(link: socket.socket) -> Packet | None:
-    """One message, or None if there is none; nothing is read beyond it."""
+    """Receive one message, or None if there is none, without reading beyond it."""
     read = b""
     try:
         while not read.endswith(b"\n"):
@@ -177,7 +177,7 @@ def keep_alive(link: socket.socket) -> None:
     """Have the system probe whether a silent host is alive."""
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Not every system has all of these options.
+    # Not all systems have all of these options.
     for name, value in (
         ("TCP_KEEPIDLE", SILENCE // 3),
         ("TCP_KEEPINTVL", SILENCE // 6),

@@ -1,17 +1,17 @@
 """Attention over rows whose tokens are divided over devices: keys and values go around a ring (Liu et al. 2023, section 3).
 
 Each device keeps its queries. Keys and values pass from device to device; the outputs for each part are merged by the
-log-sum-exps of their scores, like blocks on one device (Dao et al. 2022, section 3.1). In the backward pass keys and values
-go around once more with their gradients, until they are back where they started.
+log-sum-exps of their scores, like blocks on one device (Dao et al. 2022, section 3.1). In the backward pass, keys and values
+go around once more with their gradients, until they return to their device.
 
-In causal attention the device with the first tokens would have little to compute and the one with the last nearly
+In causal attention, the device with the first tokens would have little to compute and the one with the last tokens almost
 everything. A row is therefore split into twice as many chunks as there are devices, and device i of n has the i-th chunk and
-the i-th from the end, in "zigzag" order (Grattafiori et al. 2024, section 3.3.2): at every hop all devices compute equally
-many scores.
+the i-th from the end, in "zigzag" order (Grattafiori et al. 2024, section 3.3.2): at every hop, all devices compute the same
+number of scores.
 
-To the rest of the model the parts are rows. A batch of B rows of T tokens over n devices becomes n * B rows of T / n
-tokens, and only attention knows that they belong together; so they are split like any other rows, and everything else is
-the same as on a mesh without this axis.
+To the rest of the model, the parts are rows. A batch of B rows of T tokens over n devices becomes n * B rows of T / n
+tokens, and only attention knows which belong together. So they are sharded like any other rows, and everything else is the
+same as on a mesh without this axis.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Travelling = tuple[Any, Any, jax.Array | None]  # keys and values, as `pack_bits
 
 
 class _Ring(NamedTuple):
-    """Settings that are the same for all devices and hops."""
+    """Settings shared by all devices and hops."""
 
     mesh: Mesh
     scale: float
@@ -67,16 +67,17 @@ def check_length(sizes: MeshSizes, length: int) -> None:
 
 
 def positions_of(part: jax.Array | int, parts: int, length: int) -> jax.Array:
-    """The positions in a row of T tokens that one of n devices holds: int32[T / n]."""
+    """The positions of the tokens that one of n devices holds in a row of T: int32[T / n]."""
     size = length // (2 * parts)
     chunks = jnp.stack([jnp.asarray(part, jnp.int32), 2 * parts - 1 - part])
     return (size * chunks[:, None] + jnp.arange(size, dtype=jnp.int32)).reshape(-1)
 
 
 def split_sequence(mesh: Mesh, x: jax.Array) -> jax.Array:
-    """The parts of rows [B, T, ...], which are sharded only over `data` and `fsdp`, as rows: [n * B, T / n, ...].
+    """Split rows [B, T, ...], which are sharded only over `data` and `fsdp`, into parts [n * B, T / n, ...].
 
-    Every device keeps its part and nothing is sent. Rows of a device are neighbors: split over `PARTS` they stay in place.
+    Every device keeps its part and nothing is sent. The rows of a device are adjacent: sharded over `PARTS`, they stay in
+    place.
     """
     parts = mesh.shape[AXIS]
 
@@ -90,11 +91,11 @@ def split_sequence(mesh: Mesh, x: jax.Array) -> jax.Array:
 
 
 def join_sequence(mesh: Mesh, x: jax.Array, *, axis: int = 1, spec: P = P()) -> jax.Array:
-    """Undo `split_sequence` on every device along `context`: parts are gathered.
+    """Undo `split_sequence` by gathering the parts on every device along `context`.
 
     Args:
       x: [n * B, ..., T / n, ...].
-      axis: of T.
+      axis: the axis of T.
       spec: partition spec of the axes after the first, except T.
     """
     parts = mesh.shape[AXIS]
@@ -110,7 +111,7 @@ def join_sequence(mesh: Mesh, x: jax.Array, *, axis: int = 1, spec: P = P()) -> 
 def sequence_splitter(mesh: Mesh) -> Callable[[NextTokenBatch], NextTokenBatch]:
     """The `Sharding.reorder_batch` for a mesh that divides the sequence.
 
-    It runs inside the compiled step, so that it does not affect data and checkpoints.
+    It runs inside the compiled step, so data and checkpoints are not affected.
 
     Raises:
       MeshError: rows or tokens cannot be divided (from the returned function).
@@ -134,17 +135,17 @@ def sequence_splitter(mesh: Mesh) -> Callable[[NextTokenBatch], NextTokenBatch]:
 
 
 def ring_attention(mesh: Mesh) -> Attend:
-    """The `attend` of `forward` for rows of `split_sequence`: causal attention in whole rows, to all devices' keys.
+    """The `attend` of `forward` for rows from `split_sequence`: causal attention over whole rows, to all devices' keys.
 
-    Keys and values are sent in their own dtype, n - 1 times forward and backward; their gradients, in float32, n times.
+    Keys and values are sent in their dtype, n - 1 times forward and backward; their gradients are sent in float32, n times.
     """
 
     def attend(
         queries: jax.Array, view: KVView, mask: AttentionMask, *, scale: float, window: int | None = None
     ) -> jax.Array:
-        """As `ops.attend`: queries [n * B, K, T / n, G, H], keys and values [n * B, K, T / n, H]."""
+        """Like `ops.attend`: queries [n * B, K, T / n, G, H], keys and values [n * B, K, T / n, H]."""
         if not mask.ordered:
-            raise MeshError("a sequence can be divided over context only without a cache; run it without a cache")
+            raise MeshError("a sequence can be divided over context only without a cache; omit the cache")
         segments = None if mask.query_segments is None else (mask.query_segments, mask.key_segments)
         keys, values = view
         log_backend("ring", f"over context={mesh.shape[AXIS]}, each part by blocks")
@@ -183,7 +184,7 @@ def _per_device(function: Callable, ring: _Ring, *, results: int) -> Callable:
     """Map a function over each device's queries, keys, values and segments: rows over `PARTS`, heads over `tensor`."""
     heads, rows = P(PARTS, "tensor"), P(PARTS)
     run, specs = partial(function, ring), (heads, heads, heads, rows)
-    # Not checked: devices differ in whether they take a branch that skips blocks, and there is nothing to sum.
+    # Not checked: devices may take different branches that skip blocks, and there is nothing to sum.
     return jax.shard_map(run, mesh=ring.mesh, in_specs=specs, out_specs=(heads,) * results, check_vma=False)
 
 
@@ -222,11 +223,11 @@ def _device_backward(
     zeros = tuple(jnp.zeros(x.shape, inputs.lse.dtype) for x in (inputs.queries, keys, values))
     start = _departing(keys, values, segments), zeros
     (travelling, sums), _ = lax.scan(one_hop, start, jnp.arange(ring.devices - 1))
-    return add(ring.devices - 1, travelling, sums)  # sent once more, the sums return to their keys and values
+    return add(ring.devices - 1, travelling, sums)  # one more hop returns the sums to their keys and values
 
 
 def _departing(keys: jax.Array, values: jax.Array, segments: Segments | None) -> Travelling:
-    """Keys and values as bits: for 16-bit floats XLA for CPU would send a float32 copy."""
+    """Keys and values as bits: XLA for CPU would send a float32 copy of 16-bit floats."""
     return pack_bits(keys), pack_bits(values), None if segments is None else segments[1]
 
 
@@ -237,7 +238,7 @@ def _arrived(
     segments: Segments | None,
     length: int,
 ) -> tuple[jax.Array, jax.Array, AttentionMask]:
-    """The keys and values that are here at a hop, from that many devices before, and their mask."""
+    """The keys and values on this device at a hop, which come from `hop` devices before, and their mask."""
     keys, values, key_segments = travelling
     here = lax.axis_index(AXIS)
     whole = devices * length

@@ -1,4 +1,4 @@
-"""Prefill with a prompt's tokens divided over devices: long prompts in one pass, by ring attention."""
+"""Prefill with a prompt's tokens divided over devices: long prompts in one pass, with ring attention."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ RingPrefill = Callable[[Llama, jax.Array, jax.Array], tuple[KVCache, jax.Array]]
 
 
 def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
-    """The `prefill` of whole prompts with their tokens over `context`; meant for `jax.jit`.
+    """A `prefill` for whole prompts with their tokens sharded over `context`; meant for `jax.jit`.
 
-    Each device computes its share of every layer. The cache is as one device would have made it, sharded by `cache_specs`:
-    whole on every device along `context`, since decoding has no sequence to divide.
+    Each device computes its share of every layer. The cache has the same content as on one device and is sharded by
+    `cache_specs`: replicated along `context`, since decoding has no sequence to divide.
 
     Args:
       config: the configuration of the model on the mesh, see `padded_config`; `load` with a mesh returns it.
@@ -45,8 +45,8 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
 
     Returns:
       A function of parameters on the mesh; tokens int32[B, T], padded on the right; and the number of real tokens of each
-      row, int32[B], at least 1. It returns the cache and the state [B, D] of each row's last token: together a
-      `PrefillState`, for `begin_decode` of `inference.decode`.
+      row, int32[B], at least 1. It returns the cache and the hidden state [B, D] of each row's last token, together a
+      `PrefillState` for `inference.decode.begin_decode`.
 
     Raises:
       MeshError: rows or tokens cannot be divided over the mesh (from the returned function).
@@ -74,7 +74,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
 
 
 def _last_of_rows(mesh: Mesh, hidden: jax.Array, lengths: jax.Array) -> jax.Array:
-    """The state [B, D] of the last real token of split rows [n * B, T / n, D]; one device of each ring has it."""
+    """The hidden state [B, D] of the last real token of split rows [n * B, T / n, D]; one device of each ring has it."""
     parts = mesh.shape[AXIS]
 
     def pick(hidden: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -1,13 +1,13 @@
-"""Sharding of all arrays: a partition spec for each, before anything is compiled.
+"""The sharding of all arrays: a partition spec for each, before anything is compiled.
 
 The sharding of a `Llama` is a `Llama` of `PartitionSpec`s. `tensor` splits heads and features, so that a layer needs one sum
 over the devices after attention and one after the feed-forward (Shoeybi et al. 2019, section 3); `fsdp` splits the axis D,
 which every matrix has; `data` and `fsdp` together split the batch; `context` splits its rows by tokens, see
 `ring_attention`.
 
-What `fsdp` splits, `context` splits as well. Its devices see different tokens and must sum their gradients in any case, as
-if they had different rows; so they can also shard the state, like those of `fsdp` (Rajbhandari et al. 2020): for 8 billion
-parameters on context=8, 16 GB on each instead of 128, and with 16-bit weights without more communication.
+`context` also splits everything that `fsdp` splits. Its devices have different tokens and must sum their gradients anyway,
+as if they had different rows. So they can also shard the state, like those of `fsdp` (Rajbhandari et al. 2020): for 8
+billion parameters on context=8, each has 16 GB instead of 128, and with 16-bit weights there is no additional communication.
 """
 
 from __future__ import annotations
@@ -43,20 +43,23 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring_attention import BATCH, PARTS, check_length, ring_attention, sequence_splitter
 from llama_jax.training.step import TrainState, init_state, train_step
 
-EXPERTS = ExpertSharding(PARTS, ("tensor",), ("fsdp", "context"))  # splits of a step's rows, and of F and D of the experts
+EXPERTS = ExpertSharding(
+    PARTS, ("tensor",), ("fsdp", "context")
+)  # axes that split a step's rows, and F and D of the experts
 
 
 def param_specs(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = False) -> Llama:
     """A `Llama` of partition specs.
 
-    Training keeps a model in its own shape, whatever the mesh, so that every checkpoint fits every mesh. Rows that `tensor`
-    cannot split, because `pad_params` must pad them or copy heads first, are split by columns together with `fsdp`.
+    In training, a model keeps its shapes on every mesh, so that every checkpoint fits every mesh. If `tensor` cannot split
+    the rows of a parameter, because `pad_params` would have to pad them or copy heads first, `tensor` and `fsdp` together
+    split its columns.
 
     Args:
-      padded: whether for parameters from `pad_params`.
+      padded: whether the specs are for parameters from `pad_params`.
 
     Raises:
-      MeshError: a dimension cannot be split over the mesh; the message gives sizes that would do.
+      MeshError: a dimension cannot be split over the mesh; the message gives sizes that work.
     """
     check_model(config, sizes)
     padded_paths = () if padded else _padded_paths(config, sizes)
@@ -84,7 +87,7 @@ def _with_context(spec: P, sizes: MeshSizes) -> P:
 
 
 def adapter_specs(config: LlamaConfig, sizes: MeshSizes, lora: Lora, *, padded: bool = False) -> Llama:
-    """Partition specs of adapters: A is split by columns and B by rows like their matrices, and neither by the rank.
+    """Partition specs of adapters: A is split by columns and B by rows, like their matrices, and neither by rank.
 
     Args:
       padded: as for `param_specs`.
@@ -113,7 +116,7 @@ def train_state_specs(
 ) -> TrainState:
     """A `TrainState` of partition specs: optimizer state is sharded like its parameter.
 
-    With `NamedSharding(mesh, spec)` in the place of each spec, it is what `jax.jit` takes as `out_shardings`.
+    With `NamedSharding(mesh, spec)` in place of each spec, it can be passed to `jax.jit` as `out_shardings`.
 
     Args:
       ema: whether the state has a moving average.
@@ -135,7 +138,7 @@ def train_state_specs(
 
 
 def _left_out(kept: Any) -> bool:
-    """Whether a part of an optimizer has no state for a parameter, such as Muon for those that AdamW updates."""
+    """Whether a part of an optimizer has no state for a parameter, such as Muon for parameters that AdamW updates."""
     return isinstance(kept, optax.MaskedNode)
 
 
@@ -144,7 +147,7 @@ def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, quantized:
 
     Args:
       config: the configuration of the model on the mesh, see `padded_config`.
-      quantized: whether for an int8 cache.
+      quantized: whether the specs are for an int8 cache.
 
     Raises:
       MeshError: heads or rows cannot be split over the mesh.
@@ -159,7 +162,7 @@ def batch_spec(sizes: MeshSizes, batch: int, length: int | None = None) -> P:
     """The spec of a batch's first axis: split over `data` and `fsdp`.
 
     Args:
-      length: T, predicted tokens of a row, which a step divides over `context`; None if nothing does.
+      length: T, predicted tokens of a row, if a step divides them over `context`; else None.
 
     Raises:
       MeshError: the rows of the batch, or the tokens of a row, cannot be split that way.
@@ -171,7 +174,7 @@ def batch_spec(sizes: MeshSizes, batch: int, length: int | None = None) -> P:
 
 
 def check_model(config: LlamaConfig, sizes: MeshSizes) -> None:
-    """Raise MeshError for a dimension of the model that cannot be split over the mesh, giving sizes that would do."""
+    """Raise MeshError, with sizes that work, for a dimension of the model that cannot be split over the mesh."""
     padding.padded_config(config, sizes)
     if _padded_paths(config, sizes):
         axes = "fsdp*tensor" if sizes.context == 1 else "fsdp*context*tensor"
@@ -186,7 +189,7 @@ def _padded_paths(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
 
 
 def _check(name: str, value: int, axis: str, size: int, fit: int) -> None:
-    """Check that `size` divides `fit`, whose divisors would do: the value itself, or a common divisor of several values."""
+    """Check that `size` divides `fit` (the value itself, or a common divisor of several values), whose divisors work."""
     if value % size:
         small = [n for n in range(1, math.isqrt(fit) + 1) if fit % n == 0]
         nearest = sorted({*small, *(fit // n for n in small)}, key=lambda n: abs(n - size))[:12]
@@ -197,8 +200,8 @@ def _check(name: str, value: int, axis: str, size: int, fit: int) -> None:
 def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
     """The `constrain` of `forward` and `next_token_loss` for a mesh.
 
-    XLA propagates the parameters' shardings to most activations. Without these constraints it would keep the whole batch on
-    every device instead of gathering the weights. If the mesh splits sequences, rows are those of
+    XLA propagates the parameters' shardings to most activations. Without these constraints, it would keep the whole batch on
+    every device instead of gathering the weights. If the mesh splits sequences, rows are those from
     `ring_attention.split_sequence`.
     """
     sizes = MeshSizes(**mesh.shape)
@@ -208,13 +211,13 @@ def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
         match where:
             case "tokens":  # [B, T]: looked up by all devices with a part of the embedding's columns
                 spec = P("data")
-            case "embedded":  # [B, T, D] sharded like the table, which a lookup by batch would gather whole
+            case "embedded":  # [B, T, D] sharded like the table, which a lookup by batch would gather
                 spec = P("data", None, "fsdp")
             case "residual":  # [B, T, D] between layers: saved for the backward pass (Korthikanti et al. 2022, section 4.2)
-                # With one row per device XLA would keep T split in the products, and gather their weights for that.
+                # With one row per device, XLA would keep T split in the products, and gather their weights for that.
                 split = x.shape[1] % tensor == 0 and x.shape[0] > shares
                 spec = P(BATCH, "tensor" if split else None)
-            # [B, T, D]: whole rows, forward and backward, otherwise weights would be gathered
+            # [B, T, D]: whole rows, forward and backward; otherwise weights would be gathered
             case "hidden" | "sublayer_input" | "sublayer_output":
                 spec = P(BATCH)
             case "logits":  # [B, T, V]
@@ -278,9 +281,9 @@ def training_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sha
 
 
 def evaluation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sharding]:
-    """Like `training_sharding`, for evaluation only: each row is whole on a device, also along `context`.
+    """Like `training_sharding`, only for evaluation: each row is whole on one device, also along `context`.
 
-    Without a backward pass a row takes little memory, and no keys need to go around a ring. The number of rows must be a
+    Without a backward pass, a row takes little memory, and keys need not go around a ring. The number of rows must be a
     multiple of `batch_shards`.
 
     Raises:

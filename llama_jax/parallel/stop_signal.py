@@ -1,4 +1,4 @@
-"""A vote of all processes between two steps."""
+"""A vote of all processes between steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 class StopVote:
     """A vote on stop signals: every process contributes two numbers, and all learn the maximum of each.
 
-    An all-reduce over one device of each process, started between two steps and read a step later, so that nothing waits.
+    An all-reduce over one device per process, started between two steps and read one step later, so that nothing waits.
     """
 
     def __init__(self) -> None:

@@ -12,12 +12,12 @@ from llama_jax.errors import GenerationError
 
 
 class Batch(NamedTuple):
-    """Rows of T + 1 tokens, NumPy or JAX arrays: the first T tokens are inputs, the last T targets.
+    """Rows of T + 1 tokens, NumPy or JAX arrays: the first T tokens are inputs, the last T are targets.
 
     Attributes:
       tokens: int32[B, T + 1].
       segment_ids: int32[B, T + 1]: 1 for the tokens of a row's first document, 2 for those of its second, and so on; 0 for
-        padding. A token attends to, and is predicted from, tokens of its own segment only. None: every row is one document.
+        padding. A token attends to, and is predicted from, only tokens of its segment. None: every row is one document.
       position_ids: int32[B, T + 1], from 0 in every segment. None: a token's index in its row.
       loss_mask: bool[B, T + 1], tokens that count in the loss as targets, such as the replies of a chat. None: all.
       noise: uint32[B, T + 1], random numbers that determine the noise of each embedding, see `LossOptions.neftune`.
@@ -55,7 +55,7 @@ def checked_batch(batch: Batch) -> Batch:
     """The batch with its fields as JAX arrays.
 
     Raises:
-      GenerationError: tokens are not [B, T + 1], or a field has another shape, which would be broadcast.
+      GenerationError: tokens are not [B, T + 1], or a field has a different shape, which would be broadcast.
     """
     arrays = Batch(*(None if field is None else jnp.asarray(field) for field in batch))
     if arrays.tokens.ndim != 2:
@@ -77,7 +77,7 @@ def to_next_token_batch(batch: Batch) -> NextTokenBatch:
 
 
 def predicted(batch: Batch) -> Bool[Array, "B T"]:
-    """Whether each of the last T tokens is predicted, and so counts in the loss."""
+    """Whether each of the last T tokens is predicted, and thus counts in the loss."""
     mask = jnp.ones(jnp.shape(batch.tokens[:, 1:]), bool)
     if batch.segment_ids is not None:
         inputs, targets = batch.segment_ids[:, :-1], batch.segment_ids[:, 1:]

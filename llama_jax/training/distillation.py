@@ -28,14 +28,14 @@ class DistillOptions:
     """How a student learns from a teacher (Hinton et al. 2015).
 
     Attributes:
-      teacher: path of a model of the same vocabulary, in any format.
-      weight: weight of the divergence KL(teacher || student); the negative log-likelihood of the text has the rest of 1.
-      temperature: divides the logits of both in the divergence, which then counts temperature² times, so that its gradients
-        keep their size.
-      top_k: most probable tokens of the teacher that are compared, see `ops.kl_divergence.DivergenceOptions`; 0 compares the
-        whole distributions.
-      quantize: the matrices of the teacher are kept in fewer bits, see `model.trees.quantize`; "none" keeps them as
-        their files have them, floats in the dtype of the computation.
+      teacher: path of a model with the same vocabulary, in any format.
+      weight: weight of the divergence KL(teacher || student); the negative log-likelihood of the text has 1 - `weight`.
+      temperature: divides the logits of both in the divergence, which is then multiplied by temperature², so that its
+        gradients keep their size.
+      top_k: number of the teacher's most probable tokens to compare, see `ops.kl_divergence.DivergenceOptions`; 0 compares
+        the whole distributions.
+      quantize: the format of the teacher's matrices in memory, see `model.trees.quantize`; "none" keeps the format of the
+        files, with floats in the dtype of the computation.
 
     Raises:
       ConfigError: an invalid value.
@@ -50,7 +50,7 @@ class DistillOptions:
     def __post_init__(self) -> None:
         require_number("temperature", self.temperature, above=0)
         if not 0 < self.weight <= 1:
-            raise ConfigError(f"weight={self.weight} must be above 0 and at most 1: the likelihood has what is left of 1")
+            raise ConfigError(f"weight={self.weight} must be above 0 and at most 1; the likelihood has the rest")
         if self.quantize not in get_args(FrozenFormatName):
             raise ConfigError(f"quantize={self.quantize!r} must be one of {', '.join(get_args(FrozenFormatName))}")
         if not isinstance(self.top_k, int) or self.top_k < 0:
@@ -68,8 +68,8 @@ class Teacher(NamedTuple):
 def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[..., TaskSums]:
     """A loss with the arguments of `total_loss`: sums over the predicted tokens, to be divided by their number.
 
-    Both models read the rows; the hidden states [B, T, D] of both are held, and one chunk of their logits. `metrics` has the
-    sums "kl", of the divergence at the temperature, and "cross_entropy", of the negative log-likelihood.
+    The hidden states [B, T, D] of both models are in memory, and one chunk of their logits. `metrics` has the sums "kl", of
+    the divergence at the temperature, and "cross_entropy", of the negative log-likelihood.
     """
 
     def loss(

@@ -1,10 +1,9 @@
-"""Gradients that no mesh changes, bit for bit: `StepOptions.virtual_shards`.
+"""Gradients that do not depend on the mesh, bit for bit: `StepOptions.virtual_shards`.
 
-The order in which a compiled program sums depends on the shapes of its arrays, and so on the number of devices. Here a batch
-is divided into a fixed number of virtual shards. A device computes the gradients of its shards one after the other, in a
-loop with the same body on arrays of the same shapes, whether it has one shard or all. Everything that is summed over shards
-is summed in one binary tree: neighbors first, then pairs of neighbors. The lower part of the tree is summed on each device,
-and the rest by exchange between devices.
+The order of sums in a compiled program depends on the shapes of its arrays, and so on the number of devices. Here a batch is
+divided into a fixed number of virtual shards. A device computes the gradients of its shards one after the other, in a loop
+with the same body on arrays of the same shapes, whether it has one shard or all. All sums over shards use one binary tree:
+neighbors first, then pairs of neighbors. The lower part of the tree is summed on each device, the upper part across devices.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from llama_jax.errors import ConfigError, MeshError, TrainingError
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama
 
-VIRTUAL_SHARDS = 8  # of an exact recipe that does not set them
+VIRTUAL_SHARDS = 8  # default of exact recipes
 Differentiate = Callable[
     [Llama, Any, jax.Array], tuple[Any, Llama]
 ]  # (params, rows, divisor) -> (sums to report, gradients)
@@ -36,11 +35,11 @@ def check_virtual_shards(shards: int) -> None:
     """Raise ConfigError for a number of virtual shards that is not a power of two."""
     require_positive_int("virtual_shards", shards)
     if shards & (shards - 1):
-        raise ConfigError(f"virtual_shards={shards} must be a power of two, as 8")
+        raise ConfigError(f"virtual_shards={shards} must be a power of two, such as 8")
 
 
 def check_exact_mesh(mesh: Mapping[str, int], shards: int) -> None:
-    """Raise MeshError if the devices of a mesh, axis sizes by name, cannot each take the same number of virtual shards."""
+    """Raise MeshError if the virtual shards cannot be divided evenly over the devices of a mesh (axis sizes by name)."""
     within = ", ".join(f"{axis}={mesh[axis]}" for axis in ("context", "tensor") if mesh.get(axis, 1) > 1)
     if within:
         raise MeshError(f"exact training divides rows, but {within} divides sums within a row; use data and fsdp")
@@ -61,14 +60,14 @@ def exact_threads(shards: int) -> int:
 
 
 def check_exact_threads(shards: int) -> None:
-    """Raise TrainingError if XLA has another number of threads than `exact_threads` in this process, on CPUs."""
+    """Raise TrainingError if, on CPUs, XLA's number of threads in this process is not `exact_threads`."""
     if jax.default_backend() != "cpu":
         return
     wanted = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or str(_cores())
     threads = max(int(wanted), jax.local_device_count())
     if threads != exact_threads(shards):
         raise TrainingError(
-            f"XLA has {threads} threads here, and exact training on this CPU needs {exact_threads(shards)} on every mesh;"
+            f"XLA has {threads} threads here, but exact training on this CPU needs {exact_threads(shards)} on every mesh;"
             f" set PJRT_NPROC={exact_threads(shards)} before JAX starts, with at most virtual_shards={shards} devices"
         )
 
@@ -88,14 +87,14 @@ def exact_gradients(
 ) -> tuple[Any, Llama, Float[Array, ""], Float[Array, ""]]:
     """The sums to report, the gradients, the divisor, and the Euclidean norm of the gradients, over all devices.
 
-    Every device holds all parameters meanwhile, and log2(n) + 2 times their gradients, n being its number of virtual shards.
+    Meanwhile every device holds all parameters, and log2(n) + 2 copies of their gradients for n virtual shards per device.
 
     Args:
-      differentiate: of the parameters, the rows of a virtual shard, and the divisor of its sums; for a single device.
+      differentiate: a function of the parameters, the rows of a virtual shard, and the divisor of its sums, on one device.
       count: maps rows to their part of the divisor.
-      batch: B rows; under `jax.pmap` those of this device.
+      batch: B rows; under `jax.pmap`, those of this device.
       shards: number of virtual shards, a power of two.
-      sharding: whose mesh, or `axis_name`, names the devices.
+      sharding: its mesh or `axis_name` determines the devices.
       step: at least 0.
 
     Raises:
@@ -113,7 +112,7 @@ def exact_gradients(
     axes = tuple(sizes) if devices > 1 else ()
     on_device = partial(_on_device, differentiate, count, shards, axes)
     if not is_mapped and devices > 1:
-        # Devices have whole parameters: of a part of a matrix XLA would compute a part of each sum.
+        # Devices have whole parameters: with a part of a matrix, XLA would compute partial sums.
         on_device = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(axes), P()), out_specs=P(), check_vma=False)
     return on_device(params, batch, step)
 
@@ -127,10 +126,10 @@ def _on_device(
     batch: Any,
     step: jax.Array,
 ) -> tuple[Any, Llama, jax.Array, jax.Array]:
-    """`exact_gradients` as each device along the axes computes them, given its rows."""
+    """The computation of `exact_gradients` on each device along the axes, given its rows."""
     own = shards // math.prod(map(lax.axis_size, axes))
     parts = jax.tree.map(lambda x: x.reshape(own, x.shape[0] // own, *x.shape[1:]), batch)
-    # Of a loop that turns once the compiler would make a program of its own. It does not know that no step is negative.
+    # The compiler would specialize a loop with one iteration. It does not know that no step is negative.
     unknown_zero = jnp.minimum(step, 0)
 
     def total(function: Callable[[Any], Any]) -> Any:
@@ -149,14 +148,14 @@ def _tree_sum(compute: Callable[[jax.Array], Any], count: int, turns: jax.Array)
     """compute(0) + compute(1) + ... of 2**n trees of arrays, in a binary tree: neighbors first; n + 1 sums are kept.
 
     Args:
-      turns: int32[], equal to `count`, but not known when the program is compiled.
+      turns: int32[], equal to `count`, but unknown at compile time.
     """
     levels = count.bit_length() - 1
     empty = jax.tree.map(lambda x: jnp.zeros((levels + 1, *x.shape), x.dtype), jax.eval_shape(compute, jnp.int32(0)))
 
     def add(i: jax.Array, sums: Any) -> Any:
-        # A binary counter: as many sums wait for this one as i ends with ones. They are added by a loop, because a sum that
-        # is compiled together with the product before it would be rounded once, and not twice.
+        # A binary counter: the number of trailing ones of i is the number of sums to combine with this one. They are added
+        # in a loop, because a sum compiled together with the preceding product would be rounded once instead of twice.
         level = lax.population_count(i & ~(i + 1))
         part = lax.fori_loop(0, level, lambda k, part: jax.tree.map(jnp.add, _at(sums, k), part), compute(i))
         return jax.tree.map(lambda kept, x: lax.dynamic_update_index_in_dim(kept, x, level, 0), sums, part)
@@ -169,12 +168,12 @@ def _at(tree: Any, i: jax.Array) -> Any:
 
 
 def _equal_parts(x: Shaped[Array, " ..."], count: int) -> Shaped[Array, "{count} size"]:
-    """The numbers of an array in equal parts, of which the last may end with zeros."""
+    """The values of an array in equal parts; the last may be padded with zeros."""
     return jnp.pad(x.reshape(-1), (0, -x.size % count)).reshape(count, -1)
 
 
 def _sum_over_devices(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """The sum of an array over devices, on all of them: the upper part of the tree. Each device sums an equal part."""
+    """The sum of an array over devices, on all devices: the upper part of the tree. Each device sums an equal part."""
     parts = lax.all_to_all(_equal_parts(x, math.prod(map(lax.axis_size, axes))), axes, 0, 0)
     while len(parts) > 1:
         parts = parts[::2] + parts[1::2]
@@ -182,6 +181,6 @@ def _sum_over_devices(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
 
 
 def _sum_of_squares(tree: Any) -> jax.Array:
-    """In float32 at least: squares of 16 bits would overflow, and lose the small ones."""
+    """The sum of squares, in float32 at least: 16-bit squares would overflow or underflow."""
     wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in jax.tree.leaves(tree)]
     return sum(jnp.sum(jnp.square(leaf)) for leaf in wide)  # type: ignore[return-value]  # a sum of arrays

@@ -1,8 +1,7 @@
-"""How many floating-point operations a training step needs, and what share of a device's peak that makes.
+"""The floating-point operations of a training step, and their share of a device's peak (MFU).
 
-The count is what the mathematics needs, not what a program does: it does not grow when the backward pass recomputes
-activations, or when masked scores are computed and discarded (Chowdhery et al. 2022, appendix B, with the causal half of
-attention instead of the square).
+Only operations that the mathematics needs are counted: not recomputed activations or masked scores that are discarded
+(Chowdhery et al. 2022, appendix B, with the causal half of attention instead of the square).
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ FORMULA = (
 
 
 def matrix_parameters(config: LlamaConfig, *, all_experts: bool = False) -> int:
-    """P, the number of weights that every token is multiplied with.
+    """P, the number of weights by which every token is multiplied.
 
-    The embedding is a lookup and counts only where it is the output projection as well; normalizations do not count.
+    The embedding is a lookup and counts only if it is also the output projection; norms do not count.
 
     Args:
-      all_experts: count all experts, as devices hold and send them, instead of only those that a token is routed to.
+      all_experts: count all experts, for memory and communication, instead of only those to which a token is routed.
     """
     total = 0
     for spec in specs_for(config):
@@ -39,7 +38,7 @@ def matrix_parameters(config: LlamaConfig, *, all_experts: bool = False) -> int:
 
 
 def _is_of_expert(spec: ParamSpec) -> bool:
-    """Whether each expert has its own such matrix; a token is multiplied with only a few."""
+    """Whether each expert has its own copy of this matrix, so that a token is multiplied by only a few of them."""
     return spec.axes.startswith("E ") and len(spec.axes.split()) == 3
 
 
@@ -48,16 +47,16 @@ def step_flops(
 ) -> float:
     """FLOPs of one training step, forward and backward, by `FORMULA`.
 
-    A product of a token with a weight is two operations forward and four backward, for the gradients of both. Attention
-    multiplies two times, queries with keys and weights with values, and a token sees half of its document on average.
+    A product of a token and a weight is two operations forward and four backward, for the gradients of both. Attention has
+    two products, queries with keys and weights with values, and a token sees half of its document on average.
 
     Args:
       batch, length: B rows of T predicted tokens.
-      document_length: tokens of the document that a token is in, averaged over tokens (see `mean_document_length`), for
-        packed rows. None counts a row as one document. That is an assumption where documents are packed: it counts
-        products between documents, which the mask discards, but makes runs with the same rows comparable.
+      document_length: for packed rows, the length of a token's document, averaged over tokens (see `mean_document_length`).
+        None counts a row as one document: for packed rows this includes products between documents, which the mask
+        discards, but makes runs with the same rows comparable.
       frozen: the matrices have no gradients, as with adapters: 4 P instead of 6 P. The FLOPs of the adapters, a few
-        hundredths of it, are not counted.
+        percent, are not counted.
     """
     c = config
     seen = (length if document_length is None else document_length) / 2
@@ -66,19 +65,18 @@ def step_flops(
 
 
 def mean_document_length(lengths: Iterable[int]) -> float:
-    """The length of the document that a token is in, averaged over the tokens of documents of these lengths.
+    """The length of a token's document, averaged over the tokens of documents with these lengths.
 
-    It is longer than the average document: most tokens are in long documents.
+    It exceeds the average document length, because most tokens are in long documents.
     """
     counts = list(lengths)
     return sum(n * n for n in counts) / sum(counts)
 
 
 def flops_utilization(flops: float, seconds: float, devices: int, peak: float | None) -> float | None:
-    """MFU (model FLOPs utilization), the share of the devices' peak that a step with these FLOPs and seconds reaches.
+    """MFU (model FLOPs utilization): the share of the devices' peak that a step with these FLOPs and seconds reaches.
 
     Args:
-      peak: FLOP/s of one device, see `analysis.hardware`; None, which gives no MFU, where none is published, as for a
-        CPU.
+      peak: FLOP/s of one device, see `analysis.hardware`; None (no published value, as for a CPU) returns None.
     """
     return None if peak is None else flops / seconds / (devices * peak)

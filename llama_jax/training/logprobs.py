@@ -30,20 +30,20 @@ def token_logprobs(
 ) -> Float[Array, "B T"]:
     """The log-probability of every predicted token given those before it in its segment, in nats.
 
-    It is 0 for tokens that are not to be predicted, by the batch's mask and segments, so that the sum over T is that of the
-    answer that the mask marks. Differentiable in the parameters; `ops.cross_entropy` makes the logits in chunks.
+    It is 0 for tokens excluded by the batch's mask or segments, so that the sum over T is the log-probability of the answer
+    that the mask selects. Differentiable in the parameters; `ops.cross_entropy` computes the logits in chunks.
 
     Args:
-      params: sharded as `sharding.prepare_params` gives them, as for `total_loss`.
-      options: `z_loss` must be 0, because it is part of a loss, and this is not a loss. With an exact `compute`, the values
-        are bit for bit those of exact sampling, by a pass of their own, and the derivatives those of the training pass.
-      sharding: see `total_loss`; not one that divides the tokens of each row over devices.
+      params: sharded for `sharding.prepare_params`, as for `total_loss`.
+      options: `z_loss` must be 0, because this is not a loss. With an exact `compute`, the values come from a separate pass
+        and equal those of exact sampling bit for bit; the derivatives are those of the training pass.
+      sharding: see `total_loss`; must not divide the tokens of each row over devices.
       temperature: above 0; divides the logits, as in sampling.
 
     Raises:
-      GenerationError: tokens that are not int[B, T + 1] with T of at least 1.
-      ConfigError: a `z_loss`; an exact `compute` for packed rows.
-      MeshError: a layout that divides rows.
+      GenerationError: tokens that are not int[B, T + 1] with T at least 1.
+      ConfigError: a nonzero `z_loss`; an exact `compute` for packed rows.
+      MeshError: a sharding that divides the tokens of each row.
     """
     if options.z_loss:
         raise ConfigError(f"z_loss={options.z_loss} has no meaning for log-probabilities; leave it at 0")
@@ -55,7 +55,7 @@ def token_logprobs(
     whole = to_next_token_batch(batch)
     rows = sharding.reorder_batch(whole)
     if rows.tokens.shape != whole.tokens.shape:
-        raise MeshError("log-probabilities are of whole rows, which context divides; use data, fsdp and tensor")
+        raise MeshError("log-probabilities need whole rows, which context divides; use data, fsdp and tensor")
     positions = Positions(position_ids=rows.position_ids, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
     hidden, _ = forward(config, params, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
     with sharding.context():

@@ -18,11 +18,11 @@ from llama_jax.training.batch import NextTokenBatch
 
 
 class NoisyTable(struct.PyTreeNode):
-    """An embedding that adds noise to the rows that these tokens look up.
+    """An embedding that adds noise to the rows looked up.
 
     Attributes:
       table: [V, D], the embedding in any form.
-      bits: uint32[B, T], from which the noise of each token is made: the same on any device.
+      bits: uint32[B, T], the random bits for the noise of each token, the same on any device.
       lengths: int32[B, T], number of tokens of each token's document.
       alpha: noise is uniform within alpha / sqrt(length D).
     """
@@ -43,7 +43,7 @@ class NoisyTable(struct.PyTreeNode):
         return self.table.dtype
 
     def embed(self, rows: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Rows of the table with their noise."""
+        """Look up rows of the table, with noise."""
         embedded = ops.embed(self.table, rows)
         columns, root = embedded.shape[-1], jax.random.key(0)
         draw = lambda bits: jax.random.uniform(jax.random.fold_in(root, bits), (columns,), jnp.float32, -1, 1)
@@ -53,13 +53,13 @@ class NoisyTable(struct.PyTreeNode):
 
 
 def noisy(params: Llama, rows: NextTokenBatch, alpha: float) -> Llama:
-    """The parameters for reading these rows with noise; the output projection gets none, even if it is tied.
+    """The parameters with noise on the embeddings of these rows, but not on the output projection, even if it is tied.
 
     Raises:
       ConfigError: the rows have no random numbers.
     """
     if rows.noise is None:
-        raise ConfigError(f"neftune={alpha} makes noise of random numbers; set its noise, uint32[B, T + 1]")
+        raise ConfigError(f"neftune={alpha} needs random numbers; set the batch's noise, uint32[B, T + 1]")
     lengths = rows.rope_lengths
     if lengths is None:
         places = jnp.broadcast_to(jnp.arange(rows.tokens.shape[1], dtype=jnp.int32), rows.tokens.shape)

@@ -14,7 +14,7 @@ from llama_jax.model.params import Llama, spec_at
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
-WARMUP_SHARE = 10  # a warm-up that is not set is at most one in so many steps
+WARMUP_SHARE = 10  # the default warm-up is at most this fraction (1 / 10) of the steps
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class OptimizerSettings:
       warmup_steps: steps over which the learning rate rises linearly from 0; None for a tenth of the run's steps, but at
         most `max_warmup_steps`.
       max_warmup_steps: see `warmup_steps`.
-      decay_share: fraction of all steps, at the end, in which "wsd" decays; at most those after the warm-up.
+      decay_share: fraction of all steps, at the end, in which "wsd" decays; limited to those after the warm-up.
       final_share: the learning rate of the last step as a fraction of the peak.
       b1, b2, eps: betas and epsilon of AdamW; 0.9 and 0.95 are Llama's (Touvron et al. 2023, section 2.3).
       lora_plus: factor of the learning rate for B and the magnitudes of LoRA adapters (Hayou et al. 2024); 16 is usual, with
-        a lower `learning_rate`, which applies to A. 1: the same rate for all.
+        a lower `learning_rate`, which then applies to A. 1: the same rate for all.
       momentum: momentum of Muon.
-      weight_decay: decoupled weight decay, multiplied by the learning rate, of matrices including the embedding, but not of
-        norm weights or biases.
+      weight_decay: decoupled weight decay, multiplied by the learning rate, for matrices including the embedding, but not
+        for norm weights or biases.
       clip_norm: gradients with a larger Euclidean norm are scaled down to it (1.0 for Llama: Touvron et al. 2023, section
         2.3); 0: no clipping.
 
@@ -78,7 +78,7 @@ class OptimizerSettings:
                 raise ConfigError(f"{field}={getattr(self, field)} must be between 0 and 1")
 
     def warmup(self, steps: int) -> int:
-        """The warm-up steps of a run of `steps` steps."""
+        """The number of warm-up steps in a run of `steps` steps."""
         return min(self.max_warmup_steps, steps // WARMUP_SHARE) if self.warmup_steps is None else self.warmup_steps
 
 
@@ -104,7 +104,7 @@ def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
             schedules, boundaries = [stable, decay], [steps - 1 - decay_steps]
         case _:
             schedules, boundaries = [optax.constant_schedule(s.learning_rate)], []
-    # The warm-up starts at 1 / warmup_steps of the peak, not at 0, so that update 0 trains too.
+    # The warm-up starts at 1 / warmup_steps of the peak, not at 0, so that update 0 also trains.
     warmup = optax.linear_schedule(s.learning_rate / max(warmup_steps, 1), s.learning_rate, max(warmup_steps - 1, 1))
     if warmup_steps:
         schedules, boundaries = [warmup, *schedules], [warmup_steps, *boundaries]
@@ -122,9 +122,9 @@ def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTra
 
 
 def clipped(optimizer: optax.GradientTransformation, clip_norm: float) -> optax.GradientTransformationExtraArgs:
-    """The optimizer with gradients clipped to this Euclidean norm, and with the same state; 0: no clipping.
+    """The optimizer with gradients clipped to this Euclidean norm, and the same state; 0: no clipping.
 
-    Its `update` has an argument `grad_norm`, the norm that `train_step` has computed already; by default it is computed.
+    Its `update` accepts `grad_norm`, which `train_step` has already computed; by default the norm is computed.
     """
     inner = optax.with_extra_args_support(optimizer)
     if not clip_norm:
@@ -151,8 +151,8 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW with the betas of Llama (Touvron et al. 2023, section 2.3; Loshchilov & Hutter 2019, algorithm 2).
 
-    Weight decay applies to matrices including the embedding, but not to norm weights or biases: other weights would only
-    compensate for a smaller norm weight. Gradients are not clipped, see `clipped`.
+    Weight decay applies to matrices including the embedding, but not to norm weights (other weights would only compensate
+    for smaller ones) or biases. Gradients are not clipped, see `clipped`.
     """
     return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=_decay_mask)
 
@@ -169,7 +169,7 @@ def _muon(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.Gradie
 
 
 def _matrix_axes(params: Llama) -> Llama:
-    """The input and output axes of each matrix; the other axes, such as that of the layers, are batch axes."""
+    """The input and output axes of each matrix; other axes, such as the axis of layers, are batch axes."""
 
     def axes(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers:
         return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=spec_at(path).output_axes)
@@ -196,7 +196,7 @@ def _is_lora_b_or_magnitude(params: Llama) -> Llama:
 
     mask = jax.tree_util.tree_map_with_path(is_b_or_magnitude, params)
     if not any(jax.tree.leaves(mask)):
-        raise ConfigError("lora_plus is a learning rate for B of adapters, and these parameters are none; leave it at 1")
+        raise ConfigError("lora_plus is for the learning rate of adapters, and these parameters are not; leave it at 1")
     return mask
 
 

@@ -21,8 +21,8 @@ class Advantages(NamedTuple):
     """Advantages from the rewards of groups of answers.
 
     Attributes:
-      values: float[B], by how much an answer is better than its group.
-      flat: int32[], number of groups whose answers all have the same reward: there is nothing to learn from them.
+      values: float[B], how much better each answer is than its group.
+      flat: int32[], number of groups whose answers all have the same reward, from which nothing can be learned.
     """
 
     values: jax.Array
@@ -30,12 +30,12 @@ class Advantages(NamedTuple):
 
 
 def group_advantages(rewards: Float[Array, " B"], group: int, *, scale: bool = True) -> Advantages:
-    """How much better than its group each answer is (Shao et al. 2024, section 4.1.2).
+    """How much better each answer is than its group (Shao et al. 2024, section 4.1.2).
 
     Args:
-      rewards: those of answers to one prompt are consecutive.
-      group: how many answers each prompt has; it divides B, and is at least 2.
-      scale: whether the difference from the mean is divided by the group's standard deviation (of a sample, plus 1e-4); Dr.
+      rewards: the answers to one prompt are consecutive.
+      group: answers per prompt, at least 2; must divide B.
+      scale: whether to divide the difference from the mean by the group's standard deviation (of a sample, plus 1e-4); Dr.
         GRPO does not (Liu et al. 2025).
 
     Raises:
@@ -54,19 +54,20 @@ def group_advantages(rewards: Float[Array, " B"], group: int, *, scale: bool = T
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """Which loss.
+    """Options of the policy loss.
 
     Attributes:
-      kind: over what the losses of tokens are averaged: "grpo" over the tokens of each answer and then over answers (Shao et
-        al. 2024), "dapo" over all tokens (Yu et al. 2025), "dr_grpo" over answers times `length`, whatever their own
-        (Liu et al. 2025).
-      clip: how far below 1 the ratio of probabilities counts.
-      clip_high: how far above 1; None is `clip`, and more than that "clip-higher" (Yu et al. 2025: 0.28).
-      beta: weight of the divergence from the reference, by the estimate k3 (Schulman 2020).
-      length: of "dr_grpo", tokens of the longest answer that may be.
+      kind: how the losses of tokens are averaged: "grpo" over the tokens of each answer and then over answers (Shao et al.
+        2024), "dapo" over all tokens (Yu et al. 2025), "dr_grpo" over the number of answers times `length`, regardless of
+        their lengths (Liu et al. 2025).
+      clip: the probability ratio is clipped at 1 - `clip`.
+      clip_high: the probability ratio is clipped at 1 + `clip_high`; None uses `clip`, a larger value is "clip-higher" (Yu
+        et al. 2025: 0.28).
+      beta: weight of the divergence from the reference, by the estimator k3 (Schulman 2020).
+      length: for "dr_grpo", the maximum number of tokens of an answer.
 
     Raises:
-      ConfigError: an invalid value, or one that the kind does not read.
+      ConfigError: an invalid value, or one that the kind does not use.
     """
 
     kind: PolicyKind = "dapo"
@@ -84,8 +85,8 @@ class PolicyOptions:
         if not 0 <= self.beta < float("inf"):
             raise ConfigError(f"beta={self.beta} must be at least 0")
         if (self.length is None) == (self.kind == "dr_grpo"):
-            need = "needs the length of the longest answer" if self.kind == "dr_grpo" else "does not read length"
-            raise ConfigError(f"the policy loss {self.kind} {need}, and length={self.length}")
+            need = "needs the length of the longest answer" if self.kind == "dr_grpo" else "does not use length"
+            raise ConfigError(f"the policy loss {self.kind} {need}, but length={self.length}")
         if self.length is not None:
             require_positive_int("length", self.length)
 
@@ -94,9 +95,9 @@ class PolicyLoss(NamedTuple):
     """Sums over the tokens of the answers, to be divided by `divisor` over all parts of a batch: float[].
 
     Attributes:
-      loss: to be minimized.
-      divisor: answers for "grpo", tokens for "dapo", answers times `length` for "dr_grpo".
-      clipped: tokens whose ratio is beyond the clip in the direction that the advantage asks for.
+      loss: the quantity to minimize.
+      divisor: the number of answers for "grpo", of tokens for "dapo", of answers times `length` for "dr_grpo".
+      clipped: number of tokens whose ratio is clipped: beyond the limit in the direction of the advantage.
       divergence: sum of k3 over the tokens, 0 without a reference.
       tokens: number of tokens of the answers.
     """
@@ -119,19 +120,19 @@ def policy_loss(
     """The clipped policy gradient of answers; every token has the advantage of its answer.
 
     Args:
-      logprobs: of the tokens, by the model that learns, at the temperature of the sampling.
-      sampled: the same by the model that sampled them; it gets no gradient. In the first step on a batch it
-        equals `logprobs`, the ratio is 1, and the gradient is the policy gradient.
-      advantages: no gradient.
+      logprobs: log-probabilities of the tokens under the trained model, at the sampling temperature.
+      sampled: the same under the model that sampled the tokens; not differentiated. In the first step on a batch it equals
+        `logprobs`, the ratio is 1, and the gradient is the policy gradient.
+      advantages: not differentiated.
       mask: which tokens belong to the answer, including its stop token.
-      reference: the same by the reference, for `beta`; no gradient.
+      reference: the same under the reference model, for `beta`; not differentiated.
 
     Raises:
       ConfigError: `beta` without a reference, or a reference without `beta`.
     """
     if (reference is None) != (options.beta == 0):
-        need = "needs the reference's log-probabilities" if reference is None else "does not read a reference; pass None"
-        raise ConfigError(f"a policy loss of beta={options.beta} {need}")
+        need = "needs the reference's log-probabilities" if reference is None else "does not use a reference; pass None"
+        raise ConfigError(f"a policy loss with beta={options.beta} {need}")
     mask = mask.astype(logprobs.dtype)
     advantages = jax.lax.stop_gradient(advantages)[:, None]
     ratio = jnp.exp(jnp.where(mask > 0, logprobs - jax.lax.stop_gradient(sampled), 0))

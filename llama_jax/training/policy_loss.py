@@ -1,4 +1,4 @@
-"""The loss of sampled answers from their rewards, in the form that `train_step` takes."""
+"""The loss of sampled answers given their rewards, in the form that `train_step` accepts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class ScoredAnswers(NamedTuple):
     """Answers with their advantages, one per row.
 
     Attributes:
-      batch: prompts and answers; its mask marks the tokens that are trained on, including the stop token.
+      batch: prompts and answers; the mask selects the tokens to train on, including the stop token.
       advantages: float32[B].
-      drawn: float32[B, T], log-probabilities of the tokens at the temperature, computed by the sampler, for comparison with
-        the trainer's own.
-      sampled: float32[B, T], the same by the trainer when the answers were sampled; None if these are the current ones.
-      reference: float32[B, T], the same by the reference model; None without a divergence from it in the loss.
+      drawn: float32[B, T], the sampler's log-probabilities of the tokens at the temperature, for comparison with the
+        trainer's.
+      sampled: float32[B, T], the trainer's, when the answers were sampled; None if these are the current ones.
+      reference: float32[B, T], the reference model's; None if the loss has no divergence from it.
     """
 
     batch: Batch
@@ -42,11 +42,11 @@ class ScoredAnswers(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerLoss:
-    """Which loss; the methods are what `train_step` and a task's objective need.
+    """The loss, with the methods that `train_step` and a task's objective need.
 
     Attributes:
       policy: see `PolicyOptions`.
-      temperature: of the sampling.
+      temperature: the sampling temperature.
     """
 
     policy: PolicyOptions
@@ -57,8 +57,8 @@ class AnswerLoss:
     ) -> TaskSums:
         """Sums over rows, for a `train_step` that divides them by `count`.
 
-        In `metrics`, "tokens" counts those of the answers; "clipped", "divergence", "gap", |drawn - own|, are sums over
-        them.
+        In `metrics`, "tokens" is the number of tokens of the answers; "clipped", "divergence" and "gap" (the absolute
+        difference from `drawn`) are sums over them.
         """
         mask = predicted(judged.batch)
         logprobs = token_logprobs(config, params, judged.batch, options, sharding, self.temperature)
@@ -70,13 +70,13 @@ class AnswerLoss:
         return TaskSums(sums.loss, lax.stop_gradient(sums.loss), jax.tree.map(lax.stop_gradient, metrics))
 
     def count(self, judged: ScoredAnswers) -> Float32[Array, ""]:
-        """The divisor of the sum of losses: tokens, answers, or answers times the tokens of the longest."""
+        """The divisor of the sum of losses: the number of tokens, of answers, or of answers times `length`."""
         if self.policy.kind == "dapo":
             return jnp.sum(predicted(judged.batch), dtype=jnp.float32)
         return jnp.float32(judged.advantages.shape[0] * (self.policy.length or 1))
 
     def with_reference(self, reference: Llama, parts: int) -> Any:
-        """A function with the arguments of a loss that returns the answers with their log-probabilities by a reference.
+        """A function with the arguments of a loss that adds the reference model's log-probabilities to the answers.
 
         Args:
           parts: number of parts of the rows, computed one after the other to save memory.

@@ -1,4 +1,4 @@
-"""Batches of preferred answers, and their losses: the functions of `preferences` applied to tokens."""
+"""Batches of preference pairs, and their losses: `preference_loss` applied to tokens."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class PairBatch(NamedTuple):
     with answers to other prompts. Each answer with its prompt is a segment; a pair has the same segment on both sides.
 
     Attributes:
-      tokens, segment_ids, position_ids, loss_mask: [B, 2, T + 1], as in a `Batch`; the mask is the answers.
+      tokens, segment_ids, position_ids, loss_mask: [B, 2, T + 1], as in a `Batch`; the mask selects the answers.
       there: bool[B, P], which segments are pairs; the others are empty.
       desirable: bool[B, P], for KTO, which answers are good; otherwise None.
-      reference: float32[B, 2, P], log-probabilities of the answers by the reference; None where there is none, or none yet.
-      divergence: float32[B], for KTO, the estimate of the divergence from the reference, the same in all rows; None before
-        `preparing` has computed it.
+      reference: float32[B, 2, P], the reference model's log-probabilities of the answers; None without a reference, or
+        before `preparing`.
+      divergence: float32[B], for KTO, the estimated divergence from the reference, the same in all rows; None before
+        `preparing`.
     """
 
     tokens: Any
@@ -44,14 +45,14 @@ class PairBatch(NamedTuple):
 
 
 class AnswerSums(NamedTuple):
-    """The sum of the log-probabilities of each answer's tokens and their number, float32[B, S, P] for S sides; 0 if none."""
+    """The summed log-probability of each answer's tokens, and their number, float32[B, S, P] for S sides; 0 if none."""
 
     logprobs: jax.Array
     lengths: jax.Array
 
 
 def pair_count(batch: PairBatch) -> Float32[Array, ""]:
-    """The number of pairs of a batch, or for KTO of answers."""
+    """The number of pairs in a batch, or, for KTO, of answers."""
     return jnp.sum(batch.there, dtype=jnp.float32)
 
 
@@ -62,7 +63,7 @@ def answer_logprobs(
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),
 ) -> AnswerSums:
-    """Log-probabilities of all answers of a batch, of both sides in one forward pass; see `token_logprobs`."""
+    """Log-probabilities of all answers in a batch, with both sides in one forward pass; see `token_logprobs`."""
     parts = batch.tokens, batch.segment_ids, batch.position_ids, batch.loss_mask
     rows = Batch(*(part.reshape(-1, part.shape[-1]) for part in parts))
     logprobs = token_logprobs(config, params, rows, options, sharding)
@@ -74,7 +75,7 @@ def answer_logprobs(
 
 
 def map_microbatches(function: Callable[[Any], Any], batch: Any, parts: int) -> Any:
-    """The result of a function for B rows, a pytree of [B, ...]; the function gets B / parts rows at a time.
+    """Apply a function to B rows, B / parts at a time; the result is a pytree of [B, ...].
 
     Raises:
       ConfigError: rows that cannot be divided into `parts`.
@@ -86,20 +87,20 @@ def map_microbatches(function: Callable[[Any], Any], batch: Any, parts: int) -> 
 
 
 def side(batch: PairBatch, number: int) -> PairBatch:
-    """One of the two sides alone: [B, 1, ...]."""
+    """Only one of the two sides: [B, 1, ...]."""
     cut = lambda part: None if part is None else part[:, number : number + 1]
     rows = (cut(part) for part in (batch.tokens, batch.segment_ids, batch.position_ids, batch.loss_mask))
     return batch._replace(**dict(zip(PairBatch._fields, rows, strict=False)), reference=cut(batch.reference))
 
 
 def preparing(kto: bool, reference: Llama | None, parts: int) -> Callable[..., PairBatch]:
-    """A function with the arguments of `pair_loss` but its first, which adds to a batch what is needed from all its rows at
-    once, without gradients.
+    """A function with the arguments of `pair_loss` except the first. It adds `reference` and `divergence` to a batch, which
+    need all rows at once and have no gradients.
 
     Args:
-      kto: whether that includes the divergence; the batch then keeps only its first side.
-      reference: the model whose log-probabilities a batch without them gets; None where it has them.
-      parts: number of parts in which the rows are read.
+      kto: whether to compute the divergence; the batch then keeps only its first side.
+      reference: the reference model; None if batches already contain its log-probabilities, or none are needed.
+      parts: number of parts of the rows, computed one after the other.
     """
 
     def prepare(config: LlamaConfig, params: Llama, batch: PairBatch, options: LossOptions, sharding: Sharding) -> PairBatch:
@@ -121,8 +122,8 @@ def preparing(kto: bool, reference: Llama | None, parts: int) -> Callable[..., P
 
 
 def preferred(answers: AnswerSums, batch: PairBatch, options: PreferenceOptions) -> Preferred:
-    """The loss of every pair and the rewards, float32[B, P] each; 0 for empty segments. For KTO the chosen reward is that
-    of the answer, and the other one is 0."""
+    """The loss and the rewards of every pair, float32[B, P] each; 0 for empty segments. For KTO, the chosen reward is the
+    answer's, and the other one is 0."""
     there = batch.there
     # Log-probabilities of empty segments are set so that every loss and its derivative are finite.
     logprobs = jnp.where(there[:, None], answers.logprobs, -1.0)
@@ -151,9 +152,9 @@ def pair_loss(
 ) -> TaskSums:
     """The sum of the losses of a batch, to be divided by `pair_count`; see `preference_loss` and `kto_loss`.
 
-    `metrics` has sums: "tokens" of the answers; over pairs "chosen_reward", "rejected_reward", "chosen_logprob",
-    "rejected_logprob", and "right", pairs whose chosen answer has the larger reward; "chosen" and "rejected", how many
-    answers these are sums over. Chosen answers of KTO are the good ones, and there is no "right".
+    `metrics` has sums: "tokens" of the answers; over pairs, "chosen_reward", "rejected_reward", "chosen_logprob",
+    "rejected_logprob", and "right", the number of pairs whose chosen answer has the larger reward; "chosen" and "rejected",
+    the numbers of summed answers. For KTO, chosen answers are the good ones, and there is no "right".
     """
     answers = answer_logprobs(config, params, batch, options, sharding)
     result = preferred(answers, batch, preference)

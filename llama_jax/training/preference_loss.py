@@ -18,7 +18,7 @@ USUAL_MARGIN = 0.5  # of SimPO
 
 
 class Pair(NamedTuple):
-    """Two numbers for each of B pairs, for the chosen and the rejected answer: float[B] each."""
+    """Two numbers for each of B pairs, one for the chosen and one for the rejected answer: float[B] each."""
 
     chosen: jax.Array
     rejected: jax.Array
@@ -30,7 +30,7 @@ class Preferred(NamedTuple):
     Attributes:
       losses: float[B]; the loss is their mean.
       rewards: float[B] each, without a gradient: beta times the log-ratio of an answer's probability to the reference's; for
-        SimPO and ORPO beta times the log-probability per token. The chosen answer should have the larger.
+        SimPO and ORPO, beta times the log-probability per token. The chosen answer's should be larger.
     """
 
     losses: jax.Array
@@ -39,21 +39,20 @@ class Preferred(NamedTuple):
 
 @dataclass(frozen=True)
 class PreferenceOptions:
-    """The loss of preferences.
+    """Options of the preference loss.
 
     Attributes:
-      kind: "sigmoid" is DPO (Rafailov et al. 2023, equation 7), "hinge" its margin (SLiC, Zhao et al. 2023), "ipo" a square
-        around 1 / (2 beta) (Azar et al. 2023, equation 17, with log-probabilities per token), "simpo" (Meng et al. 2024,
-        equation 6), "orpo" (Hong et al. 2024, equation 6), "kto" (Ethayarajh et al. 2024, equation 8).
-      beta: how far the model may go from the reference; of SimPO the scale of its rewards (2.0 to 2.5 there), of ORPO the
-        weight of the odds beside the likelihood (lambda there).
-      label_smoothing: the share of pairs that are taken to be labeled the wrong way round, for "sigmoid" and "simpo"
-        (cDPO: Mitchell 2023).
-      margin: for "simpo", by how much the chosen reward should be larger (gamma); None is 0.5.
+      kind: "sigmoid" is DPO (Rafailov et al. 2023, equation 7), "hinge" its hinge loss (SLiC, Zhao et al. 2023), "ipo" a
+        squared loss around 1 / (2 beta) (Azar et al. 2023, equation 17, with log-probabilities per token), "simpo" (Meng et
+        al. 2024, equation 6), "orpo" (Hong et al. 2024, equation 6), "kto" (Ethayarajh et al. 2024, equation 8).
+      beta: how strongly the model is kept near the reference; for SimPO, the scale of the rewards (2.0 to 2.5 in the paper);
+        for ORPO, the weight of the odds ratio relative to the likelihood (lambda in the paper).
+      label_smoothing: the assumed share of pairs with swapped labels, for "sigmoid" and "simpo" (cDPO: Mitchell 2023).
+      margin: for "simpo", the target difference of the rewards (gamma); None is 0.5.
       desirable, undesirable: weights of the two terms of "kto".
 
     Raises:
-      ConfigError: an invalid value, or one that the kind does not read.
+      ConfigError: an invalid value, or one that the kind does not use.
     """
 
     kind: PreferenceKind = "sigmoid"
@@ -77,7 +76,7 @@ class PreferenceOptions:
             if value is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"{name}={value} must be at least 0")
             if value != getattr(PreferenceOptions, name) and self.kind not in kinds:
-                raise ConfigError(f"{name}={value} is read by {' and '.join(kinds)} alone, not by {self.kind}; leave it out")
+                raise ConfigError(f"{name}={value} applies only to {' and '.join(kinds)}, not to {self.kind}; leave it out")
 
 
 def preference_loss(
@@ -89,17 +88,17 @@ def preference_loss(
 ) -> Preferred:
     """The loss of each pair of answers, in the dtype of its log-probabilities.
 
-    The first loss of "sigmoid", where model and reference are the same, is ln 2.
+    The first loss of "sigmoid", with identical model and reference, is ln 2.
 
     Args:
       policy: the log-probability of each answer, the sum over its tokens (`token_logprobs(...).sum(axis=1)`).
-      reference: the same of the reference; None for "simpo" and "orpo", which have none. It gets no gradient.
-      lengths: tokens of each answer, for "ipo", "simpo" and "orpo"; others do not read it.
-      mismatched: for "kto", log-probabilities of prompts with answers to other prompts, minus the reference's;
-        their mean estimates the divergence. It gets no gradient.
+      reference: the same for the reference; None for "simpo" and "orpo", which have none. Not differentiated.
+      lengths: number of tokens of each answer, for "ipo", "simpo" and "orpo"; others ignore it.
+      mismatched: for "kto", log-probabilities of answers to other prompts, minus the reference's; their mean estimates the
+        divergence. Not differentiated.
 
     Raises:
-      ConfigError: a missing argument that the kind needs, or a reference or `mismatched` that it does not use.
+      ConfigError: an argument that the kind needs is missing, or a reference or `mismatched` that it does not use.
     """
     _check(options.kind, reference, lengths, mismatched)
     beta, smoothing = options.beta, options.label_smoothing
@@ -134,7 +133,7 @@ def kto_loss(
     mismatched: Float[AnyArray, "*mismatched"],
     options: PreferenceOptions,
 ) -> Float[Array, "*answers"]:
-    """KTO's loss of single answers, which need not be pairs (Ethayarajh et al. 2024, equation 8).
+    """KTO's loss for single answers, which need not form pairs (Ethayarajh et al. 2024, equation 8).
 
     Args:
       ratios: log-probabilities of answers, minus the reference's.
@@ -150,7 +149,7 @@ def kto_loss(
 def _log_of_not(logprob: jax.Array) -> jax.Array:
     """log(1 - exp(x)) for x below 0 (Maechler 2012), also near both ends."""
     near = logprob > -0.6931471805599453
-    # Each branch gets an argument for which it is finite, so that neither puts a NaN into the other's gradient.
+    # Each branch has an argument for which it is finite, so that neither causes NaN in the other's gradient.
     small, large = jnp.where(near, logprob, -1.0), jnp.where(near, -1.0, logprob)
     return jnp.where(near, jnp.log(-jnp.expm1(small)), jnp.log1p(-jnp.exp(large)))
 
@@ -160,7 +159,7 @@ def _check(kind: PreferenceKind, reference: Pair | None, lengths: Pair | None, m
         need = "has no reference; pass None" if kind in FREE else "needs the reference's log-probabilities"
         raise ConfigError(f"the preference loss {kind} {need}")
     if lengths is None and kind in ("ipo", *FREE):
-        raise ConfigError(f"the preference loss {kind} is of log-probabilities per token: give the lengths of the answers")
+        raise ConfigError(f"the preference loss {kind} uses log-probabilities per token; pass the lengths of the answers")
     if (mismatched is None) == (kind == "kto"):
-        need = "needs" if kind == "kto" else "does not read"
+        need = "needs" if kind == "kto" else "does not use"
         raise ConfigError(f"the preference loss {kind} {need} log-probabilities of mismatched answers")

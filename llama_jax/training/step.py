@@ -36,9 +36,9 @@ class TrainState(struct.PyTreeNode):
     Attributes:
       step: int32[], steps taken, including skipped ones.
       params: the parameters, in the dtype in which they are updated.
-      opt_state: the optimizer state; for AdamW two numbers per parameter.
+      opt_state: the optimizer state; for AdamW, two numbers per parameter.
       ema: the exponential moving average of the parameters, or None.
-      skipped: int32[], steps whose loss or gradients were not finite: they changed only `step` and these counters.
+      skipped: int32[], number of steps with a non-finite loss or gradients, which changed only `step` and these counters.
       skipped_in_a_row: int32[], consecutive skipped steps up to the last one.
     """
 
@@ -57,14 +57,14 @@ def init_state(
     ema: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> TrainState:
-    """The state before the first step; with `ema` it has a moving average too, which starts as the parameters.
+    """The state before the first step; with `ema`, including a moving average, which starts as the parameters.
 
     Args:
-      dtype: dtype of the parameters in the state. None converts 16-bit parameters, which most updates would be too small to
-        change, to float32 (`Compute("bfloat16")` still computes in bfloat16), and keeps others.
+      dtype: dtype of the parameters in the state. None converts 16-bit parameters to float32, because most updates would be
+        too small to change them (`Compute("bfloat16")` still computes in bfloat16), and keeps others.
 
     Raises:
-      ConfigError: parameters with hooks; add these by `Sharding.prepare_params`.
+      ConfigError: parameters with hooks; add hooks with `Sharding.prepare_params`.
     """
     check_no_hooks(params)
     is_mixed = lambda leaf: isinstance(leaf, MixedStack)
@@ -88,13 +88,13 @@ class StepOptions:
     Attributes:
       loss: how the loss is computed. With `Compute("bfloat16")`, float32 parameters keep updates below bfloat16's resolution
         (Micikevicius et al. 2018, section 3.1).
-      accumulate: number of microbatches per batch, which run one after the other, so that only the activations of one are in
-        memory; the gradients are summed in the parameters' dtype.
+      accumulate: number of microbatches per batch. They run one after the other, so that only the activations of one are in
+        memory; gradients are summed in the parameters' dtype.
       ema_decay: decay of the moving average, with a warm-up: at most (1 + n) / (10 + n) after n updates.
       count: maps a batch to the divisor of its summed loss, float32[]; by default the number of predicted tokens.
       virtual_shards: number of shards of the batch, a power of two, on any number of devices. Their gradients are summed in
-        a fixed order, so that losses, gradients and parameters have the same bits on every mesh of `data` and `fsdp`, and
-        under pmap, see `training.exact_gradients`. The optimizer must be elementwise, as AdamW is and Muon is not. 0: the
+        a fixed order, so that losses, gradients and parameters are bit-identical on every mesh of `data` and `fsdp`, and
+        under pmap, see `training.exact_gradients`. The optimizer must be elementwise, like AdamW but not Muon. 0: the
         compiler chooses the order.
 
     Raises:
@@ -131,9 +131,9 @@ def train_step(
     Llama is trained without dropout (Touvron et al. 2023), so a step needs no random numbers.
 
     Args:
-      optimizer: from `make_optimizer`, which clips gradients; or any of optax.
-      batch: B rows; every predicted token has the same weight, whatever its row and device. With a custom loss any pytree of
-        arrays [B, ...], for which `options.count` returns the divisor of the loss.
+      optimizer: from `make_optimizer`, which clips gradients; or any optax optimizer.
+      batch: B rows; every predicted token has the same weight, on any row and device. With a custom loss, any pytree of
+        arrays [B, ...]; `options.count` maps it to the divisor of the loss.
       loss: a custom loss, with the arguments of `total_loss`. It returns sums over the predicted tokens: `LossSums` or
         `TaskSums`.
 
@@ -165,7 +165,7 @@ def train_step(
 def _gradients(
     config: LlamaConfig, state: TrainState, batch: Any, options: StepOptions, sharding: Sharding, loss: Loss
 ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Llama, jax.Array, jax.Array]:
-    """(Mean nll, metrics of the task), gradients of the mean loss, the divisor, and the gradients' norm, of all devices."""
+    """(Mean nll, metrics of the task), gradients of the mean loss, divisor, and norm of the gradients, over all devices."""
     params = state.params
     if options.virtual_shards:
         from llama_jax.training.exact_gradients import exact_gradients
@@ -193,7 +193,7 @@ def _gradients_of_rows(
     sharding: Sharding,
     loss: Loss,
 ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Llama]:
-    """The share of these rows in (mean nll, metrics of the task) and the gradients; `count` is the divisor of all rows."""
+    """These rows' share of (mean nll, metrics of the task) and of the gradients; `count` is the divisor for all rows."""
 
     def mean_loss(params: Llama, batch: Any) -> tuple[jax.Array, Any]:
         sums = loss(config, sharding.prepare_params(params), batch, options.loss, sharding)
@@ -258,7 +258,7 @@ def _update_state(
 
 
 def microbatches(batch: Any, parts: int) -> Any:
-    """[B, ...] as [parts, B / parts, ...]; each microbatch has rows of every device over which B may be sharded.
+    """[B, ...] as [parts, B / parts, ...]; if B is sharded, each microbatch has rows of every device.
 
     Raises:
       ConfigError: `parts` does not divide the rows.

@@ -155,7 +155,7 @@ def test_what_cannot_be_is_one_line(tmp_path, stories_model):
         llama_jax.load(bundled(), quantize="int4", mesh=MeshSizes(fsdp=4))
     with pytest.raises(CheckpointError, match="q8_0 needs multiples of 32 on each of 4 devices"):
         llama_jax.load(bundled(), quantize="q8_0", mesh=MeshSizes(fsdp=4))
-    with pytest.raises(ConfigError, match="rows of 48 numbers, and nf4 needs multiples of 64"):
+    with pytest.raises(ConfigError, match="rows of 48 numbers, but nf4 needs multiples of 64"):
         quantize(params.replace(embedding=params.embedding[:, :48]), "nf4-pure")
     with pytest.raises(ConfigError, match="quantize='q3_k' is not one of int8, int4, fp8, nf4, q8_0, q4_0"):
         quantize(params, "q3_k")

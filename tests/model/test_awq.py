@@ -47,7 +47,7 @@ def test_what_cannot_be_scaled(params, texts):
     read, _ = texts
     with pytest.raises(ConfigError, match=r"kind='iq4_xs' is not one of"):
         scale_channels(CONFIG, params, read, "iq4_xs")
-    with pytest.raises(ConfigError, match="scaled of floats"):
+    with pytest.raises(ConfigError, match="needs dense parameters"):
         scale_channels(CONFIG, quantize(params, "int8"), read, "int4")
     with pytest.raises(ConfigError, match="experts=4"):
         scale_channels(replace(CONFIG, experts=4, experts_per_token=2), params, read, "int4")

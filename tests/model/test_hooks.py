@@ -289,7 +289,7 @@ def test_errors(params):
     with raises("logits"):
         llama_jax.next_token_loss(CONFIG, hooked, llama_jax.Batch(TOKENS))
     for hook in (None, [read, read]):
-        with raises("is no hook"):
+        with raises("is not a hook"):
             with_hooks(params, {"final": hook})
     with raises("attached"):
         adapted(params, with_hooks(init_adapters(CONFIG, Lora(2), jax.random.key(0)), {"final": read}), Lora(2))

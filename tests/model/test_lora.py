@@ -163,13 +163,13 @@ def test_how_many_numbers_are_learnt(models):
     [
         ({"rank": 0}, "rank=0 must be a positive integer"),
         ({"alpha": 0.0}, r"alpha=0.0 must be a finite number above 0"),
-        ({"targets": ()}, r"targets=\(\) name no matrix; pass some of q_proj, k_proj"),
+        ({"targets": ()}, r"targets=\(\) names no matrix; pass some of q_proj, k_proj"),
         (
             {"targets": ("q_proj", "lm_head")},
-            "targets: 'lm_head' is no matrix that has an adapter here; pass some of q_proj",
+            "targets: 'lm_head' is not a matrix that can have an adapter; pass some of q_proj",
         ),
-        ({"targets": ("qproj",)}, "targets: 'qproj' is no matrix"),
-        ({"targets": ("q_proj", "q_proj")}, "name a matrix twice"),
+        ({"targets": ("qproj",)}, "targets: 'qproj' is not a matrix"),
+        ({"targets": ("q_proj", "q_proj")}, "names a matrix twice"),
     ],
 )
 def test_settings_that_cannot_be(settings, message):
@@ -189,11 +189,11 @@ def test_adapters_of_another_model_are_named(gqa):
     config, params, adapters, _ = gqa
     wider = replace(config, hidden_dim=64)
     with pytest.raises(
-        ConfigError, match=r"adapter of blocks.feed_forward.gate: A is \[2, 3, 32\] and B is \[2, 64, 3\]; rank=3"
+        ConfigError, match=r"adapter of blocks.feed_forward.gate: A is \[2, 3, 32\] and B is \[2, 64, 3\], but rank=3"
     ):
         adapted(params, random_adapters(wider), LORA)
     with pytest.raises(
-        ConfigError, match=r"rank=4 of a matrix \[2, 2, 4, 8, 32\] needs \[2, 3, 4, 32\] and \[2, 2, 4, 8, 4\]"
+        ConfigError, match=r"rank=4 and a matrix \[2, 2, 4, 8, 32\] need \[2, 3, 4, 32\] and \[2, 2, 4, 8, 4\]"
     ):
         adapted(params, adapters, replace(LORA, rank=4))
     with pytest.raises(ConfigError, match=r"adapter of blocks.attention.qkv: A is \[3, 3, 3, 32\]"):
@@ -255,7 +255,7 @@ class TestMagnitudes:
         assert not keys.any()
         found = jit_logits(config, adapted(base, adapters, DORA), TOKENS)
         np.testing.assert_allclose(found, jit_logits(config, base, TOKENS), atol=1e-5)
-        with pytest.raises(ConfigError, match="dora=True begins with the lengths of the base's rows; pass the base to"):
+        with pytest.raises(ConfigError, match="dora=True starts from the lengths of the base's rows; pass the base to"):
             init_adapters(config, DORA, jax.random.key(0))
 
     def test_the_numbers_that_are_learnt(self, models):
@@ -276,7 +276,7 @@ class TestMagnitudes:
 
     def test_adapters_without_any(self, dora):
         _, params, adapters, _ = dora
-        with pytest.raises(ConfigError, match="dora=False, and the adapters have a magnitude"):
+        with pytest.raises(ConfigError, match="dora=False, but the adapters have a magnitude"):
             adapted(params, adapters, replace(DORA, dora=False))
 
     def test_in_a_table_beside_one_without(self, dora):

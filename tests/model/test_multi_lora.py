@@ -116,9 +116,11 @@ def test_what_overflows_for_another_does_not_reach_a_row():
 
 def test_what_cannot_be(table):
     config, base, adapters, params = table
-    with pytest.raises(ConfigError, match="each of 4 rows uses is needed, and nothing is said; say it with choose_adapters"):
+    with pytest.raises(
+        ConfigError, match="no adapters are set, but each of 4 rows of the batch needs one; set them with choose_adapters"
+    ):
         jit_logits(config, params, TOKENS)
-    with pytest.raises(ConfigError, match=r"each of 4 rows uses is needed, and rows of \[2\] are said"):
+    with pytest.raises(ConfigError, match=r"adapters set have shape \[2\], but each of 4 rows of the batch needs one"):
         jit_logits(config, choose_adapters(params, [0, 1]), TOKENS)
     with pytest.raises(ConfigError, match="adapter=3: the model has 0 to 2; pass one of those, or -1"):
         choose_adapters(params, [0, 3])
@@ -127,7 +129,7 @@ def test_what_cannot_be(table):
     with pytest.raises(ConfigError, match="adapter=0: the model has none"):
         choose_adapters(base, [0])
     assert choose_adapters(base, [-1]).embedding is base.embedding
-    with pytest.raises(ConfigError, match="a table of adapters has one at least"):
+    with pytest.raises(ConfigError, match="a table of adapters needs at least one"):
         adapter_table(config, base, [])
     wider = replace(config, hidden_dim=64)
     other = random_adapters(wider), LORA

@@ -115,7 +115,7 @@ def test_an_attention_excludes_the_librarys_and_a_feed_forward_experts():
     with pytest.raises(ConfigError, match="a cache with sinks supports only the built-in paged attention"):
         forward(attend, params, TOKENS, init_cache(attend, 2, 16, window=4, sinks=1, at_once=12))
     experts = replace(PLAIN, experts=2, experts_per_token=1, parts=Parts(feed_forward=OTHER["feed_forward"]))
-    with pytest.raises(ConfigError, match="for models without experts, and this one has 2"):
+    with pytest.raises(ConfigError, match="for models without experts, but this one has 2"):
         llama_jax.logits(experts, jit_init(experts, jax.random.key(0)), TOKENS)
 
 
@@ -125,7 +125,7 @@ def test_hooks_in_a_part_of_the_library_exclude_ones_own():
         own = replace(PLAIN, parts=Parts(**{part: OTHER[part]}))
         for point in points:
             hooked = llama_jax.with_hooks(params, {point: lambda value, at: (value, None)})
-            with pytest.raises(ConfigError, match=f"hooks at .*{point}.* have .*; leave out .*parts.{part}"):
+            with pytest.raises(ConfigError, match=f"hooks at .*{point}.* need .*; leave out .*parts.{part}"):
                 llama_jax.logits(own, hooked, TOKENS)
 
 

@@ -162,7 +162,7 @@ def test_other_counts(port, others):
     run, wait = others
     run(answer, port, 1, 3)
     with pytest.raises(
-        MeshError, match=r"process 1 \(pid \d+ on .*\) was started for 3 processes, but process 0 for 2; pass all"
+        MeshError, match=r"process 1 \(pid \d+ on .*\) was started for 3 processes, but process 0 for 2; pass the"
     ):
         join(f"127.0.0.1:{port}", 2, 0, timeout=5.0)
     assert "was started for 3 processes" in str(wait()[0])
@@ -173,7 +173,7 @@ def test_the_same_number_twice(port, others):
     for _ in range(2):
         run(answer, port, 1, 3)
     with pytest.raises(
-        MeshError, match=r"process 1 .* and process 1 .* have the same id; pass each a different --process-id"
+        MeshError, match=r"process 1 .* and process 1 .* have the same id; pass a different --process-id to each"
     ):
         join(f"127.0.0.1:{port}", 3, 0, timeout=5.0)
     assert all("have the same id" in str(refused) for refused in wait())
@@ -312,7 +312,7 @@ def test_values_that_differ_are_told_to_all(three, others):
     for process in joined:
         run(process.agree, "what is trained", {"recipe steps": 5 + (process.index == 2)})
     for error in wait():
-        assert "recipe steps: process 2 has 6, but process 0 has 5; pass all the same command" in str(error)
+        assert "recipe steps: process 2 has 6, but process 0 has 5; use the same command" in str(error)
 
 
 def test_the_first_gathers_while_other_threads_wait(three, others):

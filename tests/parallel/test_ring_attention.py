@@ -181,7 +181,7 @@ def test_a_length_that_cannot_be_divided_is_named_with_what_would_do(length, wou
 def test_what_a_ring_cannot_do_is_refused():
     mesh = make_mesh(MeshSizes(context=4))
     queries, keys, values, _ = arrays()
-    with pytest.raises(MeshError, match="run it without a cache"):
+    with pytest.raises(MeshError, match="omit the cache"):
         ring_attention(mesh)(queries, KVView(keys, values), AttentionMask.causal(LENGTH).replace(ordered=False), scale=1.0)
     with pytest.raises(MeshError, match=r"batch=3 cannot be split over data\*fsdp=2"):
         sequence_splitter(make_mesh(MeshSizes(data=2, context=2)))(to_next_token_batch(Batch(np.zeros((3, 33), np.int32))))

@@ -210,7 +210,7 @@ def test_preferences_on_the_command_line():
     assert (found.preference, found.chats) == (PreferenceOptions(), ChatReading())
     changed = override(found, ["preference.kind=simpo", "preference.beta=2", "preference.margin=1"])
     assert changed.preference == PreferenceOptions("simpo", 2.0, margin=1.0)
-    with pytest.raises(ConfigError, match=r"margin=1.0 is read by simpo alone, not by sigmoid; leave it out"):
+    with pytest.raises(ConfigError, match=r"margin=1.0 applies only to simpo, not to sigmoid; leave it out"):
         override(found, ["preference.margin=1"])
     with pytest.raises(TrainingError, match="preference needs data that are read as chats; set chats, for"):
         replace(found, chats=None)
@@ -234,7 +234,7 @@ def test_what_preferences_cannot_have(changes, mesh, backend, message):
     ("name", "changes", "mesh", "message"),
     [
         ("tiny", ["virtual_shards=4"], MeshSizes(), "virtual_shards=4 is only for exact=true on text and chats; omit it"),
-        ("tiny", ["exact=true", "virtual_shards=6"], MeshSizes(), "virtual_shards=6 must be a power of two, as 8"),
+        ("tiny", ["exact=true", "virtual_shards=6"], MeshSizes(), "virtual_shards=6 must be a power of two, such as 8"),
         (
             "tiny",
             ["exact=true", "batch=12"],
@@ -284,6 +284,6 @@ def test_exact_training_needs_the_same_threads_on_every_mesh(monkeypatch):
     check_task(recipe, MeshSizes(), "jit")
     monkeypatch.setenv("PJRT_NPROC", "1000")
     with pytest.raises(
-        TrainingError, match=r"XLA has 1000 threads here, and exact training on this CPU needs (\d+) on every"
+        TrainingError, match=r"XLA has 1000 threads here, but exact training on this CPU needs (\d+) on every"
     ):
         check_task(recipe, MeshSizes(), "jit")

@@ -353,7 +353,7 @@ def test_what_is_missing_and_what_differs(started, tmp_path):
         results = ended(running)
     for code, _, said in results:
         assert code == 2
-        assert "recipe steps: process 1 has 6, but process 0 has 5; pass all the same command" in said
+        assert "recipe steps: process 1 has 6, but process 0 has 5; use the same command" in said
     assert not (tmp_path / "metrics.jsonl").exists()
 
 

@@ -106,7 +106,7 @@ def test_the_loss_reads_the_noise_and_predicts_without(params):
 
 
 def test_what_cannot_be(params):
-    with pytest.raises(ConfigError, match=r"neftune=5.0 makes noise of random numbers; set its noise"):
+    with pytest.raises(ConfigError, match=r"neftune=5.0 needs random numbers; set the batch's noise"):
         total_loss(CONFIG, params, Batch(BATCH.tokens), loss_options(neftune=5.0))
     with pytest.raises(ConfigError, match=r"neftune=-1.0 must be at least 0"):
         loss_options(neftune=-1.0)

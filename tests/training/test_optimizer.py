@@ -182,7 +182,7 @@ class TestLoraPlus:
 
     def test_parameters_that_are_no_adapters(self, params):
         optimizer = make_optimizer(OptimizerSettings(lora_plus=4.0), STEPS)
-        with pytest.raises(llama_jax.ConfigError, match="lora_plus is a learning rate for B of adapters, and these"):
+        with pytest.raises(llama_jax.ConfigError, match="lora_plus is for the learning rate of adapters, and these"):
             optimizer.init(params)
         with pytest.raises(llama_jax.ConfigError, match=r"lora_plus=0\.0 must be positive"):
             OptimizerSettings(lora_plus=0.0)

@@ -134,7 +134,7 @@ def test_advantages_are_differences_within_a_group():
         ({"clip_high": -0.1}, "clip_high=-0.1 must be at least 0"),
         ({"beta": -1}, "beta=-1 must be at least 0"),
         ({"kind": "dr_grpo"}, "dr_grpo needs the length of the longest answer"),
-        ({"length": 3}, "dapo does not read length, and length=3"),
+        ({"length": 3}, "dapo does not use length, but length=3"),
         ({"kind": "dr_grpo", "length": 0}, "length=0"),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_reference_is_read_or_refused():
     logprobs, sampled, reference, advantages, mask = rollouts()
     with pytest.raises(ConfigError, match=r"beta=0.1 needs the reference's"):
         policy_loss(logprobs, sampled, advantages, mask, PolicyOptions(beta=0.1))
-    with pytest.raises(ConfigError, match=r"beta=0.0 does not read a reference"):
+    with pytest.raises(ConfigError, match=r"beta=0.0 does not use a reference"):
         policy_loss(logprobs, sampled, advantages, mask, PolicyOptions(), reference)
 
 

@@ -137,10 +137,10 @@ def test_answers_that_are_no_pairs():
         ({"kind": "dpo"}, "kind='dpo' is not a preference loss; choose sigmoid, hinge"),
         ({"beta": 0}, "beta=0 must be above 0"),
         ({"label_smoothing": 0.5}, "label_smoothing=0.5"),
-        ({"kind": "hinge", "label_smoothing": 0.1}, "label_smoothing=0.1 is read by sigmoid and simpo alone, not by hinge"),
-        ({"margin": 0.5}, "margin=0.5 is read by simpo alone, not by sigmoid"),
+        ({"kind": "hinge", "label_smoothing": 0.1}, "label_smoothing=0.1 applies only to sigmoid and simpo, not to hinge"),
+        ({"margin": 0.5}, "margin=0.5 applies only to simpo, not to sigmoid"),
         ({"kind": "simpo", "margin": -1.0}, "margin=-1.0 must be at least 0"),
-        ({"undesirable": 2.0}, "undesirable=2.0 is read by kto alone"),
+        ({"undesirable": 2.0}, "undesirable=2.0 applies only to kto"),
     ],
 )
 def test_options_that_cannot_be(settings, message):
@@ -153,9 +153,9 @@ def test_options_that_cannot_be(settings, message):
     [
         ("sigmoid", (), "sigmoid needs the reference's log-probabilities"),
         ("simpo", ("reference", "lengths"), "simpo has no reference; pass None"),
-        ("ipo", ("reference",), "ipo is of log-probabilities per token: give the lengths"),
+        ("ipo", ("reference",), "ipo uses log-probabilities per token; pass the lengths"),
         ("kto", ("reference",), "kto needs log-probabilities of mismatched answers"),
-        ("sigmoid", ("reference", "mismatched"), "sigmoid does not read log-probabilities of mismatched answers"),
+        ("sigmoid", ("reference", "mismatched"), "sigmoid does not use log-probabilities of mismatched answers"),
     ],
 )
 def test_what_is_missing_is_named(kind, given, message):

@@ -1,4 +1,4 @@
-"""Speculative decoding: several tokens per pass of the model, and the same tokens as without it."""
+"""Speculative decoding: several tokens per pass of the model, with the same results as without it."""
 
 from llama_jax.inference.drafter import Drafter
 from llama_jax.inference.speculation.draft_model import DraftModel

@@ -1,9 +1,9 @@
 """How many tokens to draft next: the number with the most tokens per second, as measured in this generation.
 
-The host measures how long a pass with each number of drafts takes (0 is plain decoding) and how many drafts are accepted,
-and takes the number with the highest rate. A drafter that costs nothing also tells how many drafts would have been right
-in text that came without drafts; with any other drafter a few passes are spent to find out. The other numbers are tried
-again now and then, for at most a hundredth of the time.
+The host measures the time of a pass with each number of drafts (0 is plain decoding) and how many drafts are accepted, and
+chooses the number with the highest rate. A drafter that costs nothing also tells how many drafts would have been right in
+text generated without drafts; for any other drafter a few passes measure this. Other numbers are tried again from time to
+time, for at most 1% of the time.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from dataclasses import dataclass, replace
 
 from llama_jax.inference.decode import STEPS_PER_CHUNK
 
-TRYING = 0.01  # share of the time that may be spent on trying numbers that are known as slower
-PROMISING = 1.25  # tokens per pass; with fewer, drafts pay on few devices, and a twentieth of that time is used
-MEMORY = 24  # tokens of a row after which the weight of an older observation is half; a reply may copy for a hundred
+TRYING = 0.01  # maximum share of the time for trying numbers that seem slower
+PROMISING = 1.25  # tokens per pass; with fewer, drafts rarely pay, and a twentieth of that share is used
+MEMORY = 24  # half-life of an observation in tokens of a row; a reply may copy a hundred tokens
 PATIENCE = 4  # chunks between two tries
-GUESS = 1.1, 0.1  # cost in steps of an unmeasured pass, and of each draft; one pass that is tried measures it
-FIRST = 6  # passes after which the acceptance is known of a drafter that tells nothing beforehand
-MARGIN, UNTRIED = 1.05, 1.2  # factors by which drafts must be faster: acceptance is known from few tokens; time is a guess
-SHORT, LONG = 0.04, 0.1  # seconds of a chunk; the host works for half a millisecond after each
-SURE = STEPS_PER_CHUNK  # tokens without a correct draft after which drafts are hopeless: a short text has one more chunk
-SOFTENING = 0.25  # share of an increase in time that is believed: another process may have used the processor
+GUESS = 1.1, 0.1  # cost in steps of an unmeasured pass, and of each draft; the first try measures it
+FIRST = 6  # passes that measure the acceptance of a drafter without `count_hits`
+MARGIN, UNTRIED = 1.05, 1.2  # factors by which drafts must be faster: few tokens are measured; the time is a guess
+SHORT, LONG = 0.04, 0.1  # seconds per chunk; the host works for half a millisecond after each
+SURE = STEPS_PER_CHUNK  # tokens without a correct draft after which drafts are hopeless: short texts have few chunks
+SOFTENING = 0.25  # share of an increase in time that counts, because another process may have used the processor
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What is known, an immutable value.
+    """The measurements so far, an immutable value.
 
     Attributes:
-      numbers: numbers of tokens that may be drafted, ascending, the first 0.
-      seconds: per pass with each number, or None where not known.
-      blind: nothing is known of drafts that were not made.
+      numbers: possible numbers of drafted tokens, ascending from 0.
+      seconds: seconds per pass with each number, or None if unknown.
+      blind: whether the drafter cannot tell which drafts would have been accepted (no `count_hits`).
       passes: number of passes with drafts.
-      hits, trials: drafts that were accepted, and those examined; older ones have less weight.
-      elapsed, wasted: seconds in total, and those that the fastest number would have saved.
+      hits, trials: numbers of accepted and of examined drafts; older ones have less weight.
+      elapsed, wasted: total seconds, and those that the fastest number would have saved.
       since: chunks since a number other than the best was tried.
-      lengths: passes (or steps) of the next chunk with each number: while the number is the best, twice as many as the last
-        chunk had, up to LONG and at least SHORT, or LONG at once where drafts are hopeless; a number that is only tried
-        starts with one, or CHUNK.
+      lengths: passes (or steps) of the next chunk with each number. While the number is the best, they double with each
+        chunk, from SHORT to LONG seconds, or start at LONG if drafts are hopeless. A number that is only tried starts with
+        one pass, or STEPS_PER_CHUNK steps.
     """
 
     numbers: tuple[int, ...]
@@ -55,7 +55,7 @@ class Pace:
 
     @classmethod
     def of(cls, tokens: int, blind: bool = True) -> Pace:
-        """For at most `tokens` drafted: none, and `tokens` halved down to 2."""
+        """With 0 and `tokens`, tokens / 2, ... down to 2 as possible numbers."""
         numbers = [tokens]
         while numbers[-1] >= 4:
             numbers.append(numbers[-1] // 2)
@@ -63,12 +63,12 @@ class Pace:
         return cls((0, *reversed(numbers)), (None,) * len(shortest), blind, lengths=shortest)
 
     def length(self, number: int) -> int:
-        """Passes (or steps) of the next chunk with this number of drafts, if there is room."""
+        """Maximum number of passes (or steps) of the next chunk with this number of drafts."""
         return self.lengths[self.numbers.index(number)]
 
     @property
     def acceptance(self) -> float:
-        """The probability that the model accepts a draft if it accepted all before it; a low estimate after few trials."""
+        """The probability that a draft is accepted if all previous ones were; a low estimate after few trials."""
         return self.hits / (self.trials + 1)
 
     def expected(self, number: int) -> float:
@@ -76,29 +76,29 @@ class Pace:
         return sum(self.acceptance**i for i in range(number + 1))
 
     def rate(self, number: int) -> float:
-        """Tokens of a row per second."""
+        """Tokens per row and second."""
         step = self.seconds[0]
         return 0.0 if step is None else self.expected(number) / (self._known(number) or self._guessed(number, step))
 
     def _known(self, number: int) -> float | None:
-        """Seconds per pass; for a number that has not been tried, those of the next smaller one."""
+        """Seconds per pass; for an untried number, those of the next smaller one."""
         known = [s for n, s in zip(self.numbers, self.seconds, strict=True) if s is not None and 0 < n <= number]
         return self.seconds[0] if not number else known[-1] if known else None
 
     def _guessed(self, number: int, step: float) -> float:
-        """Seconds of a pass smaller than all that were tried: half of their time beyond a step is counted for the drafts."""
+        """Guessed seconds of a pass with fewer drafts than all tried: half of the extra time is attributed to drafts."""
         tried = [(n, s) for n, s in zip(self.numbers, self.seconds, strict=True) if s is not None and n > number]
         guess = (GUESS[0] + GUESS[1] * number) * step
         return max([guess, *(step + (seconds - step) * (1 + number / n) / 2 for n, seconds in tried[:1])])
 
     @property
     def hopeless(self) -> bool:
-        """Whether almost none of the drafts would have been right, had they been made."""
+        """Whether almost no drafts would have been right."""
         return not self.blind and self.trials >= SURE and self.expected(self.numbers[-1]) < MARGIN
 
     @property
     def best(self) -> int:
-        """The number with the highest rate; 0 where drafts are hardly better."""
+        """The number with the highest rate; 0 if drafts are hardly faster."""
         if self.expected(self.numbers[-1]) <= MARGIN:
             return 0
         number = max(self.numbers[1:], key=self.rate)
@@ -106,9 +106,9 @@ class Pace:
         return number if self.rate(number) > margin * self.rate(0) else 0
 
     def goes_on(self, number: int) -> bool:
-        """Whether steps may be started after a chunk with `number` drafts before its results are known.
+        """Whether to start plain steps after a chunk with `number` drafts before its results are known.
 
-        The device then does not wait for the host; the results change the choice one chunk later.
+        The device then does not wait for the host, and the results affect the choice one chunk later.
         """
         if number:
             return not self.blind and (number != self.best or self.seconds[self.numbers.index(number)] is None)
@@ -128,17 +128,18 @@ class Pace:
         return other if self.wasted + self.costs(other) <= share * self.elapsed else best
 
     def costs(self, number: int) -> float:
-        """Seconds that a pass with this number of drafts may waste, because it may give only one token."""
+        """Seconds that a pass with this number of drafts may waste, because it may generate only one token."""
         return max(self.expected(number) / self.rate(number) - 1 / self.rate(self.best), 0.0) if self.seconds[0] else 0.0
 
     def observe(self, number: int, passes: int, rows: float, accepted: int, looked_at: int, seconds: float | None) -> Pace:
-        """The value after a chunk.
+        """The measurements updated with a chunk.
 
         Args:
           passes: passes (or steps) of the chunk.
-          rows: average number of rows that were not done.
-          accepted, looked_at: drafts; for 0, those that would have been. Drafts after a wrong one were not looked at.
-          seconds: None where the time does not count, because a program may have been compiled in it.
+          rows: average number of unfinished rows.
+          accepted, looked_at: numbers of accepted and of examined drafts (up to the first wrong one); for plain steps, of
+            hypothetical ones.
+          seconds: None if the time may include the compilation of a program.
         """
         per_row = passes + (accepted / rows if number else 0.0)
         kept = 0.5 ** (per_row / MEMORY)

@@ -1,4 +1,4 @@
-"""Drafts from a smaller model of the same vocabulary."""
+"""Drafts from a smaller model with the same vocabulary."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 
-FOLLOWED = 64  # tokens that came without the draft model and are read at once, by one program
+FOLLOWED = 64  # tokens per program call when the draft model catches up with tokens generated without it
 
 
 class DraftModel(Drafter, struct.PyTreeNode):
-    """A smaller model with the same vocabulary (Leviathan et al. 2022), which chooses with the model's own random numbers.
+    """A smaller model with the same vocabulary (Leviathan et al. 2022), which samples with the main model's random numbers.
 
-    Both draw from the same stream of the row's seed, so that they agree where their probabilities do, sampled or greedy.
-    Its cache has the same form as the model's, in int8 or with a window.
+    Both use the random stream of the row's seed, so that they agree if their probabilities do, sampled or greedy. The draft
+    model's cache has the same options as the main model's (int8, window).
 
     Attributes:
-      config, params: the draft model, as `load` gives it; for a model on a mesh, loaded over the same mesh.
+      config, params: the draft model, from `load`; for a model on a mesh, loaded over the same mesh.
       tokens: see `Drafter`.
-      sharding: how the parameters are laid out over devices; set by `begin`.
+      sharding: how the parameters are sharded; set by `begin`.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
@@ -48,18 +48,18 @@ class DraftModel(Drafter, struct.PyTreeNode):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.config, LlamaConfig):
-            raise GenerationError(f"config of a draft is a {type(self.config).__name__}; pass LlamaConfig and parameters")
+            raise GenerationError(f"the draft's config is a {type(self.config).__name__}; pass LlamaConfig and parameters")
 
     def check(
         self, config: LlamaConfig, params: Llama, lengths: PromptLengths, settings: DecodeSettings, options: CacheOptions
     ) -> None:
-        """See `Drafter.check`; ConfigError for parameters that do not match the draft model's configuration."""
+        """See `Drafter.check`; raises ConfigError if the parameters do not match the draft model's configuration."""
         self.check_model(config, params, len(lengths))
         longest = int((lengths + settings.limit).max()) if options.window is None else options.window + options.sinks
         if longest > self.config.max_seq_len:
             raise GenerationError(
-                f"the draft's context is {self.config.max_seq_len} tokens, and {longest} are needed; generate less, or let"
-                " both models see a window only (--window, CacheOptions(window=...))"
+                f"the draft's context is {self.config.max_seq_len} tokens, and {longest} are needed; generate less, or use a"
+                " sliding window for both models (--window, CacheOptions(window=...))"
             )
 
     def check_model(self, config: LlamaConfig, params: Llama, rows: int) -> None:
@@ -67,7 +67,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
         if self.config.vocab_size != config.vocab_size:
             raise GenerationError(
                 f"the draft has a vocabulary of {self.config.vocab_size}, the model one of {config.vocab_size}; pass a draft"
-                " with the model's own tokenizer"
+                " with the model's tokenizer"
             )
         check_params(self.config, self.params)
         if _devices(self.params) != _devices(params):
@@ -82,7 +82,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
         return placed, placed._run().prefill_prompts(tokens, lengths, capacity, options).cache
 
     def catch_up(self, memory: KVCache, history: Int32[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]) -> KVCache:
-        """See `Drafter.catch_up`: reads the missing tokens, if they are more than `propose` reads."""
+        """See `Drafter.catch_up`: process the missing tokens, if there are more than `propose` processes."""
         width = FOLLOWED if memory.window is None else 1 + MAX_DRAFT_TOKENS
         read = np.asarray(memory.length)
         ends = np.maximum(lengths - 1, read)
@@ -107,10 +107,10 @@ class DraftModel(Drafter, struct.PyTreeNode):
     def propose_after(
         self, memory: KVCache, state: DecodeState, last_tokens: Int32[Array, "B 2"], count: int
     ) -> tuple[Int32[Array, "B {count}"], KVCache]:
-        """`propose`, given the last two tokens of each row; the model has read the first of them.
+        """`propose`, given the last two tokens of each row; the main model has processed the first of them.
 
-        After a pass in which all drafts were accepted, the draft model has not read the last of them. So all rows read their
-        last two tokens: where the first of the two has been read, its slot is rewritten with the same content.
+        After a pass in which all drafts were accepted, the draft model has not processed the last draft. So all rows process
+        their last two tokens; if the first is already in the cache, its slot is rewritten with the same content.
         """
         settings, vocab = state.settings, min(state.seen.shape[-1], self._rows())
         last = state.cache.length
@@ -156,10 +156,10 @@ def read_more(
     lengths: Int32[Array, " B"],
     whole: Int32[Array, " B"],
 ) -> KVCache:
-    """The cache after reading `lengths` tokens of each row from position `starts` on.
+    """Add `lengths` tokens of each row, starting at position `starts`, to the cache.
 
     Args:
-      whole: how many tokens the row has in the end.
+      whole: final number of tokens of each row.
     """
     positions = Positions(lengths, rope_lengths=whole)
     cache = cache.replace(length=starts)

@@ -1,4 +1,4 @@
-"""Drafts from the text itself: the tokens that followed an earlier occurrence of the last tokens."""
+"""Drafts from the text itself: the tokens after an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from llama_jax.inference.drafter import Drafter, check_number
 
 
 class PromptLookup(Drafter, struct.PyTreeNode):
-    """Prompt lookup (Saxena 2023): needs no second model, and pays where text repeats the prompt or itself.
+    """Prompt lookup (Saxena 2023): needs no second model, and helps if text repeats the prompt or itself.
 
-    The drafts continue the earlier occurrence that matches most of the row's last tokens; among equal ones, the latest.
+    Drafts continue the earlier occurrence that matches the most of the row's last tokens; of equal ones, the latest.
 
     Attributes:
-      tokens: see `Drafter`. Passes of 4 and 8 tokens suit kernels, which read a few tokens for little more than one.
-      longest: largest number of last tokens that are compared.
-      shortest: number of last tokens that must match; otherwise nothing is drafted.
+      tokens: see `Drafter`. Passes of 4 and 8 tokens suit the kernels, for which a few tokens cost little more than one.
+      longest: maximum number of last tokens to compare.
+      shortest: minimum number of last tokens that must match; otherwise nothing is drafted.
 
     Raises:
       GenerationError: an invalid number.
@@ -64,12 +64,12 @@ class PromptLookup(Drafter, struct.PyTreeNode):
 
 
 class Following:
-    """A row on the host with an index of where its last tokens occurred before: what `continued` would draft, nearly.
+    """A row on the host with an index of earlier occurrences of its last tokens, which approximates `continued`.
 
-    A draft goes on from the occurrence that it is at while it is right; otherwise it begins at the latest one.
+    A draft continues its occurrence as long as it is right; otherwise it starts at the latest occurrence.
 
     Attributes:
-      row: its tokens.
+      row: the tokens.
       draft: index of the token that would be drafted next, or None.
     """
 
@@ -82,7 +82,7 @@ class Following:
             self.append(token)
 
     def append(self, token: int) -> bool:
-        """Take the next token; whether it would have been drafted."""
+        """Append the next token; returns whether it would have been drafted."""
         right = self.draft is not None and self.row[self.draft] == token
         self.row.append(token)
         key = tuple(self.row[-self._shortest :])
@@ -91,7 +91,7 @@ class Following:
         return right
 
     def following(self, count: int) -> list[int]:
-        """The next `count` tokens that would be drafted, or none."""
+        """The next `count` tokens that would be drafted; empty if there are none."""
         if self.draft is None:
             return []
         period = len(self.row) - self.draft
@@ -101,15 +101,15 @@ class Following:
 def continued(
     row: Int32[Array, " S"], last: Int32[Array, ""], count: int, longest: int, shortest: int
 ) -> Int32[Array, " {count}"]:
-    """What followed the earlier occurrence of the tokens up to the one at index `last`; -1 where there is none."""
+    """The tokens after the best earlier match of the tokens up to index `last`; -1 without a match."""
     slots = jnp.arange(row.shape[0], dtype=jnp.int32)
     same, run = slots < last, jnp.zeros_like(slots)
-    for back in range(longest):  # compared backwards, as long as all are the same
+    for back in range(longest):  # compare backwards, as long as all are equal
         wanted = row[jnp.maximum(last - back, 0)]
         same &= (jnp.roll(row, back) == wanted) & (slots >= back)
         run += same
     score = jnp.max(jnp.where(run >= shortest, run * len(slots) + slots, -1))
     place = score % len(slots)
-    # Beyond the last token, the draft repeats the text from the match on.
+    # Beyond the last token, the draft repeats the text after the match.
     following = place + 1 + jnp.arange(count, dtype=jnp.int32) % jnp.maximum(last - place, 1)
     return jnp.where(score >= 0, row[following], -1)

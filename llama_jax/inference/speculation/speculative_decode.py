@@ -1,4 +1,4 @@
-"""A generation with drafts: chunks of plain decoding and chunks of passes over drafts, as its `Pace` decides."""
+"""Generation with drafts: chunks of plain decoding and chunks of passes with drafts, chosen by a `Pace`."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ from llama_jax.model.cache import CacheOptions
 from llama_jax.ops.platform import decoding_context
 from llama_jax.xla_flags import decode_options_on_tpu
 
-MOST_PASSES, MOST_CHUNKS = 16, 64  # of a chunk; after it the number of drafts may change
-HOST = 0.0005  # fixed seconds per chunk, at most half of its time
-COMPILING = 0.1  # least seconds of a program's first chunk if the program is compiled in it
+MOST_PASSES, MOST_CHUNKS = 16, 64  # maximum passes or chunks of steps before the number of drafts may change
+HOST = 0.0005  # fixed seconds per chunk on the host, counted as at most half of the chunk's time
+COMPILING = 0.1  # minimum seconds of a program's first chunk if it includes compilation
 
 
 def stream_drafted(
     run: CompiledDecode, drafter: Drafter, prompts: PreparedPrompts, options: CacheOptions, max_chunks: int
 ) -> Iterator[TokenChunk]:
-    """The chunks of `stream` with a draft.
+    """The chunks of `stream` with a drafter.
 
     Raises:
       GenerationError: `draft` is not a drafter, or cannot draft for this model and these prompts; several processes.
-      MeshError: a draft on other devices.
+      MeshError: a draft model on other devices.
     """
     if not isinstance(drafter, Drafter):
         raise GenerationError(f"draft={shown(drafter, 40)} must be a PromptLookup, a DraftModel or another Drafter")
     if jax.process_count() > 1:
         raise GenerationError(
-            f"draft: this is one of {jax.process_count()} processes, whose clocks would choose different numbers of drafts;"
-            " leave it out"
+            f"draft: this is one of {jax.process_count()} processes, which might choose different numbers of drafts;"
+            " omit the draft"
         )
     _, lengths, settings = prompts
     allowed = tokens_before_longrope_switch(run.config, lengths)
     if (settings.limit > allowed).any():
         row = int(np.argmax(settings.limit > allowed))
         raise GenerationError(
-            f"draft: row {row} is read again after {lengths[row] + allowed[row] - 1} tokens, where the frequencies of the"
-            " model's longrope change, and no draft goes beyond that; leave it out, or generate at most"
+            f"draft: a longrope model must prefill row {row} again after {lengths[row] + allowed[row] - 1} tokens, which is"
+            " not supported with a draft; omit the draft, or generate at most"
             f" {allowed[row]} tokens"
         )
     drafter.check(run.config, run.params, lengths, settings, options)
@@ -73,10 +73,10 @@ def drafted_chunks(
     max_chunks: int,
     pace: Pace | None = None,
 ) -> Iterator[TokenChunk]:
-    """The chunks of `stream` with a draft that has been checked.
+    """The chunks of `stream` with a drafter that has been checked.
 
     Args:
-      pace: decides how many tokens are drafted; by default `Pace.of` the drafter's tokens.
+      pace: decides how many tokens to draft; by default `Pace.of` the drafter's tokens.
     """
     tokens, lengths, settings = prompts
     capacity = capacity_for(lengths, settings)
@@ -122,7 +122,7 @@ def drafted_chunks(
             tokens_of_rows = chunk.valid.sum(axis=1)
             counts = Counts(tokens_of_rows, np.zeros_like(tokens_of_rows), np.zeros_like(tokens_of_rows))
         seen = time.perf_counter()
-        if not done.all():  # otherwise no more tokens are chosen
+        if not done.all():  # otherwise nothing more is generated
             would_be = count_hits(chunk) if count_hits else (0, 0)
             right = (int(counts.accepted.sum()), looked_at) if number else would_be
             seconds = max(seen - started - HOST, (seen - started) / 2)
@@ -135,18 +135,18 @@ def drafted_chunks(
 
 
 def _start(run: CompiledDecode, state: DecodeState, steps: int, max_chunks: int) -> tuple[DecodeState, jax.Array]:
-    """Start this many steps of plain decoding."""
+    """Start `steps` steps of plain decoding."""
     return run.decode(state, min(steps // STEPS_PER_CHUNK, max_chunks, MOST_CHUNKS), min(max_chunks, MAX_CHUNKS_PER_CALL))
 
 
 @dataclass(frozen=True)
 class _Text:
-    """All tokens of the rows, written only when a drafter needs them: most chunks of a story are never needed.
+    """All tokens of the rows, written to an array only when a drafter needs them, which is rare in text without repetition.
 
     Attributes:
       history: int32[B, S].
-      lengths: int[B], how many tokens each row has.
-      waiting: the last chunks, which are not in the history yet.
+      lengths: int[B], number of tokens of each row.
+      waiting: the last chunks, not yet in the history.
     """
 
     history: np.ndarray
@@ -155,7 +155,7 @@ class _Text:
 
     @classmethod
     def of(cls, tokens: np.ndarray, lengths: np.ndarray, capacity: int) -> _Text:
-        """The prompts, with room for rows of `capacity` tokens and the drafts of a pass after them."""
+        """The prompts, with room for rows of `capacity` tokens and one pass of drafts after them."""
         room = capacity + 1 + MAX_DRAFT_TOKENS
         return cls(np.pad(tokens[:, :room], ((0, 0), (0, max(room - tokens.shape[1], 0)))), lengths.astype(np.int64))
 
@@ -163,7 +163,7 @@ class _Text:
         return replace(self, lengths=self.lengths + chunk.valid.sum(axis=1), waiting=(*self.waiting, chunk))
 
     def written(self) -> _Text:
-        """The text with nothing waiting."""
+        """The text with all chunks in the history."""
         history = self.history.copy()
         ends = self.lengths - sum(chunk.valid.sum(axis=1) for chunk in self.waiting)
         for chunk in self.waiting:
@@ -177,7 +177,7 @@ class _Text:
 def _run_packed(
     model: Model, drafter: Drafter, state: DecodeState, memory: Any, history: jax.Array, passes: jax.Array, size: Size
 ) -> tuple[DecodeState, Any, jax.Array]:
-    """`run_passes`, with its results as one array, int32[B, 3 * most * (drafted + 1) + 2 * most + 2]."""
+    """`run_passes` with its results packed into one array, int32[B, 3 * most * (drafted + 1) + 2 * most + 2]."""
     work, taken, results = run_passes(model, drafter, PassState(state, memory, history), passes, size)
     counts = jnp.concatenate([results.offered, results.accepted], axis=1)
     packed = jnp.concatenate([counts, pack(results.chunk, work.state.done, taken)], axis=1)
@@ -185,7 +185,7 @@ def _run_packed(
 
 
 def _unpack(packed: jax.Array, drafted: int) -> tuple[TokenChunk, np.ndarray, int, Counts, int]:
-    """The chunk, which rows are done, the passes, their counts, and how many drafts were looked at.
+    """The chunk, which rows are done, the number of passes, their counts, and how many drafts were examined.
 
     Raises:
       GenerationError: the model's logits are NaN.

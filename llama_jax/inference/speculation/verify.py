@@ -1,10 +1,9 @@
-"""One pass over the last token and the drafts after it, and the token that the model itself chooses after each.
+"""One pass over the last token and its drafts, and the token that the model itself chooses after each of them.
 
-The token at every position is sampled from the model's own logits with that position's own random numbers, and is accepted
-as long as all drafts before it equal what the model chose. So for the same seed the tokens equal those of decoding one by
-one, whatever was drafted (arXiv 2408.07978); Leviathan et al. 2022 (arXiv 2211.17192) keep only the distribution. Sums over
-several rows are rounded in another order than over one, so a near tie may be decided differently, as in another batch,
-unless passes are exact.
+The token at every position is sampled from the model's own logits with that position's random numbers, and is accepted if
+all drafts before it equal the model's choices. So for the same seed, the tokens equal those of decoding one by one, whatever
+was drafted (arXiv 2408.07978). Leviathan et al. 2022 (arXiv 2211.17192) preserve only the distribution. The order of sums
+depends on the number of rows, so near ties may resolve differently, as in another batch, unless passes are exact.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from llama_jax.ops import exact
 
 
 class Model(struct.PyTreeNode):
-    """The model that verifies, and how and where it computes."""
+    """The model that verifies drafts, with its compute and sharding options."""
 
     params: Llama
     config: LlamaConfig = struct.field(pytree_node=False)
@@ -37,7 +36,7 @@ class Model(struct.PyTreeNode):
 
 
 class PassState(NamedTuple):
-    """What changes from pass to pass: the state, the drafter's memory, and the rows' tokens (see `Drafter.propose`)."""
+    """The state carried from pass to pass: decode state, drafter's memory, and the rows' tokens (see `Drafter.propose`)."""
 
     state: DecodeState
     memory: Any
@@ -48,9 +47,9 @@ class Passes(NamedTuple):
     """The results of some passes.
 
     Attributes:
-      chunk: [B, passes * (drafted + 1)]: for each pass the tokens that it gave, and then invalid ones.
-      offered: int32[B, passes], tokens that were drafted.
-      accepted: int32[B, passes], how many of them the model chose too.
+      chunk: [B, passes * (drafted + 1)]: for each pass, the tokens that it generated, followed by invalid ones.
+      offered: int32[B, passes], number of drafted tokens.
+      accepted: int32[B, passes], how many of them the model also chose.
     """
 
     chunk: TokenChunk
@@ -61,20 +60,20 @@ class Passes(NamedTuple):
 def verify(
     model: Model, state: DecodeState, drafts: Int32[Array, "B drafts"], choose: Any = sample_next
 ) -> tuple[DecodeState, TokenChunk]:
-    """Read the token of every row and its drafts, and choose after each of them.
+    """Run the model on the last token of every row and its drafts, and choose a token after each of them.
 
     Args:
-      drafts: T - 1 for each row; -1 for none, which is never accepted.
+      drafts: T - 1 for each row; -1, which is never accepted, for no draft.
       choose: used instead of `decode.sample_next`; the array that it returns with the state replaces the log-probabilities.
 
     Returns:
-      The state after the chosen tokens, whose cache holds nothing else except in slots beyond its length; and these tokens,
-      [B, T], at least one for a row that is not done.
+      The state after the chosen tokens (cache slots beyond its length are undefined), and these tokens, [B, T], at least one
+      for a row that is not done.
     """
     sharding = model.sharding
     tokens = jnp.concatenate([state.token[:, None], jnp.maximum(drafts, 0)], axis=1)
     before = state.cache.length
-    # Each has the length that its row has when it is decoded alone.
+    # The length of the row when the token is decoded one by one.
     positions = Positions(rope_lengths=before[:, None] + 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32))
     options: dict[str, Any] = {"positions": positions, "compute": model.compute, "sharding": sharding}
     hidden, cache = forward(model.config, model.params, tokens, state.cache, **options)
@@ -88,7 +87,7 @@ def verify(
 def choose_each(
     state: DecodeState, logits: Float32[Array, "B T V"], drafts: Int32[Array, "B drafts"], sharding: Sharding, choose: Any
 ) -> tuple[DecodeState, TokenChunk]:
-    """Sample position by position until no row has a correct draft; the rest is not sampled."""
+    """Sample position by position until no row has a correct draft left."""
     batch, width = drafts.shape[0], drafts.shape[1] + 1
     wanted = jnp.concatenate([drafts, jnp.full((batch, 1), -1, drafts.dtype)], axis=1)
 
@@ -116,7 +115,7 @@ def choose_each(
 
 
 class Size(NamedTuple):
-    """What a program of passes is compiled for: `drafted` tokens per row and pass, and room for `most` passes."""
+    """Static sizes of a program of passes: `drafted` tokens per row and pass, and a maximum of `most` passes."""
 
     drafted: int
     most: int
@@ -133,7 +132,7 @@ def run_passes(
       passes: at most `size.most`.
 
     Returns:
-      What has changed; the number of passes; and their results, of which only that many passes are filled.
+      The new state; the number of passes run; and their results, filled only for these passes.
     """
     batch, width = work.state.token.shape[0], size.drafted + 1
     sharding = model.sharding

@@ -1,4 +1,4 @@
-"""Attention by blocks of queries and keys: memory that grows with T + S and not with T * S, on any device.
+"""Attention in blocks of queries and keys, on any device: memory grows with T + S instead of T * S.
 
 Online softmax (Milakov and Gimelshein 2018; Rabe and Staats 2021, section 2). The backward pass recomputes the scores of
 each block (Dao et al. 2022, algorithm 4). A block of keys that no query of the block can see is skipped: half of a causal
@@ -26,8 +26,8 @@ from llama_jax.ops.layers import weight_gradient
 from llama_jax.ops.linear_map import linear_map
 from llama_jax.ops.platform import for_cpu, pack_bits, unpack_bits
 
-BLOCK_SIDE = 1024  # scores along one side of a block: large enough to be worth starting its kernels
-FEW_QUERY_ROWS, KEYS_FOR_FEW_QUERIES = 16, 2048  # at most so many query rows (T * G) take larger key blocks
+BLOCK_SIDE = 1024  # scores along one side of a block: large enough to amortize the launch of its kernels
+FEW_QUERY_ROWS, KEYS_FOR_FEW_QUERIES = 16, 2048  # up to this many query rows (T * G) use larger key blocks
 Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
 Part = tuple[Float[Array, "*queries W"], Float[Array, "*queries 1"]]  # outputs and log-sum-exps
@@ -45,7 +45,7 @@ def blockwise(
 ) -> Float[Array, "B K T G W"]:
     """Arguments and result as for `attend`. Differentiable in forward and reverse mode, and in forward mode of the gradient.
 
-    The derivatives are loops of their own: JAX would save every iteration's inputs.
+    The derivatives are separate loops: those that JAX derives would save every iteration's inputs.
     """
     return forward_part(queries, keys, values, mask, scale=scale, window=window)[0].astype(queries.dtype)
 
@@ -87,7 +87,7 @@ def forward_part(
     """Attention to some of the keys; `combine` joins it with attention to the others.
 
     Args:
-      mask: of these queries and keys.
+      mask: the mask of these queries and keys.
 
     Returns:
       The output and the log-sum-exp of each query's scores, both in float32 at least; 0 and -inf for a query that sees none
@@ -148,7 +148,7 @@ def tangent_part(
 
     def block_of_queries(i: jax.Array, result: jax.Array) -> jax.Array:
         query, d_query, lse, out = unpack_bits(query_blocks.cut(of_queries, i, -3))
-        normalizer = jnp.where(lse == -jnp.inf, 0, lse)  # of a query that sees no key, whose scores are all -inf
+        normalizer = jnp.where(lse == -jnp.inf, 0, lse)  # a query that sees no key has only scores of -inf
 
         def block_of_keys(j: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             total, d_out = carry
@@ -168,7 +168,7 @@ def tangent_part(
 
 
 class QueryGradientInputs(NamedTuple):
-    """What the backward pass reads for each query, sliced into blocks as one tree.
+    """Inputs of the backward pass for each query, sliced into blocks as one tree.
 
     Attributes:
       queries: [B, K, T, G, H].
@@ -204,11 +204,11 @@ def backward_part(
     scale: float,
     window: int | None = None,
 ) -> Gradients:
-    """The gradients of queries, keys and values that come from these keys and values, in float32 at least.
+    """Contributions of these keys and values to the gradients of queries, keys and values, in float32 at least.
 
     Args:
-      inputs: with the log-sum-exp over all keys visible to a query, these and others.
-      mask: of these queries and keys.
+      inputs: their log-sum-exp covers all keys visible to a query, not only `keys`.
+      mask: the mask of these queries and keys.
     """
     query_blocks, key_blocks = _blocks_of(inputs.queries, keys)
     first, end = _visible_key_blocks(mask, window, query_blocks, key_blocks)
@@ -249,9 +249,9 @@ def block_gradients(
     values: Float[Array, "B K S W"],
     allowed: Bool[Array, "#B T S"],
 ) -> Gradients:
-    """The gradients from all scores of some queries and keys.
+    """Gradients of one block, from the full scores of its queries and keys.
 
-    Scores are [B, K, S, T * G], so that only one of the three matmuls that follow contracts the first axis of both operands.
+    Scores are [B, K, S, T * G], so that only one of the following three matmuls contracts the first axis of both operands.
     """
     queries, lse, delta, d_out = inputs
 
@@ -277,14 +277,14 @@ def block_gradients(
 def combine(first: Part, second: Part) -> Part:
     """Combine attention to two disjoint sets of keys: outputs and log-sum-exps as `forward_part` returns them."""
     lse = jnp.logaddexp(first[1], second[1])
-    known = jnp.where(lse == -jnp.inf, 0, lse)  # for a query that sees no key of either: exp(-inf - 0) = 0
+    known = jnp.where(lse == -jnp.inf, 0, lse)  # for a query that sees no key in either set: exp(-inf - 0) = 0
     shares = (out * jnp.exp(part - known) for out, part in (first, second))
     return functools.reduce(jnp.add, shares), lse
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """An axis of `total` entries in `count` blocks of `size`. The last one overlaps the one before: no padding."""
+    """An axis of `total` entries in `count` blocks of `size`. The last may overlap the previous one, instead of padding."""
 
     size: int
     count: int
@@ -325,7 +325,7 @@ class _Blocks:
 
 
 def _blocks_of(queries: jax.Array, keys: jax.Array) -> tuple[_Blocks, _Blocks]:
-    """Blocks of queries, with all G of a group together, and of keys: squares of scores, unless there are few queries."""
+    """Blocks of queries (with all G of a group) and of keys. Their scores are square, unless there are few queries."""
     *batch, new, groups, _ = queries.shape
     side = _side(math.prod(batch))
     size = KEYS_FOR_FEW_QUERIES if new * groups <= FEW_QUERY_ROWS else side
@@ -334,7 +334,7 @@ def _blocks_of(queries: jax.Array, keys: jax.Array) -> tuple[_Blocks, _Blocks]:
 
 @for_cpu("side_of_blocks")
 def _side(heads: int) -> int:
-    """Scores along one side of a block, a power of two; `heads` are those of all rows together."""
+    """Scores along one side of a block, a power of two; `heads` is the number of heads in all rows."""
     return BLOCK_SIDE
 
 

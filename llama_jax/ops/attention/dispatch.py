@@ -17,10 +17,10 @@ from llama_jax.ops.platform import log_backend, lowering_device_kind, lowering_p
 
 AttentionBackend = Literal["auto", "reference", "dense", "blockwise", "cudnn", "splash"]
 KERNELS: Mapping[str, AttentionBackend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
-# With at least so many queries and scores per head "blockwise" is faster than "dense", and needs less memory
+# From this many queries and scores per head, "blockwise" is faster than "dense" and needs less memory
 # (experiments/bench_long_context.py).
 BLOCKWISE_MIN_QUERIES, BLOCKWISE_MIN_SCORES = 64, 2**20
-BLOCKWISE_MIN_QUERIES_16_BIT = 128  # on a CPU, where gradients take 24 ms, and 39 with "dense"
+BLOCKWISE_MIN_QUERIES_16_BIT = 128  # on a CPU, where gradients take 24 ms instead of 39 with "dense"
 CUDNN_MIN_CACHE_QUERIES = 17  # cuDNN copies the cache, which takes too long for fewer queries
 
 
@@ -41,14 +41,14 @@ def attend(
 
     Args:
       view: keys and values [B, K, S, H].
-      mask: the positions of queries and keys. A query attends only to keys at its own and earlier positions: this one
-        comparison is the causal mask, and also excludes the empty or padded end of a cache.
+      mask: the positions of queries and keys. A query attends only to keys at its own and earlier positions. This comparison
+        is the causal mask; it also excludes the empty or padded end of a cache.
       scale: multiplies the scores; 1 / sqrt(H) in every Llama.
       window: a query attends only to keys less than this many positions before it (Beltagy et al. 2020, section 3.1).
       backend: "reference" is the textbook formula, for tests; "dense" has all scores in memory, is the fastest for short
         rows and supports every mode of differentiation; "blockwise" uses memory that grows with T + S instead of T * S;
         "cudnn" and "splash" are kernels for GPUs and TPUs. "auto" uses `choose_backend`.
-      head_sharding: the axes of the current mesh over which rows and heads are sharded; without it no kernel is used on a
+      head_sharding: the axes of the current mesh over which rows and heads are sharded. Without it, no kernel is used on a
         mesh.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Attention by kernels of other libraries, and their limits: cuDNN's for NVIDIA GPUs and JAX's own "splash" for TPUs.
+"""Attention kernels of other libraries, and their limits: cuDNN's for NVIDIA GPUs and JAX's "splash" for TPUs.
 
 Both are called through public JAX APIs. The alternatives for GPUs, and their memory, are in docs/notes/long_context.md.
 """
@@ -20,17 +20,16 @@ from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
 from llama_jax.ops.attention.mask import AttentionMask, AttentionShape, HeadSharding, visible
 from llama_jax.ops.platform import TPU_LANES
 
-WIDEST = 128  # most features of a head in cuDNN
+WIDEST = 128  # maximum number of features per head in cuDNN
 NO_CUDNN = ("P100", "V100", "T4", "GTX", "Quadro RTX", "TITAN")  # older than compute capability 8.0
-# With a mask, cuDNN is called for blocks of queries: the fewest queries of a block, and the number of blocks of a row, and
-# of a long one.
+# With a mask, cuDNN is called for blocks of queries: minimum queries per block, maximum blocks per row and per long row.
 LEAST_MASKED_QUERIES, MASKED_BLOCKS = 512, 4
 LONG_ROWS, MASKED_BLOCKS_OF_LONG_ROWS = 16_384, 8
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 
 
 def why_not_cudnn(platform: str, device_kind: str, shapes: AttentionShape) -> str | None:
-    """Why cuDNN cannot compute this, or None where it can."""
+    """Why cuDNN cannot compute this, or None if it can."""
     (*_, new, _, width), slots = shapes.queries, shapes.keys[2]
     if platform != "gpu" or not device_kind.startswith(("NVIDIA", "Tesla")):
         return f"cudnn needs an NVIDIA GPU, this is {device_kind}"
@@ -39,22 +38,22 @@ def why_not_cudnn(platform: str, device_kind: str, shapes: AttentionShape) -> st
     if shapes.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cudnn computes in bfloat16 or float16, not in {np.dtype(shapes.dtype)}"
     if width % 8 or width > WIDEST:
-        return f"cudnn has heads of at most {WIDEST} features, a multiple of 8; these have {width}"
+        return f"cudnn needs heads of at most {WIDEST} features, a multiple of 8; these have {width}"
     masked = shapes.segments or not shapes.ordered
     if masked and (new % 2 or slots % 2):
-        return f"cudnn has a mask for even numbers of queries and keys only, not for {new} x {slots}"
+        return f"cudnn's mask needs even numbers of queries and keys, not {new} x {slots}"
     return _why_not_sharded("cudnn", shapes)
 
 
 def why_not_splash(platform: str, device_kind: str, shapes: AttentionShape) -> str | None:
-    """Why splash cannot compute this, or None where it can."""
+    """Why splash cannot compute this, or None if it can."""
     *_, new, _, width = shapes.queries
     if platform != "tpu":
         return f"splash needs a TPU, this is {device_kind}"
     if not shapes.ordered:
-        return "splash has whole rows only: query t at slot t"
+        return "splash supports whole rows only, with query t at slot t"
     if new % TPU_LANES or width % 64:
-        return f"splash has rows in multiples of {TPU_LANES} and heads in multiples of 64; these are {new} and {width}"
+        return f"splash needs rows in multiples of {TPU_LANES} and heads in multiples of 64; these are {new} and {width}"
     return _why_not_sharded("splash", shapes)
 
 
@@ -64,14 +63,14 @@ def _why_not_sharded(kernel: str, shapes: AttentionShape) -> str | None:
     if math.prod(mesh.values()) == 1:
         return None
     if head_sharding is None:
-        return f"{kernel} is a kernel of one device, and no division of rows and heads over the mesh is given"
+        return f"{kernel} runs on one device, and no sharding of rows and heads over the mesh is given"
     for what, size, axes in (
         ("rows", shapes.queries[0], head_sharding.mesh_axes_of_rows),
         ("key/value heads", shapes.queries[1], head_sharding.mesh_axes_of_heads),
     ):
         parts = math.prod(mesh[axis] for axis in axes)
         if size % parts:
-            return f"{kernel} is a kernel of one device, and {size} {what} cannot be sharded over {'*'.join(axes)}={parts}"
+            return f"{kernel} runs on one device, and {size} {what} cannot be sharded over {'*'.join(axes)}={parts}"
     return None
 
 
@@ -84,7 +83,7 @@ def cudnn(
     scale: float,
     window: int | None = None,
 ) -> Float[Array, "B K T G W"]:
-    """Arguments and result as for `attend`, by `jax.nn.dot_product_attention`.
+    """Arguments and result as for `attend`, computed by `jax.nn.dot_product_attention`.
 
     Segments, and positions other than those of causal rows, are passed to cuDNN as a mask. Causal rows with segments are
     computed in blocks of queries, so that only the mask of visible keys is materialized and later keys are skipped.
@@ -170,7 +169,7 @@ def splash(
 
 
 def over_devices(kernel: Kernel, head_sharding: HeadSharding | None) -> Kernel:
-    """The same kernel, on a mesh with each device computing its own rows and heads.
+    """The same kernel on a mesh: each device computes its own rows and heads.
 
     XLA cannot partition a kernel, so it runs in a `jax.shard_map` over the current mesh, without communication.
     """

@@ -1,4 +1,4 @@
-"""Arguments of attention: keys and values, the mask, and the shapes on which the choice of a backend depends."""
+"""Arguments of attention: keys and values, the mask, and the properties that determine the backend."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ NO_KEY, NO_QUERY = 2**31 - 1, -1
 
 
 class KVView(NamedTuple):
-    """Keys and values [B, K, S, H]: those of the new tokens, or gathered from a cache for a custom attention."""
+    """Keys and values [B, K, S, H] of the new tokens, or gathered from a cache for a custom attention."""
 
     keys: jax.Array
     values: jax.Array
 
 
 class AttentionMask(struct.PyTreeNode):
-    """Positions and segments, which determine the keys that a query attends to. The same for all heads.
+    """Positions and segments, which determine the keys that a query attends to, for all heads.
 
     Attributes:
       query_positions: int32[B|1, T]; -1 for a query that attends to no key. An axis of size 1 is broadcast over the rows.
       key_positions: int32[B|1, S]; 2**31 - 1 for a slot without a key.
       query_segments, key_segments: int32[B|1, T] and int32[B|1, S], or None: a query attends only to keys of its own
         segment, such as a document packed into a row.
-      ordered: query t and key t have position t, and T = S: the plain causal mask, with which later keys are skipped and
-        kernels need no mask array. A static field.
+      ordered: query t and key t have position t, and T = S: the plain causal mask. Later keys are then skipped, and kernels
+        need no mask array. A static field.
     """
 
     query_positions: Any
@@ -68,7 +68,7 @@ class HeadSharding:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The properties of an `attend` call on which the choice of a backend depends.
+    """The properties of an `attend` call that determine its backend.
 
     Attributes:
       queries, keys: shapes of the global arrays, [B, K, T, G, H] and [B, K, S, H].
@@ -90,14 +90,14 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class PagedAttentionShape:
-    """The properties of an `attend_paged` call on which the choice of a backend depends.
+    """The properties of an `attend_paged` call that determine its backend.
 
     Attributes:
       queries, pages, table: shapes, [T, K, G, H], [L, P, page, 2K, H] and [R, n].
       dtype, page_dtype: dtypes of the queries and of the pages (int8 if quantized).
       sinks, chunk: as for `attend_paged`.
-      devices: number of devices over which XLA partitions the program, which it cannot do with a kernel; 1 inside
-        `jax.shard_map`.
+      devices: number of devices over which XLA partitions the program; 1 inside `jax.shard_map`. XLA cannot partition a
+        kernel.
     """
 
     queries: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Paged attention: keys and values are in pages, and a table lists the pages of each row (Kwon et al. 2023, section 4)."""
+"""Paged attention: keys and values are in pages; a table lists the pages of each row (Kwon et al. 2023, section 4)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class PagedView(struct.PyTreeNode):
     Attributes:
       pages: [L, P, page, 2K, H], an array or `Quantized`. Each token has the key of head k at 2k and its value at 2k + 1.
       layer: int32[], the layer whose pages are read.
-      table: int32[R, n], the pages of each row in order. Entries beyond the row's length, or whose keys no new token attends
-        to, are not used and may be any valid page number.
+      table: int32[R, n], the pages of each row in order. Entries beyond the row's length, and pages to which no new token
+        attends, are not used and may be any valid page number.
       lengths: int32[R], tokens of each row, including the new ones. Tokens beyond the n pages are neither written nor
         attended to.
-      starts: int32[R + 1]. Of all T new tokens those at [starts[r], starts[r + 1]) are the last tokens of row r; the range
-        may be empty. Tokens from starts[R] on are padding.
-      tokens_per_row: the number of new tokens per row, if it is the same for all; `starts` are then its multiples. A static
-        field.
+      starts: int32[R + 1]. The new tokens at [starts[r], starts[r + 1]) are the last tokens of row r; the range may be
+        empty. Tokens from starts[R] on are padding.
+      tokens_per_row: the number of new tokens per row, if it is the same for all rows; `starts` are then its multiples. A
+        static field.
     """
 
     pages: Any
@@ -109,11 +109,11 @@ def attend_paged(
       window: a query attends only to keys less than this many positions before it. The table may then be a ring that reuses
         pages outside every window.
       chunk: a query attends only to keys in its own chunk of this many positions.
-      sinks: all later queries attend to the keys of this many first positions (Xiao et al. 2023, section 3.2).
+      sinks: all later queries also attend to the keys at the first `sinks` positions (Xiao et al. 2023, section 3.2).
       sink_queries: the queries for the scores with the sinks; `queries` by default.
       head_sharding: the axes of the current mesh over which rows and heads are sharded. Sharding rows also shards the table,
         lengths, tokens (the same number per row, `view.tokens_per_row`) and the axis P of the pages: a row's pages are on
-        its device. Without `head_sharding` XLA partitions the program, and no kernel is used on a mesh.
+        its device. Without `head_sharding`, XLA partitions the program, and no kernel is used on a mesh.
 
     Returns:
       In the dtype of `queries`; softmax in float32 at least. Values at padding are finite.
@@ -150,7 +150,7 @@ def write_paged(
     Args:
       pages: [L, P, page, 2K, H], an array or `Quantized`.
       keys, values: padding is dropped.
-      view: with the table and the positions; its own pages are not read.
+      view: provides the table and the positions; its own pages are not read.
       head_sharding: as for `attend_paged`.
 
     Returns:
@@ -190,7 +190,7 @@ def _put_rows(pages: jax.Array, rows: jax.Array, indices: jax.Array) -> jax.Arra
 
 
 class _ShardAxes(NamedTuple):
-    """Axes of the current mesh, of more than one device each, over which rows and heads are sharded."""
+    """Axes of the current mesh with more than one device over which rows and heads are sharded."""
 
     rows: tuple[str, ...]
     heads: tuple[str, ...]
@@ -269,7 +269,7 @@ def _attend(
 
 
 def _attend_exactly(queries: jax.Array, view: PagedView, sink_queries: jax.Array | None, **options: Any) -> jax.Array:
-    """`_attend` with each query as a row of its own, one block of queries at a time."""
+    """`_attend` with each query as a separate row, one block of queries at a time."""
     row, position = view.tokens(len(queries))
     size = exact.block_size()
 

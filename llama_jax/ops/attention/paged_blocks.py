@@ -1,4 +1,4 @@
-"""Paged attention in blocks of queries and keys, in plain JAX: reads only pages that queries of the block attend to."""
+"""Paged attention in blocks of queries and keys, in plain JAX. It reads only pages that queries of the block attend to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llama_jax.ops.int8 import Quantized, dequantize, map_rows
 
 MAX_QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 64, 512
 EXACT_KEYS_PER_BLOCK = 128  # in exact programs, whatever the number of keys
-MAX_VMAP_QUERIES = 16  # with at most this many queries per row all rows are computed in one vmap
+MAX_VMAP_QUERIES = 16  # with at most this many queries per row, all rows are computed in one vmap
 
 
 class QueryBlocks(NamedTuple):
@@ -73,14 +73,14 @@ def attend_by_blocks(
     sink_queries = queries if sink_queries is None else sink_queries
 
     def attend_row(row: jax.Array, begin: jax.Array, queries: jax.Array, sink_queries: jax.Array) -> jax.Array:
-        """Attention from queries [q, K, G, H] of a row at consecutive positions from `begin` on."""
+        """Attention from queries [q, K, G, H] of a row at consecutive positions, starting at `begin`."""
         position = (begin + jnp.arange(len(queries), dtype=jnp.int32))[:, None]
         filled = jnp.minimum(view.lengths[row], entries * page)
 
         def add_keys(
             carry: tuple[jax.Array, ...], queries: jax.Array, entry: jax.Array, count: int, is_allowed: Any
         ) -> tuple[jax.Array, ...]:
-            """Accumulate `count` pages from table entry `entry` on; `is_allowed(key positions)` is the mask."""
+            """Accumulate `count` pages starting at table entry `entry`; `is_allowed(key positions)` is the mask."""
             row_max, total, acc = carry
             pages = lax.dynamic_slice(table, (row, entry), (1, count))[0]
             gathered: Any = map_rows(lambda x: x[view.layer, pages], view.pages)
@@ -114,7 +114,7 @@ def attend_by_blocks(
         return (acc / jnp.where(total == 0, 1, total)[..., None]).astype(queries.dtype).swapaxes(0, 1)
 
     if view.tokens_per_row is not None and view.tokens_per_row <= MAX_VMAP_QUERIES and tokens == rows * view.tokens_per_row:
-        # All rows at once, as in decoding: one batched matmul instead of one matmul per row.
+        # All rows at once, for example in decoding: one batched matmul instead of one matmul per row.
         by_row = (x.reshape(rows, view.tokens_per_row, *x.shape[1:]) for x in (queries, sink_queries))
         out = jax.vmap(attend_row)(jnp.arange(rows, dtype=jnp.int32), view.lengths - view.tokens_per_row, *by_row)
         return out.reshape(queries.shape)
@@ -135,7 +135,7 @@ def attend_by_blocks(
 def is_visible(
     query: Int[Array, " ..."], key: Int[Array, " ..."], window: int | None, chunk: int | None
 ) -> Bool[Array, " ..."]:
-    """Whether the query at a position attends to the key at a position in the same row; the two are broadcast."""
+    """Whether a query position attends to a key position in the same row; the two are broadcast."""
     allowed = key <= query
     if window is not None:
         allowed &= query - key < window
@@ -145,6 +145,6 @@ def is_visible(
 
 
 def first_visible(query: Int[Array, "*shape"], window: int | None, chunk: int | None) -> Int[Array, "*shape"]:
-    """The first key position that the query at a position attends to; monotone in the query."""
+    """The first key position that a query position attends to; monotone in the query."""
     begin = query // chunk * chunk if chunk is not None else jnp.zeros_like(query)
     return begin if window is None else jnp.maximum(begin, query - window + 1)

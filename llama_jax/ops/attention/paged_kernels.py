@@ -1,4 +1,4 @@
-"""Kernels for attention over pages, and their limits: JAX's ragged kernel for TPUs, and one for GPUs in Pallas' Triton."""
+"""Kernels for paged attention, and their limits: JAX's ragged kernel for TPUs, and a Pallas Triton kernel for GPUs."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ LARGEST_TABLE = 2**17  # entries, half of a TPU's scalar memory
 
 
 def why_not_ragged(platform: str, shapes: PagedAttentionShape) -> str | None:
-    """Why JAX's ragged kernel cannot compute this, or None where it can."""
+    """Why JAX's ragged kernel cannot compute this, or None if it can."""
     _, heads, _, width = shapes.queries
     if platform != "tpu":
         return f"ragged needs a TPU, this is a {platform}"
     if jnp.dtype(shapes.page_dtype) not in (jnp.bfloat16, jnp.float32) or shapes.dtype != shapes.page_dtype:
-        return f"ragged reads bfloat16 or float32 for both, not {shapes.dtype} queries and {shapes.page_dtype} pages"
+        return f"ragged needs bfloat16 or float32 for both, not {shapes.dtype} queries and {shapes.page_dtype} pages"
     if width % 128:
-        return f"ragged has heads in multiples of 128; these are {width}"
+        return f"ragged needs heads in multiples of 128; these are {width}"
     words = 2 * heads * jnp.dtype(shapes.page_dtype).itemsize // 4
     if words not in (1, 2, 4) and words % 8:
-        return f"ragged tiles 1, 2, 4 or multiples of 8 words of keys and values of a token; {heads} heads have {words}"
+        return f"ragged needs 1, 2, 4 or a multiple of 8 words of keys and values per token; {heads} heads have {words}"
     if math.prod(shapes.table) > LARGEST_TABLE:
         return f"ragged keeps at most {LARGEST_TABLE} entries of a table in scalar memory; {list(shapes.table)} are more"
     if shapes.chunk:
-        return "ragged has a window but no chunks"
+        return "ragged supports a window but no chunks"
     return _why_not_either("ragged", shapes)
 
 
 def _why_not_either(kernel: str, shapes: PagedAttentionShape) -> str | None:
     if shapes.sinks:
-        return f"{kernel} has a window but no sinks"
+        return f"{kernel} supports a window but no sinks"
     if shapes.devices > 1:
-        return f"{kernel} is a kernel of one device, and no division of rows and heads over the {shapes.devices} is given"
+        return f"{kernel} runs on one device, and no sharding of rows and heads over {shapes.devices} devices is given"
     return None
 
 
 def ragged(
     queries: Float[Array, "T K G H"], view: Any, *, scale: float, window: int | None = None
 ) -> Float[Array, "T K G H"]:
-    """Arguments and result as for `attend_paged`, by `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
+    """Arguments and result as for `attend_paged`; calls `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
 
     The kernel has no axis of layers: the pages of all layers are passed as one pool, with page numbers offset by the layer.
     It accepts only rows with new tokens. It reads every page of a row, so it is passed only the pages of the window.
@@ -88,7 +88,7 @@ PROGRAMS, LEAST_KEYS = 264, 256  # programs that fill a GPU (two per SM of an H1
 
 
 def why_not_triton(platform: str, shapes: PagedAttentionShape) -> str | None:
-    """Why the kernel for GPUs cannot compute this, or None where it can."""
+    """Why the kernel for GPUs cannot compute this, or None if it can."""
     width = shapes.queries[-1]
     if platform != "gpu":
         return f"triton needs a GPU, this is a {platform}"
@@ -97,9 +97,9 @@ def why_not_triton(platform: str, shapes: PagedAttentionShape) -> str | None:
         return f"triton computes in 16 or 32 bits, not {shapes.dtype} queries and {shapes.page_dtype} pages"
     numbers = math.prod(shapes.pages)
     if numbers // width >= 2**31 or (shapes.page_dtype == jnp.int8 and 2**31 <= numbers <= 2**32):
-        return f"triton counts in 32 bits, which is too few for {list(shapes.pages)} pages in {shapes.page_dtype}"
+        return f"triton indexes in 32 bits, which is too few for {list(shapes.pages)} pages in {shapes.page_dtype}"
     if width & (width - 1) or not 16 <= width <= 256:
-        return f"triton has heads of 16, 32, 64, 128 or 256 features; these have {width}"
+        return f"triton needs heads of 16, 32, 64, 128 or 256 features; these have {width}"
     return _why_not_either("triton", shapes)
 
 
@@ -114,7 +114,7 @@ def triton(
 ) -> Float[Array, "T K G H"]:
     """Arguments and result as for `attend_paged`; `interpret` runs the kernel without a GPU, slowly.
 
-    A program computes a block of a row's queries of one key/value head, with all or a part of their keys; the parts are
+    A program computes one block of a row's queries for one key/value head, over all or some of their keys. The parts are
     combined afterwards.
     """
     from jax.experimental import pallas as pl

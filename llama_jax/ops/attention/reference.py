@@ -37,11 +37,11 @@ def attend_where(
     scores_hook: Callable[[jax.Array], jax.Array] = lambda x: x,
     pattern_hook: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> Float[Array, "B K T G W"]:
-    """Attention to the keys that are `allowed`, with what the hooks make of scores and weights [B, K, T, G, S]."""
+    """Attention to the `allowed` keys. The hooks may replace the scores and the weights [B, K, T, G, S]."""
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     allowed = allowed[:, None, :, None, :]  # [B|1, 1, T, 1, S]
     scores = jnp.einsum("bktgh,bksh->bktgs", queries, keys, preferred_element_type=precise) * scale
-    least = jnp.finfo(precise).min  # finite: no NaN for a row that sees nothing, nor in derivatives of hooks
+    least = jnp.finfo(precise).min  # finite: no NaN for a row that sees nothing or in derivatives of hooks
     scores = jnp.where(allowed, scores_hook(jnp.where(allowed, scores, least)), least)
     weights = pattern_hook(jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0))
     attended = jnp.einsum("bktgs,bksh->bktgh", weights.astype(values.dtype), values, preferred_element_type=precise)

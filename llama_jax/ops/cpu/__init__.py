@@ -1,26 +1,26 @@
-"""Variants of functions for XLA on CPUs, and the reasons for them; none of it is traced on other platforms.
+"""CPU variants of functions, and the reasons for them; not used on other platforms.
 
-The other files of `ops` are written for accelerators, as plain mathematics. Where XLA for CPU (jaxlib 0.10.2) needs
-another form to be fast, the plain function is decorated with `platform.for_cpu` and its variant is here, imported when a
-program for a CPU is first traced. A variant computes the same as the plain function and is tested against it. The reasons:
+The other files of `ops` are written for accelerators, as plain mathematics. If XLA for CPU (jaxlib 0.10.2) needs another
+form to be fast, the plain function is decorated with `platform.for_cpu`, and its variant is in this module, which is
+imported when a program for a CPU is first traced. Variants are tested against the plain functions. The reasons:
 
-- A matmul of 16-bit numbers without a float32 result converts both operands, whole weights, to float32: 10 to 18 times
-  slower than one with it (K = 2,048, N = 4,096, 1 to 256 rows).
-- Kernels for 16-bit and 8-bit matmuls exist from two rows on: for a single row the whole weight is converted, 15 ms
-  instead of 0.7; so a row of zeros is added.
-- A matmul of one row of float32 with fewer than 1.6 million numbers runs on one core, where a batch of them is divided: a
-  decoding model of 110M reads its feed-forward at 20 GB/s instead of 28.
-- A matmul of two to sixteen rows of float32 takes two to three times as long as one of one row, and one row by a small
-  weight, or one of bfloat16, twice as long as reading it; native code reads every weight once.
-- A matmul with a matrix of a stack copies it first, a tenth to nine tenths of a prefill's time; native code reads it there.
-- No kernel contracts the first axis of both operands, as a weight's gradient does: a transposed copy of the smaller one is
-  two to three times faster than what XLA does.
-- A slice of a bfloat16 array, such as a scan makes of stacked residuals, first converts the whole stack to float32; a slice
-  of the same bits as integers does not.
-- Rows of a bfloat16 table are converted to float32, and the conversion is moved out of the loop over tokens, where it is
-  one of the whole table: 98 MB for 32,000 rows of 768, once per piece of generated text.
+- A 16-bit matmul without a float32 result converts both operands, including whole weights, to float32: 10 to 18 times
+  slower than with a float32 result (K = 2,048, N = 4,096, 1 to 256 rows).
+- Kernels for 16-bit and 8-bit matmuls need at least two rows: for a single row the whole weight is converted, 15 ms
+  instead of 0.7 ms. So a row of zeros is added.
+- A float32 matmul of one row with fewer than 1.6 million weights runs on one core, but a batch of them uses all cores: a
+  110M model reads its feed-forward weights at 28 instead of 20 GB/s while decoding.
+- A float32 matmul of 2 to 16 rows takes two to three times as long as one of a single row. One row times a small weight,
+  or times a bfloat16 weight, takes twice as long as reading the weight. Native code reads every weight once.
+- A matmul with one matrix of a stack first copies it, 10 to 90% of a prefill's time; native code reads it in place.
+- No kernel contracts the first axis of both operands, as weight gradients need: copying the smaller operand transposed is
+  two to three times faster.
+- Slicing a bfloat16 array, as a scan does with stacked residuals, first converts the whole stack to float32; slicing the
+  same bits as integers does not.
+- Looking up rows of a bfloat16 table converts them to float32. XLA moves the conversion out of the loop over tokens, so it
+  converts the whole table: 98 MB for 32,000 rows of 768, once per chunk of generated tokens.
 - Elementwise arithmetic on 16-bit numbers is done in float32, and rounded after each operation.
-- A row's maximum that is compared with the row is written once for every entry. JAX's random numbers are a loop over arrays.
+- To compare a row with its maximum, XLA writes the maximum once per entry. JAX's random numbers are a loop over arrays.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ from llama_jax.ops.weights.layers import LayerWeight
 
 
 def is_short(*arrays: Any) -> bool:
-    """Whether one of them is an array of 16-bit floating-point numbers."""
+    """Whether any of the arrays has 16-bit floating-point numbers."""
     return any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 for x in arrays)
 
 
 # --- matmuls -------------------------------------------------------------------------------------------------------------
 
 
-ROW_PARTS, LEAST_SPLIT, MOST_SPLIT = 8, 2**19, 2**21  # of a weight that one row is multiplied by, and its numbers
-NATIVE_ROWS = {"float32": 32, "bfloat16": 4}  # that `native` multiplies at most where it has no tiles
-LEAST_NATIVE, ALL_ROWS = 2**16, 2**62  # numbers of a weight
+ROW_PARTS, LEAST_SPLIT, MOST_SPLIT = 8, 2**19, 2**21  # parts of a weight for one row; sizes of weights that are split
+NATIVE_ROWS = {"float32": 32, "bfloat16": 4}  # maximum number of rows for `native` without tiles
+LEAST_NATIVE, ALL_ROWS = 2**16, 2**62  # minimum size of a weight; no maximum number of rows
 
 
 def matmul(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
-    """`layers.matmul` as matmuls of matrices; 16-bit ones have a float32 result and at least two rows.
+    """`layers.matmul` of matrices; in 16 bits with a float32 result and at least two rows.
 
-    XLA for CPU has no matmul with a 16-bit result, and converts to one with a float32 result, which it cannot where it plans
-    for an accelerator. Of more axes, it transposes a copy: of the weight at every matmul, of `x` for the weight's gradient.
+    XLA for CPU has no matmul with a 16-bit result. It converts one to a float32 result, except when it plans for an
+    accelerator. With more axes it copies a transpose: of the weight in every matmul, of `x` for the weight's gradient.
     """
     if weight.ndim > 2 or x.ndim > 2:
         product = matmul(plain, _flat(x), _flat(weight), out_dtype)
@@ -88,24 +88,24 @@ def matmul(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out
 
 
 def _multiply_row(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
-    """[1, D] by [N, D], as a batch of matmuls with parts of the weight."""
+    """[1, D] times [N, D], as a batch of matmuls with parts of the weight."""
     divisible = weight.ndim == 2 and weight.shape[0] % ROW_PARTS == 0 and LEAST_SPLIT <= weight.size < MOST_SPLIT
     if not divisible or is_divided() or lowering_platform() != "cpu":
         return plain(x, weight, out_dtype)
     parts = weight.reshape(ROW_PARTS, -1, weight.shape[1])
-    rows = jnp.broadcast_to(x, (ROW_PARTS, *x.shape))  # else there is no batch
+    rows = jnp.broadcast_to(x, (ROW_PARTS, *x.shape))  # the batch axis
     return jax.vmap(lambda row, part: plain(row, part, out_dtype))(rows, parts).reshape(1, -1)
 
 
 def _is_read_once(x: jax.Array | jax.ShapeDtypeStruct, weight: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether rows are multiplied by `native`, in a program that may have native code."""
+    """Whether `native` multiplies these rows: the program may use native code and the shapes suit it."""
     most = _most_rows(x.dtype) if x.dtype == weight.dtype and x.ndim == weight.ndim == 2 else 0
     wanted = native_code.value and 0 < len(x) <= most and weight.size >= LEAST_NATIVE
     return bool(wanted) and native.usable(f"floats_{weight.dtype}")
 
 
 def is_batch_invariant(plain: Callable[..., bool], x: jax.Array, weight: Any) -> bool:
-    """`layers.is_batch_invariant`: if all of it is native."""
+    """`layers.is_batch_invariant`: true if all parts of the weight are multiplied natively."""
     stack = getattr(weight, "stack", weight)
     if parts := getattr(stack, "parts", getattr(stack, "stacks", ())):
         of = lambda part: part if stack is weight else weight.replace(stack=part)
@@ -137,13 +137,13 @@ _multiply_few.defvjp(lambda x, weight: (_multiply_few(x, weight), (x, weight)), 
 
 
 def _multiply_short(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[..., D] by [*out, D]: float32[..., *out]."""
+    """[..., D] times [*out, D]: float32[..., *out]."""
     return _multiply_cast((bool(recomputing.value), weight.dtype), x, weight)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _multiply_cast(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`layers.matmul_cast_weight` of matrices; its derivative has 16-bit matmuls too, where JAX's has float32 ones."""
+    """`layers.matmul_cast_weight` of matrices, with 16-bit matmuls in its derivative, where JAX would use float32."""
     return _by_rows(x, weight.astype(x.dtype))
 
 
@@ -176,7 +176,7 @@ def weight_gradient(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array,
 
 
 def _outer_short(a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
-    """The smaller one transposed: XLA merges the transpose into the matmul again, unless a row of zeros is added to it."""
+    """Transposes the smaller operand. The added row of zeros keeps XLA from merging the transpose into the matmul."""
     batch = tuple(range(a.ndim - 2))
     if lowering_platform() != "cpu":  # planning
         return lax.dot_general(a, b, (((a.ndim - 2,), (b.ndim - 2,)), (batch, batch)), preferred_element_type=out_dtype)
@@ -196,17 +196,17 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-FINER = 254  # how much finer the second integer of an entry counts than the first
-LEAST_ROWS = 8  # of integers by integers: 4,096 x 4,096 numbers take 1.16, 1.00, 0.81, 0.76 ms with 2, 4, 8, 16 (Xeon, AMX)
+FINER = 254  # units of an entry's second integer per unit of the first
+LEAST_ROWS = 8  # of an integer matmul: 4,096 x 4,096 weights take 1.16, 1.00, 0.81, 0.76 ms with 2, 4, 8, 16 (Xeon, AMX)
 
 
 def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tuple[jax.Array, ...], form: Any) -> jax.Array:
-    """`quantized_matmul.multiply`: by `native` where there is a compiler; it knows nothing of meshes.
+    """`quantized_matmul.multiply`: by `native` if there is a compiler and no mesh.
 
-    Else, where there is a factor for each row of the weight, integers by integers. Weights converted to floats would be
-    written before they are read, and XLA takes such a conversion out of the loop over tokens: the whole model would lie
-    dense again. Each row of `x` becomes two of integers, see `in_integers`; the second is free, for fewer than eight rows
-    are filled up with zeros.
+    Otherwise, weights with one scale per row are multiplied as integers. XLA would write weights that are converted to
+    floats to memory, and move the conversion out of the loop over tokens, so that the whole model would be dense in memory.
+    Each row of `x` becomes two rows of integers, see `in_integers`. The second one costs nothing, because fewer than eight
+    rows are padded with zeros anyway.
     """
     if is_native(form.name):
         return native.multiply(x, planes, form.name)
@@ -226,8 +226,7 @@ def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tu
 def multiply_group(
     plain: Callable[..., jax.Array], x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any
 ) -> jax.Array:
-    """`weights.layers.multiply_group`: by `native`, which reads the group's matrix where it lies. For XLA it must be
-    copied."""
+    """`weights.layers.multiply_group`: by `native`, which reads the group's matrix in place. XLA would copy it."""
     if hasattr(weight, "planes") and is_native(weight.kind):
         return native.multiply(x, weight.planes, weight.kind, group).astype(out_dtype)
     if not hasattr(weight, "project") and _is_read_once(x, jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype)):
@@ -236,7 +235,7 @@ def multiply_group(
 
 
 def blocks_for(plain: Callable[..., Any], weight: Any, rows: int, groups: int) -> Any:
-    """`grouped`'s blocks: where groups have few rows as `native` multiplies, which reads a matrix once for each block."""
+    """`grouped`'s blocks. Small groups have blocks that suit `native`, which reads a matrix once for each block."""
     blocks = plain(weight, rows, groups)
     is_float = not hasattr(weight, "project") or not hasattr(getattr(weight, "stack", weight), "project")
     most = min(_most_rows(weight.dtype), max(NATIVE_ROWS.values())) if native_code.value and is_float else 0
@@ -246,7 +245,7 @@ def blocks_for(plain: Callable[..., Any], weight: Any, rows: int, groups: int) -
 
 
 def is_native(kind: str) -> bool:
-    """Whether matmuls with weights of a kind are native code in what is traced now."""
+    """Whether the program traced now multiplies weights of this format with native code."""
     return (
         kind in native.NATIVE_FORMATS
         and lowering_platform() == "cpu"
@@ -256,21 +255,21 @@ def is_native(kind: str) -> bool:
 
 
 def tracing_context(plain: Callable[..., Any], params: Any) -> AbstractContextManager[Any]:
-    """`platform.tracing_context`: native code for quantized weights, which are leaves with planes, of a kind."""
+    """`platform.tracing_context`: with native code if any quantized weight has a native format."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "planes"))
     kinds = {getattr(leaf, "kind", "") for leaf in leaves} & {*native.NATIVE_FORMATS}
     if not is_divided():
-        native.prepare(f"quantized_{kind}" for kind in kinds)  # beside one another
+        native.prepare(f"quantized_{kind}" for kind in kinds)  # compiled in parallel
     quantized = any(is_native(kind) for kind in kinds)
     return native_code(native_code.value or quantized)
 
 
 def compile_native(kinds: Iterable[str], keys: jax.ShapeDtypeStruct) -> None:
-    """Begin to compile what is missing of the native kernels that a model is decoded with on one CPU, and do not wait.
+    """Start to compile the missing native kernels for decoding a model on one CPU, without waiting.
 
     Args:
-      kinds: of its quantized weights; none for one of floats.
-      keys: [H], of the type of floats, too.
+      kinds: formats of its quantized weights; empty for a model of floats.
+      keys: [H], in the dtype of the floats.
     """
     if lowering_platform() == "cpu" and str(keys.dtype) in NATIVE_ROWS:
         matmuls = [f"quantized_{kind}" for kind in kinds if kind in native.NATIVE_FORMATS] or [f"floats_{keys.dtype}"]
@@ -278,7 +277,7 @@ def compile_native(kinds: Iterable[str], keys: jax.ShapeDtypeStruct) -> None:
 
 
 def scale_after_matmul(plain: Callable[..., bool], form: Any) -> bool:
-    """`quantized_matmul.scale_after_matmul`: not for floats of 8 bits, which XLA would write as wider ones."""
+    """`quantized_matmul.scale_after_matmul`: not for 8-bit floats, which XLA would write as wider ones."""
     return form.name == "int8"
 
 
@@ -288,24 +287,24 @@ def scale_per_group_sum(plain: Callable[..., bool], form: Any, tokens: int) -> b
 
 
 def layer_weight(plain: Callable[..., Any], stack: Any, layer: int | jax.Array) -> Any:
-    """`weights.layers.layer_weight`: XLA would copy a slice; the native matmuls are given the stack and the layer."""
+    """`weights.layers.layer_weight`: XLA would copy a slice; native matmuls take the stack and the layer."""
     return plain(stack, layer) if isinstance(layer, int) or is_divided() else LayerWeight(stack, layer)
 
 
 def stays_stacked(plain: Callable[..., bool], leaf: Any, *, is_constant: bool) -> bool:
-    """`weights.layers.stays_stacked`: everything that is constant, and quantized weights."""
+    """`weights.layers.stays_stacked`: also all constants and quantized weights."""
     return plain(leaf, is_constant=is_constant) or (not is_divided() and (is_constant or hasattr(leaf, "planes")))
 
 
 def decoded_at_once(plain: Callable[[], int]) -> int:
-    """`quantized_matmul.decoded_at_once`: 1 MB in float32, which the second cache of a core holds."""
+    """`quantized_matmul.decoded_at_once`: 1 MB in float32, which fits a core's L2 cache."""
     return min(plain(), 1 << 18)
 
 
 def in_integers(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[..., D] as two int8[..., D], of which the second counts 1 / 254, times float32[..., 1].
+    """[..., D] as (int8[..., D] + int8[..., D] / 254) * float32[..., 1].
 
-    An entry is wrong by at most 1.6e-5 of its row's largest, as little as 16 bits can be.
+    The error is at most 1.6e-5 of the row's largest entry, the least possible with 16 bits.
     """
     exact = x.astype(jnp.float32)
     factors = jnp.max(jnp.abs(exact), axis=-1, keepdims=True) / 127
@@ -315,7 +314,7 @@ def in_integers(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def embed(plain: Callable[..., jax.Array], table: Any, rows: jax.Array) -> jax.Array:
-    """`layers.embed`, from a table that depends on the rows: what is converted is these rows alone, in the loop."""
+    """`layers.embed`. The barrier makes a 16-bit table depend on the rows, so that XLA converts only these, in the loop."""
     return plain(*lax.optimization_barrier((table, rows))) if is_short(table) else plain(table, rows)
 
 
@@ -323,8 +322,8 @@ def embed(plain: Callable[..., jax.Array], table: Any, rows: jax.Array) -> jax.A
 
 
 def block_after_launch(plain: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Any:
-    """`serving.multihost_engine.launched`, which then waits: XLA runs two programs at once where neither needs the other,
-    and the sums of one over all processes would meet those of the other.
+    """`serving.multihost_engine.launched`, then wait: XLA would run independent programs concurrently, and their
+    all-reduces over processes could be mixed up.
     """
     return jax.block_until_ready(plain(program, *args))
 
@@ -332,14 +331,14 @@ def block_after_launch(plain: Callable[..., Any], program: Callable[..., Any], *
 # --- choosing tokens ------------------------------------------------------------------------------------------------------
 
 
-PART = 64  # of a row's scores
+PART = 64  # scores of a row per part
 
 
 def argmax(plain: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Array:
-    """`sampling`'s index of the largest score, of the largest part and then in it.
+    """`sampling`'s index of the largest score: first the part that contains it, then its index in the part.
 
-    XLA writes the maximum of each row once for every score and compares the two arrays, then writes the indices: for 64 rows
-    of 32,000 scores 1.8 ms, and so 0.4.
+    XLA would write each row's maximum once per score, compare the two arrays, and then write the indices: 1.8 ms for 64 rows
+    of 32,000 scores, instead of 0.4 ms.
     """
     if scores.shape[-1] % PART or is_divided():
         return plain(scores)
@@ -349,10 +348,10 @@ def argmax(plain: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Ar
 
 
 def fused_noise(plain: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
-    """`sampling`'s key of a random stream, with the same numbers from one fused loop.
+    """`sampling`'s random key, with the same numbers computed by one fused loop.
 
-    JAX has threefry's rounds as a loop in programs for CPUs, which then writes and reads all numbers in each of five turns:
-    0.23 ms for a row of 32,000 and 19 for 64 rows; unrolled 0.07 and 5.
+    On CPUs, JAX computes threefry's rounds in a loop that writes and reads all numbers in each of five iterations: 0.23 ms
+    for a row of 32,000 and 19 ms for 64 rows. Unrolled: 0.07 and 5 ms.
     """
     settings: Any = jax.config
     same = settings.jax_default_prng_impl == "threefry2x32" and settings.jax_threefry_partitionable
@@ -365,9 +364,9 @@ def fused_noise(plain: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
 def rotary_table(plain: Callable[..., Any], *args: Any) -> tuple[jax.Array, jax.Array]:
     """`rotary.rotary_table`, computed once.
 
-    XLA fuses cosines into what reads them, through an optimization barrier too, and so computes them again in every layer,
-    for every head: a tenth of a prefill of 256 tokens with int8 weights. A matmul it fuses into nothing; by ones on the
-    diagonal it changes no bit.
+    XLA fuses cosines into the operations that read them, even through an optimization barrier, and so computes them again
+    for every layer and head: 10% of a prefill of 256 tokens with int8 weights. It does not fuse a matmul; one with the
+    identity matrix changes no bit.
     """
     both = jnp.concatenate(plain(*args), axis=-1)
     same = jnp.matmul(both, jnp.eye(both.shape[-1], dtype=both.dtype), precision=lax.Precision.HIGHEST)
@@ -399,7 +398,7 @@ batching.defvectorized(_as_bits_p)
 
 
 def _no_derivative(*_: Any, **__: Any) -> Any:
-    """Without this, JAX would take the derivative of the bits for zero."""
+    """Without this rule, JAX would treat the derivative of the bits as zero."""
     raise TypeError(
         "second derivatives, and derivatives of a pass with a cache, are not supported in 16 bits on CPUs; compute in"
         " float32, with Compute(dtype=jnp.float32) and float32 parameters"
@@ -421,7 +420,7 @@ def unpack_tree(plain: Callable[[Any], Any], tree: Any) -> Any:
 def remat(
     plain: Callable[..., Any], function: Callable[..., jax.Array], rematerialized: Callable[..., jax.Array], *args: jax.Array
 ) -> jax.Array:
-    """`layers.remat`, whose residuals, the arguments, are kept as `Bits` where they are short."""
+    """`layers.remat`, with the residuals (the arguments) kept as `Bits` if they have 16 bits."""
     if not is_short(*jax.tree.leaves(args)):
         return plain(function, rematerialized, *args)
 
@@ -431,7 +430,7 @@ def remat(
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        # Only of what has a tangent: as zeros, those of quantized weights would be differentiated, too.
+        # Only leaves with a tangent: instantiated zeros would make JAX differentiate quantized weights too.
         leaves, structure = flattened(tuple(primals))
         changes = structure.flatten_up_to(tuple(tangents))
         moved = [i for i, change in enumerate(changes) if not isinstance(change, SymbolicZero)]
@@ -455,7 +454,7 @@ def remat(
 
 
 def gated_activation(plain: Callable[..., jax.Array], gates: jax.Array, values: jax.Array, activation: str) -> jax.Array:
-    """`layers.gated_activation`: 16-bit values in float32, rounded once."""
+    """`layers.gated_activation`: 16-bit values are computed in float32 and rounded once."""
     if not is_short(gates):
         return plain(gates, values, activation)
     return plain(gates.astype(jnp.float32), values.astype(jnp.float32), activation).astype(gates.dtype)
@@ -463,13 +462,13 @@ def gated_activation(plain: Callable[..., jax.Array], gates: jax.Array, values: 
 
 # --- attention -----------------------------------------------------------------------------------------------------------
 #
-# - The scores of a block, of all rows and heads, should stay in the processor's cache.
+# The scores of a block, for all rows and heads, should stay in the processor's cache.
 
 SCORES_IN_CACHE, SMALLEST_SIDE, LARGEST_SIDE = 2**21, 128, 512  # measured by experiments/bench_long_context.py
 
 
 def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, indices: jax.Array) -> jax.Array:
-    """`paged._put_rows`: natively, in place. XLA writes 16 bits as floats, and copies all pages for that."""
+    """`paged._put_rows`: natively, in place. XLA would copy all pages to write 16-bit values as float32."""
     if native_code.value and not _divided_by_xla() and native.usable("rows"):
         return native.put_rows(pages, rows, indices)
     put = functools.partial(plain, indices=indices)
@@ -479,7 +478,7 @@ def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array,
 def attend_paged(
     plain: Callable[..., jax.Array], queries: jax.Array, view: Any, *, sinks: int, sink_queries: Any, **options: Any
 ) -> jax.Array:
-    """`paged._attend`: natively, reading pages in place. XLA would copy those of each row first."""
+    """`paged._attend`: natively, reading pages in place. XLA would first copy the pages of each row."""
     dtype = str(view.pages.dtype)
     wanted = native_code.value and not _divided_by_xla() and not sinks and dtype in ("float32", "bfloat16", "int8")
     if not (wanted and native.usable(native.attending(getattr(view.pages, "values", view.pages)))):
@@ -489,13 +488,12 @@ def attend_paged(
 
 
 def _divided_by_xla() -> bool:
-    """Whether XLA divides what is traced now over devices; not so within `shard_map`."""
+    """Whether XLA partitions the program traced now over devices; false inside `shard_map`."""
     return math.prod(mesh_in_force().values()) > 1
 
 
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
-    """`dense.query_key_scores` and `dense.apply_weights`: [*batch, T, G, ...] by [*batch, S, H], with at least two
-    queries."""
+    """`dense.query_key_scores` and `dense.apply_weights`, padded to at least two queries."""
     new, groups = a.shape[-3:-1]
     if new * groups > 1 or a.dtype.itemsize > 2:
         return plain(a, b)
@@ -503,6 +501,6 @@ def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) 
 
 
 def side_of_blocks(plain: Callable[..., int], heads: int) -> int:
-    """`attention.blockwise`: scores along one side of a block."""
+    """`attention.blockwise._side`: scores along one side of a block."""
     fitting = 1 << (int(math.sqrt(SCORES_IN_CACHE / heads)).bit_length() - 1)
     return min(max(fitting, SMALLEST_SIDE), LARGEST_SIDE)

@@ -1,6 +1,6 @@
 """The random numbers of `jax.random` as plain arithmetic, which XLA fuses into one loop.
 
-JAX has a kernel for GPUs, this form for TPUs, and for CPUs a loop over whole arrays, which compiles faster.
+JAX uses a kernel on GPUs, this form on TPUs, and a loop over whole arrays, which compiles faster, on CPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 
 
 def _threefry(key: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 of 20 rounds (Salmon et al. 2011, section 3.3) of two counts, each uint32[...]."""
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, section 3.3) of two counters, each uint32[...]."""
     keys = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
     a, b = a + keys[0], b + keys[1]
     for i in range(5):
@@ -33,7 +33,7 @@ def _threefry(key: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ja
 
 @functools.cache
 def unrolled_threefry() -> Hashable:
-    """Threefry for the keys of `jax.random`, with JAX's own numbers where it is set to `jax_threefry_partitionable`."""
+    """Threefry for the keys of `jax.random`; the same numbers as JAX's with `jax_threefry_partitionable`."""
     jax_own: Any = random.threefry_prng_impl
 
     def fold_in(key: jax.Array, data: jax.Array) -> jax.Array:

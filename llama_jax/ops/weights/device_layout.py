@@ -1,8 +1,8 @@
 """The memory layout of the planes of a weight on a device, and row lookup in a table with that layout.
 
-The axes of a plane are always the same; if a device stores them in another order, only the `Layout` of the JAX array says
-so. 4-bit integers are int4 arrays on accelerators, whose compilers read them packed. XLA for CPU would write each as a byte
-before the loop over tokens, and JAX needs bytes to make such an array; so on a CPU they are packed in uint8, see
+The axes of a plane are always the same; if a device stores them in another order, only the `Layout` of the JAX array shows
+it. 4-bit integers are int4 arrays on accelerators, whose compilers read them packed. XLA for CPU would write each as a byte
+before the loop over tokens, and JAX needs bytes to create such an array. So on a CPU they are packed in uint8, see
 `pack_int4`.
 """
 
@@ -20,15 +20,15 @@ from jaxtyping import Array, Float, Integer, Shaped
 from llama_jax.ops.platform import TPU_LANES, is_divided, lowering_platform
 from llama_jax.ops.weights.format_spec import INT4, QuantField, QuantFormat, bits_of, pack_int4, unpack_int4
 
-TILES = {8: 32, 4: 64}  # rows of a TPU's tile, by the bits of a value
+TILES = {8: 32, 4: 64}  # rows of a TPU's tile, by bits per value
 ROWS_AT_ONCE = 64  # rows per lookup on a TPU
 
 
 def storage_order(plane: QuantField, ndim: int, platform: str) -> tuple[int, ...] | None:
     """The axes of a plane from the slowest to the fastest in memory; None for the default order.
 
-    A TPU's matmul by groups reads weights whose groups are the first axis in memory. From another layout the compiler writes
-    all weights of a model in that order before decoding, 3.9 GB for Llama 3.1 8B in `int4`, which stay to the end. Groups
+    A TPU's matmul by groups reads weights whose groups are the first axis in memory. From another layout, the compiler would
+    write all weights of a model in that order before decoding and keep them: 3.9 GB for Llama 3.1 8B in `int4`. Groups
     smaller than TPU_LANES would be padded; the compiler stores those in another order by itself.
     """
     if platform != "tpu" or not plane.grouped or plane.entries != TPU_LANES:
@@ -38,7 +38,7 @@ def storage_order(plane: QuantField, ndim: int, platform: str) -> tuple[int, ...
 
 
 def arranged(plane: QuantField, array: Any) -> Any:
-    """A plane in the memory layout of its devices, with 4-bit integers packed or not, as they need them.
+    """A plane in the memory layout of its devices, with 4-bit integers packed if they need it.
 
     A `jax.ShapeDtypeStruct` becomes one with that layout. Tracers and arrays without a sharding are returned unchanged.
     """
@@ -62,7 +62,7 @@ def platform_of(sharding: Any) -> str:
 
 
 def _as_the_other(array: Any) -> Any:
-    """int4 arrays packed, and packed arrays as int4."""
+    """Pack an int4 array, or unpack a packed array to int4."""
     change = pack_int4 if array.dtype == INT4 else _out_of_bytes
     if isinstance(array, jax.ShapeDtypeStruct):
         shape = jax.eval_shape(change, array)
@@ -79,8 +79,8 @@ def take(
 ) -> tuple[Shaped[Array, " ..."], ...]:
     """Rows of the planes of a table, each [*rows, ...]; int4 may become int8.
 
-    To read a row inside a tile, a TPU's compiler would write the whole table in tiles of 8 rows, 525 MB for every token of
-    Llama 3. So whole tiles are read, and the row is selected from each.
+    To read a row inside a tile, a TPU's compiler would write the whole table in tiles of 8 rows: 525 MB per token for
+    Llama 3. So whole tiles are read, and one row is selected from each.
     """
     if lowering_platform() != "tpu":
         return tuple(table[rows] for table in tables)
@@ -89,7 +89,7 @@ def take(
 
 
 def in_runs(embed: Callable[[jax.Array], jax.Array], rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
-    """`embed` of rows; on a TPU of few at a time, because the tiles for 512 tokens would take 67 MB."""
+    """`embed(rows)`; on a TPU for a few rows at a time, because the tiles for 512 tokens would take 67 MB."""
     if lowering_platform() != "tpu" or rows.size <= ROWS_AT_ONCE or is_divided():
         return embed(rows)
     taken = lax.map(embed, rows.reshape(-1), batch_size=ROWS_AT_ONCE)
@@ -105,7 +105,7 @@ def _take_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _take_groups(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of a table stored groups first: [V, groups, 128], or few groups [V, groups], which a TPU stores so by itself."""
+    """Rows of a table with groups first in memory: [V, groups, 128], or few groups [V, groups], a TPU's default order."""
     groups, rest = table.shape[1], table.shape[2:]
     tile = TILES.get(bits_of(table.dtype)) if rest else TPU_LANES
     if tile is None or len(table) % tile or (not rest and groups >= TPU_LANES) or is_divided():

@@ -1,7 +1,7 @@
-"""What a quantization format is: the arrays that store a matrix, and how to decode them.
+"""Quantization formats: the arrays that store a matrix, and how to decode them.
 
 A matrix [*out, D] is stored as planes: arrays with an entry per value, per group, or per pair of 4-bit values along the last
-axis. Functions accept NumPy and JAX arrays, so that reading files and computing share them.
+axis. Functions accept NumPy and JAX arrays, so that file readers and computations share them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llama_jax.ops.platform import lowering_platform
 
 EitherArray: TypeAlias = Any  # numpy.ndarray or jax.Array
 
-# Two int4 per byte in the memory of GPUs and TPUs. Files, NumPy and CPUs have them packed in uint8, see `device_layout`.
+# GPUs and TPUs store two int4 per byte. In files, in NumPy and on CPUs they are packed in uint8, see `device_layout`.
 INT4 = np.dtype(ml_dtypes.int4)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -30,11 +30,11 @@ class QuantField:
     """One of the arrays (planes) of a format.
 
     Attributes:
-      name: what it holds.
+      name: such as "scales".
       dtype: dtype of its entries.
       entries, numbers: `numbers` values of a row share `entries` entries; 0 entries means one entry per row, and the plane
         lacks the last axis.
-      grouped: its last two axes are the groups, and the entries of a group.
+      grouped: its last two axes are the groups and the entries of a group.
     """
 
     name: str
@@ -68,8 +68,8 @@ class QuantFormat:
 
     Attributes:
       name: such as "int8".
-      block: the length of a row must be a multiple of it.
-      planes: the arrays in the order of the leaf; for GGUF also that of a block's bytes.
+      block: rows must have a multiple of this length.
+      planes: the arrays, in the order of the leaf and, for GGUF, of the bytes of a block.
       decode: planes to float32[*out, D].
       encode: NumPy float32[*out, D] to planes, with int4 packed; None for formats that are only read from files.
       is_gguf: whether GGUF files have such blocks.
@@ -115,7 +115,7 @@ class QuantFormat:
 
 
 def regroup(planes: tuple[np.ndarray, ...], kind: QuantFormat, smaller: QuantFormat) -> tuple[np.ndarray, ...]:
-    """Planes of a format as those of one with smaller groups: the entries of a group, such as its scale, are repeated."""
+    """Convert planes to a format with smaller groups by repeating each group's entries, such as its scale."""
     times = kind.block // smaller.block
     return tuple(
         array.reshape(*array.shape[:-2], -1, array.shape[-1] // times) if plane.grouped else np.repeat(array, times, axis=-1)
@@ -124,7 +124,7 @@ def regroup(planes: tuple[np.ndarray, ...], kind: QuantFormat, smaller: QuantFor
 
 
 def bits_of(dtype: Any) -> int:
-    """Bits per entry in memory; JAX stores two int4 per byte, whatever `nbytes` says."""
+    """Bits per entry in memory; JAX stores two int4 per byte, in contrast to `nbytes`."""
     return 4 if np.dtype(dtype) == INT4 else 8 * np.dtype(dtype).itemsize
 
 
@@ -166,7 +166,7 @@ def to_float32(x: Shaped[EitherArray, "*shape"]) -> Float32[EitherArray, "*shape
 
 
 def joined(arrays: list[Shaped[EitherArray, "*batch _"]]) -> Shaped[EitherArray, "*batch _"]:
-    """Concatenate along the last axis, with NumPy or JAX as given."""
+    """Concatenate NumPy or JAX arrays along the last axis."""
     return np.concatenate(arrays, -1) if isinstance(arrays[0], np.ndarray) else jnp.concatenate(arrays, -1)
 
 
@@ -175,8 +175,8 @@ def shifted(
 ) -> Integer[EitherArray, "*batch {len(shifts)} n"]:
     """(x >> shift) & mask for each shift: the bit fields of integers, [..., n] as [..., len(shifts), n].
 
-    By a broadcast, because a GPU would write a concatenation to memory; on a TPU by a concatenation, because its compiler
-    would write the broadcast, and take a quarter more cycles (`q4_0` and `q4_k`).
+    Uses a broadcast, because a GPU would write a concatenation to memory. On a TPU it uses a concatenation, because the
+    compiler would write the broadcast to memory and need 25% more cycles (`q4_0` and `q4_k`).
     """
     if isinstance(x, np.ndarray) or lowering_platform() == "gpu":
         return (x[..., None, :] >> np.asarray(shifts, x.dtype)[:, None]) & mask
@@ -191,7 +191,7 @@ def nibbles(x: UInt8[EitherArray, "*batch half"], size: int) -> UInt8[EitherArra
 def for_each(x: Shaped[EitherArray, "*shape"], size: int) -> Shaped[EitherArray, "*shape _"]:
     """Broadcast scales over groups of `size` values: [..., n] as [..., n, 1].
 
-    On a GPU explicitly, as [..., n, size], so that XLA keeps them in registers instead of materializing them.
+    On a GPU the broadcast is explicit, [..., n, size], so that XLA keeps the result in registers.
     """
     if isinstance(x, np.ndarray) or lowering_platform() != "gpu":
         return x[..., None]
@@ -201,7 +201,7 @@ def for_each(x: Shaped[EitherArray, "*shape"], size: int) -> Shaped[EitherArray,
 def looked_up(
     table: Float32[np.ndarray, " entries"], indices: Integer[EitherArray, "*shape"]
 ) -> Float32[EitherArray, "*shape"]:
-    """Table lookup; 16-entry tables on TPUs and CPUs by bitwise selects, because gathers are slow on TPUs."""
+    """Table lookup; for 16-entry tables on TPUs and CPUs by bitwise selects, because gathers are slow on TPUs."""
     if isinstance(indices, np.ndarray):
         return table[indices]
     if len(table) > 16 or lowering_platform() == "gpu":
@@ -232,7 +232,7 @@ def fill_planes(
 ) -> None:
     """Like `planes_from_blocks`, into existing arrays [*batch, ...], whose last axis must be contiguous.
 
-    Bytes are moved in units of up to 16, which NumPy copies at the speed of memory; single bytes are slower.
+    Copies bytes in units of up to 16, for which NumPy reaches the speed of memory; single bytes are slower.
     """
     at, block = 0, planes_block(planes)
     for memory, plane in zip(out, planes, strict=True):

@@ -9,7 +9,7 @@ from llama_jax.ops.weights.gguf_blocks import GGUF_FORMATS
 from llama_jax.ops.weights.nf4 import NF4_FORMATS
 from llama_jax.ops.weights.scaled_formats import SCALED_FORMATS
 
-# The formats to quantize to, and those that files are kept in. `format_for` selects the group size.
+# The formats to quantize to, and those kept from files. `format_for` selects the group size.
 FormatName = Literal[
     "int8",
     "int4",
@@ -29,18 +29,18 @@ FormatName = Literal[
     "iq4_xs",
     "mxfp4",
 ]
-# One format for all matrices, without the wider ones `model.mixtures` gives some.
+# One format for all matrices, without the wider formats of `model.mixtures` for some.
 PureFormatName = Literal[
     "int4-pure", "nf4-pure", "q4_0-pure", "q4_1-pure", "q5_0-pure", "q5_1-pure", "q4_k-pure", "q5_k-pure"
 ]
-# Of a frozen base model.
+# Formats of a frozen base model.
 FrozenFormatName = Literal["none", "int8", "int4", "int4-pure", "fp8", "nf4", "nf4-pure", "q8_0", "q4_0", "q4_0-pure"]
 
 QUANT_FORMATS: dict[str, QuantFormat] = {kind.name: kind for kind in (*SCALED_FORMATS, *NF4_FORMATS, *GGUF_FORMATS)}
 ENCODABLE: tuple[str, ...] = tuple(
     name for name in get_args(FormatName) if QUANT_FORMATS[name].encode is not None
-)  # floats can be quantized into these
-# Formats that differ only in the size of their groups, the largest first.
+)  # formats that floats can be quantized to
+# Formats that differ only in their group size, the largest first.
 GROUP_SIZE_VARIANTS = (
     ("int4", "int4_64", "int4_32"),
     ("int4_asym", "int4_asym_64", "int4_asym_32"),
@@ -52,7 +52,7 @@ FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
 def with_fallback(name: str, columns: int) -> QuantFormat:
-    """`format_for`, or the block-32 fallback if rows are not whole blocks."""
+    """`format_for`, or the fallback with blocks of 32 if rows are not whole blocks."""
     form = format_for(name, columns)
     return form if columns % form.block == 0 else format_for(FALLBACKS.get(name, name), columns)
 
@@ -60,7 +60,8 @@ def with_fallback(name: str, columns: int) -> QuantFormat:
 def format_for(name: str, columns: int) -> QuantFormat:
     """The format `name` for rows of `columns` values per device, with the largest group size that divides them.
 
-    Groups are at most as large as those of `name`. If none fits, the format with the smallest block, for an error message.
+    Groups are at most as large as those of `name`. If none fits, returns the format with the smallest block, for an error
+    message.
     """
     names = next((family[family.index(name) :] for family in GROUP_SIZE_VARIANTS if name in family), (name,))
     kinds = [QUANT_FORMATS[each] for each in names]

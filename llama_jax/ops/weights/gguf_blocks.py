@@ -1,6 +1,6 @@
-"""The quantization formats of GGUF: the bytes of its blocks, sorted into planes (ggml-org/ggml, `ggml-common.h`).
+"""The quantization formats of GGUF: the bytes of their blocks, sorted into planes (ggml-org/ggml, `ggml-common.h`).
 
-They are dequantized as in `gguf-py`. Conversion between file and memory is lossless in both directions.
+Dequantization is that of `gguf-py`. Conversion between file and memory is lossless in both directions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _encode_by(
 
 
 def _scaled(factors: EitherArray, numbers: EitherArray, offsets: EitherArray | None = None) -> EitherArray:
-    """[..., D] from scales and offsets [..., groups, 1 | size], and values in the order of the row, however grouped."""
+    """[..., D] from scales and offsets [..., groups, 1 | size], and values in row order with any grouping."""
     scaled = factors * to_float32(numbers.reshape(*factors.shape[:-1], -1))
     return rows_of(scaled if offsets is None else scaled + offsets)
 
@@ -96,7 +96,7 @@ def _decode_iq4_nl(d: EitherArray, values: EitherArray) -> EitherArray:
 
 
 def _decode_mxfp4(e: EitherArray, values: EitherArray) -> EitherArray:
-    """The scale is 2 ** (e - 128), half of the file's, because E2M1 is doubled: bits of a float32, denormal for 0 and 1."""
+    """The scale is 2 ** (e - 128), half of the file's, because E2M1 is doubled; as float32 bits, denormal for e < 2."""
     exponent = e.astype(np.int32)
     factor = ((exponent - 1) << 23).clip(np.int32(1 << 21) << exponent.clip(0, 1)).view(np.float32)
     return _scaled(_each(factor), looked_up(E2M1, _nibbles_of_32(values)))
@@ -145,10 +145,8 @@ def _decode_q3_k(high: EitherArray, values: EitherArray, scales: EitherArray, d:
     low = _pairs_of_k(values)
     numbers = _centered(low | (_bits_of_k(high).reshape(low.shape) << np.uint8(2)), 4)
     four = for_each(scales.reshape(*scales.shape[:-1], -1, 3, 4), 16)[..., None, :, :, :]
-    lower = four[..., :2, :, :] >> np.asarray([0, 4], np.uint8).reshape(
-        2, 1, 1, 1
-    )  # the low four bits of the sixteen scales
-    upper = four[..., 2:, :, :] >> np.asarray([0, 2, 4, 6], np.uint8).reshape(2, 2, 1, 1)  # and the high two
+    lower = four[..., :2, :, :] >> np.asarray([0, 4], np.uint8).reshape(2, 1, 1, 1)  # the low four bits of the 16 scales
+    upper = four[..., 2:, :, :] >> np.asarray([0, 2, 4, 6], np.uint8).reshape(2, 2, 1, 1)  # the high two bits
     six = (lower & 15) | ((upper & 3) << np.uint8(4))
     return _scaled(_times(d, _centered(six, 32)), numbers)
 

@@ -1,8 +1,8 @@
-"""Quantization to Q4_K, Q5_K and Q6_K: the bytes that llama.cpp's quantizer writes without an importance matrix.
+"""Quantization to Q4_K, Q5_K and Q6_K: the same bytes as llama.cpp's quantizer without an importance matrix.
 
-A few candidate scales are tried for each group, and the one with the least weighted error is kept (ggml-org/ggml,
+A few candidate scales are tried for each group, and the one with the smallest weighted error is kept (ggml-org/ggml,
 `ggml-quants.c`, `make_qkx2_quants` and `make_qx_quants`). All groups of a matrix are searched at once. Arrays are [size,
-groups], so that sums over the first axis add value after value in float32, bit for bit as llama.cpp does.
+groups], so that sums over the first axis add one value after the other in float32, bit for bit as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-SUPERBLOCK = 256  # values that share the scale of their scales
+SUPERBLOCK = 256  # values whose scales share a scale
 NEGLIGIBLE = np.float32(1e-15)  # groups whose largest value is smaller count as zero
 _ONE = np.float32(1)
 
 
 class _Trials(NamedTuple):
-    """The candidate scales: (`levels` + `first` + i * `step`) / range of the group, for i < `tries`, inverted."""
+    """The candidate inverse scales: (`levels` + `first` + i * `step`) / range of the group, for i < `tries`."""
 
     levels: int
     first: float
@@ -45,7 +45,7 @@ def encode_q5_k(x: Float[np.ndarray, "*out D"]) -> tuple[np.ndarray, ...]:
 
 
 def encode_q6_k(x: Float[np.ndarray, "*out D"]) -> tuple[np.ndarray, ...]:
-    """float32[*out, D] as the planes of `q6_k`: a block has sixteen 8-bit scales for 16 values each, and no minima."""
+    """float32[*out, D] as the planes of `q6_k`: a block has 16 8-bit scales for 16 values each, and no minima."""
     groups = np.ascontiguousarray(x, np.float32).reshape(-1, 16).T
     factors, integers = _search_symmetric(groups)
     factors = factors.reshape(-1, 16)
@@ -60,7 +60,7 @@ def encode_q6_k(x: Float[np.ndarray, "*out D"]) -> tuple[np.ndarray, ...]:
     nearest = np.clip(np.rint(groups / np.where(there, each, _ONE)), -32, 31) + 32
     integers = np.where(there, nearest, integers).T.astype(np.uint8).reshape(-1, SUPERBLOCK)
     integers[is_zero] = 0
-    quarters = integers.reshape(-1, 2, 4, 32)  # four for each 128 values
+    quarters = integers.reshape(-1, 2, 4, 32)  # four per 128 values
     low = quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4
     high = np.bitwise_or.reduce(quarters >> 4 << np.arange(0, 8, 2, dtype=np.uint8)[:, None], axis=2)
     return _shaped(x, low, high, scales, d)
@@ -93,7 +93,7 @@ def _in_six_bits(factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _search(x: np.ndarray, trials: _Trials) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scales and negated minima of groups [32, groups], and the integers that they were found with."""
+    """Scales and negated minima of groups [32, groups], and the integers used to find them."""
     weights = np.sqrt(np.add.reduce(x * x) / np.float32(len(x))) + np.abs(x)
     sum_w, sum_x = np.add.reduce(weights), np.add.reduce(weights * x)
     levels = np.float32(trials.levels)
@@ -144,7 +144,7 @@ def _search(x: np.ndarray, trials: _Trials) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _search_symmetric(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales of groups [16, groups], and the integers from 0 to 63; 32 is zero."""
+    """Scales of groups [16, groups], and the integers from 0 to 63; 32 stands for zero."""
     weights = x * x
     weighted = weights * x
     largest = _at_largest(x)
@@ -173,7 +173,7 @@ def _search_symmetric(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _at_largest(x: np.ndarray) -> np.ndarray:
-    """The entry of each column with the largest absolute value, the first of several."""
+    """The entry of each column with the largest absolute value, the first if there are several."""
     return np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
 
 

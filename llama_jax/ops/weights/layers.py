@@ -49,7 +49,7 @@ class MixedStack(struct.PyTreeNode):
 
     @property
     def sharding(self) -> Any:
-        """The sharding of the first stack, and so of all."""
+        """The sharding of the first stack, which all stacks have."""
         return self.stacks[0].sharding
 
     def to_dense(self) -> Any:
@@ -120,7 +120,7 @@ class LayerWeight(struct.PyTreeNode):
         return self._switch_stack(project_from)
 
     def _switch_stack(self, function: Callable[[Any, jax.Array], jax.Array]) -> jax.Array:
-        """`function(stack, index)` for the stack that contains this layer, and the layer's index in it."""
+        """`function(stack, index)`, with the stack that contains this layer and the layer's index in it."""
         which, index = (jnp.asarray(numbers, jnp.int32)[self.layer] for numbers in zip(*self.stack.places, strict=True))
         return lax.switch(which, [partial(function, stack) for stack in self.stack.stacks], index)
 
@@ -176,7 +176,7 @@ def layer_weight(stack: Any, layer: int | Int[Array, ""]) -> Any:
 
     Args:
       stack: [L, *out, D], an array, a `QuantizedWeight` or a `MixedStack`.
-      layer: int32[], or a Python int, for which XLA reads the slice in place.
+      layer: int32[], or a Python int, with which XLA reads the slice in place.
     """
     if not isinstance(stack, MixedStack):
         return index_stack(stack, layer)
@@ -200,11 +200,11 @@ def stays_stacked(leaf: Any, *, is_constant: bool) -> bool:
 def split_stacked(
     stacked: Any, reads_in_place: Callable[[tuple[Any, ...], Any], bool]
 ) -> tuple[list[Any], Callable[[list[Any], int | jax.Array], Any]]:
-    """The leaves that a scan over layers slices, and `layer_params(slices, layer)`, which makes the tree of one layer.
+    """The leaves that a scan over layers slices, and `layer_params(slices, layer)`, which builds the tree of one layer.
 
     Args:
       stacked: a tree of arrays and weights with a leading axis L.
-      reads_in_place: whether a leaf, given its path and itself, is not sliced, but indexed by `layer_weight`.
+      reads_in_place: `reads_in_place(path, leaf)` is whether a leaf is indexed by `layer_weight` instead of sliced.
     """
     is_leaf = lambda leaf: hasattr(leaf, "planes") or isinstance(leaf, MixedStack)  # a quantized weight or several stacks
     leaves, structure = jax.tree.flatten_with_path(stacked, is_leaf=is_leaf)
@@ -221,10 +221,10 @@ def split_stacked(
 
 
 def unstack(stack: Any) -> MixedStack:
-    """The same matrices [L, *out, D] as one array per layer, with which a GPU decodes fastest.
+    """The same matrices [L, *out, D] as one array per layer, the fastest form for decoding on a GPU.
 
-    XLA for GPUs copies a slice of an array in a loop's carry before it is multiplied (8B on an H100: 117 MB for each of the
-    larger matrices of a layer, and four times its bytes for int8); a separate array is read in place.
+    XLA for GPUs copies a slice of an array in a loop's carry before multiplying it (8B on an H100: 117 MB for each of the
+    larger matrices of a layer, and for int8 four times its bytes). A separate array is read in place.
     """
     if isinstance(stack, MixedStack):
         layers = [(stack.stacks[which], index) for which, index in stack.places]

@@ -19,14 +19,14 @@ from llama_jax.ops.layers import MATMUL_OUTPUT, project
 
 
 class LowRank(struct.PyTreeNode):
-    """Two thin matrices A and B, whose product is an update of rank at most R of a matrix [*out, D].
+    """Two thin matrices A and B; their product is an update of a matrix [*out, D], of rank at most R.
 
     Attributes:
-      a: [R, D]; or [3, R, D] for the fused matrix of queries, keys and values [K, G + 2, H, D], each of which has its own.
+      a: [R, D]; or [3, R, D] for the fused matrix of queries, keys and values [K, G + 2, H, D]: one A for each.
       b: [*out, R].
       magnitude: [*out], the length of each row of the updated matrix, 0 for rows that keep theirs; None without DoRA.
 
-    For all layers they have a leading axis L.
+    For all layers, the arrays have a leading axis L.
     """
 
     a: Any
@@ -54,7 +54,7 @@ class LowRank(struct.PyTreeNode):
         return jnp.concatenate([project(thin[..., i, :], b, out_dtype=out_dtype) for i, b in parts], axis=-2)
 
     def product(self) -> Float[Array, " ..."]:
-        """B A as a matrix [*out, D], for merging; never for a matmul."""
+        """B A as a matrix [*out, D], for merging; not used in matmuls."""
         if self.a.ndim == 2:
             return jnp.tensordot(self.b, self.a, axes=1, precision="highest")
         parts = (
@@ -75,8 +75,8 @@ class LowRankWeight(struct.PyTreeNode):
     Attributes:
       base: the matrix [*out, D], an array or a quantized weight.
       low_rank: the two thin matrices of the update, or of several updates.
-      factor: [*out], or [*out, n] for n updates: DoRA's factor of each row, if precomputed by `with_dora_scale`; `low_rank`
-        then has no magnitude. None otherwise.
+      factor: [*out], or [*out, n] for n updates: DoRA's factor of each row if precomputed by `with_dora_scale` (`low_rank`
+        then has no magnitude), else None.
     """
 
     base: Any
@@ -107,8 +107,8 @@ class LowRankWeight(struct.PyTreeNode):
 class LoraWeight(LowRankWeight, kw_only=True):
     """A matrix W with a low-rank update: W x + s B (A x).
 
-    The two are multiplied separately and never added: W + s B A would be as large as W, would be computed at every step, and
-    in 16 or fewer bits would lose most of the update.
+    W and the update are multiplied separately: W + s B A would be as large as W, would be computed at every step, and in 16
+    or fewer bits would lose most of the update.
 
     Attributes:
       scale: s.
@@ -126,7 +126,7 @@ class LoraWeight(LowRankWeight, kw_only=True):
         return checkpoint_name(product, MATMUL_OUTPUT)
 
     def to_dense(self) -> Float[Array, " ..."]:
-        """W + s B A of one layer, with DoRA's factors; for files and comparisons, never for a matmul.
+        """W + s B A of one layer, with DoRA's factors; for files and comparisons, not for matmuls.
 
         Computed in float32 at least and rounded once to the dtype of W.
         """
@@ -134,7 +134,7 @@ class LoraWeight(LowRankWeight, kw_only=True):
         return (changed if factor is None else changed * factor[..., None]).astype(self.base.dtype)
 
     def with_dora_scale(self) -> LoraWeight:
-        """The same weight of one layer with DoRA's factors precomputed, for inference."""
+        """The same weight (of one layer) with DoRA's factors precomputed, for inference."""
         return self.replace(low_rank=self.low_rank.replace(magnitude=None), factor=self._factor())
 
     def _changed(self) -> jax.Array:
@@ -145,9 +145,9 @@ class LoraWeight(LowRankWeight, kw_only=True):
         return jnp.asarray(base, wide) + self.scale * change
 
     def _factor(self) -> jax.Array | None:
-        """DoRA's factor of each row, its magnitude over its length: [*out] in float32 at least; None without DoRA.
+        """DoRA's factor of each row, magnitude / length: [*out] in float32 at least; None without DoRA.
 
-        The length is a constant in the gradient (Liu et al. 2024, section 4.3), as in PEFT.
+        The gradient treats the length as a constant (Liu et al. 2024, section 4.3), as in PEFT.
         """
         magnitude = self.low_rank.magnitude
         if magnitude is None:

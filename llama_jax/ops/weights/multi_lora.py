@@ -15,21 +15,21 @@ from llama_jax.errors import ConfigError
 from llama_jax.ops.layers import MATMUL_OUTPUT, project
 from llama_jax.ops.weights.lora import LoraWeight, LowRank, LowRankWeight
 
-WHOLE = 2  # with at most so many adapters per row of a batch the whole table is multiplied
+WHOLE = 2  # with at most this many adapters per row of a batch, the whole table is multiplied
 
 
 class MultiLoraWeight(LowRankWeight, kw_only=True):
-    """A matrix with n adapters. The adapter of each row is an array, so that all choices share one program.
+    """A matrix with n adapters. The adapter of each row is in an array, so that all choices share one program.
 
-    The table is a single pair of rank n R: adapter i has the rows i R to (i + 1) R of A and these columns of B. With few
+    The table is a single pair of rank n R: adapter i has rows i R to (i + 1) R of A, and the same columns of B. With few
     adapters per row of the batch, all of them are multiplied, and the values of other adapters are set to zero between A and
     B: two plain matmuls, which read the table once, in place. With many, each row gathers its own slices, as in Punica
     (Chen et al. 2023), which copies the slices but not the table. Both have static shapes.
 
     Attributes:
-      low_rank: of rank n R, in the dtype of the computation: a cast would copy it at every step.
+      low_rank: of rank n R, in the dtype of the computation, because a cast would copy it at every step.
       scales: s of each adapter.
-      rows: int32[B], the adapter of each row of the batch, negative for none; None until it is set by
+      rows: int32[B], the adapter of each row of the batch, negative for no adapter; None until it is set by
         `model.multi_lora.choose_adapters`.
     """
 
@@ -42,16 +42,14 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
         return self.low_rank.b.shape[-1] // len(self.scales)
 
     def project(self, x: Float[Array, "B *batch D"], out_dtype: Any) -> Float[Array, "B ..."]:
-        """See `ops.layers.project`; the first axis of `x` is that of the batch.
+        """See `ops.layers.project`; the first axis of `x` is the batch.
 
         Raises:
-          ConfigError: `rows` is not set, or has another number of rows.
+          ConfigError: `rows` is not set, or has the wrong length.
         """
         if self.rows is None or self.rows.shape != x.shape[:1]:
-            said = "nothing is said" if self.rows is None else f"rows of {list(self.rows.shape)} are said"
-            raise ConfigError(
-                f"which adapter of a table each of {x.shape[0]} rows uses is needed, and {said}; say it with choose_adapters"
-            )
+            said = "no adapters are set" if self.rows is None else f"the adapters set have shape {list(self.rows.shape)}"
+            raise ConfigError(f"{said}, but each of {x.shape[0]} rows of the batch needs one; set them with choose_adapters")
         change = self._change_by_all if len(self.scales) <= WHOLE * len(self.rows) else self._change_by_row
         product = project(x, self.base, out_dtype=out_dtype) + change(x, out_dtype)
         if self.factor is not None:
@@ -62,14 +60,14 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
         return checkpoint_name(product, MATMUL_OUTPUT)
 
     def of_adapter(self, number: int) -> LoraWeight:
-        """The matrix with one of the adapters only."""
+        """The matrix with only one of the adapters."""
         columns = slice(number * self.rank, (number + 1) * self.rank)
         magnitude = None if self.low_rank.magnitude is None else self.low_rank.magnitude[..., number]
         pair = LowRank(self.low_rank.a[..., columns, :], self.low_rank.b[..., columns], magnitude)
         return LoraWeight(self.base, pair, scale=self.scales[number])
 
     def with_dora_scale(self) -> MultiLoraWeight:
-        """See `LoraWeight.with_dora_scale`; for all adapters."""
+        """`LoraWeight.with_dora_scale` for all adapters."""
         factors = [self.of_adapter(number).with_dora_scale().factor for number in range(len(self.scales))]
         return self.replace(low_rank=self.low_rank.replace(magnitude=None), factor=jnp.stack(factors, axis=-1))
 

@@ -1,8 +1,8 @@
 """bitsandbytes' 4-bit formats: one of sixteen values, times a scale per 64 weights (Dettmers et al. 2023, QLoRA).
 
-With double quantization the scales have 8 bits themselves: one of 256 values, times a second scale, plus an offset.
-bitsandbytes shares a second scale between 256 consecutive blocks of the flattened tensor; here it is stored with the
-blocks, so that rows and columns can be permuted and sharded. The weights are the same.
+With double quantization, the scales themselves have 8 bits: one of 256 values, times a second scale, plus an offset.
+bitsandbytes shares a second scale among 256 consecutive blocks of the flattened tensor. Here it is stored with the blocks,
+so that rows and columns can be permuted and sharded. The weights are the same.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ NF4 = np.asarray(
 
 
 def dynamic_map() -> Float32[np.ndarray, 256]:
-    """The 256 values of 8-bit scales, with seven exponents and the fractions for which each leaves bits (Dettmers 2015,
-    8-bit approximations for parallelism in deep learning, section 2)."""
+    """The 256 values of 8-bit scales: seven exponents, each with fractions in the remaining bits (Dettmers 2015, 8-bit
+    approximations for parallelism in deep learning, section 2)."""
     numbers = [np.float32(0), np.float32(1)]
     tenth = float(np.float32(0.1))
     for i in range(7):
         count = 2**i
         step, places = float(np.float32(1 - tenth) / np.float32(count)), np.arange(count + 1)
-        # From both ends and rounded once, as in `torch.linspace`, so that the values are equal to the last bit.
+        # From both ends and rounded once, as in `torch.linspace`, so that the values are equal bit for bit.
         ends = np.where(places < (count + 1) // 2, tenth + step * places, 1 - step * (count - places)).astype(np.float32)
         means = np.float32(10.0 ** (i - 6)) * ((ends[:-1] + ends[1:]) / np.float32(2))
         numbers += [*means, *-means]
@@ -85,7 +85,7 @@ def _decode_groups(values: EitherArray, absmax: EitherArray, nested: EitherArray
 
 
 def _nearest(table: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """uint8: the index of the nearest entry of a sorted table, the lower one of a tie."""
+    """uint8: the index of the nearest entry of a sorted table; the lower index for ties."""
     return np.searchsorted((table[:-1] + table[1:]) / np.float32(2), x, side="left").astype(np.uint8)
 
 
@@ -98,7 +98,7 @@ def _encode_values(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _encode(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    """As bitsandbytes, except that the offset and the second scale are per row, and so do not depend on other rows."""
+    """As in bitsandbytes, except that offset and second scale are per row, and so do not depend on other rows."""
     values, absmax = _encode_values(x)
     offset = absmax.mean(-1, dtype=np.float32)
     rest = absmax - offset[..., None]

@@ -1,4 +1,4 @@
-"""Quantized weights and their matmuls; and concatenations of weights in several formats."""
+"""Quantized weights and their matmuls, and concatenations of weights in several formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llama_jax.ops.weights.device_layout import TILES, arranged, in_runs, take
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, QuantFormat, unpack_halves, unpack_int4
 from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
 
-FEW_TOKENS = 16  # with at most so many tokens, per-group dot products are computed first and scaled afterwards
+FEW_TOKENS = 16  # with at most this many tokens, per-group dot products are computed first and scaled afterwards
 FEW_TOKENS_OF_TPU = 64  # the same on a TPU
 DECODED_AT_ONCE = 1 << 22  # weights dequantized per chunk
 GPUS_WITH_FP8 = ("H100", "H200", "H20", "B100", "B200", "B300", "L4", "L40", "RTX 40", "RTX 50", "RTX PRO", "Ada")
@@ -36,7 +36,7 @@ class QuantizedWeight(struct.PyTreeNode):
     Attributes:
       planes: the arrays, in the order of the format.
       kind: the name of the format.
-      dtype_name: the dtype of the computation, which a dense matrix of this model would have.
+      dtype_name: the dtype of the computation, and of dense matrices of the same model.
     """
 
     planes: tuple[Any, ...]
@@ -68,7 +68,7 @@ class QuantizedWeight(struct.PyTreeNode):
 
     @property
     def sharding(self) -> Any:
-        """The sharding of the plane that is sharded as the matrix would be."""
+        """The sharding of the plane that is sharded like the matrix."""
         return self.planes[0].sharding
 
     def project(self, x: Float[Array, "*batch D"], out_dtype: Any) -> Float[Array, " ..."]:
@@ -82,7 +82,7 @@ class QuantizedWeight(struct.PyTreeNode):
         return in_runs(decoded, rows)
 
     def reshape(self, *shape: int) -> QuantizedWeight:
-        """The same weights as a matrix [*out, D] with another `out`."""
+        """The same weights as a matrix [*out, D] with different axes `out`."""
         return self.replace(planes=flat_planes(self.form, self.planes, shape[:-1]))
 
     def arranged(self) -> QuantizedWeight:
@@ -90,15 +90,15 @@ class QuantizedWeight(struct.PyTreeNode):
         return self.replace(planes=tuple(map(arranged, self.form.planes, self.planes)))
 
     def to_dense(self) -> Any:
-        """Dequantized, as NumPy or JAX like the planes; for tests and files, never for a matmul."""
+        """Dequantized, as NumPy or JAX like the planes; for tests and files, not for matmuls."""
         return self.form.decode(*self.planes).astype(self.dtype)
 
 
 class JoinedWeight(struct.PyTreeNode):
     """Matrices of different formats concatenated on axis 1: [K, sum, H, D] (fused QKV from files).
 
-    Files quantize the value projection with more bits than those of queries and keys, and here the three are one weight. A
-    stack of layers has an axis L in front.
+    Some files quantize the value projection with more bits than the others, and here the three are one weight. A stack of
+    layers has a leading axis L.
     """
 
     parts: tuple[Any, ...]
@@ -121,7 +121,7 @@ class JoinedWeight(struct.PyTreeNode):
 
     @property
     def sharding(self) -> Any:
-        """The sharding of the first part, and so of all."""
+        """The sharding of the first part, which all parts have."""
         return self.parts[0].sharding
 
     def project(self, x: Float[Array, "*batch D"], out_dtype: Any) -> Float[Array, " ..."]:
@@ -138,7 +138,7 @@ def quantize_matrix(matrix: Float[AnyArray, "*out D"], kind: str) -> QuantizedWe
     """Quantize a matrix to the nearest values of a format, on the devices and with the sharding of the matrix.
 
     Args:
-      kind: an encodable format whose block size divides D; of several group sizes the largest that fits.
+      kind: an encodable format whose block size divides D; the largest group size that fits is used.
     """
     form = with_fallback(kind, columns_on_each(matrix.shape, getattr(matrix, "sharding", None)))
     assert form.encode is not None
@@ -149,12 +149,12 @@ def quantize_matrix(matrix: Float[AnyArray, "*out D"], kind: str) -> QuantizedWe
 
 
 def columns_on_each(shape: tuple[int, ...], sharding: Any) -> int:
-    """Columns per device; groups are not divided among devices."""
+    """Columns per device; a group is never split over devices."""
     return shape[-1] if sharding is None else sharding.shard_shape(shape)[-1]
 
 
 def shardings_of_planes(form: QuantFormat, sharding: Any, ndim: int) -> tuple[Any, ...]:
-    """Shardings of the planes, given the matrix's, which has `ndim` axes: scales follow their values."""
+    """Shardings of the planes, given that of the matrix, which has `ndim` axes: scales follow their values."""
     if not isinstance(sharding, NamedSharding):
         return (sharding,) * len(form.planes)
     spec: list[Any] = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
@@ -237,8 +237,8 @@ def multiply(x: Float[Array, "T D"], planes: tuple[jax.Array, ...], form: QuantF
     """[T, D] times the planes of [N, D].
 
     Row scales: one matmul, scaled afterwards. Group scales with few tokens: per-group matmuls, scaled and summed. Otherwise:
-    dequantize chunk by chunk (`_by_chunks`). One row on a TPU is padded to two. The reasons, which are what the compilers
-    for GPUs and TPUs make of it, are in docs/notes/quantization.md.
+    dequantize chunk by chunk (`_by_chunks`). One row on a TPU is padded to two. docs/notes/quantization.md explains these
+    choices by the compilers' output for GPUs and TPUs.
     """
     if len(x) == 1 and lowering_platform() == "tpu":
         return multiply(jnp.pad(x, ((0, 1), (0, 0))), planes, form)[:1]
@@ -253,7 +253,7 @@ def multiply(x: Float[Array, "T D"], planes: tuple[jax.Array, ...], form: QuantF
             sums -= jnp.sum(groups, axis=-1, dtype=jnp.float32).T[..., None] * zeros[0].T[:, None].astype(jnp.float32)
         return jnp.sum(sums * scales.T[:, None], axis=0)
     if len(x) == 1 and lowering_platform() == "gpu" and not is_divided():
-        # No matmul: one kernel dequantizes in registers and sums the products. With several rows XLA would write the weight.
+        # No matmul: one kernel dequantizes in registers and sums the products. For several rows XLA would write the weight.
         return jnp.sum(form.decode(*planes) * x.astype(jnp.float32), axis=-1)[None]
     return _by_chunks(x, planes, form)
 
@@ -267,8 +267,8 @@ def scale_after_matmul(form: QuantFormat) -> bool:
 def _converts_in_matmul(form: QuantFormat) -> bool:
     """Whether the compiler fuses the conversion of the stored values into the matmul.
 
-    For GPUs without fp8 units XLA first writes a wider copy of the whole weight: 117 MB for 14,336 x 4,096 weights on an
-    A100, and none on an H100 and a TPU (v5e).
+    For GPUs without fp8 units, XLA first writes a wider copy of the whole weight: 117 MB for 14,336 x 4,096 weights on an
+    A100, nothing on an H100 or a TPU (v5e).
     """
     if form.planes[0].dtype != FP8 or lowering_platform() != "gpu":
         return True
@@ -285,7 +285,7 @@ def scale_per_group_sum(form: QuantFormat, tokens: int) -> bool:
 def multiply_transposed(
     gradient: Float[Array, "T N"], planes: tuple[jax.Array, ...], form: QuantFormat
 ) -> Float32[Array, "T D"]:
-    """[T, N] times the planes of [N, D], without a transpose: the gradient of `multiply` for `x`."""
+    """[T, N] times the planes of [N, D], without a transpose: the gradient of `multiply` with respect to `x`."""
     if scale_after_matmul(form):
         values, scales = planes
         weighted = (gradient * scales).astype(gradient.dtype)
@@ -315,8 +315,8 @@ def _by_chunks(x: jax.Array, planes: tuple[jax.Array, ...], form: QuantFormat) -
         return lax.dynamic_update_index_in_dim(out, product, index, 1 + chunks.strided)
 
     # Fully overwritten. Initialized from data, because XLA would hoist constant zeros out of the layer loop (2.8 GB for an
-    # 8B model), and would share what depends on `x` alone among weights and copy it for each (117 MB for 14,336 rows and
-    # 2,048 tokens).
+    # 8B model). An array that depends only on `x` would be shared among weights and copied for each (117 MB for 14,336 rows
+    # and 2,048 tokens).
     start = 0.0 if is_divided() else x[0, 0].astype(jnp.float32) * planes[-1].reshape(-1)[0].astype(jnp.float32)
     out = lax.fori_loop(0, chunks.parts, put, jnp.full((len(x), *chunks.split), start, jnp.float32))
     return out.reshape(len(x), -1)[:, : len(planes[0])]
@@ -324,16 +324,15 @@ def _by_chunks(x: jax.Array, planes: tuple[jax.Array, ...], form: QuantFormat) -
 
 @for_cpu("decoded_at_once")
 def decoded_at_once() -> int:
-    """Weights dequantized per chunk: 8 MB in 16 bits, which fit the caches of an H100 (50 MB) and a TPU (128 MB on a
-    v5e)."""
+    """Weights dequantized per chunk: 8 MB in 16 bits, which fit the caches of an H100 (50 MB) and a v5e TPU (128 MB)."""
     return DECODED_AT_ONCE
 
 
 class _Chunks(NamedTuple):
     """The rows of a weight in `parts` parts.
 
-    They are contiguous, or `strided`: if rows are sharded, part i takes every `parts`-th row, so that all devices have equal
-    shares.
+    Parts are contiguous or, if rows are sharded, `strided`: part i takes every `parts`-th row, so that all devices have
+    equal shares.
     """
 
     form: QuantFormat

@@ -36,20 +36,20 @@ def _decode_with_zeros(values: EitherArray, scales: EitherArray, zeros: EitherAr
 
 
 def _encode_int8(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Nearest integers, with each row scaled so that its largest absolute value is 127."""
+    """Nearest integers; each row is scaled so that its largest absolute value is 127."""
     scales = np.abs(x).max(-1).astype(np.float32) / np.float32(127)
     return np.round(x / np.where(scales == 0, 1, scales)[..., None]).astype(np.int8), scales
 
 
 def _encode_fp8(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Nearest floats, with each row scaled so that its largest absolute value is 448, the largest of the dtype."""
+    """Nearest floats; each row is scaled so that its largest absolute value is 448, the maximum of the dtype."""
     scales = np.abs(x).max(-1).astype(np.float32) / LARGEST_FP8
     return (x / np.where(scales == 0, 1, scales)[..., None]).astype(FP8), scales
 
 
 def _encode_int4(group: int) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
     def encode(x: np.ndarray) -> tuple[np.ndarray, ...]:
-        """As GGUF's Q4_0: the value with the largest absolute value becomes -8."""
+        """As in GGUF's Q4_0, the value with the largest absolute value becomes -8."""
         groups = groups_of(x, group)
         scales = _signed_largest(groups) / np.float32(-8)
         inverse = np.where(scales == 0, 0, 1 / np.where(scales == 0, 1, scales))
@@ -60,7 +60,7 @@ def _encode_int4(group: int) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
 
 
 def _signed_largest(groups: np.ndarray) -> np.ndarray:
-    """The value of each group with the largest absolute value."""
+    """The value with the largest absolute value in each group."""
     where = np.abs(groups).argmax(-1, keepdims=True)
     return np.take_along_axis(groups, where, -1)[..., 0]
 

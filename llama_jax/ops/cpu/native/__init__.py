@@ -1,8 +1,8 @@
-"""Kernels for models on CPUs, compiled when needed: matmuls, and attention of a few queries.
+"""CPU kernels, compiled when needed: matmuls, and attention of a few queries.
 
-JAX's wheels contain the headers (`jax.ffi`), and the machine's compiler is used, so installing compiles nothing: the result
-is kept in the user's cache folder, under a hash of everything it depends on. Each kernel is a library of its own for each
-type of numbers, see `LIBRARIES`: a model needs few of them, and they are compiled beside one another.
+They are compiled with the machine's compiler and the headers in JAX's wheels (`jax.ffi`), not at installation. The results
+are kept in the user's cache folder, under a hash of everything they depend on. Each kernel is a separate library for each
+type of numbers, see `LIBRARIES`: a model needs few of them, and they are compiled in parallel.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from llama_jax.errors import UserError, reason_of
 from llama_jax.ops.exact import is_exact
 from llama_jax.storage.atomic_write import write_atomically
 
-NATIVE_FORMATS = (  # of quantized weights
+NATIVE_FORMATS = (  # quantization formats with a native matmul
     *("int8", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4"),
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"),
 )
-PREFIX = "llama_jax_"  # of the names by which XLA calls them
+PREFIX = "llama_jax_"  # of the kernels' names in XLA
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-shared", "-fPIC")  # -O3 takes a fifth longer
-SECONDS = 120  # limit for the compiler, which takes two or three
+SECONDS = 120  # timeout of the compiler, which takes two or three
 
 
 def _libraries() -> dict[str, tuple[str, ...]]:
@@ -54,46 +54,46 @@ def _libraries() -> dict[str, tuple[str, ...]]:
             libraries[f"floats_{dtype}"] = "floats.cc", f"-DTYPE={name}", "-O3"  # 4% faster
         libraries[f"paged_{dtype}"] = "paged.cc", f"-DTYPE={name}", "-DWHOLE=true"
         libraries[f"paged_any_{dtype}"] = "paged.cc", f"-DTYPE={name}", "-DWHOLE=false"
-    # Sums in an order that no other token changes, see `ops.exact`.
+    # The order of their sums does not depend on other tokens, see `ops.exact`.
     exact = {f"exact_{name}": (*source, "-DEXACT=true") for name, source in libraries.items()}
     return libraries | exact | {"rows": ("rows.cc",)}
 
 
 LIBRARIES = _libraries()
-"""The source file and definitions of each library, by its name; after `PREFIX`, no name contains another. Attention is for
-heads whose width is a multiple of 16, or of `any`."""
+"""The source file and definitions of each library, by name; after `PREFIX`, no name contains another. Attention libraries
+are for head widths that are multiples of 16; those with `any` are for all widths."""
 
 _log = logging.getLogger("llama_jax.native")
 
 
 def multiply(x: jax.Array, planes: tuple[jax.Array, ...], kind: str, group: jax.Array | None = None) -> jax.Array:
-    """[T, D] by the planes of [N, D]: float32[T, N].
+    """[T, D] times the planes of [N, D]: float32[T, N].
 
-    Every 32 numbers of `x` become integers of 8 bits times a factor; for `int8` a row does, in 16 bits.
+    Every 32 values of `x` become 8-bit integers times a scale; for `int8`, each row becomes 16-bit integers times a scale.
 
     Args:
-      group: int32[]; the planes are those of [E, N, D], of which this one is multiplied.
+      group: int32[], the index of the matrix to multiply by, if the planes are those of [E, N, D].
     """
     call, more = _call(f"quantized_{kind}", len(x), planes[0].shape, group)
     return call(*more, x.astype(jnp.float32), *planes)
 
 
 def multiply_floats(x: jax.Array, weight: jax.Array, group: jax.Array | None = None) -> jax.Array:
-    """[T, D] by float32 or bfloat16 [N, D], in whose dtype `x` is taken: float32[T, N].
+    """[T, D], rounded to the dtype of the weight, times float32 or bfloat16 [N, D]: float32[T, N].
 
-    Every row is multiplied as if it were alone, but up to six rows are summed, and so rounded, in another order than more;
-    in exact programs (`ops.exact`) in the same.
+    A row's result does not depend on the other rows, except that up to six rows are summed, and so rounded, in another order
+    than more rows. In exact programs (`ops.exact`) the order is always the same.
     Without AVX2 only few rows are fast, see `has_tiles`.
 
     Args:
-      group: int32[]; the weight is [E, N, D], of which this matrix is multiplied.
+      group: int32[], the index of the matrix to multiply by, if the weight is [E, N, D].
     """
     call, more = _call(f"floats_{weight.dtype}", len(x), weight.shape, group)
     return call(*more, x.astype(weight.dtype).astype(jnp.float32), weight)
 
 
 def _call(library: str, rows: int, shape: tuple[int, ...], group: jax.Array | None) -> tuple[Any, tuple[jax.Array, ...]]:
-    """The kernel, and the arguments before `x`: of one matrix, or of a group's, where the first axis is that of groups."""
+    """The kernel, and its arguments before `x`: none, or the index of a group's matrix."""
     out = jax.ShapeDtypeStruct((rows, shape[0 if group is None else 1]), jnp.float32)
     return _kernel(library, out), () if group is None else (group.astype(jnp.int32),)
 
@@ -104,14 +104,14 @@ def _kernel(library: str, out: jax.ShapeDtypeStruct, **options: Any) -> Any:
 
 
 def _variant(library: str) -> str:
-    """The library that takes its place in what is traced now."""
+    """The library to use in the program traced now: the exact variant in exact programs."""
     return f"exact_{library}" if is_exact() and f"exact_{library}" in LIBRARIES else library
 
 
 def attend_paged(
     queries: jax.Array, view: Any, scale: float, window: int | None = None, chunk: int | None = None
 ) -> jax.Array:
-    """`attention.attend_paged` of pages in float32, bfloat16 or int8: float32[T, K, G, H]."""
+    """`attention.attend_paged` for pages in float32, bfloat16 or int8: float32[T, K, G, H]."""
     pages, factors = getattr(view.pages, "values", view.pages), getattr(view.pages, "scales", jnp.zeros(0, jnp.float32))
     call = _kernel(attending(pages), jax.ShapeDtypeStruct(queries.shape, jnp.float32))
     limits = {"window": np.int64(window or 0), "chunk": np.int64(chunk or 0)}
@@ -120,31 +120,31 @@ def attend_paged(
 
 
 def put_rows(pages: jax.Array, rows: jax.Array, places: jax.Array) -> jax.Array:
-    """Pages with rows [T, ...] at int32[T] places, counted in such rows; those beyond the end are dropped."""
+    """Write rows [T, ...] at flat indices int32[T] of pages; indices beyond the end are dropped."""
     call = _kernel("rows", jax.ShapeDtypeStruct(pages.shape, pages.dtype), input_output_aliases={0: 0})
     return call(pages, rows, places)
 
 
 def attending(keys: jax.Array | jax.ShapeDtypeStruct) -> str:
-    """The library that attends to keys [..., H] in pages."""
+    """The name of the library for attention to keys [..., H] in pages."""
     return f"paged{'_any' if keys.shape[-1] % 16 else ''}_{keys.dtype}"
 
 
 def has_tiles() -> bool:
-    """Whether `multiply_floats` is as fast as XLA for many rows: this processor has AVX2 and its vectors."""
+    """Whether `multiply_floats` is as fast as XLA for many rows: whether this processor has AVX2."""
     return "avx2" in processor().split()
 
 
 def usable(library: str) -> bool:
-    """Whether there is a library, of `LIBRARIES`, for this process's CPU; if it must be compiled first, this waits.
+    """Whether a library of `LIBRARIES` is available on this CPU; compiles it first if necessary.
 
-    ``LLAMA_JAX_NATIVE=off`` says that there is none. ``CXX`` names the compiler.
+    ``LLAMA_JAX_NATIVE=off`` disables all libraries. ``CXX`` names the compiler.
     """
     return os.environ.get("LLAMA_JAX_NATIVE", "on") != "off" and _registered(_variant(library)).result()
 
 
 def prepare(libraries: Iterable[str]) -> None:
-    """Begin to compile what is missing of some libraries, and do not wait."""
+    """Start to compile those of the libraries that are missing, without waiting."""
     if os.environ.get("LLAMA_JAX_NATIVE", "on") != "off":
         for library in libraries:
             _registered(_variant(library))
@@ -156,22 +156,22 @@ def called_in(executable: bytes) -> tuple[str, ...]:
 
 
 def compiler() -> str | None:
-    """The path of the C++ compiler; None if there is none, or no kernel is wanted."""
+    """The path of the C++ compiler; None if there is none, or if native code is disabled."""
     if os.environ.get("LLAMA_JAX_NATIVE", "on") == "off":
         return None
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
 
 
-_lock = threading.Lock()  # of what follows
-_slots = threading.Semaphore(os.cpu_count() or 1)  # for as many compilers at a time
+_lock = threading.Lock()  # guards the following variables
+_slots = threading.Semaphore(os.cpu_count() or 1)  # limits concurrent compilers
 _futures: dict[str, Future[bool]] = {}
-_results: dict[str, bool] = {}  # of the futures that have one
+_results: dict[str, bool] = {}  # of the finished futures
 _running: set[subprocess.Popen[str]] = set()
-_ended = False  # whether this process ends
+_ended = False  # whether this process is exiting
 
 
 def _registered(library: str) -> Future[bool]:
-    """Whether XLA can call it, in the end. Its thread is a daemon, so that nothing waits for it at exit."""
+    """A future of whether XLA can call a library. Its thread is a daemon, so that the exit does not wait for it."""
     with _lock:
         if library not in _futures:
             future: Future[bool] = Future()
@@ -192,7 +192,7 @@ def _fulfill(future: Future[bool], library: str) -> None:
 
 @atexit.register
 def _end() -> None:
-    """Stop the compilers, and let their threads remove the files that these have begun."""
+    """Stop the compilers, and let their threads remove unfinished files."""
     global _ended
     with _lock:
         _ended = True
@@ -202,7 +202,7 @@ def _end() -> None:
 
 
 def _forget_unfinished() -> None:
-    """In a forked process, which has no thread that would finish it; and another may have held any lock."""
+    """Reset the state in a forked process: it lacks the threads that would finish, and locks may be held."""
     global _lock, _slots, _futures
     _lock, _slots = threading.Lock(), threading.Semaphore(os.cpu_count() or 1)
     _running.clear()
@@ -220,7 +220,7 @@ def _register(library: str) -> bool:
         loaded = ctypes.CDLL(str(_compiled(library)))
         jax.ffi.register_ffi_target(f"{PREFIX}{library}", jax.ffi.pycapsule(loaded.llama_jax_run), platform="cpu")
     except (OSError, subprocess.SubprocessError, UserError, AttributeError, RuntimeError) as error:  # the last is XLA's
-        if _ended:  # by which its compiler was stopped
+        if _ended:  # the exit stopped the compiler
             return False
         _say_missing("quantized" in library, reason_of(error, 300))
         return False
@@ -230,20 +230,20 @@ def _register(library: str) -> bool:
 @cache
 def _say_missing(quantized: bool, reason: str) -> None:
     what = "quantized weights are multiplied" if quantized else "models are decoded"
-    level = logging.WARNING if quantized else logging.INFO  # XLA's own floats are no surprise
+    level = logging.WARNING if quantized else logging.INFO  # XLA's float matmuls are expected
     _log.log(level, "%s by XLA, slower: no native kernel (%s)", what, reason)
 
 
 @cache
 def _say_compiling(folder: Path) -> None:
-    _log.warning("compiling kernels for this processor, once; it takes some seconds (%s)", folder)
+    _log.warning("compiling kernels for this processor, once; this takes a few seconds (%s)", folder)
 
 
 def _compiled(library: str) -> Path:
     """The file of a library.
 
     Raises:
-      OSError, UserError, SubprocessError: there is no compiler, or it fails, or the cache folder cannot be written.
+      OSError, UserError, SubprocessError: there is no compiler, it fails, or the cache folder is not writable.
     """
     cxx = compiler()
     if cxx is None:
@@ -260,15 +260,15 @@ def _compiled(library: str) -> Path:
             done = _run([cxx, *flags, f"-isystem{jax.ffi.include_dir()}", str(FOLDER / source), "-o", str(temporary)])
             if done.returncode:
                 first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-                raise UserError(f"{cxx} fails: {first}")
+                raise UserError(f"{cxx} failed: {first}")
     return path
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """What a compiler has written, in a group of processes of its own, so that those which it starts end with it."""
+    """Run a compiler in a separate process group, so that its child processes end with it."""
     with _lock:
         if _ended:
-            raise OSError("this process ends")
+            raise OSError("this process is exiting")
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace", process_group=0)
         _running.add(process)
@@ -286,10 +286,10 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _stop(process: subprocess.Popen[str], kill: bool) -> None:
-    """End a compiler and what it has started; unless it is killed, it removes its temporary files."""
+    """End a compiler and its child processes; unless killed, it removes its temporary files."""
     if process.poll() is None:
         if hasattr(os, "killpg"):
-            with suppress(ProcessLookupError):  # it has ended since
+            with suppress(ProcessLookupError):  # it has just ended
                 os.killpg(process.pid, signal.SIGKILL if kill else signal.SIGTERM)
         else:
             process.kill()
@@ -309,7 +309,7 @@ def _sources() -> str:
 
 @cache
 def processor() -> str:
-    """The processor's features, so that a cache folder shared by machines has a kernel for each kind."""
+    """The processor's features, so that a cache folder shared by machines has kernels for each type of processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))
