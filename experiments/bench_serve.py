@@ -274,7 +274,7 @@ def engine_alone(path: Path, arguments: Arguments, asked: Connection) -> None:
         begun = time.perf_counter()
         for _ in range(clients):
             ask()
-        while engine.turn():
+        while engine.step():
             pass
         return clients * each * arguments.new_tokens / (time.perf_counter() - begun)
 
@@ -317,7 +317,7 @@ def prefixes(path: Path, arguments: Arguments) -> dict[str, float]:
     def first(prompt: list[int]) -> float:
         begun, came = time.perf_counter(), list[float]()
         engine.submit(GenerationRequest(prompt=prompt, max_new_tokens=1), lambda update: came.append(time.perf_counter()))
-        while engine.turn():
+        while engine.step():
             pass
         return came[0] - begun
 
@@ -355,11 +355,11 @@ def arrival(path: Path, arguments: Arguments) -> dict[str, float]:
             request = GenerationRequest(prompt=tokens(8), max_new_tokens=200)
             engine.submit(request, taken if row == 0 else lambda update: None)
         while len(came) < 100:
-            engine.turn()
+            engine.step()
         asked = time.perf_counter()
         first = lambda update, begun=begun: begun.append(time.perf_counter())
         engine.submit(GenerationRequest(prompt=tokens(512), max_new_tokens=1), first)
-        while engine.turn():
+        while engine.step():
             pass
         gaps = [(before, after - before) for before, after in itertools.pairwise(came)]
         read = [gap for before, gap in gaps if asked <= before < begun[0]]
@@ -368,7 +368,7 @@ def arrival(path: Path, arguments: Arguments) -> dict[str, float]:
         found["longest"].append(max(read))
         began = time.perf_counter()
         engine.submit(GenerationRequest(prompt=tokens(512), max_new_tokens=1), lambda update: None)
-        while engine.turn():
+        while engine.step():
             pass
         found["piece alone"].append((time.perf_counter() - began) / -(-512 // engine.options.chunk))
     return {name: 1e3 * statistics.median(values) for name, values in found.items()}

@@ -151,7 +151,7 @@ class Work:
                 options = {"prompt": self.prompts[i], "sampling": self.samplings[i]}
                 request = GenerationRequest(max_new_tokens=self.new_tokens, **options)  # type: ignore[arg-type]
                 engine.submit(request, lambda update, to=found[i]: to.extend(update.tokens))  # type: ignore[misc]
-            engine.turn()
+            engine.step()
         return [([x.id for x in tokens], in_bits([x.logprob for x in tokens])) for tokens in found]
 
 

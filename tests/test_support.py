@@ -99,7 +99,7 @@ def is_served(kind):
             lambda update, to=tokens: to.extend(each.id for each in update.tokens),
         )
     while engine.busy:
-        engine.turn()
+        engine.step()
     engine.close()
     assert found == greedy(kind)
 

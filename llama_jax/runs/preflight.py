@@ -146,14 +146,16 @@ def resume_note(
     if latest is None:
         return None, recipe
     if not resume:
-        raise TrainingError(f"{folder} holds a run that is at step {latest}; go on with --resume, or use another --workdir")
+        raise TrainingError(
+            f"{folder} holds a run that is at step {latest}; continue with --resume, or use another --workdir"
+        )
     step = folder / CHECKPOINTS / str(latest)
     try:
         verify(step, {ABOUT})
         note = read_note(folder / CHECKPOINTS, latest)
     except DamagedError as error:
         older = max((step for step in checkpoints.steps() if step < latest), default=None)
-        remedy = "there is no older one" if older is None else f"remove that folder, and the run goes on from step {older}"
+        remedy = "there is no older one" if older is None else f"remove that folder to continue from step {older}"
         raise TrainingError(f"the checkpoint in {step} is damaged ({error}); {remedy}") from None
     missing = [name for name in ("recipe", "data", "tokens") if name not in note]
     if missing:

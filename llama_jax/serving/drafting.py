@@ -1,4 +1,4 @@
-"""Speculative decoding in the engine: measured step times and acceptance rates determine the number of drafts per turn."""
+"""Speculative decoding in the engine: measured times and acceptance rates determine the number of drafts per iteration."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from llama_jax.inference.speculation import Drafter, DraftModel, PromptLookup
 from llama_jax.inference.speculation.draft_length import MARGIN, SOFTENING, Pace
 from llama_jax.inference.speculation.prompt_lookup import Following
 
-GUESS = 2.0  # cost of an unmeasured turn with drafts, relative to a plain turn
+GUESS = 2.0  # cost of an unmeasured iteration with drafts, relative to a plain iteration
 MEMORY = 256  # tokens after which the weight of an older draft is halved
-FORGETTING = 1.001  # divisor of the time estimate with drafts after each plain turn, so that drafts are tried again
-CATCHING_UP = -1  # instead of a number of drafts: a turn without drafts, in which the draft model prefilled missing tokens
+FORGETTING = 1.001  # divisor of the time estimate with drafts after each plain iteration, so that drafts are tried again
+CATCHING_UP = -1  # in place of a number of drafts: an iteration in which the draft model only prefilled missing tokens
 
 Shape = tuple[int, int]  # rows and tokens
-StepKind = tuple[Any, int]  # what determines the time of a turn: its shape and the number of drafts per row
+StepKind = tuple[Any, int]  # what determines the time of an iteration: its shape and the number of drafts per row
 
 
 class Drafting(ABC):
-    """Strategy and statistics of an engine's drafts. Measured times determine whether a turn has drafts, not its tokens.
+    """Strategy and statistics of an engine's drafts. Measured times decide whether an iteration has drafts, not its tokens.
 
     Attributes:
-      numbers: possible numbers of drafts per row and turn, ascending.
+      numbers: possible numbers of drafts per row and iteration, ascending.
       offered, accepted: total number of draft tokens that were proposed, and accepted.
     """
 
@@ -55,12 +55,12 @@ class Drafting(ABC):
         """The device input for this number of drafts, int32[B, any]; -1 for a row without drafts."""
 
     def settle(self, number: int, counts: Sequence[int]) -> None:
-        """Record the number of tokens of each running row in a turn with `number` drafts."""
+        """Record the number of tokens of each running row in an iteration with `number` drafts."""
         self.accepted += sum(max(count - 1, 0) for count in counts)
 
     @abstractmethod
     def observe(self, kinds: Sequence[StepKind], seconds: float | None) -> None:
-        """Record the time of turns of these kinds; None if it includes other work."""
+        """Record the time of iterations of these kinds; None if it includes other work."""
 
 
 def drafting_by(draft: Drafter | None) -> Drafting | None:
@@ -103,7 +103,7 @@ class LookupDrafting(Drafting):
         return drafts
 
     def observe(self, kinds: Sequence[StepKind], seconds: float | None) -> None:
-        """Record the time of a single turn; a total time of several turns is ignored."""
+        """Record the time of a single iteration; a total time of several iterations is ignored."""
         if len(kinds) != 1 or seconds is None:
             return
         shape, drafted = kinds[0][0], bool(kinds[0][1])
@@ -126,7 +126,7 @@ class LookupDrafting(Drafting):
 class ModelDrafting(Drafting):
     """Drafts from a smaller model; their number is chosen by `Pace`, as in `generate`.
 
-    Acceptance is estimated over all rows together, and the time of a turn for each shape.
+    Acceptance is estimated over all rows together, and the time of an iteration for each shape.
     """
 
     def __init__(self, draft: DraftModel) -> None:

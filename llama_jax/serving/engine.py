@@ -1,9 +1,9 @@
 """The engine: continuous batching of requests on one model; each gets the same tokens as without other requests.
 
-One thread runs it in turns. A turn launches one step of the device, which prefills a chunk of a prompt, or several short
-prompts, and decodes a token of every other row. Its results are collected one turn later, so that the device never waits for
-the host. With a fast model a single row gets several tokens per turn (a burst), because launching a program per token would
-take a significant part of the time.
+One thread runs it in iterations. An iteration launches one step of the device, which prefills a chunk of a prompt, or
+several short prompts, and decodes a token of every other row. Its results are collected one iteration later, so that the
+device never waits for the host. With a fast model a single row gets several tokens per iteration (a burst), because launching
+a program per token would take a significant part of the time.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from llama_jax.serving.thread_pool import DaemonThreadPool
 from llama_jax.serving.warmup import warm
 
 CONSTRAINT_THREADS = 2
-CONSTRAINT_SECONDS = 0.005  # a turn waits at most this long for the constraints of its rows, then omits these rows
+CONSTRAINT_SECONDS = 0.005  # an iteration waits at most this long for the constraints of its rows, then omits these rows
 BURST_SECONDS = 0.025  # maximum time of a burst, because a request that arrives meanwhile waits for its end
 
 
 class Engine:
-    """Continuous batching. `submit` may be called from any thread; call `run` in one, or `turn` repeatedly.
+    """Continuous batching. `submit` may be called from any thread; call `run` in one, or `step` repeatedly.
 
     Args:
       config, params: the model; on a mesh that does not shard rows.
@@ -62,22 +62,22 @@ class Engine:
         self.model = model or ServedModel.of(config, params, options.cache, options.compute, options.draft)
         self.options = options = options.for_platform(self.model.platform)
         self.scheduler = Scheduler(self.model, options, self.context, self._collect)
-        self.after_turn: Callable[[], None] = lambda: None
+        self.after_iteration: Callable[[], None] = lambda: None
         self.failure: str | None = None
         self._queue = Queue(options.most_waiting, options.most_waiting_tokens)
         self._pending: LaunchedStep | None = None
         self._cancelled: deque[Ticket] = deque()
         self._constraints = DaemonThreadPool("constraints", CONSTRAINT_THREADS)
-        self._accepting: list[ServedRow] = []  # rows whose constraint received a token since the last turn
+        self._accepting: list[ServedRow] = []  # rows whose constraint received a token since the last iteration
         self._changed = threading.Condition()
         self._closing: str | None = None
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._compiled = CompileCount()
-        self._turns = 0
-        self._turn_seconds = 0.0
-        self._token_seconds = math.inf  # in the last turn with a single row and without prefill
-        self._last_turn = time.monotonic()
+        self._iterations = 0
+        self._iteration_seconds = 0.0
+        self._token_seconds = math.inf  # in the last iteration with a single row and without prefill
+        self._last_iteration = time.monotonic()
 
     def warm(self, progress: Callable[[int, int], None] | None = None) -> float:
         """Compile all programs that requests can need, by running each once; return the seconds that it took.
@@ -123,7 +123,7 @@ class Engine:
             self._check_room(requests, requests)
 
     def run(self) -> None:
-        """Take turns until `close`. An exception ends every request as "failed", and is raised."""
+        """Run iterations until `close`. An exception ends every request as "failed", and is raised."""
         try:
             while True:
                 with self._changed:
@@ -131,7 +131,7 @@ class Engine:
                         self._changed.wait()
                     if self._closing == "now" or (self._closing == "drain" and not self.busy):
                         break
-                self.turn()
+                self.step()
         except BaseException as error:
             self.failure = f"{type(error).__name__}: {error}"
             raise
@@ -143,7 +143,7 @@ class Engine:
             for ticket in [*waiting, *(row.ticket for row in self.scheduler.rows)]:
                 with suppress(Exception):  # an error in one callback must not prevent the others
                     self._finish(ticket, reason, self.failure)
-            self.after_turn()
+            self.after_iteration()
 
     def close(self, drain: bool = False) -> None:
         """End `run`: immediately, or with `drain` after all admitted requests have ended. From any thread."""
@@ -154,10 +154,10 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a turn would do anything."""
+        """Whether an iteration would do anything."""
         return bool(self._queue or self.scheduler.rows or self._pending or self._cancelled)
 
-    def turn(self) -> bool:
+    def step(self) -> bool:
         """Launch a step of prefill and decoding, and collect the previous step; False if there was nothing to do."""
         begun, scheduler = time.monotonic(), self.scheduler
         if not self.busy:
@@ -180,15 +180,15 @@ class Engine:
         before = self._pending
         self._collect()
         self._pending = launched
-        self.after_turn()
-        self._last_turn = time.monotonic()
-        self._turns += 1
-        self._turn_seconds += self._last_turn - begun
+        self.after_iteration()
+        self._last_iteration = time.monotonic()
+        self._iterations += 1
+        self._iteration_seconds += self._last_iteration - begun
         if one_row and before is not None and before.kind[0] == self.options.steps[0]:
-            self._token_seconds = (self._last_turn - begun) / before.steps
+            self._token_seconds = (self._last_iteration - begun) / before.steps
         if scheduler.drafting is not None:
             steady = alone and launched is not None and kinds == [launched.kind]
-            scheduler.drafting.observe(kinds, self._last_turn - begun if steady else None)
+            scheduler.drafting.observe(kinds, self._last_iteration - begun if steady else None)
         return True
 
     def stats(self) -> EngineStats:
@@ -211,9 +211,9 @@ class Engine:
             finished=dict(self._finished),
             refused=self._counts["refused"],
             compilations_after_ready=self._compiled.count,
-            turns=self._turns,
-            turn_seconds=self._turn_seconds,
-            last_turn=self._last_turn,
+            iterations=self._iterations,
+            iteration_seconds=self._iteration_seconds,
+            last_iteration=self._last_iteration,
             busy=self.busy,
             prefix_entries=len(pages),
             prefix_bytes=pages.held_bytes,
@@ -222,9 +222,9 @@ class Engine:
         )
 
     def _next_readers(self) -> list[ServedRow]:
-        """The rows that prefill in this turn; new requests among them get a seat."""
+        """The rows that prefill in this iteration; new requests among them get a seat."""
         with self._changed:  # callers that submit wait for this lock
-            tickets = self.scheduler.readers(self._queue, self._turns % 2 == 0)
+            tickets = self.scheduler.readers(self._queue, self._iterations % 2 == 0)
             begin = [ticket for ticket in tickets if ticket.row is None]
             for ticket in begin:
                 self._queue.remove(ticket)
@@ -277,7 +277,7 @@ class Engine:
             self._end(ticket, update)
 
     def _take_constraints(self) -> None:
-        """Update the allowed tokens of constrained rows. Waits only for constraints that got a token in this turn."""
+        """Update the allowed tokens of constrained rows. Waits only for constraints that got a token in this iteration."""
         new, self._accepting = [row.accepting for row in self._accepting if row.accepting is not None], []
         if new:
             wait(new, CONSTRAINT_SECONDS)
@@ -313,7 +313,7 @@ class Engine:
             raise ClosedError(f"the engine is shutting down ({self.failure or 'closed'}) and accepts no requests")
         done = self.scheduler.counts["prompt_tokens"] + self._counts["generated_tokens"]
         try:
-            self._queue.check_room(tokens, done / self._turn_seconds if self._turn_seconds > 0 else 0.0, requests)
+            self._queue.check_room(tokens, done / self._iteration_seconds if self._iteration_seconds > 0 else 0.0, requests)
         except BusyError:
             self._counts["refused"] += 1
             raise
@@ -339,9 +339,9 @@ class EngineStats(NamedTuple):
       finished: number of requests by finish reason.
       refused: requests rejected because the queue was full.
       compilations_after_ready: programs compiled since `warm`, anywhere in the process; the engine itself compiles none.
-      turns: number of turns taken.
-      turn_seconds: total seconds of these turns.
-      last_turn: end of the last turn, by `time.monotonic`.
+      iterations: number of iterations.
+      iteration_seconds: total seconds of these iterations.
+      last_iteration: end of the last iteration, by `time.monotonic`.
       busy: whether there is work to do.
       prefix_entries, prefix_bytes, evicted: entries, bytes and evicted entries of the prefix cache.
       preempted: number of times that a request lost its pages to an older one.
@@ -361,9 +361,9 @@ class EngineStats(NamedTuple):
     finished: Mapping[str, int]
     refused: int
     compilations_after_ready: int
-    turns: int
-    turn_seconds: float
-    last_turn: float
+    iterations: int
+    iteration_seconds: float
+    last_iteration: float
     busy: bool
     prefix_entries: int
     prefix_bytes: int

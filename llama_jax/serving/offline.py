@@ -76,7 +76,7 @@ def run_jobs(engine: Engine, jobs: Iterable[Job]) -> Iterator[Job]:
             if job is not None:
                 job.submit(engine)
                 open_jobs.append(job)
-        engine.turn()
+        engine.step()
         ended = [job for job in open_jobs if job.finish is not None]
         if ended:
             open_jobs = [job for job in open_jobs if job.finish is None]

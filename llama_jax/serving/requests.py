@@ -130,7 +130,7 @@ class Ticket:
     ended: bool = False
 
     def cancel(self) -> None:
-        """End the request as "cancelled", in any stage; its row is free within two turns. From any thread."""
+        """End the request as "cancelled", in any stage; its row is free within two iterations. From any thread."""
         if not self.ended:
             self._cancel(self)
 

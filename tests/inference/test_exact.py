@@ -135,7 +135,7 @@ def served(model, options, turns, prompts=PROMPTS):
             if waiting:
                 request = waiting.pop()
                 engine.submit(request, lambda update, to=found[id(request)]: to.extend(update.tokens))
-        engine.turn()
+        engine.step()
     stats = engine.stats()
     engine.close()
     tokens = [found[id(request)] for request in everything]
@@ -167,7 +167,7 @@ def test_kept_prefixes(model):
     for prompt, expected in zip(prompts, want, strict=True):
         tokens = []
         engine.submit(GenerationRequest(prompt=prompt, max_new_tokens=NEW), lambda update: tokens.extend(update.tokens))  # noqa: B023
-        while engine.turn():
+        while engine.step():
             pass
         found = [t.id for t in tokens], np.asarray([t.logprob for t in tokens], np.float32).view(np.int32).tolist()
         assert found == expected

@@ -107,7 +107,7 @@ def test_an_engine_stops_where_it_would_have_to_read_again(params):
     for row, limit in enumerate((12, 1, 12)):
         engine.submit(GenerationRequest(prompt=PROMPTS[row], max_new_tokens=limit), updates.append)
         while engine.busy:
-            engine.turn()
+            engine.step()
         tokens = [token.id for update in updates for token in update.tokens]
         (want,) = llama_jax.generate(CONFIG, params, [PROMPTS[row]], max_new_tokens=limit)
         assert tokens == want.tokens

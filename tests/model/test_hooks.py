@@ -168,7 +168,7 @@ def test_a_server(steered):
             lambda update, to=tokens: to.extend(each.id for each in update.tokens),
         )
     while engine.busy:
-        engine.turn()
+        engine.step()
     assert found == expected
 
 

@@ -147,7 +147,7 @@ def exact(text, tmp_path_factory):
 
 def test_another_run_in_the_folder(whole, text):
     folder = whole[0]
-    with pytest.raises(TrainingError, match="holds a run that is at step 12; go on with --resume"):
+    with pytest.raises(TrainingError, match="holds a run that is at step 12; continue with --resume"):
         train(RECIPE, folder, [text], log=StopAt())
     other = dataclasses.replace(RECIPE, steps=20, model=dataclasses.replace(CONFIG, hidden_dim=96))
     with pytest.raises(TrainingError, match=r"model\.hidden_dim: 64 in the folder, 96 now; steps: 12 in the folder, 20 now"):
@@ -203,7 +203,7 @@ def test_a_damaged_note_says_which_step_is_left(text, tmp_path):
     recipe = dataclasses.replace(RECIPE, steps=4, save_every=2, evaluate_every=0)
     train(recipe, tmp_path, [text], log=StopAt())
     (tmp_path / "checkpoints" / "4" / "about" / "note.json").write_text("{")
-    with pytest.raises(TrainingError, match="remove that folder, and the run goes on from step 2"):
+    with pytest.raises(TrainingError, match="remove that folder to continue from step 2"):
         train(recipe, tmp_path, [text], resume=True, log=StopAt())
 
 

@@ -78,16 +78,16 @@ class FakeEngine:
     most_waiting: int = 64
     context: int = 512
     vocab_size: int = BYTES.vocab_size
-    per_turn: int = 1
-    after_turn: Callable[[], None] = lambda: None
+    per_iteration: int = 1
+    after_iteration: Callable[[], None] = lambda: None
     fail_at: int | None = None
     admitted: list[GenerationRequest] = field(default_factory=list)
     waiting: list[Running] = field(default_factory=list)
     running: list[Running] = field(default_factory=list)
     finished: Counter[str] = field(default_factory=Counter)
     generated: int = 0
-    turns: int = 0
-    last_turn: float = field(default_factory=time.monotonic)
+    iterations: int = 0
+    last_iteration: float = field(default_factory=time.monotonic)
     closing: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -115,7 +115,7 @@ class FakeEngine:
         with self.changed:
             self.changed.notify_all()
 
-    def turn(self) -> bool:
+    def step(self) -> bool:
         with self.changed:
             gone = [ticket for ticket in (*self.waiting, *self.running) if ticket.cancelled]
             self.waiting = [ticket for ticket in self.waiting if not ticket.cancelled]
@@ -124,14 +124,14 @@ class FakeEngine:
                 self.running.append(self.waiting.pop(0))
         for ticket in gone:
             self._end(ticket, Update(finish="cancelled"))
-        if self.turns == self.fail_at:
+        if self.iterations == self.fail_at:
             raise RuntimeError("a device is on fire")
         for ticket in list(self.running):
             self._step(ticket)
         worked = bool(gone or self.running)
-        self.turns += 1
-        self.last_turn = time.monotonic()
-        self.after_turn()
+        self.iterations += 1
+        self.last_iteration = time.monotonic()
+        self.after_iteration()
         return worked
 
     def _step(self, ticket: Running) -> None:
@@ -139,7 +139,7 @@ class FakeEngine:
         if ticket.count == 0 and request.score_prompt:
             update.prompt = [scored(token, i, request.alternatives) for i, token in enumerate(request.prompt)]
             update.prompt[0] = ScoredToken(request.prompt[0], None)
-        for _ in range(self.per_turn):
+        for _ in range(self.per_iteration):
             if ticket.count >= request.max_new_tokens or update.finish:
                 update.finish = update.finish or "length"
                 break
@@ -171,7 +171,7 @@ class FakeEngine:
                 with self.changed:
                     self.changed.wait_for(lambda: self.waiting or self.running or self.closing)
                 if not self.closing:
-                    self.turn()
+                    self.step()
         except BaseException as error:
             last = Update(finish="failed", error=str(error))
             raise
@@ -179,7 +179,7 @@ class FakeEngine:
             self.closing = True
             for ticket in [*self.waiting, *self.running]:
                 ticket.deliver(last)
-            self.after_turn()
+            self.after_iteration()
 
     def close(self) -> None:
         self.closing = True
@@ -192,7 +192,7 @@ class FakeEngine:
             "waiting": len(self.waiting),
             "generated_tokens": self.generated,
             "finished": dict(self.finished),
-            "last_turn": self.last_turn,
+            "last_iteration": self.last_iteration,
             "busy": bool(self.waiting or self.running),
         }
         return EngineStats(**dict.fromkeys(EngineStats._fields, 0) | known)
@@ -309,7 +309,7 @@ def talk(
     connections: int = 0,
     **options: Any,
 ) -> Any:
-    """What a conversation with an application gives; without `thread` it takes the engine's turns itself."""
+    """What a conversation with an application gives; without `thread` it takes the engine's iterations itself."""
 
     async def main() -> Any:
         service = Service(engine, shown or served(), ServerOptions(wedged_after=5.0, **options))

@@ -81,12 +81,12 @@ def test_every_form_of_a_prompt(prompt):
     assert answer["usage"]["completion_tokens"] == 2 * 2 * len(texts)
 
 
-@pytest.mark.parametrize("per_turn", [1, 3, 30])
-def test_a_stream_says_what_the_whole_says(per_turn, monkeypatch):
+@pytest.mark.parametrize("per_iteration", [1, 3, 30])
+def test_a_stream_says_what_the_whole_says(per_iteration, monkeypatch):
     monkeypatch.setattr("llama_jax.serving.http.response.SLICE", 4)  # so that prompts and updates are taken in parts
     said = "Größe 🦙 and so on, and so forth"
     body = {"max_tokens": 60, "logprobs": 1, "n": 2, "stop": ["so forth", "zzz"], "seed": 1, "echo": True}
-    engine = FakeEngine(says=saying(said), per_turn=per_turn)
+    engine = FakeEngine(says=saying(said), per_iteration=per_iteration)
     whole, stream = ask(
         engine,
         lambda c: c.complete("é and é", **body),
@@ -125,13 +125,13 @@ def test_scored_answers_are_written_as_json_writes_them(chat):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_long_scored_answer_leaves_others_their_turn(stream):
     """Also where nobody has taken its tokens for long: it is written in parts, between which other tasks run."""
-    engine = FakeEngine(says=saying("x" * 300), per_turn=200)
+    engine = FakeEngine(says=saying("x" * 300), per_iteration=200)
 
     async def conversation(client):
         body = {"prompt": "a", "max_tokens": 200, "logprobs": 5, "n": 4, "stream": stream}
         call, turns = client.begin("POST", "/v1/completions", body), 0
         await until(lambda: engine.waiting)
-        engine.turn()
+        engine.step()
         while not call.task.done():
             await asyncio.sleep(0)
             turns += 1
@@ -157,9 +157,9 @@ def test_a_stop_text_cancels_what_the_engine_still_does():
         await until(lambda: engine.waiting)
         for _ in range(9):
             await asyncio.sleep(0)
-            engine.turn()
+            engine.step()
         response = await call.response()
-        engine.turn()
+        engine.step()
         assert engine.running == []
         return response
 
@@ -496,7 +496,7 @@ def test_a_full_queue_admits_nothing_of_a_request():
     async def conversation(client):
         refused = await client.complete(["a", "b", "c", "d"])
         await asyncio.sleep(0)
-        engine.turn()
+        engine.step()
         assert not engine.waiting + engine.running
         return refused
 
@@ -526,11 +526,11 @@ def test_a_client_that_leaves_frees_its_rows(stream, turns):
         call = client.begin("POST", "/v1/completions", body)
         await until(lambda: engine.waiting)
         for _ in range(turns):
-            engine.turn()
+            engine.step()
             await asyncio.sleep(0)
         call.leave()
         await asyncio.wait_for(call.task, 20)
-        engine.turn()
+        engine.step()
         assert not engine.waiting + engine.running
         assert not client.service.bridge.open
         assert len(asyncio.all_tasks()) == 1
@@ -553,7 +553,7 @@ def test_one_wake_up_for_a_turn_of_many():
         wake = loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *given: (wakes.append(1), wake(*given))[1]
         for _ in range(8):
-            engine.turn()
+            engine.step()
             await asyncio.sleep(0)
         for call in calls:
             assert len((await call.response()).events) > 2
@@ -575,10 +575,10 @@ def test_an_engine_that_is_faster_than_the_loop_leaves_it_its_turn():
         def putting(index, update):
             taken.append(update)
             put(index, update)
-            engine.turn()  # as another thread might in the meantime
+            engine.step()  # as another thread might in the meantime
 
         exchange.put = putting
-        engine.turn()
+        engine.step()
         client.service.bridge._flush()
         counts = [len(taken)]
         await until(lambda: call.task.done())
@@ -597,7 +597,7 @@ def test_an_engine_that_fails():
     async def conversation(client):
         call = client.begin("POST", "/v1/completions", {"prompt": "a", "stream": True})
         await until(lambda: engine.waiting)
-        engine.turn()
+        engine.step()
         await until(lambda: call.sent)
         with pytest.raises(RuntimeError):
             engine.run()
@@ -635,9 +635,9 @@ def test_a_request_that_takes_too_long_frees_its_row(turns):
         call = client.begin("POST", "/v1/completions", {"prompt": "a", "max_tokens": 300})
         await until(lambda: engine.waiting)
         for _ in range(turns):
-            engine.turn()
+            engine.step()
         answer = await call.response()
-        engine.turn()
+        engine.step()
         return answer
 
     assert error_of(talk(engine, conversation, thread=False, seconds=0.05), 504)["code"] == "timeout"
@@ -649,16 +649,16 @@ def test_health_and_readiness():
 
     async def conversation(client):
         service = client.service
-        engine.last_turn -= 1000  # long idle is healthy
+        engine.last_iteration -= 1000  # long idle is healthy
         statuses = [(await client.get("/health")).status, (await client.get("/ready")).status]
         call = client.begin("POST", "/v1/completions", {"prompt": "a"})
         await until(lambda: engine.waiting)
         statuses.append((await client.get("/health")).status)  # has only just got work
         service._busy_since -= 6
         wedged = await client.get("/health")
-        engine.turn()
+        engine.step()
         statuses.append((await client.get("/health")).status)
-        while engine.turn():
+        while engine.step():
             await asyncio.sleep(0)
         await call.response()
         service.begin_drain()
@@ -667,7 +667,7 @@ def test_health_and_readiness():
 
     statuses, wedged, (health, ready, refused) = talk(engine, conversation, thread=False)
     assert statuses == [200] * 4
-    assert "not finished a turn for 6 s" in error_of(wedged, 503)["message"]
+    assert "not finished an iteration for 6 s" in error_of(wedged, 503)["message"]
     assert health.status == 200
     assert error_of(ready, 503)["code"] == "not_ready"
     assert error_of(refused, 503)["code"] == "draining"

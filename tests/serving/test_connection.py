@@ -200,7 +200,7 @@ def test_a_client_that_never_reads_is_left(monkeypatch, stream):
     monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.02)
     monkeypatch.setattr(connection.Connection, "connection_made", with_small_buffer)
     monkeypatch.setattr(connection.Connection, "connection_lost", noted)
-    engine = FakeEngine(says=lambda request: itertools.repeat(ids("x")[0]), per_turn=100, context=10**9)
+    engine = FakeEngine(says=lambda request: itertools.repeat(ids("x")[0]), per_iteration=100, context=10**9)
     end = engine._end
     engine._end = lambda *one: (end(*one), ended.set())
     with listening(engine, served()) as address, socket.socket() as found:

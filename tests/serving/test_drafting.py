@@ -79,7 +79,7 @@ def test_drafts_of_the_same_model_are_all_right(model, force):  # noqa: F811
     found = drafting.stats()
     assert found.drafted > 10
     assert found.accepted >= found.drafted - 2 * 3  # what comes after the end of a row is not taken
-    assert found.turns < found.generated_tokens
+    assert found.iterations < found.generated_tokens
 
 
 class TestEveryRequestGetsWhatItGetsAlone:

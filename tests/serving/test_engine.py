@@ -64,7 +64,7 @@ class Client:
 
 
 def exhaust(engine):
-    while engine.turn():
+    while engine.step():
         pass
 
 
@@ -140,7 +140,7 @@ def come_and_go(engine, wanted, rng, expected):
         if rng.random() < 0.05 and clients:
             cancelled.add(gone := rng.randrange(len(clients)))
             clients[gone].ticket.cancel()
-        engine.turn()
+        engine.step()
     for i, client in enumerate(clients):
         answer = expected(client.request)
         if i in cancelled:
@@ -164,7 +164,7 @@ def run_warm(engine, wanted):
     clients = []
     for fields in wanted:
         clients.append(Client(engine, **fields))
-        engine.turn()
+        engine.step()
     exhaust(engine)
     stats = engine.stats()
     engine.close()
@@ -209,7 +209,7 @@ def test_nothing_is_compiled_once_it_is_warm(model, warm_engine, bursts):
     rng, before = random.Random(7), warm_engine.stats().compilations_after_ready
     for _ in range(60):
         Client(warm_engine, **some_request(rng), alternatives=rng.choice([0, 3]), score_prompt=rng.random() < 0.2)
-        warm_engine.turn()
+        warm_engine.step()
     exhaust(warm_engine)
     Client(warm_engine, prompt=[1, 5], max_new_tokens=120)  # alone, in rows of every size
     exhaust(warm_engine)
@@ -225,7 +225,7 @@ class TestBursts:
             bursts(wanted)
             engine = Engine(*model, SMALL)
             client = run(engine, prompt=[1, 5], max_new_tokens=42, **kwargs)
-            return engine.stats().turns, client
+            return engine.stats().iterations, client
 
         (many, one_by_one), (few, in_bursts) = taken(False), taken(True)
         assert many == 43  # a token in each turn, and one turn to collect the last
@@ -257,12 +257,12 @@ class TestBursts:
         engine = Engine(*model, SMALL)
         first = Client(engine, prompt=[1, 5], max_new_tokens=40)
         while len(first.ids) < 10:
-            engine.turn()
+            engine.step()
         second = Client(engine, prompt=[1, 6], max_new_tokens=20)
         before = len(first.ids)
-        engine.turn()
+        engine.step()
         assert len(first.ids) == before + BURST
-        engine.turn()
+        engine.step()
         assert (len(first.ids), len(second.ids)) == (before + BURST + 1, 1)
         exhaust(engine)
         as_alone(model, (first, second))
@@ -337,7 +337,7 @@ class TestFullCache:
             prompt = draw(60, 95)
             Client(engine, prompt=draw(2, 40), max_new_tokens=rng.randrange(20, 80))
             for _ in range(rng.randrange(30)):
-                engine.turn()
+                engine.step()
             run(engine, prompt=prompt, max_new_tokens=20)
             again = run(engine, prompt=[*prompt[:-3], 7], max_new_tokens=6)
             assert again.ids == alone(model, again.request).tokens
@@ -346,13 +346,13 @@ class TestFullCache:
     def test_a_request_waits_for_the_pages_of_its_prompt_and_none_passes_it(self, model):
         engine = Engine(*model, FULL)
         first = Client(engine, prompt=[1, *range(5, 100)], max_new_tokens=10)
-        engine.turn()
+        engine.step()
         long, short = (
             Client(engine, prompt=[1, *range(105, 200)], max_new_tokens=2),
             Client(engine, prompt=[1], max_new_tokens=2),
         )
         while first.finish is None:
-            engine.turn()
+            engine.step()
             assert engine.stats().waiting == 2 or first.finish
         exhaust(engine)
         assert engine.stats().preempted == 0
@@ -363,10 +363,10 @@ class TestFullCache:
         begun = [1, *range(5, 68)]
         first = Client(engine, prompt=[*begun, 70], max_new_tokens=15)
         while not first.ids:
-            engine.turn()
+            engine.step()
         second = Client(engine, prompt=[*begun, *range(80, 100)], max_new_tokens=10)  # six pages, of which four are there
         while first.finish is None:
-            engine.turn()
+            engine.step()
         assert second.ids
         assert second.updates[0].cached == 64
         exhaust(engine)
@@ -377,7 +377,7 @@ class TestFullCache:
         engine = Engine(*model, FULL)
         first = Client(engine, prompt=[1, 7], max_new_tokens=120)
         while len(first.ids) < 30:
-            engine.turn()
+            engine.step()
         bound = Client(engine, prompt=[1, 7], max_new_tokens=60, constraint=EveryOther(512))
         scored = run(engine, prompt=[1, *range(50, 70)], max_new_tokens=60, score_prompt=True)
         assert engine.stats().preempted
@@ -389,7 +389,7 @@ class TestFullCache:
         rng, engine = random.Random(0), Engine(*model, replace(SMALL, rows=64, cache_tokens=64 * 128, prefix_bytes=0))
         clients = [Client(engine, prompt=[1] * rng.randrange(1, 100), max_new_tokens=28) for _ in range(64)]
         while any(not client.ids for client in clients):
-            engine.turn()
+            engine.step()
             running = engine.scheduler.rows
             used = engine.scheduler.pages.count - engine.scheduler.pages.available
             assert used == sum(len(row.pages) for row in running)
@@ -402,21 +402,21 @@ class TestCancelling:
         engine = Engine(*model, SMALL)
         running = [Client(engine, prompt=[1, 7 + i], max_new_tokens=60) for i in range(3)]
         while engine.stats().running < 3:
-            engine.turn()
+            engine.step()
         reading = Client(engine, prompt=[1, *range(5, 100)], max_new_tokens=20)
         while not engine.stats().reading:
-            engine.turn()
+            engine.step()
         waiting = Client(engine, prompt=[1, 9], max_new_tokens=60)
         for client in (waiting, reading, running[2]):
             client.ticket.cancel()
             client.ticket.cancel()
-            engine.turn()
+            engine.step()
             assert client.finish == "cancelled"
         assert engine.stats()[1:4] == (2, 0, 0)
         exhaust(engine)
         as_alone(model, running[:2])
         reading.ticket.cancel()  # one that has ended
-        assert not engine.turn()
+        assert not engine.step()
 
 
 class TestQueue:
@@ -439,7 +439,7 @@ class TestQueue:
         engine = Engine(*model, SMALL)
         clients = [Client(engine, prompt=[1, *range(5, 5 + i)], max_new_tokens=3) for i in range(2, 6)]
         for _ in range(2):  # what a step gives is delivered in the turn after it
-            engine.turn()
+            engine.step()
         assert all(client.ids for client in clients[:3])  # of 3 + 4 + 5 tokens; the fourth has 6, and there is room for 16
         assert not clients[3].ids
         exhaust(engine)
@@ -448,11 +448,11 @@ class TestQueue:
     def test_a_short_prompt_does_not_wait_for_long_ones_nor_they_for_ever(self, model, warm_engine):
         engine = Engine(*model, SMALL)
         long = [Client(engine, prompt=[1, *range(5, 115 - i)], max_new_tokens=2) for i in range(2)]
-        engine.turn()
+        engine.step()
         turns = 0
         short = [Client(engine, prompt=[1, 7 + i], max_new_tokens=2) for i in range(8)]
         while not all(client.finish for client in long):
-            engine.turn()
+            engine.step()
             turns += 1
             if turns == 4:
                 assert short[0].updates
@@ -516,11 +516,11 @@ class TestSlowConstraints:
         engine, slow = Engine(*model, SMALL), Halting(512)
         bound = Client(engine, **fields, constraint=slow)
         for _ in range(2):
-            assert engine.turn()
+            assert engine.step()
         assert slow.asked.acquire(timeout=20)
         free = Client(engine, prompt=[1, 9], max_new_tokens=20, sampling=sampling)
         while free.finish is None:
-            assert engine.turn()
+            assert engine.step()
             assert len(bound.ids) == 1
         for _ in range(6):
             slow.told.release()
@@ -534,7 +534,7 @@ class TestSlowConstraints:
         engine, slow = Engine(*model, SMALL), Halting(512)
         bound = Client(engine, prompt=[1, 7], max_new_tokens=6, constraint=slow)
         for _ in range(2):
-            assert engine.turn()
+            assert engine.step()
         assert slow.asked.acquire(timeout=20)
         bound.ticket.cancel()
         exhaust(engine)
@@ -601,7 +601,7 @@ class TestRunning:
     def test_closed_at_once(self, model, warm_engine):
         engine = Engine(*model, SMALL)
         clients = [Client(engine, prompt=[1, 5 + i], max_new_tokens=50) for i in range(8)]
-        engine.turn()
+        engine.step()
         engine.close()
         engine.run()
         assert {client.finish for client in clients} == {"cancelled"}

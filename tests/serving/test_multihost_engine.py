@@ -79,9 +79,9 @@ class First:
             )
             updates = []
             found.append((request, updates, self.engine.submit(request, updates.append)))
-            self.engine.turn()
+            self.engine.step()
         found[2][2].cancel()
-        while self.engine.turn():
+        while self.engine.step():
             pass
         return found
 

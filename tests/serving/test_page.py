@@ -267,7 +267,7 @@ def test_tokens_with_their_alternatives(browser):
 
 @pytest.mark.slow
 def test_what_a_model_writes_is_inert(browser):
-    with listening(FakeEngine(says=saying(HOSTILE), context=4096, per_turn=64), served()) as address:
+    with listening(FakeEngine(says=saying(HOSTILE), context=4096, per_iteration=64), served()) as address:
         browser.open(address)
         browser.until("model")
         browser.get("document.getElementById('max_tokens').value = 2000; 0")
@@ -325,7 +325,8 @@ def test_a_phone(browser, width):
         + "wide" * 30
         + " | c |"
     )
-    with listening(FakeEngine(says=saying(text), context=4096, per_turn=64), replace(served(), name="n" * 60)) as address:
+    engine = FakeEngine(says=saying(text), context=4096, per_iteration=64)
+    with listening(engine, replace(served(), name="n" * 60)) as address:
         browser.call("Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=2, mobile=True)
         browser.call("Emulation.setTouchEmulationEnabled", enabled=True)
         browser.open(address)

@@ -189,7 +189,7 @@ def ends_soon(running):
 
 
 def test_clients_that_do_not_read_do_not_hold_up_the_end():
-    with process(drain=0.1, buffer=4096, per_turn=64) as running:
+    with process(drain=0.1, buffer=4096, per_iteration=64) as running:
         streams = [completion(running.address, "for ever", stream=True) for _ in range(8)]
         for stream in streams:
             stream.until("begun")

@@ -97,8 +97,8 @@ class ServerMetrics(Collector):
             "spec_decode_num_accepted_tokens": (now.accepted, "Accepted draft tokens."),
             "requests_refused": (now.refused, "Requests answered with 429, because the queue was full."),
             "compilations_after_ready": (now.compilations_after_ready, "Programs compiled since the server was ready."),
-            "engine_turns": (now.turns, "Steps of the engine."),
-            "engine_turn_seconds": (now.turn_seconds, "Total seconds of these steps."),
+            "engine_iterations": (now.iterations, "Iterations of the engine."),
+            "engine_iteration_seconds": (now.iteration_seconds, "Total seconds of these iterations."),
         }
         for name, (value, about) in counts.items():
             yield CounterMetricFamily(PREFIX + name, about, value=value)

@@ -1,6 +1,6 @@
 """The response to a completion or a chat: JSON, complete or as chunks of a stream, until the client disconnects.
 
-Tokens come from the engine's thread. It wakes the event loop once per turn, not per token.
+Tokens come from the engine's thread. It wakes the event loop once per iteration, not per token.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class EngineBridge:
         self._engine = engine
         self.loop = loop
         self._arrived: deque[tuple[UpdateStream, int, Update]] = deque()
-        engine.after_turn = self.wake
+        engine.after_iteration = self.wake
 
     def submit(self, requests: Sequence[GenerationRequest]) -> UpdateStream:
         """Submit all requests or none to the engine; `UpdateStream.close` must be called at the end.
@@ -292,7 +292,7 @@ class EngineBridge:
             stream.end("cancelled")
 
     def wake(self) -> None:
-        """Wake the loop to process delivered updates. From any thread; the engine calls it after each turn."""
+        """Wake the loop to process delivered updates. From any thread; the engine calls it after each iteration."""
         if self._arrived:
             with suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(self._flush)

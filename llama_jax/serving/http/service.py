@@ -84,7 +84,7 @@ class ServerOptions:
       largest_body: maximum bytes of a body.
       seconds: time limit for a request, 0 for no limit.
       drain_seconds: time limit for running requests to end after shutdown was requested.
-      wedged_after: seconds without a turn of a busy engine after which `/health` fails.
+      wedged_after: seconds without an iteration of a busy engine after which `/health` fails.
     """
 
     access: Access = Access()
@@ -389,13 +389,13 @@ class Service:
         return await self._convert(compile, "response_format", self._compiling)
 
     def trouble(self) -> str | None:
-        """Why the server is unhealthy, or None: the engine has failed, or is busy but has not finished a turn for long."""
+        """Why the server is unhealthy, or None: the engine has failed, or is busy and has finished no iteration for long."""
         if self.failure is not None:
             return self.failure
         stats = self.engine.stats()
-        since = time.monotonic() - max(stats.last_turn, self._busy_since)
+        since = time.monotonic() - max(stats.last_iteration, self._busy_since)
         if stats.busy and self.bridge.open and since > self.options.wedged_after:
-            return f"the engine is busy, but has not finished a turn for {since:.0f} s"
+            return f"the engine is busy, but has not finished an iteration for {since:.0f} s"
         return None
 
     def close(self) -> None:
