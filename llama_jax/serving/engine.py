@@ -2,8 +2,8 @@
 
 One thread runs it in iterations. An iteration launches one step of the device, which prefills a chunk of a prompt, or
 several short prompts, and decodes a token of every other row. Its results are collected one iteration later, so that the
-device never waits for the host. With a fast model a single row gets several tokens per iteration (a burst), because launching
-a program per token would take a significant part of the time.
+device never waits for the host. With a fast model a single row gets several tokens per iteration (a burst), because
+launching a program per token would take a significant part of the time.
 """
 
 from __future__ import annotations
