@@ -206,7 +206,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers["x-goog-generation"] = str(self.server.generations.get(key, 0))
         if found:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
-        if fault == "cut" and body:  # else the whole answer arrives, and the client sends its next request into a closed connection
+        # Of no body the whole answer arrives, and the client would send its next request into a closed connection.
+        if fault == "cut" and body:
             self.close_connection = True
             body = body[: len(body) // 2]
         late = len(body) // 2 if fault == "slow" else len(body)

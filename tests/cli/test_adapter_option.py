@@ -87,7 +87,7 @@ def test_a_quantized_base_is_verified_beside_itself(calling, stories_folder, ada
     assert all(0 < error["relative"] < 0.02 for error in found["matrices"])
 
 
-@pytest.mark.parametrize("dtype", ["auto", "q4_0"])
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("q4_0", marks=pytest.mark.slow)])
 def test_it_is_merged_into_a_quantized_base(calling, tmp_path, dtype):
     """Each matrix keeps its blocks, others the same bits; and changes of a hundredth of a step are not rounded away."""
     base, out = tmp_path / "base.gguf", tmp_path / "out.gguf"

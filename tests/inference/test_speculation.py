@@ -80,7 +80,8 @@ class TestTheTokensAreThoseOfPlainGeneration:
 
         check()
 
-    @each_cache
+    @pytest.mark.slow
+    @pytest.mark.parametrize("cache", CACHES)
     def test_by_lookup_and_by_a_model(self, model, cache, force):
         config, params = model
         force(DRAFTED, 0, DRAFTED, DRAFTED)
@@ -190,6 +191,7 @@ class TestFewerPasses:
             assert row.counts.accepted == 0
         assert run()[0].counts is None
 
+    @pytest.mark.slow
     def test_a_row_ends_in_the_midst_of_what_was_drafted(self, model, force):
         force(DRAFTED)
         run = partial(llama_jax.generate, *model, PROMPTS[:2], sampling=SAMPLING.replace(**{
@@ -415,8 +417,6 @@ class TestPace:
         assert after.best == 0
         assert pace.observe(4, 1, 1, 2, 3, 0.0008).best
 
-    @pytest.mark.slow
-    @pytest.mark.rotating
     def test_numbers_are_halves(self):
         assert Pace.of(8).numbers == (0, 2, 4, 8)
         assert Pace.of(15).numbers == (0, 3, 7, 15)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -227,7 +227,9 @@ def test_several_axes_of_outputs_and_of_bfloat16():
         np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=0.03 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("int8", "q4_k") else pytest.param(kind, marks=pytest.mark.slow) for kind in QUANT_FORMATS]
+)
 def test_planes_are_divided_over_a_mesh_as_their_matrix_is(kind, by_xla):
     """Factors lie where their numbers do, and the product is that of one device."""
     weight = weight_of(kind, rows=8, columns=1024)
@@ -388,7 +390,10 @@ def check_integers(kind: str, columns: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("kind", "columns"), WIDTHS)
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [case if case[1] in (256, 32, 303) else pytest.param(*case, marks=pytest.mark.slow) for case in WIDTHS],
+)
 def test_the_native_kernel_multiplies_integers_exactly(kind, columns):
     check_integers(kind, columns)
 
@@ -417,7 +422,6 @@ def check_floats(columns: int, dtype: str = "float32") -> None:
 @given(
     st.integers(1, 600), st.integers(1, 150), st.integers(1, 150), st.sampled_from(["float32", "bfloat16"]), st.booleans()
 )
-@settings(max_examples=25, deadline=None)
 def test_the_native_kernel_multiplies_floats_of_any_shape(tokens, rows, columns, dtype, stacked):
     """And those of a stack; of infinities around the matrix it reads none."""
     rng = np.random.default_rng(tokens)
@@ -464,7 +468,7 @@ def check_exact(kind: str, columns: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "columns"),
     [
-        case if case[0] in ("float32", "q4_0") else pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.rotating))
+        case if case[0] == "q4_0" else pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.rotating))
         for case in EXACT_KINDS
     ],
 )
@@ -582,7 +586,9 @@ def test_a_compiler_that_fails_is_no_crash(monkeypatch, caplog, tmp_path):
 # --- what is compiled ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("int8", "int4") else pytest.param(kind, marks=pytest.mark.slow) for kind in QUANT_FORMATS]
+)
 def test_no_dense_copy_is_made(kind, by_xla):
     """Of a weight of 4,096 x 1,024 numbers, 4 MB in int8, a loop of tokens needs less than its own bytes beside."""
     weight = weight_of(kind, rows=4096, columns=1024)
@@ -629,7 +635,13 @@ def model_in(kind: str, params):
     return jax.tree_util.tree_map_with_path(blocks, params)
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 1.01), ("int4", 0.54), ("q8_0", 1.07), ("q4_0", 0.57), ("q4_k", 0.57)])
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [
+        *(("int8", 1.01), ("int4", 0.54), ("q8_0", 1.07), ("q4_0", 0.57)),
+        pytest.param("q4_k", 0.57, marks=pytest.mark.slow),
+    ],
+)
 def test_bytes_for_each_weight(kind, most, made):
     """Of all numbers of a model, norms included, as they lie in memory."""
     found = made(kind if kind in ("int8", "q8_0") else f"{kind}-pure")

@@ -125,6 +125,7 @@ def test_other_models_and_options(config, options, mesh):
     same_trees(take_steps(begin(config), range(2), mesh, config, options), expected)
 
 
+@pytest.mark.slow
 def test_a_run_moves_between_meshes(alone):
     state = begin()
     for number, mesh in enumerate(["fsdp=8", "pmap", "data=2,fsdp=4", "data=2"]):

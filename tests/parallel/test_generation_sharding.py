@@ -196,6 +196,7 @@ def test_a_cache_that_remembers_less_is_divided_as_well(text, kind, load, rememb
     assert [row.tokens for row in found] == [row.tokens for row in expected]
 
 
+@pytest.mark.slow
 def test_a_window_is_seen_in_what_is_generated(alone, remembering):
     """Else the test above could not find a cache that remembers all."""
     several = [[row.tokens[:NEW] for row in rows] for rows in (alone, remembering("window"), remembering("sinks"))]

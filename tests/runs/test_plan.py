@@ -85,6 +85,7 @@ def test_the_warm_up_is_part_of_a_short_run():
         fit_to_data(named, MeshSizes(), 60, lambda length: 2)
 
 
+@pytest.mark.slow
 def test_a_prolonged_run_keeps_the_warm_up_that_it_began_with(chats, tmp_path):
     """1 step, a tenth of 10; 2 are a tenth of 20, and would have been another first step."""
     optimizer = replace(CHATS.optimizer, warmup_steps=None, max_warmup_steps=5, schedule="constant")

@@ -95,7 +95,24 @@ def long():
 """
 
 
-@pytest.mark.parametrize("quick", [0, 3])
+def test_ctrl_c_before_the_first_step_leaves_at_once(monkeypatch):
+    said = []
+
+    def end(*_, how=""):
+        said.append(how)
+
+    monkeypatch.setattr(signals, "end_command", end)
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        with signals.StopRequest() as request:
+            request.begin_steps()
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert set(said) == {"stopped before its first step; there was nothing to save"}
+
+
+@pytest.mark.parametrize("quick", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_ctrl_c_within_a_step_that_does_not_end(quick, text, environment, tmp_path):
     """The first step has nothing to save and is left at once; a later one is left by the second Ctrl-C."""
     (tmp_path / "long.py").write_text(LONG_STEPS.replace("{quick}", str(quick)))

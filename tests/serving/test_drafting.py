@@ -245,7 +245,10 @@ class TestHowMuchIsDrafted:
 
     @pytest.mark.parametrize(
         ("fixed", "each", "acceptance", "every", "share"),
-        [(1.7, 0.24, 0.1, 1, 0.97), (1.7, 0.24, 0.1, 5, 0.97), (1.4, 0.24, 0.8, 1, 0.9), (1.0, 0.3, 0.75, 1, 0.9)],
+        [
+            *((1.7, 0.24, 0.1, 5, 0.97), (1.0, 0.3, 0.75, 1, 0.9)),
+            *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1.7, 0.24, 0.1, 1, 0.97), (1.4, 0.24, 0.8, 1, 0.9))),
+        ],
     )
     def test_as_many_as_pay_are_drafted(self, fixed, each, acceptance, every, share):
         cost = lambda number: fixed + each * number
