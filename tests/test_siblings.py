@@ -41,7 +41,7 @@ ROUNDING = 2**-23
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20), dtype=np.int32)
 jit_forward, jit_unembed = (jax.jit(function, static_argnums=0) for function in (forward, unembed))
 each = pytest.mark.parametrize("kind", SIBLINGS)
-in_gguf = pytest.mark.parametrize("kind", [kind for kind in FAMILY_MODELS if kind != "cwm"])
+IN_GGUF = [kind for kind in FAMILY_MODELS if kind != "cwm"]
 # What llama.cpp has instead of settings: chunks of 8192 tokens, and as many before late queries are scaled.
 LLAMA4_IN_GGUF = {
     "layers": (*[LayerConfig(chunk=8192)] * 3, LayerConfig(rope="none")),
@@ -127,7 +127,11 @@ def test_the_cache_and_pieces_give_the_same(models, kind, unrolled, monkeypatch)
     np.testing.assert_allclose(np.concatenate(found, axis=1), want, atol=2e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": None, "layers": (LayerConfig(chunk=5),)}], ids=["window", "chunks"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), {"window": None, "layers": (LayerConfig(chunk=5),)}],
+    ids=["window", "chunks"],
+)
 def test_a_ring_of_the_models_own_window_gives_the_same(models, changes):
     config, params = replace(models["mistral"][0], **changes), models["mistral"][1]
     tokens = np.random.default_rng(0).integers(0, 96, (2, 50), dtype=np.int32)  # more than fit into the pages of a row
@@ -162,7 +166,7 @@ def test_what_is_written_comes_back(models, kind, format, tmp_path):
 
 
 @pytest.mark.supports("GGUF")
-@in_gguf
+@pytest.mark.parametrize("kind", IN_GGUF)
 def test_what_is_written_in_gguf_comes_back(models, kind, tmp_path):
     config, params = gguf_form(models[kind][0]), models[kind][1]
     llama_jax.save(tmp_path / "model.gguf", config, params)
@@ -178,7 +182,10 @@ def test_a_cwm_has_no_place_in_gguf(models, tmp_path):
 
 
 @pytest.mark.supports("Q8_0")
-@in_gguf
+@pytest.mark.parametrize(
+    "kind",
+    [x if x in (MOST, "gemma3_text", "llama4_text") else pytest.param(x, marks=pytest.mark.slow) for x in IN_GGUF],
+)
 def test_formats_are_converted_into_each_other(models, kind, tmp_path):
     config, params = gguf_form(models[kind][0]), models[kind][1]
     llama_jax.save(tmp_path / "a", config, params)
@@ -226,8 +233,7 @@ def test_a_mesh_gives_the_same(models, kind, sizes, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     [
-        (MOST, "adamw"),
-        *(pytest.param(kind, "adamw", marks=pytest.mark.slow) for kind in FAMILY_MODELS if kind != MOST),
+        *(pytest.param(kind, "adamw", marks=pytest.mark.slow) for kind in FAMILY_MODELS),
         *(pytest.param(kind, "muon", marks=pytest.mark.slow) for kind in ("qwen2", "llama4_text")),
         pytest.param(MOST, "muon", marks=pytest.mark.nightly),
     ],

@@ -54,7 +54,7 @@ CONFIG = replace(
 
 
 def model_of(kind):
-    params = llama_jax.init(CONFIG, jax.random.key(3), jnp.bfloat16 if kind == "bfloat16" else jnp.float32)
+    params = jit_init(CONFIG, jax.random.key(3), jnp.bfloat16 if kind == "bfloat16" else jnp.float32)
     return CONFIG, quantize(params, kind) if kind in ("int8", "q4_0") else params
 
 
@@ -114,6 +114,7 @@ def test_read_in_other_chunks(model, alone, monkeypatch):
     assert continued(model) == alone
 
 
+@pytest.mark.slow
 def test_with_drafts(model, alone):
     repeated = [prompt * 3 for prompt in PROMPTS[1:4]]
     greedy = Sampling()
@@ -368,6 +369,6 @@ class TestRefused:
             llama_jax.generate(CONFIG, choose_adapters(params, [0]), [[1]], max_new_tokens=1, compute=EXACT)
 
     def test_a_mesh(self):
-        model = CONFIG, pad_on_mesh(CONFIG, parse_mesh("tensor=2"), llama_jax.init(CONFIG, jax.random.key(0)))
+        model = CONFIG, pad_on_mesh(CONFIG, parse_mesh("tensor=2"), jit_init(CONFIG, jax.random.key(0)))
         with pytest.raises(MeshError, match="one device"):
             llama_jax.generate(*model, [[1]], max_new_tokens=1, compute=EXACT)

@@ -87,6 +87,7 @@ def _added(delta, x, at):
     return x + delta.astype(x.dtype), None
 
 
+@pytest.mark.slow
 def test_the_gradient_of_embeddings(model):
     config, params, tokens = model
 
@@ -244,6 +245,7 @@ def test_derivatives_through_a_quantized_model_are_those_of_the_dense_one(quanti
         np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_scales_in_the_layers_of_a_model_have_gradients(quantized):
     """Those of the rows of a matrix: the sums of the dense gradient times the integers."""
     config, coded, dense, batch = quantized

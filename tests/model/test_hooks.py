@@ -147,7 +147,11 @@ def steered(params):
     return hooked, expected
 
 
-@pytest.mark.parametrize("options", [{}, {"draft": PromptLookup()}, {"cache": CacheOptions(window=64)}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"draft": PromptLookup()}, pytest.param({"cache": CacheOptions(window=64)}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_generate_is_what_whole_sequences_say(steered, options):
     hooked, expected = steered
     found = llama_jax.generate(CONFIG, hooked, PROMPTS, max_new_tokens=NEW, **options)

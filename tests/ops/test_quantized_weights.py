@@ -199,8 +199,15 @@ def test_parts_of_a_weight_are_whole_tiles_where_they_can_be(rows, parts, monkey
     assert matmul_module._Chunks.of(weight.form, weight.planes).parts == parts
 
 
-@pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.nightly), 40])
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        *(("int8", 40), ("int4", 1), ("nf4", 40), ("q4_k", 1)),
+        *(pytest.param(kind, 40 if kind in ("int4", "q4_k") else 1, marks=pytest.mark.slow) for kind in QUANT_FORMATS),
+        *(pytest.param(kind, 40, marks=pytest.mark.slow) for kind in QUANT_FORMATS if kind not in COMMON),
+        *(pytest.param(kind, 3, marks=pytest.mark.nightly) for kind in QUANT_FORMATS),
+    ],
+)
 def test_matmul_and_its_derivative_are_those_of_the_numbers(kind, tokens, by_xla, monkeypatch):
     monkeypatch.setattr(matmul_module, "DECODED_AT_ONCE", 1 << 12)  # several parts, of which the last has rows too many
     weight = weight_of(kind, rows=37)

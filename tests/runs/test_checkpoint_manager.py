@@ -363,10 +363,10 @@ def test_one_bit_of_an_array_is_noticed_by_all_that_read_it(run):
     "error",
     [
         MemoryError("no memory left"),
-        ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 1234 bytes"),
+        pytest.param(ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 1234 bytes"), marks=pytest.mark.slow),
         OSError(errno.EIO, "Input/output error"),
-        OSError(errno.ESTALE, "Stale file handle"),
-        ValueError("DATA_LOSS: Error reading [Input/output error]"),
+        pytest.param(OSError(errno.ESTALE, "Stale file handle"), marks=pytest.mark.slow),
+        pytest.param(ValueError("DATA_LOSS: Error reading [Input/output error]"), marks=pytest.mark.slow),
     ],
     ids=["memory", "device's memory", "disk", "mount", "disk, in words"],
 )

@@ -222,7 +222,8 @@ def test_a_reader_that_leaves_does_not_end_the_run(text, tmp_path):
         assert train(dataclasses.replace(RECIPE, steps=3), tmp_path, [text], log=Log(closed)).step == 3
 
 
-@pytest.mark.parametrize("renamed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("renamed", [False, True])
 def test_a_run_whose_folder_is_taken_away_stops(text, tmp_path, renamed):
     """And writes nothing where it was, be it the next line or a checkpoint; a folder that was renamed can go on."""
     folder, away = tmp_path / "run", tmp_path / "away"

@@ -151,6 +151,8 @@ def test_validation_samples_and_eval_have_the_numbers_of_the_logits(made, model)
     assert written(made.own, "sample")[-1]["text"] == tokenizer.decode([*prompt, *known])
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_generation_has_the_numbers_of_the_logits(made, model):
     config, params, tokenizer, _ = model
     prompt = tokenizer.encode("the", eos=False)
