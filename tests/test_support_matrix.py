@@ -157,6 +157,7 @@ def test_the_checks_of_a_device_pass_on_this_one(monkeypatch):
     assert all(row.get("ok") for row in rows), rows
 
 
+@pytest.mark.slow
 def test_the_checks_of_a_device_find_what_is_wrong(monkeypatch):
     monkeypatch.setattr(families, "FAMILY_MODELS", {"mistral": families.FAMILY_MODELS["mistral"]})
     honest = families.as_float64

@@ -71,8 +71,14 @@ def test_what_llama2c_cannot_hold(kind, tmp_path, models):
 SOURCES = ["meta-2", "pytorch", "ckpt.pt", "meta-vocabulary"]
 
 
-@pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c", "orbax"])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("source", "format"),
+    [
+        pytest.param(source, format, marks=[] if (i - j) % 4 < 2 else pytest.mark.slow)
+        for i, source in enumerate(SOURCES)
+        for j, format in enumerate(("safetensors", "gguf", "llama2c", "orbax"))
+    ],
+)
 def test_convert(source, format, tmp_path):
     params = params_of(SMALL, make_goldens.random_tensors(SMALL))
     convert(FORMATS / source, tmp_path / "model", format=format)

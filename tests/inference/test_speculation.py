@@ -357,7 +357,7 @@ class TestPace:
     flat = staticmethod(lambda number: 1.7)
     linear = staticmethod(lambda number: 1 + 0.5 * number)
 
-    @pytest.mark.parametrize("noise", [0.0, 0.1])
+    @pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
     @pytest.mark.parametrize("acceptance", [0.0, 0.2, 0.4])
     def test_what_does_not_pay_costs_little(self, acceptance, noise):
         for cost in (self.flat, self.linear):

@@ -82,7 +82,7 @@ def decode_program(batch: int, dtype=jnp.float32, slots=8192, **ring):
 @pytest.mark.parametrize(
     ("batch", "options"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         pytest.param(2, {}, marks=pytest.mark.nightly),
         pytest.param(3, {}, marks=pytest.mark.slow),
         pytest.param(1, {"dtype": jnp.bfloat16}, marks=pytest.mark.slow),

@@ -158,6 +158,7 @@ def test_generate_is_what_whole_sequences_say(steered, options):
     assert [row.tokens for row in found] == expected
 
 
+@pytest.mark.slow
 def test_a_pattern_in_generate(params):
     hooked = with_hooks(params, everywhere(0.3, ["pattern"]))
     found = llama_jax.generate(CONFIG, hooked, PROMPTS, max_new_tokens=NEW)

@@ -119,6 +119,7 @@ def test_ragged_rows(model, tokens):
     assert list(done) == [LENGTH, 72]
 
 
+@pytest.mark.slow
 def test_int8(model, tokens):
     """Near to float32 (each key and value within 1/254 of its head's largest), and the next tokens fit on."""
     config, params = model

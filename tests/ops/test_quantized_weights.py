@@ -442,8 +442,14 @@ def test_the_native_kernel_multiplies_floats_of_any_shape(tokens, rows, columns,
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("columns", [768, 303, 5])
+@pytest.mark.parametrize(
+    ("columns", "dtype"),
+    [
+        *((768, "float32"), (303, "bfloat16")),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((768, "bfloat16"), (303, "float32"))),
+        *(pytest.param(5, dtype, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")),
+    ],
+)
 def test_the_native_kernel_multiplies_floats(columns, dtype):
     check_floats(columns, dtype)
 

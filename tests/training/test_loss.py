@@ -42,7 +42,7 @@ def defined(models):
 @pytest.mark.parametrize(
     ("kind", "chunk", "remat"),
     [
-        ("gqa", 3, "none"),
+        pytest.param("gqa", 3, "none", marks=pytest.mark.slow),
         ("gqa", 4, "full"),
         pytest.param("tied", 100, "full", marks=pytest.mark.slow),
         pytest.param("gqa", 11, "dots", marks=pytest.mark.slow),
