@@ -77,7 +77,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     """What runs and how long, before minutes pass."""
     if config.option.markexpr != config.getini("addopts")[1]:
         return None
-    return "the default tests: about 7 minutes on 2 quiet cores; slow ones and those of other packages: see CONTRIBUTING.md"
+    return "the default tests: about 5 minutes on 2 quiet cores; slow ones and those of other packages: see CONTRIBUTING.md"
 
 
 # Each of these takes most of a minute: at the end of a run one would leave the other processes without work.

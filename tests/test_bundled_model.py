@@ -114,6 +114,7 @@ def test_the_vocabulary_has_every_paragraph_end_as_one_token_and_reads_any_text(
         assert model.tokenizer.decode(model.tokenizer.encode(sample)) == sample
 
 
+@pytest.mark.slow
 def test_generate_takes_it_where_no_model_is_named(run):
     done = run("generate", "Once upon a time", "--temperature", 0, "--json", "--max-new-tokens", 60)
     assert "model: the bundled stories model (" in done.stderr

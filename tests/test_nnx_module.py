@@ -58,7 +58,7 @@ def test_logits_and_gradients_are_those_of_the_functions(model):
     same(nnx.merge(nnx.graphdef(params), nnx.as_pure(gradients)["params"]), expected)  # by the names of the fields
 
 
-@pytest.mark.parametrize("kind", ["dense", "int8", "adapters"])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "int8")), "adapters"])
 def test_split_merge_and_back(model, kind):
     config, params = model
     given = {"dense": (params,), "int8": (quantize(params, "int8"),), "adapters": (params, random_adapters(config), LORA)}[
@@ -77,10 +77,11 @@ def test_split_merge_and_back(model, kind):
     "settings",
     [
         OptimizerSettings(learning_rate=1e-2, clip_norm=0.2, warmup_steps=2),
-        pytest.param(OptimizerSettings(name="muon", learning_rate=1e-2), marks=pytest.mark.slow),
+        OptimizerSettings(name="muon", learning_rate=1e-2),
     ],
     ids=["adamw", "muon"],
 )
+@pytest.mark.slow
 def test_steps_with_our_optimizers(model, settings):
     config, params = model
     module, optimizer = LlamaModule(config, params), make_optimizer(settings, 10)

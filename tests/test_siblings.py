@@ -41,7 +41,7 @@ ROUNDING = 2**-23
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20), dtype=np.int32)
 jit_forward, jit_unembed = (jax.jit(function, static_argnums=0) for function in (forward, unembed))
 each = pytest.mark.parametrize("kind", SIBLINGS)
-in_gguf = pytest.mark.parametrize("kind", [kind for kind in FAMILY_MODELS if kind != "cwm"])
+IN_GGUF = [kind for kind in FAMILY_MODELS if kind != "cwm"]
 # What llama.cpp has instead of settings: chunks of 8192 tokens, and as many before late queries are scaled.
 LLAMA4_IN_GGUF = {
     "layers": (*[LayerConfig(chunk=8192)] * 3, LayerConfig(rope="none")),
@@ -105,9 +105,8 @@ def test_each_differs_from_a_llama(models, kind):
 @pytest.mark.parametrize(
     ("kind", "unrolled"),
     [
-        (MOST, False),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mistral", True), ("qwen2", False), ("qwen3", True))),
-        pytest.param(MOST, True, marks=pytest.mark.slow),
+        *(pytest.param(MOST, unrolled, marks=pytest.mark.slow) for unrolled in (False, True)),
         # Whose layers differ: an index chooses where they are scanned.
         ("gemma3_text", False),
         *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("smollm3", "cwm", "olmo3", "llama4_text")),
@@ -128,7 +127,11 @@ def test_the_cache_and_pieces_give_the_same(models, kind, unrolled, monkeypatch)
     np.testing.assert_allclose(np.concatenate(found, axis=1), want, atol=2e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": None, "layers": (LayerConfig(chunk=5),)}], ids=["window", "chunks"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), {"window": None, "layers": (LayerConfig(chunk=5),)}],
+    ids=["window", "chunks"],
+)
 def test_a_ring_of_the_models_own_window_gives_the_same(models, changes):
     config, params = replace(models["mistral"][0], **changes), models["mistral"][1]
     tokens = np.random.default_rng(0).integers(0, 96, (2, 50), dtype=np.int32)  # more than fit into the pages of a row
@@ -163,7 +166,7 @@ def test_what_is_written_comes_back(models, kind, format, tmp_path):
 
 
 @pytest.mark.supports("GGUF")
-@in_gguf
+@pytest.mark.parametrize("kind", IN_GGUF)
 def test_what_is_written_in_gguf_comes_back(models, kind, tmp_path):
     config, params = gguf_form(models[kind][0]), models[kind][1]
     llama_jax.save(tmp_path / "model.gguf", config, params)
@@ -179,7 +182,10 @@ def test_a_cwm_has_no_place_in_gguf(models, tmp_path):
 
 
 @pytest.mark.supports("Q8_0")
-@in_gguf
+@pytest.mark.parametrize(
+    "kind",
+    [x if x in (MOST, "gemma3_text", "llama4_text") else pytest.param(x, marks=pytest.mark.slow) for x in IN_GGUF],
+)
 def test_formats_are_converted_into_each_other(models, kind, tmp_path):
     config, params = gguf_form(models[kind][0]), models[kind][1]
     llama_jax.save(tmp_path / "a", config, params)
@@ -227,8 +233,7 @@ def test_a_mesh_gives_the_same(models, kind, sizes, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     [
-        (MOST, "adamw"),
-        *(pytest.param(kind, "adamw", marks=pytest.mark.slow) for kind in FAMILY_MODELS if kind != MOST),
+        *(pytest.param(kind, "adamw", marks=pytest.mark.slow) for kind in FAMILY_MODELS),
         *(pytest.param(kind, "muon", marks=pytest.mark.slow) for kind in ("qwen2", "llama4_text")),
         pytest.param(MOST, "muon", marks=pytest.mark.nightly),
     ],
@@ -313,7 +318,8 @@ def test_experts_by_definition():
             g = gate[e] @ x[t]
             want[t] += scores[e] / scores[chosen].sum() * (down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ x[t])))
     operands = (jax.device_put(np.asarray(a, np.float32)) for a in (x, router, gate, up, down))
-    np.testing.assert_allclose(mixture_of_experts(*operands, routing=Routing(2)), want, rtol=1e-4, atol=1e-4)
+    found = jax.jit(partial(mixture_of_experts, routing=Routing(2)))(*operands)
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +339,7 @@ def test_chunks_by_definition(models, place):
     position_ids = np.arange(end) - (7 * (np.arange(end) >= 7) if place == "packed" else 0)
     own = lambda a, b: Positions(position_ids=position_ids[None, a:b], segment_ids=np.zeros((1, b - a), np.int32))
     whole = replace(config, layers=())
-    apart = [forward(whole, params, TOKENS[:1, a:b], positions=own(a, b))[0] for a, b in zip(starts, ends, strict=True)]
+    apart = [jit_forward(whole, params, TOKENS[:1, a:b], positions=own(a, b))[0] for a, b in zip(starts, ends, strict=True)]
     tokens, cache, positions = TOKENS[:1, :end], None, Positions()
     if place == "packed":
         positions = Positions(position_ids=position_ids[None], segment_ids=(np.arange(end) >= 7).astype(np.int32)[None])

@@ -167,19 +167,18 @@ FEATURES = {
     "hooks": has_hooks,
     "LoRA": has_adapters,
 }
-# Of one family with many parts by default, except for what compiles for many seconds.
-DEFAULT = {("olmo3", feature) for feature in FEATURES if feature not in ("exact", "engine")}
 
 
-def marks(kind, feature):
+def claim(kind, feature):
     refused = feature == "exact" and FAMILY_MODELS[kind].experts
-    mark = pytest.mark.refuses(feature) if refused else pytest.mark.supports(feature)
-    return [mark] if (kind, feature) in DEFAULT else [mark, pytest.mark.slow, pytest.mark.rotating]
+    return pytest.mark.refuses(feature) if refused else pytest.mark.supports(feature)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("kind", "feature"),
-    [pytest.param(kind, feature, marks=marks(kind, feature)) for kind in FAMILY_MODELS for feature in FEATURES],
+    [pytest.param(kind, feature, marks=claim(kind, feature)) for kind in FAMILY_MODELS for feature in FEATURES],
 )
 def test_each_family_has(kind, feature):
     FEATURES[feature](kind)

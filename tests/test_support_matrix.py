@@ -148,6 +148,7 @@ def test_what_a_device_ran_has_a_table_of_its_own(tmp_path):
     assert found["Phi-3, Phi-4"] == ["failed", "", ""]
 
 
+@pytest.mark.slow
 def test_the_checks_of_a_device_pass_on_this_one(monkeypatch):
     """All families: tests/test_gpu_report.py."""
     monkeypatch.setattr(families, "FAMILY_MODELS", {"olmo2": families.FAMILY_MODELS["olmo2"]})
@@ -156,6 +157,7 @@ def test_the_checks_of_a_device_pass_on_this_one(monkeypatch):
     assert all(row.get("ok") for row in rows), rows
 
 
+@pytest.mark.slow
 def test_the_checks_of_a_device_find_what_is_wrong(monkeypatch):
     monkeypatch.setattr(families, "FAMILY_MODELS", {"mistral": families.FAMILY_MODELS["mistral"]})
     honest = families.as_float64

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from conftest import jit_init
 
 import llama_jax
 
@@ -68,7 +69,7 @@ def lines(files: set[str]) -> int:
 
 @pytest.fixture(scope="module")
 def params():
-    return llama_jax.init(CONFIG, jax.random.key(0))
+    return jit_init(CONFIG, jax.random.key(0))
 
 
 def test_one_token_through_generate(params, monkeypatch):
@@ -92,7 +93,8 @@ def test_one_batch_through_train_step(params):
 
 
 @pytest.mark.parametrize(
-    ("module", "most_files", "most_lines"), [("inference.generate", 46, 6830), ("training.step", 40, 5775)]
+    ("module", "most_files", "most_lines"),
+    [("inference.generate", 46, 6830), pytest.param("training.step", 40, 5775, marks=pytest.mark.slow)],
 )
 def test_what_an_entry_point_imports(module, most_files, most_lines):
     """Kernels, quantized formats, experts, drafts and the CPU's variants are imported by what uses them."""

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
+from conftest import jit_init
 
 from llama_jax.cli.convert import Merge
 from llama_jax.cli.eval import Eval
@@ -16,7 +17,6 @@ from llama_jax.cli.verify import Verify
 from llama_jax.config.presets import preset
 from llama_jax.errors import CheckpointError
 from llama_jax.formats import open_checkpoint, save, save_adapter
-from llama_jax.model.trees import init
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +87,12 @@ def test_a_quantized_base_is_verified_beside_itself(calling, stories_folder, ada
     assert all(0 < error["relative"] < 0.02 for error in found["matrices"])
 
 
-@pytest.mark.parametrize("dtype", ["auto", "q4_0"])
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("q4_0", marks=pytest.mark.slow)])
 def test_it_is_merged_into_a_quantized_base(calling, tmp_path, dtype):
     """Each matrix keeps its blocks, others the same bits; and changes of a hundredth of a step are not rounded away."""
     base, out = tmp_path / "base.gguf", tmp_path / "out.gguf"
     config = replace(preset("stories-260k"), hidden_dim=192)
-    save(base, config, init(config, jax.random.key(0)), dtype="q4_0")
+    save(base, config, jit_init(config, jax.random.key(0)), dtype="q4_0")
     save_adapter(tmp_path / "small", config, jax.tree.map(lambda array: 0.01 * array, random_adapters(config)), LORA)
     _, dense = calling(Merge, base, tmp_path / "small", tmp_path / "dense")
     assert "q4_0 and q8_0" in dense

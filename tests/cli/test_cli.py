@@ -297,7 +297,12 @@ def test_ctrl_c_and_a_closed_pipe_end_cleanly(stories_folder, end):
 @pytest.mark.parametrize(
     ("closed", "code", "said"),
     [
-        (">&-", 2, "llama-jax: error: stdout cannot be written (Bad file descriptor); it is closed"),
+        pytest.param(
+            ">&-",
+            2,
+            "llama-jax: error: stdout cannot be written (Bad file descriptor); it is closed",
+            marks=pytest.mark.slow,
+        ),
         ("> /dev/full", 2, "llama-jax: error: stdout cannot be written (No space left on device); the disk is full"),
     ],
 )

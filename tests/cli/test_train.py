@@ -345,6 +345,13 @@ def until(stream, text):
     raise AssertionError(f"{text!r} never came")
 
 
+@pytest.mark.parametrize(("stopped", "code"), [("SIGINT", 130), ("SIGTERM", 0), ("SIGHUP", 0), (None, 0)])
+def test_the_exit_code_of_a_stopped_run(run, tmp_path, monkeypatch, stopped, code):
+    monkeypatch.setattr("llama_jax.runs.loop.train", lambda *_, **__: SimpleNamespace(stopped=stopped))
+    assert run(SMALL, "--workdir", tmp_path, "--data", "text.txt", "--mesh", "data=1")[0] == code
+
+
+@pytest.mark.slow
 def test_ctrl_c_saves_and_exits_with_130(run, tmp_path, monkeypatch):
     """So that a script that goes on with the model does not take it for a finished one. Other signals are a scheduler's."""
     arguments = SMALL, "--workdir", tmp_path, "--data", "text.txt", "--mesh", "data=1", "--resume"

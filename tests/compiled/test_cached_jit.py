@@ -82,6 +82,7 @@ print(json.dumps([sum(traced), sorted(attention), found.tokens, [x.hex() for x i
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_traces_nothing(stories_folder, stories, folder, monkeypatch):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 

@@ -164,8 +164,15 @@ def test_of_the_same_text_only_the_first_is_kept(files, tokenizer, tmp_path):
     assert info.text_bytes == sum(map(len, kept))
 
 
-@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "aa"])
-@pytest.mark.parametrize("searched", [1, 7, 1 << 20])
+@pytest.mark.parametrize(
+    ("searched", "separator"),
+    [
+        *((7, "<|endoftext|>"), (7, "\n\n"), (1, "aa")),
+        pytest.param(7, "aa", marks=pytest.mark.slow),
+        *(pytest.param(1, separator, marks=pytest.mark.slow) for separator in ("<|endoftext|>", "\n\n")),
+        *(pytest.param(1 << 20, separator, marks=pytest.mark.slow) for separator in ("<|endoftext|>", "\n\n", "aa")),
+    ],
+)
 def test_documents_are_the_same_however_small_the_units_are(separator, searched, tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(documents, "SEARCH_BYTES", searched)
     path, reading = tmp_path / "a.txt", DocumentFormat(separator=separator)

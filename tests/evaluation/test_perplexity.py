@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import make_goldens
 import numpy as np
 import pytest
-from conftest import as_float64
+from conftest import as_float64, jit_init
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import llama_jax
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.preference_batches import Pairs
 from llama_jax.evaluation.measure import WindowRows, choose_sizes, token_nats
@@ -275,7 +274,7 @@ def test_rows_of_a_batch_are_bounded():
     corpus = corpus_of(LENGTHS)
     with pytest.raises(DataError, match=r"batch=99999999999 must be at most \d+ rows of length=16"):
         choose_sizes(CONFIG, corpus, length=16, stride=None, batch=99_999_999_999)
-    params = llama_jax.init(CONFIG, jax.random.key(0))
+    params = jit_init(CONFIG, jax.random.key(0))
     found = [
         evaluate(CONFIG, params, corpus, length=16, batch=batch).loss for batch in (64, 10**8)
     ]  # no more than there are

@@ -1,6 +1,7 @@
 """Exported models: in a process without this library they continue prompts with the tokens of `generate`."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -137,6 +138,7 @@ def stories(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_without_this_library(stories):
     config, params, tokenizer = llama_jax.load(bundled(), "float32")
     texts = "Once upon a time", "The dog"
@@ -191,6 +193,7 @@ def test_the_program_is_described_and_portable(stories):
     ]
     state = [each["name"] for each in about["results"]][:-1]
     assert text.count("tf.aliasing_output") == len(state) == 5
+    assert not re.search(r"^\s*(import|from) llama_jax", (stories / "run.py").read_text(), re.MULTILINE)
     weights = sum(
         np.prod(x["shape"]) * np.dtype(x["dtype"]).itemsize
         for x in about["arguments"]["decode"]

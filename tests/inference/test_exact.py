@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import random_adapters
+from conftest import jit_init
 
 import llama_jax
 from llama_jax import CacheOptions, Compute, Sampling
@@ -53,7 +54,7 @@ CONFIG = replace(
 
 
 def model_of(kind):
-    params = llama_jax.init(CONFIG, jax.random.key(3), jnp.bfloat16 if kind == "bfloat16" else jnp.float32)
+    params = jit_init(CONFIG, jax.random.key(3), jnp.bfloat16 if kind == "bfloat16" else jnp.float32)
     return CONFIG, quantize(params, kind) if kind in ("int8", "q4_0") else params
 
 
@@ -99,6 +100,7 @@ def test_in_a_batch(model, alone):
     assert continued(model) == alone
 
 
+@pytest.mark.slow
 def test_shuffled_and_among_others(model, alone):
     order = random.Random(1).sample(range(len(PROMPTS)), len(PROMPTS))
     rows = [PROMPTS[i] for i in order] + some_prompts([3, 200], seed=5)
@@ -112,6 +114,7 @@ def test_read_in_other_chunks(model, alone, monkeypatch):
     assert continued(model) == alone
 
 
+@pytest.mark.slow
 def test_with_drafts(model, alone):
     repeated = [prompt * 3 for prompt in PROMPTS[1:4]]
     greedy = Sampling()
@@ -152,6 +155,7 @@ def test_served_among_others(model, alone, chunk):
     assert served(model, replace(OPTIONS, prefill_chunk=chunk), 3)[0] == alone
 
 
+@pytest.mark.slow
 def test_served_by_a_full_cache_and_read_again(model):
     prompts = some_prompts([28, 29, 30, 31] * 3, seed=6)  # of two pages, and a third one for what follows
     found, stats = served(model, replace(OPTIONS, cache_tokens=160), 4, prompts)
@@ -250,10 +254,9 @@ def test_a_neighbor_that_is_not_a_number(kind):
         tokens[row, : len(prompt)] = prompt
     cache = lambda rows: init_cache(config, rows, 32, table.dtype)
     positions = llama_jax.Positions(lengths=lengths)
-    both, _ = llama_jax.forward(config, params, tokens, cache(3), positions=positions, compute=EXACT)
-    one, _ = llama_jax.forward(
-        config, params, tokens[2:], cache(1), positions=llama_jax.Positions(lengths=lengths[2:]), compute=EXACT
-    )
+    read = jax.jit(partial(llama_jax.forward, config, compute=EXACT))
+    both, _ = read(params, tokens, cache(3), positions=positions)
+    one, _ = read(params, tokens[2:], cache(1), positions=llama_jax.Positions(lengths=lengths[2:]))
     assert np.isnan(np.asarray(both[1, 0], np.float32)).all()
     assert (np.asarray(both[2, :7], np.float32) == np.asarray(one[0, :7], np.float32)).all()
 
@@ -357,7 +360,7 @@ class TestRefused:
     def test_experts(self):
         config = replace(llama_jax.preset("stories-260k"), experts=4, experts_per_token=2)
         with pytest.raises(ConfigError, match="experts"):
-            llama_jax.generate(config, llama_jax.init(config, jax.random.key(0)), [[1]], max_new_tokens=1, compute=EXACT)
+            llama_jax.generate(config, jit_init(config, jax.random.key(0)), [[1]], max_new_tokens=1, compute=EXACT)
 
     def test_a_table_of_adapters(self):
         lora = Lora(rank=2)
@@ -366,6 +369,6 @@ class TestRefused:
             llama_jax.generate(CONFIG, choose_adapters(params, [0]), [[1]], max_new_tokens=1, compute=EXACT)
 
     def test_a_mesh(self):
-        model = CONFIG, pad_on_mesh(CONFIG, parse_mesh("tensor=2"), llama_jax.init(CONFIG, jax.random.key(0)))
+        model = CONFIG, pad_on_mesh(CONFIG, parse_mesh("tensor=2"), jit_init(CONFIG, jax.random.key(0)))
         with pytest.raises(MeshError, match="one device"):
             llama_jax.generate(*model, [[1]], max_new_tokens=1, compute=EXACT)

@@ -62,7 +62,7 @@ def test_arrays_are_taken_wherever_lists_are(model, kind):
     assert [r.tokens for r in llama_jax.generate(*model, [kind(prompts[0])], max_new_tokens=kind(3))] == [want[0].tokens]
 
 
-@pytest.mark.parametrize("how", ["generate", "score", "evaluate"])
+@pytest.mark.parametrize("how", ["generate", pytest.param("score", marks=pytest.mark.slow), "evaluate"])
 def test_programs_are_for_the_platform_of_the_parameters(model, how, tmp_path, monkeypatch):
     """Of parameters that were put on the CPU of a machine whose default devices are GPUs."""
     plain, params = model[0], jax.device_put(model[1], jax.devices()[0])

@@ -117,9 +117,20 @@ def test_the_first_of_equal_scores_wins_in_parts_too(seed, vocab, kinds):
     np.testing.assert_array_equal(jit_argmax(scores), scores.argmax(-1))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("partitionable", [True, False])
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize(
+    ("impl", "partitionable", "dtype"),
+    [
+        *(("threefry2x32", True, "float32"), ("threefry2x32", False, "float64"), ("rbg", True, "float32")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("threefry2x32", True, "float64"),
+                ("threefry2x32", False, "float32"),
+                *(("rbg", True, "float64"), ("rbg", False, "float32"), ("rbg", False, "float64")),
+            )
+        ),
+    ],
+)
 def test_the_noise_is_that_of_jax(dtype, partitionable, impl):
     """Bit for bit, for every setting of JAX, although a CPU has another program for it."""
 
@@ -149,8 +160,14 @@ def test_the_noise_of_many_rows_is_that_of_jax_in_one_loop():
         assert loops[0] < loops[1]
 
 
-@pytest.mark.parametrize("forbidden", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 2.0}, {"temperature": [0.0, 0.9, 0.0], "seed": 4}])
+@pytest.mark.parametrize(
+    ("settings", "forbidden"),
+    [
+        *(({}, True), ({"repetition_penalty": 2.0}, True)),
+        *(({"temperature": [0.0, 0.9, 0.0], "seed": 4}, forbidden) for forbidden in (False, True)),
+        *(pytest.param(settings, False, marks=pytest.mark.slow) for settings in ({}, {"repetition_penalty": 2.0})),
+    ],
+)
 def test_what_a_row_may_not_choose_is_never_chosen(settings, forbidden):
     """Whatever the other rows do, and the rest is chosen as from the logits with -inf."""
     rng = np.random.default_rng(1)

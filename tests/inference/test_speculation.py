@@ -80,7 +80,8 @@ class TestTheTokensAreThoseOfPlainGeneration:
 
         check()
 
-    @each_cache
+    @pytest.mark.slow
+    @pytest.mark.parametrize("cache", CACHES)
     def test_by_lookup_and_by_a_model(self, model, cache, force):
         config, params = model
         force(DRAFTED, 0, DRAFTED, DRAFTED)
@@ -190,6 +191,7 @@ class TestFewerPasses:
             assert row.counts.accepted == 0
         assert run()[0].counts is None
 
+    @pytest.mark.slow
     def test_a_row_ends_in_the_midst_of_what_was_drafted(self, model, force):
         force(DRAFTED)
         run = partial(llama_jax.generate, *model, PROMPTS[:2], sampling=SAMPLING.replace(**{
@@ -355,7 +357,7 @@ class TestPace:
     flat = staticmethod(lambda number: 1.7)
     linear = staticmethod(lambda number: 1 + 0.5 * number)
 
-    @pytest.mark.parametrize("noise", [0.0, 0.1])
+    @pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
     @pytest.mark.parametrize("acceptance", [0.0, 0.2, 0.4])
     def test_what_does_not_pay_costs_little(self, acceptance, noise):
         for cost in (self.flat, self.linear):
@@ -415,8 +417,6 @@ class TestPace:
         assert after.best == 0
         assert pace.observe(4, 1, 1, 2, 3, 0.0008).best
 
-    @pytest.mark.slow
-    @pytest.mark.rotating
     def test_numbers_are_halves(self):
         assert Pace.of(8).numbers == (0, 2, 4, 8)
         assert Pace.of(15).numbers == (0, 3, 7, 15)

@@ -82,10 +82,10 @@ def decode_program(batch: int, dtype=jnp.float32, slots=8192, **ring):
 @pytest.mark.parametrize(
     ("batch", "options"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         pytest.param(2, {}, marks=pytest.mark.nightly),
         pytest.param(3, {}, marks=pytest.mark.slow),
-        (1, {"dtype": jnp.bfloat16}),
+        pytest.param(1, {"dtype": jnp.bfloat16}, marks=pytest.mark.slow),
         (2, {"dtype": jnp.int8}),
         pytest.param(2, {"window": 4000}, marks=pytest.mark.slow),
         pytest.param(2, {"window": 4000, "sinks": 4}, marks=pytest.mark.slow),

@@ -46,6 +46,7 @@ def test_gradients_of_examples_by_vmap_are_those_of_each_alone(model):
         jax.tree.map(lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-8, atol=1e-12), by_vmap, one(params, row))
 
 
+@pytest.mark.slow
 def test_influence_is_what_retraining_with_more_of_an_example_changes(model):
     """The weights of the final norm, trained to the optimum with and without a little more of each example."""
     config, params, tokens = model
@@ -86,6 +87,7 @@ def _added(delta, x, at):
     return x + delta.astype(x.dtype), None
 
 
+@pytest.mark.slow
 def test_the_gradient_of_embeddings(model):
     config, params, tokens = model
 
@@ -195,6 +197,22 @@ def test_the_gradient_of_scales(kind):
     np.testing.assert_allclose(forward(scales, along), wanted, rtol=2e-3)
 
 
+def test_derivatives_through_a_quantized_matmul_are_those_of_the_dense_one():
+    """Forward mode, gradients by vmap, and a product with the Hessian."""
+    rng = np.random.default_rng(0)
+    weight = quantize_matrix(rng.normal(0, 0.05, (24, 256)).astype(np.float32), "int8")
+    x, along = (jnp.asarray(rng.standard_normal((5, 256)), jnp.float32) for _ in range(2))
+
+    def derivatives(weight):
+        loss = lambda x: jnp.sum(jnp.sin(ops.project(x, weight)))
+        by_scale = jax.vmap(lambda scale: jax.grad(loss)(scale * along))(jnp.arange(3.0))
+        return jax.jvp(loss, (x,), (along,)), by_scale, jax.jvp(jax.grad(loss), (x,), (along,))[1]
+
+    found, wanted = map(jax.jit(derivatives), (weight, jnp.asarray(weight.form.decode(*map(np.asarray, weight.planes)))))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3 * np.abs(b).max())
+
+
 @pytest.fixture(scope="module", params=["dense", pytest.param("experts", marks=pytest.mark.slow)])
 def quantized(models, request):
     """(config, a model in int8, the same dense, a batch)."""
@@ -207,6 +225,7 @@ def quantized(models, request):
     return config, coded, dequantize(coded), Batch(tokens)
 
 
+@pytest.mark.slow
 def test_derivatives_through_a_quantized_model_are_those_of_the_dense_one(quantized):
     """In a direction of the embeddings: forward mode, gradients by vmap, and a product with the Hessian."""
     config, coded, dense, batch = quantized
@@ -226,6 +245,7 @@ def test_derivatives_through_a_quantized_model_are_those_of_the_dense_one(quanti
         np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_scales_in_the_layers_of_a_model_have_gradients(quantized):
     """Those of the rows of a matrix: the sums of the dense gradient times the integers."""
     config, coded, dense, batch = quantized

@@ -44,7 +44,7 @@ def test_logits_equal_transformers(kind, models, goldens):
     np.testing.assert_allclose(jit_logits(config, params, TOKENS), goldens[kind], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", [x if x in ("tied", "llama3") else pytest.param(x, marks=pytest.mark.slow) for x in KINDS])
+@pytest.mark.parametrize("kind", [x if x == "llama3" else pytest.param(x, marks=pytest.mark.slow) for x in KINDS])
 def test_logits_through_the_cache_equal_transformers(kind, models, goldens):
     config, params = models[kind]
     got = cached_logits(config, params, TOKENS, [19, 1, 1, 19])
@@ -98,8 +98,9 @@ def test_a_row_of_a_ragged_batch_is_what_it_is_alone(models):
         hidden, cache = jit_forward(config, params, token, cache)
         for row, one in zip(got, logits_of(hidden), strict=True):
             row.append(one)
-    for i, text in enumerate(texts):
-        np.testing.assert_allclose(np.concatenate(got[i]), jit_logits(config, params, text[None])[0], atol=1e-5)
+    for found, text in zip(got, texts, strict=True):
+        alone = jit_logits(config, params, np.pad(text, (0, 15 - len(text)))[None])[0, : len(text)]
+        np.testing.assert_allclose(np.concatenate(found), alone, atol=1e-5)
 
 
 def test_a_future_token_cannot_change_a_past_logit(models):
@@ -137,10 +138,11 @@ def test_with_a_cache_there_is_no_derivative(models):
         return jnp.sum(jnp.sin(hidden))
 
     with pytest.raises(ValueError, match=r"[Dd]ifferentiat"):
-        jax.grad(loss)(params)
+        jax.eval_shape(jax.grad(loss), params)
 
 
-@pytest.mark.parametrize("kind", ["llama3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gqa", "mqa"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama3", "gqa", "mqa"])
 def test_float64_oracle(models, kind):
     """In float64 cache and no cache agree to 1e-12: what is left in float32 is rounding, not a mistake."""
     config, params = models[kind]

@@ -150,7 +150,7 @@ def test_by_parts_keeps_what_turns_often(head_dim, theta, factor, original, beta
     )
 
 
-@pytest.fixture(scope="module", params=["dynamic", "longrope"])
+@pytest.fixture(scope="module", params=["dynamic", pytest.param("longrope", marks=pytest.mark.slow)])
 def by_length(request):
     """(config, params) of a model of one layer, for what is asked of `forward` and not of the layers."""
     config = replace(ROPES[request.param], n_layers=1, hidden_dim=16)

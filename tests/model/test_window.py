@@ -78,7 +78,8 @@ def tokens(model):
 
 @pytest.mark.parametrize("sinks", [pytest.param(0, marks=pytest.mark.slow), SINKS])
 @pytest.mark.parametrize(
-    "pieces", [pytest.param([1] * LENGTH, marks=pytest.mark.slow), [5] * 18, [5, 5, 5, 1, 5, 1, 1, 1, 1, 5] * 3]
+    "pieces",
+    [*(pytest.param(x, marks=pytest.mark.slow) for x in ([1] * LENGTH, [5] * 18)), [5, 5, 5, 1, 5, 1, 1, 1, 1, 5] * 3],
 )
 def test_a_ring_of_pages_is_the_definition(model, tokens, sinks, pieces):
     """However the tokens come, through three rounds of the ring."""
@@ -90,6 +91,7 @@ def test_a_ring_of_pages_is_the_definition(model, tokens, sinks, pieces):
     assert list(cache.length) == [LENGTH] * 2
 
 
+@pytest.mark.slow
 def test_one_row(model, tokens):
     config, params = model
     cache = init_cache(config, 1, LENGTH, window=WINDOW, sinks=SINKS, at_once=5)
@@ -117,6 +119,7 @@ def test_ragged_rows(model, tokens):
     assert list(done) == [LENGTH, 72]
 
 
+@pytest.mark.slow
 def test_int8(model, tokens):
     """Near to float32 (each key and value within 1/254 of its head's largest), and the next tokens fit on."""
     config, params = model

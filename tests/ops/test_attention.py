@@ -115,10 +115,11 @@ class TestEveryBackendIsTheReference:
     @pytest.mark.parametrize(
         ("backend", "packed", "window"),
         [
-            *(("dense", True, 7), ("blockwise", True, None), ("blockwise", False, 7)),
+            *(("blockwise", True, None), ("blockwise", False, 7)),
             *(
                 pytest.param(*case, marks=pytest.mark.slow)
                 for case in (
+                    ("dense", True, 7),
                     ("dense", False, None),
                     ("dense", True, None),
                     ("blockwise", False, None),
@@ -185,7 +186,7 @@ class TestDerivatives:
     """Whole rows of float32 and float64 are plain mathematics: every kind of derivative."""
 
     @pytest.mark.parametrize("window", [None, pytest.param(3, marks=pytest.mark.slow)])
-    @pytest.mark.parametrize("backend", ["dense", "blockwise"])
+    @pytest.mark.parametrize("backend", [pytest.param("dense", marks=pytest.mark.slow), "blockwise"])
     def test_forward_and_second_order_are_those_of_the_reference(self, backend, window):
         def derivatives(backend, arrays, direction):
             def loss(arrays):
@@ -290,7 +291,7 @@ class TestMemory:
         assert longer < 2 * shorter
         assert longer < 0.5e9
 
-    @pytest.mark.parametrize("direction", ["jvp", "hvp"])
+    @pytest.mark.parametrize("direction", ["jvp", pytest.param("hvp", marks=pytest.mark.slow)])
     def test_of_derivatives_along_a_direction_as_well(self, direction):
         shorter, longer = (self.temporaries(length, direction=direction) for length in (8192, 16_384))
         assert longer < 2 * shorter

@@ -65,6 +65,12 @@ def assert_grouped(sizes, seed, dtype=np.float32, tolerance=1e-5):
     close(found, wanted, tolerance)
 
 
+@pytest.mark.parametrize("sizes", [[5, 0, 40, 1], [0, 17]], ids=str)
+def test_groups_of_some_sizes(sizes):
+    assert_grouped(sizes, 0)
+
+
+@pytest.mark.slow
 @hypothesis.given(SIZES, st.integers(0, 99))
 def test_groups_of_all_sizes(sizes, seed):
     assert_grouped(sizes, seed)
@@ -85,17 +91,27 @@ def test_the_kernel_of_tpus(sizes, monkeypatch):
     assert_grouped(sizes, 0)
 
 
-@hypothesis.given(
-    st.integers(1, 70), st.sampled_from([(1, 1), (4, 1), (4, 2), (5, 5), (9, 3)]), st.booleans(), st.integers(0, 99)
-)
-def test_they_are_all_experts_with_weights_of_zero(tokens, counts, normalized, seed):
+def assert_as_all(tokens, counts, normalized, seed):
     experts, per_token = counts
     routing = Routing(per_token, normalized)
     case = operands(np.random.default_rng(seed), tokens, experts)
     close(chosen(*case, routing=routing), every(*case, routing=routing), 1e-5)
 
 
-@pytest.mark.parametrize("favorite", [None, 2])
+@pytest.mark.parametrize(("tokens", "counts", "normalized"), [(1, (9, 3), True), (70, (5, 5), False)])
+def test_they_are_all_experts_with_weights_of_zero(tokens, counts, normalized):
+    assert_as_all(tokens, counts, normalized, 0)
+
+
+@pytest.mark.slow
+@hypothesis.given(
+    st.integers(1, 70), st.sampled_from([(1, 1), (4, 1), (4, 2), (5, 5), (9, 3)]), st.booleans(), st.integers(0, 99)
+)
+def test_so_they_are_in_any_number(tokens, counts, normalized, seed):
+    assert_as_all(tokens, counts, normalized, seed)
+
+
+@pytest.mark.parametrize("favorite", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_gradients(favorite):
     """Also of experts that nobody chooses: zeros."""
     x, router, *matrices = operands(np.random.default_rng(0), 90, 4)
@@ -109,7 +125,7 @@ def test_gradients(favorite):
         assert all(not np.any(gradient[0]) for gradient in found[2:])
 
 
-@pytest.mark.parametrize("per_token", [1, 2])
+@pytest.mark.parametrize("per_token", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sigmoids_of_scores_multiply_what_experts_are_given(per_token):
     x, router, gate, up, down = map(np.asarray, operands(np.random.default_rng(4), 7, 3))
     want = np.zeros_like(x)
@@ -180,7 +196,7 @@ def test_a_batch_is_mapped():
 @pytest.mark.parametrize(
     "kind", ["q4_0", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "q8_0", "nf4", "int4", "fp8"))]
 )
-@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 40])
 def test_quantized(kind, tokens):
     rng, routing = np.random.default_rng(3), Routing(2)
     x, router, *matrices = operands(rng, tokens, 4, 64, 128)
@@ -191,8 +207,13 @@ def test_quantized(kind, tokens):
 
 
 @pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [
+        *((1, jnp.bfloat16), (5, jnp.float32)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, jnp.float32), (5, jnp.bfloat16))),
+    ],
+)
 def test_natively(dtype, tokens):
     """Few rows of each expert, whose matrix is read where it lies."""
     rng, routing = np.random.default_rng(4), Routing(2)
@@ -222,7 +243,11 @@ def computed(sizes, mode, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["rows", "outer"])
 @pytest.mark.parametrize(
-    ("tokens", "experts", "per_token"), [(1, 8, 2), (100, 8, 2), (1024, 8, 2), (4096, 8, 2), (2048, 64, 8)]
+    ("tokens", "experts", "per_token"),
+    [
+        *((1, 8, 2), (100, 8, 2)),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1024, 8, 2), (4096, 8, 2), (2048, 64, 8))),
+    ],
 )
 def test_what_is_computed_is_a_tenth_more_than_the_chosen_experts_at_most(tokens, experts, per_token, mode, monkeypatch):
     """All experts would be experts / per_token times as much."""

@@ -260,8 +260,13 @@ class TestAttention:
         compiled = half_scaled.lower(*arrays, jax.ShapeDtypeStruct((1, 1), jnp.int32)).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 4 * slots * width + 8 * 4 * slots * group
 
-    @pytest.mark.parametrize("packed", [False, True])
-    @pytest.mark.parametrize(("dtype", "share"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.02)])
+    @pytest.mark.parametrize(
+        ("dtype", "share", "packed"),
+        [
+            *((jnp.float32, 1e-5, True), (jnp.bfloat16, 0.02, False)),
+            *(pytest.param(*x, marks=pytest.mark.slow) for x in ((jnp.float32, 1e-5, False), (jnp.bfloat16, 0.02, True))),
+        ],
+    )
     def test_gradients(self, packed, dtype, share):
         _, (q, k, v) = rounded(normal(0, 2, 3, 6, 2, 4), normal(1, 2, 3, 8, 4), normal(2, 2, 3, 8, 4))
         positions = np.broadcast_to(np.arange(6) + 1, (2, 6))  # the last slot is seen by nobody

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -83,7 +83,7 @@ def by_definition(queries, rows, apart, window=None, chunk=None, sinks=0, sink_q
     return np.stack(found) if found else np.zeros((0, *queries.shape[1:]))
 
 
-@settings(max_examples=20, deadline=None)
+@pytest.mark.slow  # other tests compare it with the definition as well
 @given(
     some_rows(),
     st.sampled_from([1, 3, 8]),
@@ -105,7 +105,9 @@ def test_the_plain_form_is_attention_to_the_rows_themselves(rows, page, sizes, l
 def test_rows_of_as_many_new_tokens_are_counted_alike(lengths, each, padding):
     starts = jnp.arange(len(lengths) + 1, dtype=jnp.int32) * each
     view, count = PagedView(None, None, None, jnp.asarray(lengths, jnp.int32), starts), len(lengths) * each + padding
-    for ours, theirs in zip(view.replace(tokens_per_row=each).tokens(count), view.tokens(count), strict=True):
+    alike = view.replace(tokens_per_row=each)
+    both = jax.jit(lambda starts: [x.replace(starts=starts).tokens(count) for x in (alike, view)])(starts)
+    for ours, theirs in zip(*both, strict=True):
         np.testing.assert_array_equal(ours, theirs)
         assert ours.dtype == theirs.dtype
 
@@ -158,10 +160,17 @@ def check(way, rows, page, sizes, limits, dtype, share=1e-5, of_queries=jnp.floa
     assert not found[len(wanted) :].any()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=["float32", "bfloat16", "int8"])
+def in_each_dtype(way, cases):
+    """By default one case in all, and each other in one of them in turn."""
+    for number, case in enumerate(cases):
+        for turn, dtype in enumerate((jnp.float32, jnp.bfloat16, jnp.int8)):
+            default = number == 1 or number % 3 == turn
+            yield pytest.param(way, *case, dtype, marks=[] if default else pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("way", "rows", "page", "sizes", "limits"),
-    [*((natively, *case) for case in CASES), *((by_blocks, *case) for case in CASES + WITH_SINKS)],
+    ("way", "rows", "page", "sizes", "limits", "dtype"),
+    [*in_each_dtype(natively, CASES), *in_each_dtype(by_blocks, CASES + WITH_SINKS)],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_every_way_is_the_plain_form(way, rows, page, sizes, limits, dtype):
@@ -169,7 +178,11 @@ def test_every_way_is_the_plain_form(way, rows, page, sizes, limits, dtype):
     check(way, rows, page, sizes, limits, dtype, 0.02 if way is by_blocks and dtype == jnp.bfloat16 else 1e-5)
 
 
-@pytest.mark.parametrize(("rows", "page", "sizes", "limits"), [CASES[1], CASES[4], *WITH_SINKS[1:3]], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "page", "sizes", "limits"),
+    [CASES[1], WITH_SINKS[1], *(pytest.param(*case, marks=pytest.mark.slow) for case in (CASES[4], WITH_SINKS[2]))],
+    ids=str,
+)
 def test_blocks_are_computed_in_64_bits(rows, page, sizes, limits):
     with jax.enable_x64(True):
         view, apart = paged(rows, page, sizes[0], sizes[2])
@@ -237,6 +250,7 @@ def by_ragged(monkeypatch):
     return lambda queries, view, **options: ragged(queries, view, scale=SCALE, **options)
 
 
+@pytest.mark.slow  # a row beyond the table is another test's
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_kernel_for_tpus_is_given_what_it_means(window, by_ragged):
     view, apart = paged(RAGGED, 4, 2, 128)
@@ -285,37 +299,52 @@ def test_pages_of_other_rows_and_layers_are_not_read():
     queries = some_queries(2, 3, 8, tokens=8)
     view = view.replace(pages=jnp.asarray(bad))
     for way in natively, by_blocks, by_triton, plainly:
-        found = np.asarray(way(queries, view))[:6]
+        found = np.asarray(jax.jit(way)(queries, view))[:6]
         np.testing.assert_allclose(found, by_definition(queries, rows, apart), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("way", [natively, by_blocks, by_triton, plainly, "by_ragged"])
+@pytest.mark.parametrize(
+    ("way", "window"),
+    [
+        *((natively, None), (by_blocks, None)),
+        *((way, 6) for way in (natively, by_blocks, by_triton, plainly, "by_ragged")),
+        *(pytest.param(way, None, marks=pytest.mark.slow) for way in (by_triton, plainly, "by_ragged")),
+    ],
+)
 def test_nothing_beyond_the_table_is_read(way, window, request):
     """Of rows with tokens beyond it: some, all, far beyond; the entries after those of a row are others'."""
-    way, width = (request.getfixturevalue(way), 128) if way == "by_ragged" else (way, 16)
-    rows, page, entries = [(14, 5), (12, 1), (15, 3), (40, 2), (1000, 4), (12, 12)], 4, 3
+    rows, page, entries = [(14, 5), (1000, 4), (0, 0), (12, 12), (8, 0), (12, 1), (15, 3), (40, 2)], 4, 3
+    if way == "by_ragged":
+        way, width, rows = request.getfixturevalue(way), 128, rows[:5]  # each row is compiled
+    else:
+        width = 16
     view, apart = paged(rows, page, 2, width)
     used = np.asarray(view.table[:, :entries])
     bad = np.full(view.pages.shape, np.nan, np.float32)
     bad[LAYER, used] = np.asarray(view.pages)[LAYER, used]
     view = view.replace(pages=jnp.asarray(bad), table=view.table[:, :entries])
     queries = some_queries(2, 3, width, tokens=30)
-    found = np.asarray(way(queries, view, window=window), np.float64)
+    attend = partial(way, window=window)
+    attend = attend if width == 128 else jax.jit(attend)
+    found = np.asarray(attend(queries, view), np.float64)
     held = [[x[:, :, : entries * page] for x in both] for both in apart]
     wanted = by_definition(queries, rows, held, window)
     inside = np.concatenate([np.arange(length - new, length) < entries * page for length, new in rows])
     compared = inside if width == 128 else inside | True  # the kernel for TPUs reads other keys of the row
     np.testing.assert_allclose(found[: len(wanted)][compared], wanted[compared], rtol=1e-4, atol=1e-4)
     assert np.isfinite(found).all()
+    assert way is plainly or not found[len(wanted) :].any()
 
 
-@pytest.mark.parametrize("each", [1, 5])
 @pytest.mark.parametrize(
-    ("way", "sinks"),
+    ("way", "sinks", "each"),
     [
-        *((way, 0) for way in (natively, by_blocks, by_triton, plainly, "by_ragged")),
-        *((way, 6) for way in (by_blocks, plainly)),
+        *((natively, 0, each) for each in (1, 5)),
+        *((by_blocks, 0, 1), (by_blocks, 6, 5), (by_triton, 0, 5), (plainly, 0, 5), (plainly, 6, 1)),
+        *(pytest.param(way, 0, 1, marks=pytest.mark.slow) for way in (by_triton, plainly, "by_ragged")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((by_blocks, 0, 5), (by_blocks, 6, 1), (plainly, 6, 5))),
+        # Of the kernel for TPUs the table and the window are the same as in other tests.
+        pytest.param("by_ragged", 0, 5, marks=pytest.mark.slow),
     ],
 )
 def test_with_a_window_pages_are_a_ring(way, sinks, each, request):
@@ -357,18 +386,24 @@ DIVISIONS = {
 }
 
 
+DIVIDED = [  # dtype, native, new tokens of each row, limits
+    (jnp.float32, True, 1, {"window": 7}),
+    (jnp.int8, True, 3, {}),
+    (jnp.bfloat16, True, 3, {"chunk": 8}),
+    (jnp.float32, False, 3, {"window": 7, "sinks": 2}),
+    (jnp.int8, False, 1, {}),
+]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "native", "each", "limits"),
+    ("head_sharding", "dtype", "native", "each", "limits"),
     [
-        (jnp.float32, True, 1, {"window": 7}),
-        (jnp.int8, True, 3, {}),
-        (jnp.bfloat16, True, 3, {"chunk": 8}),
-        (jnp.float32, False, 3, {"window": 7, "sinks": 2}),
-        (jnp.int8, False, 1, {}),
+        pytest.param(name, *case, marks=[] if name == "both" or division == number else pytest.mark.slow)
+        for division, name in enumerate(DIVISIONS)
+        for number, case in enumerate(DIVIDED)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("head_sharding", DIVISIONS)
 def test_devices_write_and_read_their_own_rows_and_heads(head_sharding, dtype, native, each, limits):
     sizes, names, head_sharding = DIVISIONS[head_sharding]
     mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
@@ -400,7 +435,7 @@ def test_devices_write_and_read_their_own_rows_and_heads(head_sharding, dtype, n
     for ours, theirs in zip(jax.tree.leaves(written), jax.tree.leaves(wanted), strict=True):
         assert ours.sharding.is_equivalent_to(NamedSharding(mesh, spec), ours.ndim)
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
-    theirs = paged_reference(queries, view.replace(pages=wanted), scale=SCALE, **more)
+    theirs = jax.jit(lambda queries, view: plainly(queries, view, **more))(queries, view.replace(pages=wanted))
     np.testing.assert_allclose(found, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -424,7 +459,6 @@ def test_what_cannot_be_divided_is_refused():
                 attend_paged(tokens[:, :, None], asked, scale=SCALE, head_sharding=head_sharding)
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     some_rows(),
     st.sampled_from([1, 3, 8]),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -199,8 +199,15 @@ def test_parts_of_a_weight_are_whole_tiles_where_they_can_be(rows, parts, monkey
     assert matmul_module._Chunks.of(weight.form, weight.planes).parts == parts
 
 
-@pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.nightly), 40])
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        *(("int8", 40), ("int4", 1), ("nf4", 40), ("q4_k", 1)),
+        *(pytest.param(kind, 40 if kind in ("int4", "q4_k") else 1, marks=pytest.mark.slow) for kind in QUANT_FORMATS),
+        *(pytest.param(kind, 40, marks=pytest.mark.slow) for kind in QUANT_FORMATS if kind not in COMMON),
+        *(pytest.param(kind, 3, marks=pytest.mark.nightly) for kind in QUANT_FORMATS),
+    ],
+)
 def test_matmul_and_its_derivative_are_those_of_the_numbers(kind, tokens, by_xla, monkeypatch):
     monkeypatch.setattr(matmul_module, "DECODED_AT_ONCE", 1 << 12)  # several parts, of which the last has rows too many
     weight = weight_of(kind, rows=37)
@@ -227,7 +234,9 @@ def test_several_axes_of_outputs_and_of_bfloat16():
         np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=0.03 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("int8", "q4_k") else pytest.param(kind, marks=pytest.mark.slow) for kind in QUANT_FORMATS]
+)
 def test_planes_are_divided_over_a_mesh_as_their_matrix_is(kind, by_xla):
     """Factors lie where their numbers do, and the product is that of one device."""
     weight = weight_of(kind, rows=8, columns=1024)
@@ -388,7 +397,10 @@ def check_integers(kind: str, columns: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("kind", "columns"), WIDTHS)
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [case if case[1] in (256, 32, 303) else pytest.param(*case, marks=pytest.mark.slow) for case in WIDTHS],
+)
 def test_the_native_kernel_multiplies_integers_exactly(kind, columns):
     check_integers(kind, columns)
 
@@ -417,7 +429,6 @@ def check_floats(columns: int, dtype: str = "float32") -> None:
 @given(
     st.integers(1, 600), st.integers(1, 150), st.integers(1, 150), st.sampled_from(["float32", "bfloat16"]), st.booleans()
 )
-@settings(max_examples=25, deadline=None)
 def test_the_native_kernel_multiplies_floats_of_any_shape(tokens, rows, columns, dtype, stacked):
     """And those of a stack; of infinities around the matrix it reads none."""
     rng = np.random.default_rng(tokens)
@@ -431,8 +442,14 @@ def test_the_native_kernel_multiplies_floats_of_any_shape(tokens, rows, columns,
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("columns", [768, 303, 5])
+@pytest.mark.parametrize(
+    ("columns", "dtype"),
+    [
+        *((768, "float32"), (303, "bfloat16")),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((768, "bfloat16"), (303, "float32"))),
+        *(pytest.param(5, dtype, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")),
+    ],
+)
 def test_the_native_kernel_multiplies_floats(columns, dtype):
     check_floats(columns, dtype)
 
@@ -464,7 +481,7 @@ def check_exact(kind: str, columns: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "columns"),
     [
-        case if case[0] in ("float32", "q4_0") else pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.rotating))
+        case if case[0] == "q4_0" else pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.rotating))
         for case in EXACT_KINDS
     ],
 )
@@ -582,7 +599,9 @@ def test_a_compiler_that_fails_is_no_crash(monkeypatch, caplog, tmp_path):
 # --- what is compiled ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("int8", "int4") else pytest.param(kind, marks=pytest.mark.slow) for kind in QUANT_FORMATS]
+)
 def test_no_dense_copy_is_made(kind, by_xla):
     """Of a weight of 4,096 x 1,024 numbers, 4 MB in int8, a loop of tokens needs less than its own bytes beside."""
     weight = weight_of(kind, rows=4096, columns=1024)
@@ -629,7 +648,13 @@ def model_in(kind: str, params):
     return jax.tree_util.tree_map_with_path(blocks, params)
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 1.01), ("int4", 0.54), ("q8_0", 1.07), ("q4_0", 0.57), ("q4_k", 0.57)])
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [
+        *(("int8", 1.01), ("int4", 0.54), ("q8_0", 1.07), ("q4_0", 0.57)),
+        pytest.param("q4_k", 0.57, marks=pytest.mark.slow),
+    ],
+)
 def test_bytes_for_each_weight(kind, most, made):
     """Of all numbers of a model, norms included, as they lie in memory."""
     found = made(kind if kind in ("int8", "q8_0") else f"{kind}-pure")

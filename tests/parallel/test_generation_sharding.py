@@ -196,15 +196,15 @@ def test_a_cache_that_remembers_less_is_divided_as_well(text, kind, load, rememb
     assert [row.tokens for row in found] == [row.tokens for row in expected]
 
 
+@pytest.mark.slow
 def test_a_window_is_seen_in_what_is_generated(alone, remembering):
     """Else the test above could not find a cache that remembers all."""
     several = [[row.tokens[:NEW] for row in rows] for rows in (alone, remembering("window"), remembering("sinks"))]
     assert several[0] != several[1] != several[2] != several[0]
 
 
-@pytest.mark.parametrize(
-    "text", [pytest.param(ROWS_OR_HEADS[0], marks=slow), pytest.param(ROWS_OR_HEADS[1], marks=slow), ROWS_OR_HEADS[2]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ROWS_OR_HEADS)
 def test_groups_of_answers_are_those_of_one_device(text, params):
     """From parameters as a training over the mesh has them; prompts of several pages, which the answers of a group share."""
     rng, sizes = np.random.default_rng(0), parse_mesh(text)

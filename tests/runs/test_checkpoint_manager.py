@@ -78,7 +78,7 @@ def run(saved_run, tmp_path):
     return Path(shutil.copytree(saved_run, tmp_path / "run"))
 
 
-@pytest.mark.parametrize("ema", [False, True])
+@pytest.mark.parametrize("ema", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_is_saved_comes_back_to_the_bit(kept, ema):
     state = state_of(1, ema=ema)
     kept.save(40, state, NOTE, CONFIG, None, validation_loss=2.5)
@@ -363,10 +363,10 @@ def test_one_bit_of_an_array_is_noticed_by_all_that_read_it(run):
     "error",
     [
         MemoryError("no memory left"),
-        ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 1234 bytes"),
+        pytest.param(ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 1234 bytes"), marks=pytest.mark.slow),
         OSError(errno.EIO, "Input/output error"),
-        OSError(errno.ESTALE, "Stale file handle"),
-        ValueError("DATA_LOSS: Error reading [Input/output error]"),
+        pytest.param(OSError(errno.ESTALE, "Stale file handle"), marks=pytest.mark.slow),
+        pytest.param(ValueError("DATA_LOSS: Error reading [Input/output error]"), marks=pytest.mark.slow),
     ],
     ids=["memory", "device's memory", "disk", "mount", "disk, in words"],
 )
@@ -458,7 +458,10 @@ def test_a_run_is_a_model(saved_run, tokenizer, path):
     assert loaded.tokenizer.encode("once upon a time") == tokenizer.encode("once upon a time")
 
 
-@pytest.mark.parametrize("name", ["describe", "read_config", "find_tokenizer", "read_arrays"])
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("describe", "find_tokenizer")), "read_config", "read_arrays"],
+)
 def test_a_step_that_is_removed_while_it_is_read(name, run, monkeypatch):
     """As a run does that goes on saving: then the newest is taken again, so often and no more."""
     from llama_jax.formats import orbax_format

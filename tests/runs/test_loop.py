@@ -199,12 +199,11 @@ def test_a_refused_run_leaves_what_was_there_and_nothing_else(there, tmp_path):
     assert not there or [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
-def test_a_damaged_note_says_which_step_is_left(text, tmp_path):
-    recipe = dataclasses.replace(RECIPE, steps=4, save_every=2, evaluate_every=0)
-    train(recipe, tmp_path, [text], log=StopAt())
-    (tmp_path / "checkpoints" / "4" / "about" / "note.json").write_text("{")
-    with pytest.raises(TrainingError, match="remove that folder to continue from step 2"):
-        train(recipe, tmp_path, [text], resume=True, log=StopAt())
+def test_a_damaged_note_says_which_step_is_left(whole, text, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "12" / "about" / "note.json").write_text("{")
+    with pytest.raises(TrainingError, match="remove that folder to continue from step 6"):
+        train(RECIPE, tmp_path / "run", [text], resume=True, log=StopAt())
 
 
 def test_checkpoints_that_no_run_saved_are_refused(text, tmp_path):
@@ -223,6 +222,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(text, tmp_path):
         assert train(dataclasses.replace(RECIPE, steps=3), tmp_path, [text], log=Log(closed)).step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("renamed", [False, True])
 def test_a_run_whose_folder_is_taken_away_stops(text, tmp_path, renamed):
     """And writes nothing where it was, be it the next line or a checkpoint; a folder that was renamed can go on."""

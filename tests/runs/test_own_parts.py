@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from commands import error_of, run_here
+from conftest import jit_logits
 from mortal_run import recipe, write_words
 from running import StopAt, caches  # noqa: F401  # caches is a fixture
 
@@ -82,7 +83,7 @@ NEED = "parts of its own, attend=mine:attend and norm=mine:norm and .* --parts F
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The file of a user, a run of its recipe, one without the parts, and adapters trained with them on the latter."""
+    """The file of a user, a run of its recipe, and where `others` makes more."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "mine.py").write_text(FILE)
     (folder / "short.txt").write_text(TEXT)
@@ -90,13 +91,24 @@ def made(tmp_path_factory):
     paths = {name: folder / name for name in ("own", "plain", "adapters")}
     found = SimpleNamespace(file=folder / "mine.py", text=write_words(folder), short=folder / "short.txt", **paths)
     found.prompts = folder / "prompts.jsonl"
-    for name in paths:
-        weights = ["--weights", found.plain] if name == "adapters" else []
-        data = ["--data", found.text, "--validation-data", found.short, "--mesh", "data=1"]
-        done = run_here("train", f"{found.file}:{name}", "--workdir", folder / name, *data, *weights)
-        assert done.returncode == 0, done.stderr
     found.recipe = partial(find, f"{found.file}:own")
+    run(found, "own")
     return found
+
+
+def run(found, name):
+    weights = ["--weights", found.plain] if name == "adapters" else []
+    data = ["--data", found.text, "--validation-data", found.short, "--mesh", "data=1"]
+    done = run_here("train", f"{found.file}:{name}", "--workdir", getattr(found, name), *data, *weights)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def others(made):
+    """The same, with a run without the parts, and adapters trained with them on the latter."""
+    for name in ("plain", "adapters"):
+        run(made, name)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +125,7 @@ def written(folder, kind):
 
 def nats(config, params, ids):
     """Log-probabilities of all tokens but the first, computed from the logits."""
-    logprobs = jax.nn.log_softmax(llama_jax.logits(config, params, ids[None, :-1])[0])
+    logprobs = jax.nn.log_softmax(jit_logits(config, params, ids[None, :-1])[0])
     return -np.take_along_axis(np.asarray(logprobs), ids[1:, None], -1)[:, 0]
 
 
@@ -123,7 +135,6 @@ def test_the_run_names_them_all(made):
     assert recorded["model"]["parts"] == names
     assert recorded["loss"] == "mine:loss"
     assert llama_jax.load(made.own).config.parts == NAMES
-    assert not llama_jax.load(made.plain).config.parts
 
 
 def test_validation_samples_and_eval_have_the_numbers_of_the_logits(made, model):
@@ -141,10 +152,11 @@ def test_validation_samples_and_eval_have_the_numbers_of_the_logits(made, model)
     assert written(made.own, "sample")[-1]["text"] == tokenizer.decode([*prompt, *known])
 
 
-def test_generation_and_serving_have_the_numbers_of_the_logits(made, model):
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_generation_has_the_numbers_of_the_logits(made, model):
     config, params, tokenizer, _ = model
     prompt = tokenizer.encode("the", eos=False)
-    limits = {"max_new_tokens": 6, "sampling": Sampling(temperature=0.0)}
     command = "generate", "the", "--model", made.own, "--parts", made.file
     done = run_here(*command, "--temperature", 0, "--max-new-tokens", 6, "--ignore-eos", "--json")
     found = json.loads(done.stdout)
@@ -152,36 +164,59 @@ def test_generation_and_serving_have_the_numbers_of_the_logits(made, model):
     logits = np.asarray(llama_jax.logits(config, params, row[None, :-1])[0])[len(prompt) - 1 :]
     assert found["tokens"] == logits.argmax(-1).tolist()
     np.testing.assert_allclose(found["logprobs"], -nats(config, params, row)[len(prompt) - 1 :], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_serving_and_drafts_have_those_of_generation(model):
+    config, params, tokenizer, _ = model
+    prompt = tokenizer.encode("the", eos=False)
+    limits = {"max_new_tokens": 6, "sampling": Sampling(temperature=0.0)}
+    [found] = llama_jax.generate(config, params, [prompt], **limits)
     [(_, served)] = llama_jax.batch(config, params, [prompt], **limits)
-    assert served.tokens == found["tokens"]
-    np.testing.assert_allclose(served.logprobs, found["logprobs"], atol=1e-4)
+    assert served.tokens == found.tokens
+    np.testing.assert_allclose(served.logprobs, found.logprobs, atol=1e-4)
     chunks = list(
         llama_jax.stream(config, params, [prompt], **limits | {"max_new_tokens": 24}, draft=DraftModel(config, params))
     )
-    assert [token for chunk in chunks for token in chunk.tokens[0][chunk.valid[0]].tolist()][:6] == found["tokens"]
+    assert [token for chunk in chunks for token in chunk.tokens[0][chunk.valid[0]].tolist()][:6] == found.tokens
     drafted, accepted = (sum(int(getattr(counts_of(c), name).sum()) for c in chunks) for name in ("drafted", "accepted"))
     assert accepted >= drafted - 2 > 0  # the draft has the parts, too; the last ones may be beyond the limit
 
 
 @pytest.mark.slow
 @pytest.mark.rotating
-def test_a_divergence_computes_each_model_with_its_own_parts(made, model):
+def test_a_divergence_computes_each_model_with_its_own_parts(others, model):
     config, params, tokenizer, _ = model
-    plain, others, _ = llama_jax.load(made.plain)
+    made = others
+    plain, reference, _ = llama_jax.load(made.plain)
     corpus = open_corpus([made.short], tokenizer)
-    found = llama_jax.divergence(config, params, others, corpus, reference_config=plain)
+    found = llama_jax.divergence(config, params, reference, corpus, reference_config=plain)
     assert found.model.loss == pytest.approx(llama_jax.evaluate(config, params, corpus).loss, rel=1e-5)
-    assert found.reference.loss == pytest.approx(llama_jax.evaluate(plain, others, corpus).loss, rel=1e-5)
+    assert found.reference.loss == pytest.approx(llama_jax.evaluate(plain, reference, corpus).loss, rel=1e-5)
     done = run_here("eval", made.own, "--against", made.own, "--data", made.short, "--parts", made.file, "--json")
     assert json.loads(done.stdout)["against"]["kl"] == 0
 
 
-def test_a_run_goes_on_with_the_same_functions_only(made, tmp_path):
-    short = made.recipe()
-    data = {"data": [made.text], "validation_data": [made.short], "log": StopAt()}
-    train(replace(short, steps=5), tmp_path / "whole", **data)
+def data_of(made):
+    return {"data": [made.text], "validation_data": [made.short], "log": StopAt()}
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_a_run_goes_on_with_the_same_functions(made, tmp_path):
+    longer = replace(made.recipe(), steps=5)
+    train(longer, tmp_path / "whole", **data_of(made))
     shutil.copytree(made.own, tmp_path / "resumed")
-    go_on = partial(train, workdir=tmp_path / "resumed", resume=True, **data)
+    train(longer, tmp_path / "resumed", resume=True, **data_of(made))
+    losses = [[line["loss"] for line in written(tmp_path / name, "train")] for name in ("whole", "resumed")]
+    assert losses[0][-2:] == losses[1][-2:]
+
+
+def test_a_run_does_not_go_on_with_others(made, tmp_path):
+    short = made.recipe()
+    shutil.copytree(made.own, tmp_path / "resumed")
+    go_on = partial(train, workdir=tmp_path / "resumed", resume=True, **data_of(made))
     for part, name, change in (
         ("model.parts.norm", "mine:norm", {"parts": replace(short.parts, norm=short.parts.feed_forward)}),
         ("model.parts.rotary", "mine:Embedding.rotary", {"parts": replace(short.parts, rotary=None)}),
@@ -190,9 +225,6 @@ def test_a_run_goes_on_with_the_same_functions_only(made, tmp_path):
         other = replace(replace(short, model=recipe().model, parts=Parts()), **{"parts": short.parts} | change)
         with pytest.raises(TrainingError, match=f"another recipe \\({part}: '{name}' in the folder, .* now\\)"):
             go_on(other)
-    go_on(replace(short, steps=5))
-    losses = [[line["loss"] for line in written(tmp_path / name, "train")] for name in ("whole", "resumed")]
-    assert losses[0][-2:] == losses[1][-2:]
 
 
 @pytest.mark.slow
@@ -214,7 +246,9 @@ def test_training_goes_on_from_its_weights_with_the_parts_or_not_at_all(made, tm
 
 @pytest.mark.slow
 @pytest.mark.rotating
-def test_a_teacher_and_its_student_have_parts_of_their_own(made, tmp_path):
+def test_a_teacher_and_its_student_have_parts_of_their_own(others, tmp_path):
+    made = others
+
     def divergence(weights, teacher, parts):
         short = replace(find(f"{made.file}:plain"), distill=DistillOptions(teacher=str(teacher)), parts=parts)
         folder = tmp_path / f"{weights.name} {teacher.name}"
@@ -256,22 +290,36 @@ def test_a_command_that_computes_needs_the_file(made, tmp_path, monkeypatch, nam
     if name == "lm-eval":
         pytest.importorskip("lm_eval")
     monkeypatch.setenv(compiled.EXECUTABLES_ENV, str(tmp_path / "programs"))
-    with_adapters = COMPUTING[name].replace("{own}", "{plain} --adapter {adapters}")
-    has_adapter = name in ("generate", "chat", "serve", "batch", "eval", "lm-eval", "verify")
-    for text in [COMPUTING[name], *([with_adapters] if has_adapter else [])]:
-        done = run_here(name, *arguments(text, made, tmp_path))
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "attend=mine:attend and norm=mine:norm" in done.stderr
-        assert "--parts FILE.py" in done.stderr
-        assert "Traceback" not in done.stderr
+    assert_needed(name, COMPUTING[name], made, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", ["generate", "chat", "serve", "batch", "eval", "lm-eval", "verify"])
+def test_so_does_one_with_adapters_that_were_trained_with_it(others, tmp_path, monkeypatch, name):
+    if name == "lm-eval":
+        pytest.importorskip("lm_eval")
+    monkeypatch.setenv(compiled.EXECUTABLES_ENV, str(tmp_path / "programs"))
+    assert_needed(name, COMPUTING[name].replace("{own}", "{plain} --adapter {adapters}"), others, tmp_path)
+
+
+def assert_needed(name, text, made, tmp_path):
+    done = run_here(name, *arguments(text, made, tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "attend=mine:attend and norm=mine:norm" in done.stderr
+    assert "--parts FILE.py" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_every_command_computes_or_does_not():
     assert COMPUTING.keys() | OTHERS == {name for commands in COMMANDS.values() for name in commands}
 
 
-def test_commands_take_the_functions_from_the_file(made, model, tmp_path):
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_commands_take_the_functions_from_the_file(others, model, tmp_path):
     config, params, *_ = model
+    made = others
     for name in ("batch", "estimate"):
         done = run_here(name, *arguments(COMPUTING[name], made, tmp_path), "--parts", made.file)
         assert done.returncode == 0, done.stderr
@@ -306,7 +354,7 @@ def test_a_file_without_the_functions_is_refused(made, tmp_path):
     evaluate = "eval", made.own, "--data", made.short, "--attention", "dense", "--parts", made.file
     assert "attention='dense' is for the library's attention, which Parts(" in error_of(run_here(*evaluate))
     assert "is only for a model that names custom functions; omit it" in error_of(
-        run_here("generate", "the", "--model", made.plain, "--parts", made.file)
+        run_here("generate", "the", "--parts", made.file)  # with the bundled model
     )
     assert "are not kept" in error_of(run_here("compile", made.own, "--parts", made.file))
 
@@ -321,21 +369,26 @@ def test_files_keep_the_names_or_are_refused(made, tmp_path):
     for name in ("a.gguf", "a.bin"):
         with pytest.raises(CheckpointError, match=r"norm='mine:norm'.* cannot be stored in .* write safetensors or orbax"):
             llama_jax.convert(made.own, tmp_path / name)
-    for base in ({}, {"base": made.plain}):
-        with pytest.raises(CheckpointError, match=r"norm='mine:norm'.* cannot be stored in adapter files"):
-            llama_jax.convert(made.adapters, tmp_path / "adapter", **base)
-    assert run_here("merge", made.plain, made.adapters, tmp_path / "merged").returncode == 0
-    assert llama_jax.load(tmp_path / "merged").config.parts == NAMES
     assert re.search(r"own norm +mine:norm\n", run_here("inspect", made.own).stdout)
 
 
-@pytest.mark.parametrize("parts", [{"norms": "mine:norm"}, {"norm": 1}, {"norm": "norm"}, "mine:norm"])
-def test_names_in_a_file_that_are_none_are_refused(made, tmp_path, parts):
-    llama_jax.convert(made.plain, tmp_path / "model", format="safetensors")
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_adapter_files_do_not_keep_them_and_a_merged_model_does(others, tmp_path):
+    for base in ({}, {"base": others.plain}):
+        with pytest.raises(CheckpointError, match=r"norm='mine:norm'.* cannot be stored in adapter files"):
+            llama_jax.convert(others.adapters, tmp_path / "adapter", **base)
+    assert run_here("merge", others.plain, others.adapters, tmp_path / "merged").returncode == 0
+    assert llama_jax.load(tmp_path / "merged").config.parts == NAMES
+
+
+def test_names_in_a_file_that_are_none_are_refused(made, tmp_path):
+    llama_jax.convert(made.own, tmp_path / "model", format="safetensors")
     settings = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(settings | {"llama_jax_parts": parts}))
-    with pytest.raises(CheckpointError, match="llama_jax_parts"):
-        llama_jax.load(tmp_path / "model")
+    for parts in ({"norms": "mine:norm"}, {"norm": 1}, {"norm": "norm"}, "mine:norm"):
+        (tmp_path / "model" / "config.json").write_text(json.dumps(settings | {"llama_jax_parts": parts}))
+        with pytest.raises(CheckpointError, match="llama_jax_parts"):
+            llama_jax.load(tmp_path / "model")
 
 
 def of_module(x, weight, eps):

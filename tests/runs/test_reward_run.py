@@ -97,7 +97,8 @@ def test_what_is_rewarded_becomes_more_probable(whole):
     assert said.count("    [") == 2, "a sample at each evaluation"
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exactly_the_sampler_is_the_trainer(file, prompts, tmp_path, dtype):
     train(recipe_for(file, steps=3, exact=True, dtype=dtype), tmp_path, [prompts], log=StopAt())
     found = lines(tmp_path, "train")

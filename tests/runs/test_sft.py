@@ -41,6 +41,7 @@ def whole(chats, tmp_path_factory):
     return folder, train(RECIPE, folder, chats, log=log), log.said
 
 
+@pytest.mark.slow
 def test_answers_are_learnt_and_questions_are_not(whole, chats):
     folder, result, said = whole
     assert "chats: 120 of 120 examples" in said

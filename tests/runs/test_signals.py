@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -95,6 +96,42 @@ def long():
 """
 
 
+@pytest.fixture
+def said(monkeypatch):
+    """What a command line says at Ctrl-C, and how it would end the process."""
+    found: queue.Queue[str] = queue.Queue()
+
+    def end(*_, how=""):
+        found.put(how)
+
+    monkeypatch.setattr(signals, "say", found.put)
+    monkeypatch.setattr(signals, "end_command", end)
+    before = signal.signal(signal.SIGINT, end)
+    yield found
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_before_the_first_step_leaves_at_once(said):
+    with signals.StopRequest() as request:
+        request.begin_steps()
+        signal.raise_signal(signal.SIGINT)
+        assert said.get(timeout=20) == "stopped before its first step; there was nothing to save"
+
+
+def test_ctrl_c_lets_a_step_end_and_the_second_one_does_not(said):
+    """The thread of the watch does this: the main thread may be in a step that does not end."""
+    with signals.StopRequest() as request:
+        request.begin_steps()
+        request.seconds, request.kept = 0.1, 2
+        signal.raise_signal(signal.SIGINT)
+        first = said.get(timeout=20)
+        assert request.name == "SIGINT"
+        signal.raise_signal(signal.SIGINT)
+        assert said.get(timeout=20) == "stopped without saving, and --resume goes on from step 2"
+    assert first == "SIGINT: this step ends and is saved; Ctrl-C leaves at once, and --resume then goes on from step 2"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("quick", [0, 3])
 def test_ctrl_c_within_a_step_that_does_not_end(quick, text, environment, tmp_path):
     """The first step has nothing to save and is left at once; a later one is left by the second Ctrl-C."""

@@ -177,7 +177,7 @@ class TestEveryRequestGetsWhatItGetsAlone:
         ("options", "in_bursts", "counts"),
         [
             pytest.param(SMALL, False, (24,), marks=(pytest.mark.slow, pytest.mark.rotating)),
-            (SMALL, True, (8, 1, 1, 2)),
+            (SMALL, True, (5, 1, 2)),
             pytest.param(FULL, False, (16,), marks=(pytest.mark.slow, pytest.mark.rotating)),
         ],
         ids=["one token a turn", "bursts", "a full cache"],
@@ -207,7 +207,7 @@ class TestEveryRequestGetsWhatItGetsAlone:
 
 def test_nothing_is_compiled_once_it_is_warm(model, warm_engine, bursts):
     rng, before = random.Random(7), warm_engine.stats().compilations_after_ready
-    for _ in range(60):
+    for _ in range(40):
         Client(warm_engine, **some_request(rng), alternatives=rng.choice([0, 3]), score_prompt=rng.random() < 0.2)
         warm_engine.step()
     exhaust(warm_engine)
@@ -216,7 +216,7 @@ def test_nothing_is_compiled_once_it_is_warm(model, warm_engine, bursts):
     stats = warm_engine.stats()
     assert stats.compilations_after_ready == before
     assert stats.running == stats.reading == stats.waiting == 0
-    assert sum(stats.finished.values()) >= 60
+    assert sum(stats.finished.values()) >= 40
 
 
 class TestBursts:
@@ -247,7 +247,7 @@ class TestBursts:
             assert (stopped.ids, stopped.finish) == (tokens[: tokens.index(tokens[n - 1])], "stop")
         assert not engine.scheduler.rows
 
-    @pytest.mark.parametrize("length", range(2, 7))
+    @pytest.mark.parametrize("length", [2, *(pytest.param(x, marks=pytest.mark.slow) for x in (3, 4, 6)), 5])
     def test_they_fit_into_the_context(self, model, warm_engine, bursts, length):
         engine = Engine(*model, SMALL)
         client = run(engine, prompt=[1, *range(5, 4 + length)], max_new_tokens=128 - length)
@@ -386,8 +386,8 @@ class TestFullCache:
         as_alone(model, (first, scored))
 
     def test_many_of_mixed_lengths_use_the_pages_of_their_tokens(self, model):
-        rng, engine = random.Random(0), Engine(*model, replace(SMALL, rows=64, cache_tokens=64 * 128, prefix_bytes=0))
-        clients = [Client(engine, prompt=[1] * rng.randrange(1, 100), max_new_tokens=28) for _ in range(64)]
+        rng, engine = random.Random(0), Engine(*model, replace(SMALL, rows=8, cache_tokens=8 * 128, prefix_bytes=0))
+        clients = [Client(engine, prompt=[1] * rng.randrange(1, 100), max_new_tokens=28) for _ in range(8)]
         while any(not client.ids for client in clients):
             engine.step()
             running = engine.scheduler.rows

@@ -155,6 +155,7 @@ def test_only_threads_that_are_to_wait_have_a_low_priority():
     assert DaemonThreadPool("low", 1, niceness=LOW).submit(priority).result() == min(priority() + LOW, 19)
 
 
+@pytest.mark.slow
 def test_a_process_ends_although_grammars_compile():
     """It waits for no thread and no other process, and says nothing of those that it left."""
     pytest.importorskip("llguidance")

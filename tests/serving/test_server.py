@@ -160,7 +160,10 @@ def test_a_start_that_fails_ends_the_process():
         assert "RuntimeError: there is no model" in running.stderr.read()
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, -signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, -signal.SIGTERM), pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_a_start_at_once(number, status):
     with process(starts="at a line") as running:
         assert ready(running.address)[0] == 503
@@ -190,10 +193,10 @@ def ends_soon(running):
 
 def test_clients_that_do_not_read_do_not_hold_up_the_end():
     with process(drain=0.1, buffer=4096, per_iteration=64) as running:
-        streams = [completion(running.address, "for ever", stream=True) for _ in range(8)]
+        streams = [completion(running.address, "for ever", stream=True) for _ in range(3)]
         for stream in streams:
             stream.until("begun")
-        while generated(running.address) < 500_000:  # much more than the buffers between server and clients hold
+        while generated(running.address) < 190_000:  # much more than the buffers between server and clients hold
             pass
         assert ends_soon(running) == 0
         for stream in streams:

@@ -147,6 +147,7 @@ def test_no_process_to_be_had(monkeypatch):
         text("x", renderer=Renderer())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a process's memory")
 def test_a_chat_that_fills_the_memory_leaves_those_of_other_threads_alone(monkeypatch):
     """Each such chat is tried twice at most; no other one loses the process that renders it, or is tried in a full one."""

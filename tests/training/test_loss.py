@@ -1,4 +1,4 @@
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -26,21 +26,23 @@ def plain_loss(config, params, tokens):
 
 @pytest.fixture(scope="module")
 def defined(models):
-    """{kind: (config, params, tokens, (loss, gradients) of the definition)}, in float64."""
+    """By the kind: (config, params, tokens, (loss, gradients) of the definition), in float64."""
 
-    def of(config, params):
+    @cache
+    def of(kind):
+        config, params = models[kind]
         tokens = np.random.default_rng(0).integers(0, config.vocab_size, (BATCH, LENGTH + 1), np.int32)
-        params = as_float64(params)
-        return config, params, tokens, jax.jit(jax.value_and_grad(partial(plain_loss, config, tokens=tokens)))(params)
+        with jax.enable_x64(True):
+            params = as_float64(params)
+            return config, params, tokens, jax.jit(jax.value_and_grad(partial(plain_loss, config, tokens=tokens)))(params)
 
-    with jax.enable_x64(True):
-        return {kind: of(*models[kind]) for kind in ("gqa", "tied")}
+    return of
 
 
 @pytest.mark.parametrize(
     ("kind", "chunk", "remat"),
     [
-        ("gqa", 3, "none"),
+        pytest.param("gqa", 3, "none", marks=pytest.mark.slow),
         ("gqa", 4, "full"),
         pytest.param("tied", 100, "full", marks=pytest.mark.slow),
         pytest.param("gqa", 11, "dots", marks=pytest.mark.slow),
@@ -48,7 +50,7 @@ def defined(models):
     ],
 )
 def test_value_and_gradient_are_those_of_the_definition(defined, kind, chunk, remat):
-    config, params, tokens, (loss, gradients) = defined[kind]
+    config, params, tokens, (loss, gradients) = defined(kind)
     with jax.enable_x64(True):
         loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=loss_options(chunk=chunk, remat=remat))
         found = jax.jit(jax.value_and_grad(loss_of))(params)
@@ -60,7 +62,7 @@ def test_value_and_gradient_are_those_of_the_definition(defined, kind, chunk, re
 
 
 def test_in_bfloat16_the_loss_and_the_gradients_stay_float32(defined, models):
-    config, _, tokens, (loss, gradients) = defined["gqa"]
+    config, _, tokens, (loss, gradients) = defined("gqa")
     loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=loss_options(dtype=jnp.bfloat16))
     found, computed = jax.jit(jax.value_and_grad(loss_of))(models["gqa"][1])
     assert found.dtype == jnp.float32
@@ -156,7 +158,7 @@ def test_what_is_predicted():
 
 
 def test_a_masked_token_is_read_but_not_counted(defined, models):
-    config, params, tokens, _ = defined["gqa"]
+    config, params, tokens, _ = defined("gqa")
     mask = np.random.default_rng(1).random(tokens.shape) < 0.5
     with jax.enable_x64(True):
         logits = np.asarray(jit_logits(config, params, tokens[:, :-1]))
@@ -174,7 +176,7 @@ def test_nothing_to_predict_in_a_batch_is_a_loss_of_zero(models, in_segments):
 
 @pytest.mark.slow
 def test_z_loss_adds_the_square_of_the_normalizer(defined):
-    config, params, tokens, _ = defined["gqa"]
+    config, params, tokens, _ = defined("gqa")
 
     def plain(params, z_loss):
         logits = llama_jax.logits(config, params, tokens[:, :-1])

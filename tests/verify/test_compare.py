@@ -103,7 +103,7 @@ def test_a_tied_model_and_one_that_stores_its_tensor_twice_are_the_same():
     assert compare(twice, trace(twice, TOKENS, origin(untied)), trace(params, TOKENS, origin(tied))).same
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "BF16"), ("float16", "F16")])
+@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "BF16"), pytest.param("float16", "F16", marks=pytest.mark.slow)])
 def test_sixteen_bits_are_the_same_within_their_rounding(against, tensors, dtype, kind):
     found = against(tensors, dtype=dtype)
     assert found.same
