@@ -10,6 +10,7 @@ import io
 import os
 import sys
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,10 @@ def _run(arguments: list[str]) -> None:
         return
     if name == "train":
         check_settings(command.__dataclass_fields__, arguments)
+    if name in ("chat", "serve") and len(arguments) > 1 and not arguments[1].startswith("-"):  # others take the path so
+        raise UserError(f"{name} takes the model as an option; write --model {arguments[1]}")
+    if ("--model", "") in pairwise(arguments):  # after an error of $(llama-jax fetch NAME)
+        raise UserError("--model is empty; pass the path of a model")
     parsed(command, name, arranged(arguments)[1:]).run()
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Annotated
 
 import tyro
@@ -17,6 +18,7 @@ from llama_jax.cli.generate import draft_statistics, draft_summary
 from llama_jax.cli.options import ModelOptions
 from llama_jax.cli.terminal import note, printable
 from llama_jax.errors import GenerationError, UserError
+from llama_jax.interrupts import end_command, watch_signals
 from llama_jax.settings import at_least
 from llama_jax.tokenizers import Format, Message, Tokenizer, encode_chat, reply_ends, resolve_format
 from llama_jax.tokenizers.interface import Text
@@ -27,7 +29,8 @@ COMMANDS = """\
 /system TEXT  set the system prompt; without TEXT remove it
 /help         show this list
 /exit         end the program, like Ctrl-D
-To send a line that starts with a slash, put a space before it. Ctrl-C stops a reply; pressed twice, it ends the program."""
+To send a line that starts with a slash, put a space before it. Ctrl-C stops a reply; pressed twice, or at the prompt, it
+ends the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class Chat(ModelOptions):
     """Chat with a model. Each line of stdin is a message. Replies go to stdout; notes, and messages from a pipe, to stderr.
 
     The whole conversation is the prompt of each reply. When it exceeds the context, the oldest messages are dropped and a
-    note says so. Ctrl-C stops a reply; pressed twice, it ends the program. /help lists the commands.
+    note says so. Ctrl-C stops a reply; pressed twice, or at the prompt, it ends the program. /help lists the commands.
     """
 
     SHOWN_FIRST = ("model", "system", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
@@ -189,18 +192,27 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
     Nothing is raised: XLA may be compiling, and must not be interrupted.
     """
-    pressed: list[bool] = []
+    seen: list[int] = []  # in a thread, also while the main thread is in compiled code
+    handled: list[int] = []
     before = signal.getsignal(signal.SIGINT)
 
-    def press(*_: object) -> None:
-        pressed.append(True)
-        signal.signal(signal.SIGINT, before)
+    def see(number: int) -> None:
+        seen.append(number)
+        if seen.count(signal.SIGINT) > 1 and before is end_command:
+            end_command()
 
+    def press(number: int, frame: FrameType | None) -> None:
+        handled.append(number)
+        if len(handled) > 1 and callable(before):
+            before(number, frame)
+
+    end = watch_signals(see)
     signal.signal(signal.SIGINT, press)
     try:
-        yield lambda: bool(pressed)
+        yield lambda: bool(handled)
     finally:
         signal.signal(signal.SIGINT, before)
+        end()
 
 
 def _lines() -> Iterator[str]:

@@ -164,7 +164,11 @@ class Merge(CompileOptions):
             print(f"{self.base}: the adapter is added in float32, and the sum quantized again: {kinds}", file=sys.stderr)
         elif kinds and (dtype is None or dtype in FLOAT_BYTES):
             after = parameter_count(base.config) * FLOAT_BYTES[dtype or "float32"]
-            fewer = "OUT.gguf keeps its blocks" if is_gguf else "OUT.gguf with --dtype q4_k has 4 bits"
+            fewer = (
+                "a destination named *.gguf keeps the quantization"
+                if is_gguf
+                else "--dtype q4_k and a destination named *.gguf give 4 bits"
+            )
             print(
                 f"{self.base}: {kinds} ({size(before)}) become {dtype or 'float32'} ({size(after)}),"
                 f" {after / before:.1f} times as large; {fewer}",

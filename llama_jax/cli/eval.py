@@ -414,10 +414,15 @@ def as_page(result: llama_jax.Evaluation | llama_jax.Divergence, facts: dict[str
     if facts["unknown_tokens"]:
         share = f"{facts['unknown_tokens'] / found.tokens:.2%}"
         rows.append(["unknown", f"{share} of the tokens are <unk>, so their text itself is not predicted"])
-    about = printable(facts["model"])
+    about = _model_of(facts)
     if compared is not None:
         about += f" ({facts['weights']}) against {printable(facts['against']['model'])} ({facts['against']['weights']})"
     return f"{about}\n\n{columns(rows)}"
+
+
+def _model_of(facts: dict[str, Any]) -> str:
+    """The model and its adapter, as the title of a page."""
+    return printable(facts["model"]) + (f" with adapter {printable(facts['adapter'])}" if facts["adapter"] else "")
 
 
 def _rows_of_comparison(found: llama_jax.Divergence) -> list[list[str]]:
@@ -454,7 +459,7 @@ def page_of_lengths(found: Sequence[llama_jax.LengthLoss], facts: dict[str, Any]
     note = "Loss in nats per token; the last quarter of each window is what has the most context."
     if facts["unknown_tokens"]:
         note += f" {facts['unknown_tokens']:,} tokens of the text are <unk>."
-    about = printable(facts["model"]) + (f", rope {printable(facts['rope'])}" if facts["rope"] else "")
+    about = _model_of(facts) + (f", rope {printable(facts['rope'])}" if facts["rope"] else "")
     if facts["cache"] != "auto":
         about += f", cache {facts['cache']}"
     if facts["window"] is not None:
@@ -485,4 +490,4 @@ def page_of_preferences(found: PreferenceAccuracy, facts: dict[str, Any], counts
         ["log-probability", f"chosen {found.chosen_logprob:.3f}, rejected {found.rejected_logprob:.3f}"],
         ["read", f"{found.tokens:,} tokens of answers; {counts}"],
     ]
-    return f"{printable(facts['model'])}{against}\n\n{columns(rows)}"
+    return f"{_model_of(facts)}{against}\n\n{columns(rows)}"

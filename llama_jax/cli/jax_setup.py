@@ -12,18 +12,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
-import platformdirs
 
 from llama_jax import compiled
 from llama_jax.cli.terminal import note
 from llama_jax.errors import UserError, reason_of
+from llama_jax.storage.paths import cache_folder
 from llama_jax.xla_flags import keep_freed_memory, set_flags
 
 LEAST_FREE = 2**20  # bytes on the disk of the compilation cache; a program takes some hundred thousand
 
 
 def use_compilation_cache(off: bool = False) -> None:
-    """Keep compiled programs in the user's cache folder, so that a second start does not compile again.
+    """Keep compiled programs in `cache_folder`, so that a second start does not compile again.
 
     JAX keeps what it compiles there, and `llama_jax.compiled` executables of the programs that generate and serve, which are
     then not even traced. ``JAX_COMPILATION_CACHE_DIR`` names another folder; ``JAX_ENABLE_COMPILATION_CACHE=false``, or
@@ -33,7 +33,7 @@ def use_compilation_cache(off: bool = False) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
         os.environ[compiled.EXECUTABLES_ENV] = "off"
         return
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", platformdirs.user_cache_dir("llama_jax"))
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache_folder()))
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", folder)
     problem = _no_room(Path(folder)) if folder and "://" not in folder else None

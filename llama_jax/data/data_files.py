@@ -17,7 +17,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-import platformdirs
 from tqdm import tqdm
 
 from llama_jax.data.mixture import shares
@@ -25,6 +24,7 @@ from llama_jax.errors import DataError, reading, shown
 from llama_jax.storage import StoredPath, locate, resolved
 from llama_jax.storage.atomic_write import remove, write_atomically
 from llama_jax.storage.consistent_reader import MAX_REQUEST_BYTES, StoreEntry
+from llama_jax.storage.paths import cache_folder
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 SOURCE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -301,11 +301,6 @@ def _fetch(base: StoredPath, sizes: dict[str, int], folder: Path) -> None:
 
 
 # --- cache ---------------------------------------------------------------------------------------------------------------
-
-
-def cache_folder() -> Path:
-    """The folder named by LLAMA_JAX_CACHE, or the user's cache folder."""
-    return Path(os.environ.get("LLAMA_JAX_CACHE") or platformdirs.user_cache_dir("llama_jax"))
 
 
 def cache_limit() -> int:

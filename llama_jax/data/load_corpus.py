@@ -20,7 +20,6 @@ from llama_jax.data.data_files import (
     CORPORA,
     Paths,
     Source,
-    cache_folder,
     cannot_cache,
     describe,
     find_files,
@@ -32,6 +31,7 @@ from llama_jax.data.data_files import (
 from llama_jax.data.data_files import cache_limit as limit_of_environment
 from llama_jax.data.documents import Document, DocumentFormat, Span, kind_of, read_documents
 from llama_jax.errors import DataError, TokenizerError, reason_of
+from llama_jax.storage.paths import cache_folder
 from llama_jax.tokenizers import Tokenizer
 
 MEGABYTE = 1 << 20

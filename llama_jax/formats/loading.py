@@ -281,7 +281,8 @@ def _open_within(folder: Location) -> Opened | OrbaxCheckpoint:
         return huggingface.open_folder(folder)  # says which weights are missing
     if (folder / ADAPTER_CONFIG).exists():
         raise CheckpointError(
-            f"{folder} holds an adapter, not a model; pass its base as the model, and this as the adapter (--adapter)"
+            f"{folder} holds an adapter, not a model; pass its base as the model and this as --adapter, or merge them first"
+            " (llama-jax merge BASE ADAPTER OUT)"
         )
     raise CheckpointError(f"{folder} holds no model: no config.json, no params.json, no GGUF and no whole llama2.c file")
 

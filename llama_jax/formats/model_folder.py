@@ -305,7 +305,7 @@ def _check_room(path: Location, folder: bool, overwrite: bool, sources: Iterable
     if folder and not inside:
         return
     if not overwrite:
-        raise CheckpointError(f"{path} exists; remove it, or replace it with overwrite=True (--overwrite)")
+        raise CheckpointError(f"{path} exists; remove it, or replace it with --overwrite (overwrite=True)")
     foreign = [name for name in inside if name not in {*OTHER_FILES, *EXPORTED_FILES} and not WEIGHT_FILES.fullmatch(name)]
     if foreign:
         raise CheckpointError(f"{path} contains other files ({foreign[0]}), so it is not replaced; use another path")

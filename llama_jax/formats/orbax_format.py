@@ -346,7 +346,8 @@ def open_folder(folder: Path) -> OrbaxCheckpoint:
     if of_run:
         if adapters_of(folder) is not None:
             raise CheckpointError(
-                f"{folder} holds an adapter, not a model; pass its base as the model, and this as the adapter (--adapter)"
+                f"{folder} holds an adapter, not a model; pass its base as the model and this as --adapter, or merge them"
+                " first (llama-jax merge BASE ADAPTER OUT)"
             )
         about, arrays = folder / ABOUT, (folder, EMA if (folder / EMA).is_dir() else PARAMS)
     else:

@@ -168,7 +168,7 @@ FINE_TUNING = ("sft", "dpo", "grpo")  # they start from the model of --weights
 def check_weights(name: str, *, given: bool) -> None:
     """Raise TrainingError if a built-in recipe needs a model to begin with and there is none."""
     if name in FINE_TUNING and not given:
-        raise TrainingError(f"the recipe {name} continues the training of a model; pass one with --weights")
+        raise TrainingError(f"the recipe {name} fine-tunes a model; pass it with --weights, also when resuming")
 
 
 def find(name: str) -> Recipe:

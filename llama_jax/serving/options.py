@@ -190,9 +190,9 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "keys and values": self.pool}
-        parts |= {"programs about": self.programs, "all": self.total}
-        free = "" if self.free is None else f" of {self.free / 1e6:,.0f} MB free"
-        return f"{', '.join(f'{name} {size / 1e6:,.0f}' for name, size in parts.items())}{free}"
+        parts |= {"programs about": self.programs, "in all": self.total}
+        free = "" if self.free is None else f"; {self.free / 1e6:,.0f} MB are free"
+        return f"{', '.join(f'{name} {size / 1e6:,.0f}' for name, size in parts.items())} MB{free}"
 
 
 def fit(

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
+import platformdirs
+
 from llama_jax.errors import UserError, reason_of, shown
 from llama_jax.storage.consistent_reader import FOLDER, Store, StoreView
 
@@ -20,6 +22,11 @@ URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 LOOKS_STORED = re.compile(r"(s3|gs|hf):/")
 EXAMPLES = {"s3": "s3://BUCKET/PATH", "gs": "gs://BUCKET/PATH", "hf": "hf://ORGANIZATION/NAME"}
 READ_AHEAD = 1 << 12  # bytes of a buffered read: the beginning of a file, to recognize its format
+
+
+def cache_folder() -> Path:
+    """The folder named by LLAMA_JAX_CACHE, or the user's cache folder: tokenized texts, downloads, compiled programs."""
+    return Path(os.environ.get("LLAMA_JAX_CACHE") or platformdirs.user_cache_dir("llama_jax"))
 
 
 class Status(NamedTuple):

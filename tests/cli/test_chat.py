@@ -17,6 +17,7 @@ from conftest import write_hf_folder
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama_jax import interrupts
 from llama_jax.cli.chat import fit, reply
 from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import TokenChunk
@@ -92,6 +93,21 @@ def test_ctrl_c_stops_a_reply_and_keeps_what_was_said(capsys):
     assert err == "llama-jax: the reply was stopped\n"
     assert len(list(said)) == 2
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_before_the_first_token_does_not_end_the_program(monkeypatch, capsys):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    before = signal.signal(signal.SIGINT, interrupts.end_command)
+    end = interrupts.watch_signals(interrupts.end_if_command)
+    try:
+        for _ in range(30):  # two threads see the signal, in any order
+            reply(Letters(), pieces(lambda: signal.raise_signal(signal.SIGINT), "H", "#"), (256,))
+    finally:
+        end()
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == 30 * "llama-jax: the reply was stopped\n"
+    assert not ended
 
 
 def test_ctrl_c_twice_does_what_it_always_does():

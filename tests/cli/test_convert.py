@@ -52,7 +52,7 @@ def test_the_format_is_guessed_from_the_name(tmp_path, name, format):
         (["nowhere", "out", "--format", "gguf"], "nowhere does not exist"),
         (
             [FORMATS / "meta-1", FORMATS / "meta-2", "--format", "safetensors"],
-            "meta-2 exists; remove it, or replace it with overwrite=True (--overwrite)",
+            "meta-2 exists; remove it, or replace it with --overwrite (overwrite=True)",
         ),
         ([FORMATS / "meta-1", "out.safetensors"], "is named like a file, but safetensors is a folder"),
         ([FORMATS / "meta-1", "out", "--format", "safetensors", "--dtype", "q8_0"], "dtype='q8_0': the safetensors format"),

@@ -204,7 +204,7 @@ def test_the_program_is_described_and_portable(stories):
 
 def test_what_is_there_is_kept(stories, tmp_path):
     said = error_of(run_here("export", bundled(), stories))
-    assert "exists; remove it, or replace it with overwrite=True (--overwrite)" in said
+    assert "exists; remove it, or replace it with --overwrite (overwrite=True)" in said
     (tmp_path / "notes.txt").touch()
     assert "contains other files (notes.txt)" in error_of(run_here("export", bundled(), tmp_path, "--overwrite"))
 

@@ -74,7 +74,7 @@ def test_a_forked_process_compiles_what_was_not_finished(tmp_path):
 
 def test_threads_that_ask_at_once_compile_once(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "_futures", {})
-    monkeypatch.setattr(native.platformdirs, "user_cache_dir", lambda name: str(tmp_path))
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path))
     script = f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\necho >> "{tmp_path}/asked"\nexit 1\n'
     monkeypatch.setenv("CXX", str(compiler(tmp_path, script)))
     barrier, interval = threading.Barrier(16), sys.getswitchinterval()
@@ -134,7 +134,7 @@ static void run(const Call& call) {
 )
 def test_what_a_part_of_a_kernel_throws_is_an_error(thrown, said, monkeypatch, tmp_path):
     monkeypatch.setattr(native, "_futures", {})
-    monkeypatch.setattr(native.platformdirs, "user_cache_dir", lambda name: str(tmp_path))
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path))
     source = tmp_path / "throwing.cc"
     source.write_text(THROWING)
     name = f"throwing_{said[:3].lower()}"

@@ -582,7 +582,7 @@ def test_without_a_compiler_xla_computes_and_says_so_once(monkeypatch, caplog, t
 def test_a_compiler_that_fails_is_no_crash(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(native, "_futures", {})
     monkeypatch.setattr(native, "_say_missing", cache(native._say_missing.__wrapped__))
-    monkeypatch.setattr(native.platformdirs, "user_cache_dir", lambda name: str(tmp_path))
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path))
     compiler = tmp_path / "broken"
     compiler.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && printf "\\377 1" && exit 0\n'  # in some other encoding

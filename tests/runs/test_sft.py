@@ -80,7 +80,7 @@ def test_exact_training_is_the_same_over_devices(chats, tmp_path):
 
 
 def test_fine_tuning_needs_a_model(chats, tmp_path):
-    with pytest.raises(TrainingError, match="the recipe sft continues the training of a model; pass one with --weights"):
+    with pytest.raises(TrainingError, match="the recipe sft fine-tunes a model; pass it with --weights"):
         train("sft", tmp_path, chats)
     assert find("sft").chats == ChatReading()
     talk = tmp_path / "talk.jsonl"

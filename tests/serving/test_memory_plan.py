@@ -43,7 +43,7 @@ def test_defaults_follow_the_memory(free, found):
 def test_what_was_chosen_stays_or_is_refused():
     options, _ = fit(EngineOptions(context=65_536), CONFIG, planned(3 * ROW), ["context"])
     assert (options.rows, options.context) == (16, 65_536)
-    with pytest.raises(UserError, match=r"the memory is too small: .* MB free; --context \d+ would fit$"):
+    with pytest.raises(UserError, match=r"the memory is too small: .* MB are free; --context \d+ would fit$"):
         fit(EngineOptions(context=131_072), CONFIG, planned(ROW), ["context"])
     with pytest.raises(UserError, match=r"--rows \d --context 512 would fit$"):
         fit(EngineOptions(context=131_072), CONFIG, planned(ROW // 32), ["rows", "context"])

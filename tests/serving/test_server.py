@@ -278,4 +278,4 @@ def test_what_the_memory_is_too_small_for_is_refused_before_it_is_loaded(monkeyp
     assert ended.returncode == 2
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("llama-jax: error: the memory is too small: weights 5, keys and values ")
-    assert last.endswith(f" of {free / 1e6:,.0f} MB free; {remedy}")
+    assert last.endswith(f"; {free / 1e6:,.0f} MB are free; {remedy}")

@@ -28,11 +28,11 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-import platformdirs
 
 from llama_jax.errors import UserError, reason_of
 from llama_jax.ops.exact import is_exact
 from llama_jax.storage.atomic_write import write_atomically
+from llama_jax.storage.paths import cache_folder
 
 NATIVE_FORMATS = (  # quantization formats with a native matmul
     *("int8", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4"),
@@ -252,7 +252,7 @@ def _compiled(library: str) -> Path:
     flags = [*FLAGS, *definitions]
     about = (_sources(), _version(cxx), " ".join(flags), processor(), jaxlib.__version__)
     name = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
-    folder = Path(platformdirs.user_cache_dir("llama_jax")) / "native"
+    folder = cache_folder() / "native"
     path = folder / f"{library}-{name}.so"
     if not path.exists():
         _say_compiling(folder)
