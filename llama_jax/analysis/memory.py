@@ -46,7 +46,7 @@ from llama_jax.parallel.sharding import (
 )
 from llama_jax.training.batch import Batch
 from llama_jax.training.loss import LossOptions
-from llama_jax.training.optimizer import adamw, clipped
+from llama_jax.training.optimizer import adamw, with_clipping
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
 from llama_jax.xla_flags import compiler_options, decode_options_on_tpu
 
@@ -181,7 +181,7 @@ def train_programs(
       MeshError: the model or the batch cannot be split over the mesh.
     """
     sizes = MeshSizes(**mesh.shape)
-    optimizer = clipped(adamw(1e-4), 1.0)
+    optimizer = with_clipping(adamw(1e-4), 1.0)
     placement = shardings(mesh, train_state_specs(config, sizes, optimizer, lora=lora))
     shapes = param_shapes(config) if lora is None else adapter_shapes(config, lora)
     state = _placed(jax.eval_shape(partial(init_state, optimizer), shapes), placement)

@@ -224,9 +224,9 @@ def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
                 spec = P(BATCH, None, "tensor")
             case "lm_head_sharded":  # [V, D] as sharded: cast first and then gathered
                 spec = P("tensor", "fsdp")
-            case "head":  # [V, D]: gathered once, for all chunks of logits
+            case "lm_head_gathered":  # [V, D]: gathered once, for all chunks of logits
                 spec = P("tensor")
-            case "head_gradient":  # [shares, D, V]: from its own rows, on every device
+            case "lm_head_gradient":  # [shares, D, V]: from its own rows, on every device
                 spec = P(BATCH, None, "tensor")
             case _:
                 raise ValueError(f"the model has no constraint point {where!r}")

@@ -37,7 +37,7 @@ from llama_jax.runs.tasks.interface import Backend, BatchSource, EvalResult, Tas
 from llama_jax.storage import locate
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import FORMULA, flops_utilization
-from llama_jax.training.optimizer import learning_rates
+from llama_jax.training.optimizer import learning_rate_schedule
 from llama_jax.training.step import TrainState
 
 
@@ -247,7 +247,7 @@ class _TrainingRun:
     validated: int = -1  # the step of `validation`
 
     def __post_init__(self) -> None:
-        self.rates = learning_rates(self.recipe.optimizer, self.recipe.steps)
+        self.rates = learning_rate_schedule(self.recipe.optimizer, self.recipe.steps)
         hardware = find_hardware(jax.devices()[0].device_kind)
         self.peak = None if hardware is None else hardware.flops
 

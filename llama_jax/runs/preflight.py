@@ -42,7 +42,7 @@ from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer, train_bpe
-from llama_jax.training.optimizer import OptimizerSettings, learning_rates
+from llama_jax.training.optimizer import OptimizerSettings, learning_rate_schedule
 
 # Of a processor's time, at any depth, since the layers are a loop: 2.3 to 5.5 for models of 0.3M to 1.1B parameters.
 COMPILE_SECONDS = 5.0
@@ -187,8 +187,8 @@ def _prolongs(recipe: Recipe, before: dict[str, Any], done: int, changed: Sequen
     names = {difference.partition(":")[0] for difference in changed}
     if not names <= {"steps", "optimizer.schedule", "optimizer.decay_share", "optimizer.final_share"} or recipe.steps < done:
         return False
-    old = learning_rates(OptimizerSettings(**before["optimizer"]), before["steps"])
-    new = learning_rates(recipe.optimizer, recipe.steps)
+    old = learning_rate_schedule(OptimizerSettings(**before["optimizer"]), before["steps"])
+    new = learning_rate_schedule(recipe.optimizer, recipe.steps)
     updates = np.arange(done)
     return bool(np.array_equal(old(updates) + 0 * updates, new(updates) + 0 * updates))
 

@@ -26,10 +26,10 @@ from llama_jax.tokenizers import Format
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.exact_gradients import VIRTUAL_SHARDS, check_virtual_shards
 from llama_jax.training.loss import LOSS_CHUNK
-from llama_jax.training.optimizer import OptimizerSettings, learning_rates
+from llama_jax.training.optimizer import OptimizerSettings, learning_rate_schedule
 from llama_jax.training.policy_gradient import PolicyKind, PolicyOptions
 from llama_jax.training.preference_loss import PreferenceOptions
-from llama_jax.training.step import Loss
+from llama_jax.training.step import LossFn
 
 RECIPE = "recipe.json"  # in the folder of a run
 Vocabulary = Literal["given", "byte", "bpe"]
@@ -178,7 +178,7 @@ class Recipe:
     remat: Remat = "none"
     attention: AttentionBackend = "auto"
     parts: Parts = Parts()
-    loss: Loss | None = None
+    loss: LossFn | None = None
     chunk: Positive = LOSS_CHUNK
     z_loss: Finite = 0.0
     neftune: Finite = 0.0
@@ -248,7 +248,7 @@ class Recipe:
         if self.steps and self.epochs:
             raise TrainingError(f"steps={self.steps} and epochs={self.epochs} exclude each other; set steps=0, or epochs=0")
         if self.steps:
-            learning_rates(self.optimizer, self.steps)
+            learning_rate_schedule(self.optimizer, self.steps)
 
     @property
     def exact_shards(self) -> int:

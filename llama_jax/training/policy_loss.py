@@ -14,9 +14,9 @@ from jaxtyping import Array, Float32
 from llama_jax.config import LlamaConfig
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama
-from llama_jax.training.batch import Batch, predicted
+from llama_jax.training.batch import Batch, target_mask
 from llama_jax.training.logprobs import token_logprobs
-from llama_jax.training.loss import LossOptions, TaskSums
+from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
 from llama_jax.training.policy_gradient import PolicyOptions, policy_loss
 from llama_jax.training.step import microbatches
 
@@ -54,25 +54,25 @@ class AnswerLoss:
 
     def __call__(
         self, config: LlamaConfig, params: Llama, judged: ScoredAnswers, options: LossOptions, sharding: Sharding
-    ) -> TaskSums:
+    ) -> LossSumsAndMetrics:
         """Sums over rows, for a `train_step` that divides them by `count`.
 
         In `metrics`, "tokens" is the number of tokens of the answers; "clipped", "divergence" and "gap" (the absolute
         difference from `drawn`) are sums over them.
         """
-        mask = predicted(judged.batch)
+        mask = target_mask(judged.batch)
         logprobs = token_logprobs(config, params, judged.batch, options, sharding, self.temperature)
         detached = lax.stop_gradient(logprobs)
         sampled = detached if judged.sampled is None else judged.sampled
         sums = policy_loss(logprobs, sampled, judged.advantages, mask, self.policy, judged.reference)
         gap = jnp.sum(jnp.abs(jnp.where(mask, judged.drawn - detached, 0)))
         metrics = {"tokens": sums.tokens, "clipped": sums.clipped, "divergence": sums.divergence, "gap": gap}
-        return TaskSums(sums.loss, lax.stop_gradient(sums.loss), jax.tree.map(lax.stop_gradient, metrics))
+        return LossSumsAndMetrics(sums.loss, lax.stop_gradient(sums.loss), jax.tree.map(lax.stop_gradient, metrics))
 
     def count(self, judged: ScoredAnswers) -> Float32[Array, ""]:
         """The divisor of the sum of losses: the number of tokens, of answers, or of answers times `length`."""
         if self.policy.kind == "dapo":
-            return jnp.sum(predicted(judged.batch), dtype=jnp.float32)
+            return jnp.sum(target_mask(judged.batch), dtype=jnp.float32)
         return jnp.float32(judged.advantages.shape[0] * (self.policy.length or 1))
 
     def with_reference(self, reference: Llama, parts: int) -> Any:

@@ -110,7 +110,7 @@ def test_what_the_optimizer_keeps_lies_with_its_parameter():
 def test_points_of_the_model():
     constrain = constrain_over(make_mesh(MeshSizes()))
     x = jnp.ones((2, 3, 4))
-    for where in ("embedded", "residual", "hidden", "logits", "head_gradient"):
+    for where in ("embedded", "residual", "hidden", "logits", "lm_head_gradient"):
         assert (constrain(x, where) == x).all()
     with pytest.raises(ValueError, match="the model has no constraint point 'elsewhere'"):
         constrain(x, "elsewhere")

@@ -21,7 +21,7 @@ from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.language_modeling import noise_of
 from llama_jax.training.batch import Batch, to_next_token_batch
 from llama_jax.training.loss import total_loss
-from llama_jax.training.neftune import noisy
+from llama_jax.training.neftune import with_noise
 from llama_jax.training.preference_loss import PreferenceOptions
 
 CONFIG = llama_jax.LlamaConfig(
@@ -47,7 +47,7 @@ def params():
 @partial(jax.jit, static_argnums=2)
 def noise_in_embedding(params, batch, alpha):
     rows = to_next_token_batch(batch)
-    return noisy(params, rows, alpha).embedding.embed(rows.tokens) - params.embedding[rows.tokens]
+    return with_noise(params, rows, alpha).embedding.embed(rows.tokens) - params.embedding[rows.tokens]
 
 
 def noise(params, batch, alpha=ALPHA):
@@ -95,7 +95,7 @@ def test_the_loss_reads_the_noise_and_predicts_without(params):
     @jax.jit
     def definition(params):
         positions = Positions(position_ids=rows.position_ids, segment_ids=rows.segment_ids)
-        hidden, _ = forward(CONFIG, noisy(params, rows, ALPHA), rows.tokens, positions=positions)
+        hidden, _ = forward(CONFIG, with_noise(params, rows, ALPHA), rows.tokens, positions=positions)
         logprobs = jax.nn.log_softmax(hidden.astype(jnp.float32) @ params.embedding.T)
         chosen = jnp.take_along_axis(logprobs, rows.targets[..., None], axis=-1)[..., 0]
         return -jnp.sum(jnp.where(rows.target_mask, chosen, 0))

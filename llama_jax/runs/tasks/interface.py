@@ -21,8 +21,8 @@ from llama_jax.parallel.multihost import Processes
 from llama_jax.runs.log import Log
 from llama_jax.runs.recipe import Recipe
 from llama_jax.tokenizers import Tokenizer
-from llama_jax.training.batch import predicted_count
-from llama_jax.training.step import Loss, TrainState
+from llama_jax.training.batch import target_count
+from llama_jax.training.step import LossFn, TrainState
 
 Backend = Literal["jit", "pmap"]
 StepMetrics = dict[str, jax.Array]
@@ -47,7 +47,7 @@ class Objective:
 
     Attributes:
       shapes: the batch of all processes, a tree of `jax.ShapeDtypeStruct` [B, ...].
-      loss: maps the frozen models to the loss of a microbatch, see `training.step.Loss`.
+      loss: maps the frozen models to the loss of a microbatch, see `training.step.LossFn`.
       count: see `StepOptions.count`.
       prepare: None, or maps the frozen models to a function with the arguments of a loss that returns the batch extended by
         values computed from all its rows, without gradients, before it is split into microbatches: the log-probabilities of
@@ -57,8 +57,8 @@ class Objective:
     """
 
     shapes: Any
-    loss: Callable[[FrozenModels], Loss]
-    count: Callable[[Any], jax.Array] = predicted_count
+    loss: Callable[[FrozenModels], LossFn]
+    count: Callable[[Any], jax.Array] = target_count
     prepare: Callable[[FrozenModels], Callable[..., Any]] | None = None
     frozen: Any = None
 
