@@ -222,14 +222,14 @@ class RewardBatchSource:
         # For the batches since the last report, or for the one before.
         self._found: list[dict[str, float]] = place["found"]
         self._reported: bool = place["reported"]
-        model = self._program.model(context.state.params)
+        model = self._program.model_params(context.state.params)
         mesh = make_mesh(inputs.mesh)
         self._log.progress("compiling the sampler")
         self._sample = self._compiled_sampler(model, mesh)
         self._score = self._compiled_score(model, mesh) if self._settings.updates > 1 else None
 
     def _shapes(self) -> ScoredAnswers:
-        return objective(self._recipe, length_of(self._recipe, self._train, self._held)).shapes
+        return objective(self._recipe, length_of(self._recipe, self._train, self._held)).batch_shapes
 
     def _compiled_sampler(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
         """One program for all batches, compiled before the first step."""
@@ -266,9 +266,9 @@ class RewardBatchSource:
         self._update += 1
         if self._update == self._settings.updates:  # these answers have been used in all updates
             self._number, self._update, self._rows = self._number + 1, 0, None
-        share, shares = self._program.share
-        size = self._recipe.batch // shares
-        return jax.tree.map(lambda part: part[share * size : (share + 1) * size], rows)
+        shard, shards = self._program.data_shard
+        size = self._recipe.batch // shards
+        return jax.tree.map(lambda part: part[shard * size : (shard + 1) * size], rows)
 
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
         """Means since the last report; the step's own metrics are those of the last step."""

@@ -70,7 +70,7 @@ class Corpora:
 
     @property
     def mixture(self) -> dict[str, str] | None:
-        """The shares as stored in the note of a checkpoint; None for a single source."""
+        """The shares as stored in the metadata of a checkpoint; None for a single source."""
         return {name: str(share) for name, share in self.shares.items()} if len(self.train) > 1 else None
 
 
@@ -133,22 +133,22 @@ class TextBatchSource:
     """Packed rows, epoch after epoch; see `interface.BatchSource`."""
 
     def __init__(self, recipe: Recipe, corpora: Corpora, context: TaskContext) -> None:
-        share, shares = context.program.share
+        shard, shards = context.program.data_shard
         place: dict[str, Any] = {"next_batch": 0} if context.data_state is None else context.data_state
         self._recipe, self._held = recipe, corpora.held
-        own = recipe.batch // shares
-        self._rows = own * share, own, recipe.batch
+        rows = recipe.batch // shards
+        self._rows = rows * shard, rows, recipe.batch
         self._changes: list[Any] = place.get("mixture", [])
         if corpora.mixture is not None and (not self._changes or self._changes[-1][1] != corpora.mixture):
             self._changes = [*self._changes, [place["next_batch"] * recipe.batch, corpora.mixture]]
         changes = [(row, {name: Fraction(part) for name, part in of.items()}) for row, of in self._changes]
         mixture = Mixture(changes) if changes else None
         sources = list(corpora.train.values())
-        self._numbered = Rows(sources, recipe.batch, recipe.length, recipe.seed, share, shares, mixture)
+        self._numbered = Rows(sources, recipe.batch, recipe.length, recipe.seed, shard, shards, mixture)
         self._batches = Batches(self._numbered, place["next_batch"])
         self._epochs = [f"epochs/{name}".removesuffix("/") for name in corpora.train]
         self._program = program = context.program
-        nats = partial(token_nats, program.config, compute=compute_of(recipe), sharding=program.sharding)
+        nats = partial(token_nats, program.config, compute=compute_of(recipe), sharding=program.eval_sharding)
         self._measure = program.jit(nats)
 
     @property
@@ -166,7 +166,7 @@ class TextBatchSource:
         return dict(zip(self._epochs, self._numbered.epochs(self._batches.state["next_batch"]), strict=True))
 
     def evaluate(self, model: Llama) -> EvalResult:
-        fitted = self._program.fit(model)
+        fitted = self._program.prepare_params(model)
         return evaluate_sources(self._held, lambda corpus: self._evaluate(fitted, corpus))
 
     def _evaluate(self, fitted: Llama, corpus: Corpus) -> EvalResult:
@@ -177,7 +177,7 @@ class TextBatchSource:
             corpus,
             length=length,
             stride=length,
-            batch=program.sharding.batch_shards * default_batch(),
+            batch=program.eval_sharding.batch_shards * default_batch(),
             measure=self._measure,
         )
         numbers = {name: getattr(found, name) for name in ("loss", "standard_error", "perplexity", "bits_per_byte")}
