@@ -33,7 +33,7 @@ from llama_jax.ops.weights.format_spec import bits_of
 from llama_jax.ops.weights.formats import FormatName, PureFormatName
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.padding import padded_config, padded_shapes_config
-from llama_jax.parallel.ring_attention import BATCH, check_length
+from llama_jax.parallel.ring_attention import BATCH_AXES, check_length
 from llama_jax.parallel.ring_prefill import prefill_over
 from llama_jax.parallel.sharding import (
     batch_spec,
@@ -247,7 +247,7 @@ def decode_programs(
         raise MeshError(f"mesh {sizes}: prefill over context fills a cache of the parameters' dtype, not int8")
     # As `load` shards a model: heads copied and the vocabulary padded if the mesh needs it.
     held, config = padded_shapes_config(config, sizes), padded_config(config, sizes)
-    rows, whole, by_vocabulary = shardings(mesh, (batch_spec(sizes, batch), P(), P(BATCH, "tensor")))
+    rows, whole, by_vocabulary = shardings(mesh, (batch_spec(sizes, batch), P(), P(BATCH_AXES, "tensor")))
     placement = shardings(mesh, cache_specs(config, sizes, batch, quantized=quantized))
     specs = param_specs(config, sizes, padded=True)
     params = _placed(param_shapes(held, dtype), shardings(mesh, specs))
