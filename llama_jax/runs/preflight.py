@@ -34,7 +34,7 @@ from llama_jax.runs.compiled_step import check_mesh
 from llama_jax.runs.locks import run_of
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import METRICS, read_lines
-from llama_jax.runs.recipe import FROM_DATA, RECIPE, Recipe, differences, to_dict
+from llama_jax.runs.recipe import FITTED_SETTINGS, RECIPE_FILE, Recipe, differences, to_dict
 from llama_jax.runs.run_folder import RunFolder
 from llama_jax.runs.tasks import distillation, grpo, language_modeling, preferences
 from llama_jax.runs.tasks.interface import Backend, Task, TaskKind
@@ -173,7 +173,7 @@ def check_recipe(metadata: dict[str, Any], folder: Location, recipe: Recipe) -> 
     """Raise TrainingError if a run is resumed by another recipe; sizes from the data are compared once they are known."""
     changed = differences(metadata["recipe"], json.loads(json.dumps(to_dict(recipe))))
     if not recipe.steps:
-        changed = [one for one in changed if one.partition(":")[0] not in FROM_DATA]
+        changed = [one for one in changed if one.partition(":")[0] not in FITTED_SETTINGS]
     if changed and not (recipe.steps and _prolongs(recipe, metadata["recipe"], metadata["step"], changed)):
         longer = ""
         if any(difference.startswith("steps:") for difference in changed):
@@ -263,7 +263,7 @@ def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
 def write_recipe(folder: Path, recipe: Recipe) -> None:
     """Write the recipe for people to read; a resumed run reads the copy in its checkpoint."""
     if jax.process_index() == 0:
-        with write_atomically(folder / RECIPE, raises=TrainingError) as target:
+        with write_atomically(folder / RECIPE_FILE, raises=TrainingError) as target:
             target.write_text(json.dumps(to_dict(recipe), indent=2) + "\n", encoding="utf-8")
 
 

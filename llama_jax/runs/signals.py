@@ -13,7 +13,7 @@ from llama_jax.interrupts import end_command, end_if_command, ending_signals, sa
 from llama_jax.parallel.stop_signal import StopVote
 from llama_jax.runs.log import duration
 
-MAX_VOTE_STEPS = 250  # maximum number of steps between votes
+MAX_STEPS_BETWEEN_VOTES = 250
 VOTE_SECONDS = 0.5  # between votes; a vote takes up to 4 ms, measured on two busy cores
 
 
@@ -128,7 +128,7 @@ class Stopping:
             number, microseconds = votes
             vote_every = round(VOTE_SECONDS * 1e6 / max(microseconds, 1))
             # At most doubled: a single fast step says little about the next ones.
-            self._vote_every = max(min(vote_every, 2 * self._vote_every, MAX_VOTE_STEPS), 1)
+            self._vote_every = max(min(vote_every, 2 * self._vote_every, MAX_STEPS_BETWEEN_VOTES), 1)
             if number:
                 self._name = signal.Signals(number).name
                 return True
