@@ -66,7 +66,7 @@ class Teacher(NamedTuple):
 
 
 def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[..., LossSumsAndMetrics]:
-    """A loss with the arguments of `total_loss`: sums over the predicted tokens, to be divided by their number.
+    """A loss with the arguments of `total_loss`: sums over the target tokens, to be divided by their number.
 
     The hidden states [B, T, D] of both models are in memory, and one chunk of their logits. `metrics` has the sums "kl", of
     the divergence at the temperature, and "cross_entropy", of the negative log-likelihood.

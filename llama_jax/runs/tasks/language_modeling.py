@@ -117,15 +117,14 @@ def objective(recipe: Recipe) -> Objective:
     return Objective(Batch(rows, rows, rows, mask, noise), lambda _: recipe.loss or total_loss)
 
 
-def noise_of(seed: int, number: int, rows: tuple[int, int, int], length: int) -> np.ndarray:
-    """Random numbers for some rows of a batch, uint32[rows, T + 1]: the same for any number of hosts.
+def noise_bits(seed: int, batch_index: int, rows: tuple[int, int, int], length: int) -> np.ndarray:
+    """`Batch.noise` for some rows of a batch, uint32[rows, T + 1]: the same for any number of hosts.
 
     Args:
-      number: index of the batch.
-      rows: the first row, the number of rows, and the number of rows of all hosts.
+      rows: (first row, number of rows, number of rows of the whole batch).
     """
     first, count, batch = rows
-    bits = np.random.Philox(key=[seed, number]).random_raw(batch * (length + 1)).astype(np.uint32)
+    bits = np.random.Philox(key=[seed, batch_index]).random_raw(batch * (length + 1)).astype(np.uint32)
     return bits.reshape(batch, length + 1)[first : first + count]
 
 
@@ -156,11 +155,11 @@ class TextBatchSource:
         return self._batches.state | ({"mixture": self._changes} if self._changes else {})
 
     def next(self, model: Callable[[], Llama]) -> Batch:
-        number = self._batches.state["next_batch"]
+        batch_index = self._batches.state["next_batch"]
         batch = next(self._batches)
         if not self._recipe.neftune:
             return batch
-        return batch._replace(noise=noise_of(self._recipe.seed, number, self._rows, self._recipe.length))
+        return batch._replace(noise=noise_bits(self._recipe.seed, batch_index, self._rows, self._recipe.length))
 
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
         return dict(zip(self._epochs, self._numbered.epochs(self._batches.state["next_batch"]), strict=True))
@@ -203,7 +202,7 @@ def evaluate_sources(held: Sequence[ValidationSource], find: Callable[[Corpus], 
 
 
 def rows_of(recipe: Recipe, length: int, corpus: Corpus) -> int:
-    """Rows of T predicted tokens in an epoch of a corpus."""
+    """Number of rows of T target tokens in an epoch of a corpus."""
     return row_count(corpus, length) if recipe.chats is None else len(whole_rows(corpus, length, recipe.seed))
 
 

@@ -121,20 +121,20 @@ def objective(recipe: Recipe, most: int) -> Objective:
     """The loss for rows of at most `most` pairs."""
     options = options_of(recipe)
     kto, adapters = options.kind == "kto", recipe.lora is not None
-    refers = needs_reference(options)
+    has_reference = needs_reference(options)
     rows = jax.ShapeDtypeStruct((recipe.batch, 2, recipe.length + 1), np.int32)
     marks = jax.ShapeDtypeStruct((recipe.batch, most), np.bool_)
-    cached = jax.ShapeDtypeStruct((recipe.batch, 2, most), np.float32) if refers and not adapters else None
+    cached = jax.ShapeDtypeStruct((recipe.batch, 2, most), np.float32) if has_reference and not adapters else None
     mask = jax.ShapeDtypeStruct(rows.shape, np.bool_)
 
-    def prepare(frozen: FrozenModels) -> Callable[..., PairBatch]:
-        return preparing(kto, frozen.base if refers else None, recipe.accumulate)
+    def make_prepare_batch(frozen: FrozenModels) -> Callable[..., PairBatch]:
+        return preparing(kto, frozen.base if has_reference else None, recipe.accumulate)
 
     return Objective(
         batch_shapes=PairBatch(rows, rows, rows, mask, marks, marks if kto else None, cached),
         make_loss=lambda _: partial(pair_loss, options),
         count=pair_count,
-        make_prepare_batch=prepare if kto or (refers and adapters) else None,
+        make_prepare_batch=make_prepare_batch if kto or (has_reference and adapters) else None,
     )
 
 
