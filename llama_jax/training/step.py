@@ -132,9 +132,8 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Shaped[Array, ""]]]:
     """One training step: gradients of the mean loss over `batch`, and an optimizer update.
 
-    Call it under `jax.jit`, with the state donated.
-
-    Llama is trained without dropout (Touvron et al. 2023), so a step needs no random numbers.
+    Call it under `jax.jit`, with the state donated. Llama is trained without dropout (Touvron et al. 2023), so a step needs
+    no random numbers.
 
     Args:
       optimizer: from `make_optimizer`, which clips gradients; or any optax optimizer.
@@ -231,7 +230,8 @@ def _accumulated_gradients(
 def _as_varying(tree: Any, axis_name: str) -> Any:
     """The same values, marked as varying over the mapped axis.
 
-    Under `jax.shard_map`, gradients of replicated values would otherwise be psummed in every microbatch.
+    Under `jax.shard_map`, and so under `jax.pmap`, gradients of replicated values would otherwise be psummed in every
+    microbatch.
     """
     return lax.pcast(tree, axis_name, to="varying")
 
