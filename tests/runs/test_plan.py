@@ -116,7 +116,7 @@ def test_other_tasks_have_epochs_too(tmp_path):
     assert "warning" not in "".join(task.facts)
     assert describe_plan(rewarding(), task, 1).startswith("plan: 32 steps of 176 tokens (batch=16 of at most 32): about ")
     few = opened(replace(rewarding(), steps=500, batch=256), prompts)
-    assert ["read 500 times" in few.facts[1], "has 32 prompts, and a step reads 64" in few.facts[2]] == [True, True]
+    assert ["read 500 times" in few.facts[1], "has 32 prompts, but a step reads 64" in few.facts[2]] == [True, True]
 
 
 def test_a_run_in_epochs_is_planned_and_resumed(chats, tmp_path):
