@@ -405,7 +405,7 @@ class _TrainingRun:
         ]
         self.log.progress(" · ".join(parts))
 
-    def _untimed(self, work: Callable[[], None]) -> None:
+    def _untimed(self, work: Callable[..., None]) -> None:
         """Do work whose time does not count in tokens per second."""
         before = time.perf_counter()
         work()
