@@ -85,7 +85,7 @@ class Turns(Log):
     def __init__(self, program: TrainingProgram, batches: list[Batch], steps: int) -> None:
         super().__init__(io.StringIO())
         self.program, self.batches, self.steps = program, batches, steps
-        self.state = program.start(None)
+        self.state = program.init_state(None)
         self.blocks: list[np.ndarray] = []  # by CLOCKS
         self.since: np.ndarray | None = None
 
@@ -116,7 +116,7 @@ def take_turns(recipe: Recipe, steps: int, blocks: int, save_every: int, folder:
     corpus = open_corpus(text, byte_tokenizer(), reading=recipe.reading, cache=folder / "corpora")
     program = make_program(recipe, objective(recipe), MeshSizes(), "jit")
     batches = training_batches(corpus, recipe.batch, recipe.length, seed=1)
-    turns = Turns(program, [program.place(next(batches)) for _ in range(4)], steps)
+    turns = Turns(program, [program.shard_batch(next(batches)) for _ in range(4)], steps)
     batches.close()
     run = folder / f"run-{save_every}"
     train(recipe, run, [text], log=turns)

@@ -234,14 +234,14 @@ def pmap_program(config: LlamaConfig, mesh: Mesh, batch: int, length: int) -> Pr
     from llama_jax.parallel.sharding import shardings
     from llama_jax.training.batch import Batch
     from llama_jax.training.loss import LossOptions
-    from llama_jax.training.optimizer import adamw, clipped
+    from llama_jax.training.optimizer import adamw, with_clipping
     from llama_jax.training.step import StepOptions, init_state, train_step
 
     class PmapProgram(Program):
         def lower(self) -> jax.stages.Lowered:
             return self.function.lower(*self.arguments)  # pmap has its own devices
 
-    optimizer, devices = clipped(adamw(1e-4), 1.0), list(mesh.devices.flat)
+    optimizer, devices = with_clipping(adamw(1e-4), 1.0), list(mesh.devices.flat)
     everywhere, shares = shardings(mesh, (P(), P("data")))
     shapes = jax.eval_shape(partial(init_state, optimizer), param_shapes(config))
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)

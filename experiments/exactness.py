@@ -232,8 +232,8 @@ def trainer(work: Work) -> dict[str, int]:
     rows = answer_rows(prompts, answers, np.ones(len(seeds), bool), length)
     measure = jax.jit(partial(token_logprobs, config, options=LossOptions(work.compute), temperature=options.temperature))
     own, learned = np.asarray(measure(params, rows.batch)), np.asarray(rows.batch.loss_mask)[:, 1:]
-    other = (own.view(np.int32) != rows.drawn.view(np.int32)) & learned
-    ratios = np.exp(own - rows.drawn)[learned]
+    other = (own.view(np.int32) != rows.sampler_logprobs.view(np.int32)) & learned
+    ratios = np.exp(own - rows.sampler_logprobs)[learned]
     found = {"tokens": int(learned.sum()), "other bits": int(other.sum()), "other ratios": int((ratios != 1).sum())}
     print(f"  trainer  {found}", flush=True)
     return found

@@ -121,7 +121,7 @@ class Arguments:
     """SmolLM2-135M-Instruct as a GGUF file, or another chat model."""
     workdir: Path = Path("first_hour")
     """A new folder for what the commands write."""
-    output: Path = Path("first_hour_cpu.json")
+    output: Path = Path("build/first_hour.json")
 
     def run(self) -> None:
         report = {

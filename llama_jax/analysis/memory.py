@@ -33,7 +33,7 @@ from llama_jax.ops.weights.format_spec import bits_of
 from llama_jax.ops.weights.formats import FormatName, PureFormatName
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.padding import padded_config, padded_shapes_config
-from llama_jax.parallel.ring_attention import BATCH, check_length
+from llama_jax.parallel.ring_attention import BATCH_AXES, check_length
 from llama_jax.parallel.ring_prefill import prefill_over
 from llama_jax.parallel.sharding import (
     batch_spec,
@@ -46,7 +46,7 @@ from llama_jax.parallel.sharding import (
 )
 from llama_jax.training.batch import Batch
 from llama_jax.training.loss import LossOptions
-from llama_jax.training.optimizer import adamw, clipped
+from llama_jax.training.optimizer import adamw, with_clipping
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
 from llama_jax.xla_flags import compiler_options, decode_options_on_tpu
 
@@ -181,7 +181,7 @@ def train_programs(
       MeshError: the model or the batch cannot be split over the mesh.
     """
     sizes = MeshSizes(**mesh.shape)
-    optimizer = clipped(adamw(1e-4), 1.0)
+    optimizer = with_clipping(adamw(1e-4), 1.0)
     placement = shardings(mesh, train_state_specs(config, sizes, optimizer, lora=lora))
     shapes = param_shapes(config) if lora is None else adapter_shapes(config, lora)
     state = _placed(jax.eval_shape(partial(init_state, optimizer), shapes), placement)
@@ -247,7 +247,7 @@ def decode_programs(
         raise MeshError(f"mesh {sizes}: prefill over context fills a cache of the parameters' dtype, not int8")
     # As `load` shards a model: heads copied and the vocabulary padded if the mesh needs it.
     held, config = padded_shapes_config(config, sizes), padded_config(config, sizes)
-    rows, whole, by_vocabulary = shardings(mesh, (batch_spec(sizes, batch), P(), P(BATCH, "tensor")))
+    rows, whole, by_vocabulary = shardings(mesh, (batch_spec(sizes, batch), P(), P(BATCH_AXES, "tensor")))
     placement = shardings(mesh, cache_specs(config, sizes, batch, quantized=quantized))
     specs = param_specs(config, sizes, padded=True)
     params = _placed(param_shapes(held, dtype), shardings(mesh, specs))

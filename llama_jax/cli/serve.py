@@ -194,7 +194,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
                 )
             options = {name: getattr(self, name) for name in ("mesh", "dtype", "quantize", "rope", "draft")}
             options["adapters"] = list(self.named())
-            joined.agree("the options", {**options, "the engine": repr(self._engine_options())})
+            joined.assert_equal("the options", {**options, "the engine": repr(self._engine_options())})
         self.check_draft()
 
     def _load(self, joined: Processes, startup: Startup) -> tuple[llama_jax.LlamaConfig, llama_jax.Llama, Tokenizer]:
@@ -207,7 +207,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
                 yield layer
 
         config, params, tokenizer = self.load(progress)
-        joined.agree("the model", {"the model": repr(config)})
+        joined.assert_equal("the model", {"the model": repr(config)})
         return config, params, tokenizer
 
     def _planned(self, joined: Processes) -> tuple[llama_jax.EngineOptions, MemoryPlan]:

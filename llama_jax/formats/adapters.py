@@ -34,7 +34,7 @@ from llama_jax.formats.orbax_format import OrbaxArrayInfo, adapters_of, describe
 from llama_jax.formats.step_dirs import (
     ABOUT,
     EMA,
-    NOTE,
+    METADATA_FILE,
     PARAMS,
     FetchedStep,
     existing_step,
@@ -275,7 +275,7 @@ def _open_step(step: Path) -> OpenedAdapter | None:
     settings = adapters_of(step)
     if settings is None:
         return None
-    base = _base_name(read_object(step / ABOUT / NOTE, CheckpointError).get("base", {}).get("path"))
+    base = _base_name(read_object(step / ABOUT / METADATA_FILE, CheckpointError).get("base", {}).get("path"))
     return OpenedAdapter(base, read_config(step / ABOUT), partial(_read_step, step, settings, base))
 
 
@@ -292,7 +292,7 @@ def _read_step(
         lora = Lora(**{**settings, "targets": tuple(settings["targets"])})
         shapes = adapter_shapes(config, lora)
     except (ConfigError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{step / ABOUT / NOTE}: {error}") from None
+        raise CheckpointError(f"{step / ABOUT / METADATA_FILE}: {error}") from None
     name = EMA if (step / EMA).is_dir() else PARAMS
     needed = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shapes)}
     stored = {array: one.shape for array, one in describe(step, name).items()}

@@ -32,7 +32,7 @@ from llama_jax.formats.quantize_on_load import can_be_kept, parameter_fill
 from llama_jax.formats.step_dirs import (
     ABOUT,
     EMA,
-    NOTE,
+    METADATA_FILE,
     PARAMS,
     DamagedError,
     FetchedStep,
@@ -384,8 +384,8 @@ def open_stored(place: StoredPath) -> OrbaxCheckpoint:
 
 def adapters_of(step: Path) -> dict[str, Any] | None:
     """The settings of the adapters in a step of a run; None if it holds a model."""
-    note = step / ABOUT / NOTE
-    recipe = read_object(note, CheckpointError).get("recipe") if note.is_file() else None
+    metadata = step / ABOUT / METADATA_FILE
+    recipe = read_object(metadata, CheckpointError).get("recipe") if metadata.is_file() else None
     settings = recipe.get("lora") if isinstance(recipe, dict) else None
     return settings if isinstance(settings, dict) else None
 

@@ -31,7 +31,7 @@ from llama_jax.storage.paths import read_object
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run
 PARAMS, EMA, REST, ABOUT = "params", "ema", "rest", "about"
-NOTE, SUMS = "note.json", "SHA256SUMS"
+METADATA_FILE, SUMS = "note.json", "SHA256SUMS"
 
 
 class DamagedError(CheckpointError):
@@ -62,13 +62,13 @@ def existing_step(folder: Location, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def read_note(folder: Location, step: int | None = None) -> dict[str, Any]:
-    """The note of a step, by default the newest.
+def read_metadata(folder: Location, step: int | None = None) -> dict[str, Any]:
+    """The metadata of a step, by default the newest: its recipe, its position in the data, and so on.
 
     Raises:
-      CheckpointError: no such step, or a note that cannot be read; a DamagedError if it is not a note.
+      CheckpointError: no such step, or a file that cannot be read; a DamagedError if it is not a JSON object.
     """
-    path = folder / str(existing_step(folder, step)) / ABOUT / NOTE
+    path = folder / str(existing_step(folder, step)) / ABOUT / METADATA_FILE
     try:
         path.stat()  # raises if missing, which is no damage: the step may have been removed
         return read_object(path, DamagedError)
@@ -82,9 +82,9 @@ def cannot_read(path: Location, reason: str) -> str:
 
 
 def validation_loss(folder: Location, step: int) -> float:
-    """The validation loss in a step's note; infinity if there is none, or it cannot be read."""
+    """The validation loss in a step's metadata; infinity if there is none, or it cannot be read."""
     try:
-        loss = read_note(folder, step).get("validation_loss")
+        loss = read_metadata(folder, step).get("validation_loss")
     except CheckpointError:
         return math.inf
     return float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else math.inf

@@ -1,6 +1,6 @@
-"""Cross-entropy over the vocabulary, and log-probabilities of tokens.
+"""Chunked cross-entropy, and chunked log-probabilities of tokens.
 
-Both are computed in chunks of positions, so that the full logits are never in memory.
+Logits are computed for one chunk of positions at a time, so that the full logits [B, T, V] are never in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LossSums(NamedTuple):
     """Weighted sums over tokens, float32[] or float64[].
 
     Attributes:
-      loss: the quantity to minimize: `nll` plus `z_loss` times the squared logarithm of the softmax's denominator.
+      loss: the quantity to minimize: `nll` plus `z_loss` times the squared log-sum-exp of the logits.
       nll: negative log-likelihood in nats; not differentiated.
     """
 
@@ -39,19 +39,19 @@ class LogitOptions:
 
     Attributes:
       chunk: positions of each row per chunk.
-      z_loss: weight of a term that keeps the softmax's denominator near 1 (Chowdhery et al. 2022, section 5).
+      z_loss: weight of the z-loss, which keeps the softmax's denominator near 1 (Chowdhery et al. 2022, section 5).
       vocab_size: the number of tokens, if the head has more rows: the other rows are padding, with probability 0.
-      batch_shards: number of devices over which B is sharded. The gradient of the head is accumulated per shard and reduced
-        once, not per chunk.
-      constrain: constrains the sharding of an array, given its name: "lm_head_sharded" [V, D], as stored; "head" [V, D],
-        gathered; "logits" [B, chunk, V]; "head_gradient" [batch_shards, D, V].
+      batch_shards: number of devices over which B is sharded. The gradient of the head is accumulated per shard, and summed
+        over the shards once after the last chunk.
+      constrain: constrains the sharding of an array, given its name: "lm_head_sharded" [V, D], as stored;
+        "lm_head_gathered" [V, D]; "logits" [B, chunk, V]; "lm_head_gradient" [batch_shards, D, V].
     """
 
     chunk: int
     z_loss: float = 0.0
     vocab_size: int | None = None
     batch_shards: int = 1
-    constrain: Constrain = lambda x, where: x
+    constrain: Constrain = lambda x, name: x
 
 
 def cross_entropy(
@@ -63,18 +63,18 @@ def cross_entropy(
 ) -> LossSums:
     """The negative log-likelihood of `targets` under the logits ``hidden @ head.T``, computed chunk by chunk.
 
-    The gradient is computed from the logits together with the value, and the backward pass only scales it. Recomputing the
-    logits in the backward pass would cost a third more.
+    The forward pass also computes the gradients, chunk by chunk, and the backward pass only scales them: recomputing the
+    logits in the backward pass would take a third more FLOPs.
 
     Args:
       hidden: in the dtype of the matmuls. Logarithm and sums are float32 at least.
       head: [V, D]. Its gradient is summed over the chunks in its dtype, and only computed if needed. For a quantized or
-        LoRA head, JAX derives the backward pass, which recomputes the logits.
-      weights: the weight of each token; 0 ignores the token. Not differentiated.
+        LoRA head, the backward pass is derived by autodiff and recomputes the logits.
+      weights: the weight of each token in the sums, such as the loss mask; 0 ignores the token. Not differentiated.
     """
-    losses = _losses_by_autodiff if hasattr(head, "project") else _losses
-    total = losses(options, hidden, head, targets, weights)
-    return LossSums(total.loss, lax.stop_gradient(total.nll))
+    loss_sums = _loss_sums_by_autodiff if hasattr(head, "project") else _loss_sums
+    sums = loss_sums(options, hidden, head, targets, weights)
+    return LossSums(sums.loss, lax.stop_gradient(sums.nll))
 
 
 def token_logprobs(
@@ -98,15 +98,15 @@ def token_logprobs(
     Returns:
       float32, or float64 if `hidden` is.
     """
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    logits_dtype = jnp.promote_types(hidden.dtype, jnp.float32)
     weight: Any = gathered_head(head, hidden.dtype, options.constrain)
-    columns = jnp.arange(weight.shape[0], dtype=targets.dtype)
+    vocab_ids = jnp.arange(weight.shape[0], dtype=targets.dtype)
 
     @jax.checkpoint
     def chunk_logprobs(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = options.constrain(project(hidden, weight, out_dtype=wide), "logits") / temperature
+        logits = options.constrain(project(hidden, weight, out_dtype=logits_dtype), "logits") / temperature
         if options.vocab_size is not None and options.vocab_size < weight.shape[0]:
-            logits = jnp.where(columns < options.vocab_size, logits, -jnp.inf)
+            logits = jnp.where(vocab_ids < options.vocab_size, logits, -jnp.inf)
         target_logits = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
         return jnp.where(targets >= 0, target_logits - jax.nn.logsumexp(logits, axis=-1), 0)
 
@@ -115,106 +115,110 @@ def token_logprobs(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _losses(options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> LossSums:
+def _loss_sums(
+    options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
+) -> LossSums:
+    """`cross_entropy` for a head that is an array, without gradients."""
     head_cast = gathered_head(head, hidden.dtype, options.constrain)
 
-    def add(total: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
-        sums, _ = _chunk_sums(options, head_cast, *chunk)
-        return LossSums(*map(jnp.add, total, sums)), None
+    def add_chunk(sums: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
+        chunk_sums, _ = _chunk_sums_and_d_logits(options, head_cast, *chunk)
+        return LossSums(*map(jnp.add, sums, chunk_sums)), None
 
-    totals, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
-    return LossSums(*map(jnp.sum, totals))
+    row_sums, _ = lax.scan(add_chunk, _zero_row_sums(hidden), _chunks(options.chunk, hidden, targets, weights))
+    return LossSums(*map(jnp.sum, row_sums))
 
 
-def _losses_by_autodiff(
+def _loss_sums_by_autodiff(
     options: LogitOptions, hidden: jax.Array, head: Any, targets: jax.Array, weights: jax.Array
 ) -> LossSums:
-    """`_losses` for a head that is not an array. JAX derives the backward pass, which saves only hidden states."""
+    """`_loss_sums` for a head that is not an array, with a backward pass by autodiff, which saves only hidden states."""
 
     @jax.checkpoint
-    def add(total: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
-        sums, _ = _chunk_sums(options, head, *chunk)
-        return LossSums(*map(jnp.add, total, sums)), None
+    def add_chunk(sums: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
+        chunk_sums, _ = _chunk_sums_and_d_logits(options, head, *chunk)
+        return LossSums(*map(jnp.add, sums, chunk_sums)), None
 
-    totals, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
-    return LossSums(*map(jnp.sum, totals))
+    row_sums, _ = lax.scan(add_chunk, _zero_row_sums(hidden), _chunks(options.chunk, hidden, targets, weights))
+    return LossSums(*map(jnp.sum, row_sums))
 
 
-@partial(_losses.defjvp, symbolic_zeros=True)
-def _sums_and_tangents(
-    options: LogitOptions, primals: tuple[Any, ...], tangents: tuple[Any, ...]
-) -> tuple[LossSums, LossSums]:
-    """JVP: the inner product of gradients and tangents; reverse mode is its transpose.
+@partial(_loss_sums.defjvp, symbolic_zeros=True)
+def _loss_sums_jvp(options: LogitOptions, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[LossSums, LossSums]:
+    """The sums, and their tangents: inner products of gradients and tangents. `jax.grad` transposes them.
 
-    The head's gradient, [V, D], is skipped if its tangent is symbolically zero.
+    The head's gradient, [V, D], is not computed if its tangent is a symbolic zero.
     """
-    needs_hidden, needs_head = (not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
-    hidden, head, *rest = primals
-    total, gradients = _sums_and_gradients(options, needs_head, hidden, head, *rest)
-    terms = [_inner_product(gradients[i], tangents[i]) for i, needed in enumerate((needs_hidden, needs_head)) if needed]
-    zero = jnp.zeros_like(total.loss)  # `nll` is not differentiated
-    return total, LossSums(reduce(jnp.add, terms) if terms else zero, zero)
+    needs_d_hidden, needs_d_head = (not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
+    sums, gradients = _loss_sums_and_gradients(options, needs_d_head, *primals)
+    is_needed = needs_d_hidden, needs_d_head
+    terms = [_inner_product(gradients[i], tangents[i]) for i, needed in enumerate(is_needed) if needed]
+    zero = jnp.zeros_like(sums.loss)  # `nll` is not differentiated
+    return sums, LossSums(reduce(jnp.add, terms) if terms else zero, zero)
 
 
 def _inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
     return jnp.sum(gradient * tangent, dtype=jnp.promote_types(gradient.dtype, jnp.float32))
 
 
-def _sums_and_gradients(
-    options: LogitOptions, needs_head: bool, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
+def _loss_sums_and_gradients(
+    options: LogitOptions, needs_d_head: bool, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[LossSums, list[Any]]:
-    """The sums, and the gradients of the loss with respect to `hidden` and, if `needs_head`, `head` (else None)."""
+    """The sums, and the gradients of the loss: d_hidden [B, T, D], and d_head [V, D] or, without `needs_d_head`, None."""
     batch_shards, constrain = options.batch_shards, options.constrain
     head_cast = gathered_head(head, hidden.dtype, constrain)
 
-    def add(carry: tuple[LossSums, jax.Array | None], chunk: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
-        total, d_head = carry
-        sums, d_logits = _chunk_sums(options, head_cast, *chunk)
+    def add_chunk(carry: tuple[LossSums, jax.Array | None], chunk: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+        sums, d_head = carry
+        chunk_sums, d_logits = _chunk_sums_and_d_logits(options, head_cast, *chunk)
         d_logits = d_logits.astype(head_cast.dtype)
         if d_head is not None:
-            rows, d_rows = (x.reshape(batch_shards, -1, x.shape[-1]) for x in (chunk[0], d_logits))
-            d_head = constrain(d_head + weight_gradient(rows, d_rows, d_head.dtype), "head_gradient")
+            hidden_rows, d_logits_rows = (x.reshape(batch_shards, -1, x.shape[-1]) for x in (chunk[0], d_logits))
+            d_head = constrain(d_head + weight_gradient(hidden_rows, d_logits_rows, d_head.dtype), "lm_head_gradient")
         d_hidden = project(d_logits, head_cast.T)
-        return (LossSums(*map(jnp.add, total, sums)), d_head), d_hidden
+        return (LossSums(*map(jnp.add, sums, chunk_sums)), d_head), d_hidden
 
-    # [D, V], the layout of the CPU matmul; transposed once at the end.
-    empty = constrain(jnp.zeros_like(head, shape=(batch_shards, *head.shape[::-1])), "head_gradient") if needs_head else None
-    (total, d_head), d_hidden = lax.scan(add, (_zeros(hidden), empty), _chunks(options.chunk, hidden, targets, weights))
+    d_head = None
+    if needs_d_head:  # accumulated as [D, V], the layout of the CPU matmul, and transposed once at the end
+        d_head = constrain(jnp.zeros_like(head, shape=(batch_shards, *head.shape[::-1])), "lm_head_gradient")
+    chunks = _chunks(options.chunk, hidden, targets, weights)
+    (row_sums, d_head), d_hidden = lax.scan(add_chunk, (_zero_row_sums(hidden), d_head), chunks)
     batch, length = targets.shape
     d_hidden = d_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
-    return LossSums(*map(jnp.sum, total)), [d_hidden, None if d_head is None else jnp.sum(d_head, axis=0).T]
+    return LossSums(*map(jnp.sum, row_sums)), [d_hidden, None if d_head is None else jnp.sum(d_head, axis=0).T]
 
 
 def gathered_head(head: Any, dtype: jax.typing.DTypeLike, constrain: Constrain) -> Any:
     """The head [V, D], cast on its shards and then gathered once for all chunks; a `Weight` is returned unchanged."""
     if hasattr(head, "project"):
         return head
-    return constrain(constrain(head.astype(dtype), "lm_head_sharded"), "head")
+    return constrain(constrain(head.astype(dtype), "lm_head_sharded"), "lm_head_gathered")
 
 
-def _chunk_sums(
+def _chunk_sums_and_d_logits(
     options: LogitOptions, head: Any, hidden: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[LossSums, jax.Array]:
-    """The sums of one chunk per row, [B], and the gradient of the loss with respect to the logits [B, chunk, V]."""
+    """For one chunk of positions: the sums of each row, [B], and the gradient of the loss by the logits, [B, chunk, V]."""
     z_loss, vocab_size = options.z_loss, options.vocab_size
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    logits = options.constrain(project(hidden, head, out_dtype=wide), "logits")
-    columns = jnp.arange(head.shape[0], dtype=targets.dtype)
+    logits_dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+    logits = options.constrain(project(hidden, head, out_dtype=logits_dtype), "logits")
+    vocab_ids = jnp.arange(head.shape[0], dtype=targets.dtype)
     targets = jnp.where(weights != 0, targets, 0)  # ignored targets may be any value, such as -100
     targets = jnp.where(targets < 0, head.shape[0], targets)  # out of range, which gives NaN; negative indices would wrap
     if vocab_size is not None and vocab_size < head.shape[0]:
-        logits = jnp.where(lax.broadcast_to_rank(columns < vocab_size, logits.ndim), logits, -jnp.inf)
-    is_target = lax.broadcast_to_rank(columns, logits.ndim) == targets[..., None]
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
+        logits = jnp.where(lax.broadcast_to_rank(vocab_ids < vocab_size, logits.ndim), logits, -jnp.inf)
+    is_target = lax.broadcast_to_rank(vocab_ids, logits.ndim) == targets[..., None]
+    lse = jax.nn.logsumexp(logits, axis=-1)
     # With a sharded vocabulary XLA gathers locally; a masked sum would read all logits again.
-    nll = weights * (normalizer - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
-    sums = LossSums(jnp.sum(nll + z_loss * weights * normalizer**2, axis=-1), jnp.sum(nll, axis=-1))
-    probabilities = jnp.exp(logits - normalizer[..., None])
-    d_logits = (1 + 2 * z_loss * normalizer)[..., None] * probabilities - is_target.astype(probabilities.dtype)
+    nll = weights * (lse - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
+    sums = LossSums(jnp.sum(nll + z_loss * weights * lse**2, axis=-1), jnp.sum(nll, axis=-1))
+    probabilities = jnp.exp(logits - lse[..., None])
+    d_logits = (1 + 2 * z_loss * lse)[..., None] * probabilities - is_target.astype(probabilities.dtype)
     return sums, weights[..., None] * d_logits
 
 
-def _zeros(hidden: jax.Array) -> LossSums:
+def _zero_row_sums(hidden: jax.Array) -> LossSums:
+    """Zeros for the sums of each row, [B]."""
     # `zeros_like`, so that `shard_map`'s varying-axes check passes.
     zeros = jnp.zeros_like(hidden, jnp.promote_types(hidden.dtype, jnp.float32), shape=hidden.shape[:1])
     return LossSums(zeros, zeros)

@@ -17,8 +17,8 @@ from llama_jax.ops.attention import HeadSharding
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, shardings_of_planes
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import has_groups, map_params, pad_array, padded_shapes_config
-from llama_jax.parallel.ring_attention import BATCH
-from llama_jax.parallel.sharding import EXPERTS, param_specs, shardings, training_sharding
+from llama_jax.parallel.ring_attention import BATCH_AXES
+from llama_jax.parallel.sharding import EXPERT_SHARDING, param_specs, shardings, training_sharding
 
 
 def param_shardings(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = True) -> Llama:
@@ -67,11 +67,11 @@ def generation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, S
     held, training = training_sharding(config, mesh)
     if mesh.size == 1:
         return held, Sharding(mesh=mesh.abstract_mesh)
-    constraints = GenerationConstraints(mesh, BATCH, ("tensor",), ("tensor",), ("fsdp",))
+    constraints = GenerationConstraints(mesh, BATCH_AXES, ("tensor",), ("tensor",), ("fsdp",))
     return held, Sharding(
         constraints,
-        head_sharding=HeadSharding(BATCH, ("tensor",)),
-        experts=EXPERTS._replace(batch=BATCH),
+        head_sharding=HeadSharding(BATCH_AXES, ("tensor",)),
+        experts=EXPERT_SHARDING._replace(batch=BATCH_AXES),
         prepare_params=training.prepare_params,
         mesh=mesh.abstract_mesh,
     )

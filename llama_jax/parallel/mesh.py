@@ -1,4 +1,4 @@
-"""The device mesh: the number of splits of the batch, the parameters, the sequence and the heads."""
+"""The device mesh: sizes of its axes for data, fully sharded data, context and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ AXES = ("data", "fsdp", "context", "tensor")
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """The sizes of the four axes of a mesh; an axis of size 1 splits nothing.
+    """The sizes of the four axes of a mesh; an axis of size 1 shards nothing.
 
     Attributes:
-      data: copies of the model, each with its share of the batch.
-      fsdp: shares of the batch; parameters are sharded over these devices, which gather each layer when it runs
-        (Rajbhandari et al. 2020, stage 3; fully sharded data parallelism).
-      tensor: splits of every matrix product, by heads and by features (Shoeybi et al. 2019, section 3).
-      context: splits of every row's tokens, whose keys and values go around a ring in attention (Liu et al. 2023; see
+      data: data parallelism: replicas of the model, each with its rows of the batch.
+      fsdp: fully sharded data parallelism: each device has its rows of the batch, and a shard of the parameters and the
+        optimizer state; the parameters of a layer are gathered when it runs (Rajbhandari et al. 2020, stage 3).
+      tensor: tensor parallelism: every matmul is sharded by heads or by features (Shoeybi et al. 2019, section 3).
+      context: context parallelism: the tokens of every row are sharded, with ring attention (Liu et al. 2023; see
         `parallel.ring_attention`). Parameters are sharded over these devices as over those of `fsdp`.
 
     Raises:
@@ -41,7 +41,7 @@ class MeshSizes:
                 raise MeshError(f"mesh axis {axis}={size!r} must be a positive integer")
 
     def items(self) -> tuple[tuple[str, int], ...]:
-        """Axes and sizes in the mesh's order: neighbors along `tensor`, which communicate most, are neighboring devices."""
+        """Axes and sizes in the order of the mesh. `tensor` is last: devices that communicate most are adjacent."""
         return tuple((axis, getattr(self, axis)) for axis in AXES)
 
     @property
@@ -51,12 +51,12 @@ class MeshSizes:
 
     @property
     def rows(self) -> int:
-        """The number of splits of a batch's rows."""
+        """The number of devices over which the rows of a batch are sharded."""
         return self.data * self.fsdp
 
     @property
     def columns(self) -> int:
-        """The number of splits of the parameters' columns, the axis D."""
+        """The number of devices over which the parameters' columns, the axis D, are sharded."""
         return self.fsdp * self.context
 
     def __str__(self) -> str:

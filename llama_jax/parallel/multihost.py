@@ -82,15 +82,18 @@ class Processes:
         """Whether all processes run on the same host."""
         return len({m.host for m in self._members}) <= 1
 
-    def wait(self, what: str) -> None:
-        """Wait until all processes have made the same call, without a timeout or device communication.
+    def barrier(self, what: str) -> None:
+        """Wait until all processes have made the same call. It has no timeout, and does not use the devices.
 
-        Several threads may wait at once, for different calls.
+        Several threads may wait at once, for calls with different names.
+
+        Args:
+          what: name of the call.
         """
-        self.agree(what, {})
+        self.assert_equal(what, {})
 
-    def agree(self, what: str, values: Mapping[str, Any]) -> None:
-        """Like `wait`, and check that all processes have the same values, which must be JSON.
+    def assert_equal(self, what: str, values: Mapping[str, Any]) -> None:
+        """Like `barrier`, and check that all processes have the same values, which must be JSON.
 
         Raises:
           MeshError: the values of a process differ from those of process 0.
@@ -100,7 +103,7 @@ class Processes:
             raise MeshError(answer["error"])
 
     def gather(self, what: str, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Like `wait`; returns the values of all processes, which must be JSON, in process 0, elsewhere an empty list."""
+        """Like `barrier`; returns the values of all processes, which must be JSON, in process 0, elsewhere an empty list."""
         return self._meet({"at": what, "values": values, "same": False})["gathered"]
 
     def _meet(self, message: Packet) -> Packet:
@@ -210,7 +213,7 @@ class Processes:
 
     def close(self) -> None:
         """End together with all other processes, or with an error if another one has failed."""
-        self.wait(END)
+        self.barrier(END)
         for link in self._links.values():
             with suppress(OSError):  # the other side may have closed first
                 link.shutdown(socket.SHUT_RDWR)

@@ -1,6 +1,6 @@
-"""Fits a model to a mesh by padding the vocabulary and copying key/value heads, so that both can be divided.
+"""Pads the vocabulary and copies key/value heads, so that `tensor` can shard both evenly.
 
-The outputs do not change. Padding and copies exist only in the sharded model: `unembed` gives padding no probability, and
+The outputs do not change. Padding and copies exist only on the mesh: `unembed` gives padding no probability, and
 `unpad_params` restores the original shapes of parameters that are saved or returned.
 """
 
@@ -27,47 +27,47 @@ VOCAB_MULTIPLE = 128  # width of a TPU's vector unit; a multiple of a GPU's matr
 
 
 def padded_vocab(config: LlamaConfig, sizes: MeshSizes) -> int:
-    """Rows of the embedding and the output projection on a mesh: V or, if `tensor` splits them, the next multiple of
-    `tensor` and 128."""
+    """Rows of the embedding and the output projection on a mesh: V, or with `tensor` the next multiple of it and of 128."""
     if sizes.tensor == 1:
         return config.vocab_size
     return -(-config.vocab_size // (multiple := math.lcm(VOCAB_MULTIPLE, sizes.tensor))) * multiple
 
 
 def padded_config(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
-    """The configuration of the model on a mesh: with at least as many key/value heads as `tensor` has splits. The vocabulary
-    excludes padding.
+    """The configuration of the model on a mesh: with at least one key/value head per device along `tensor`.
 
-    If there are fewer heads, each is stored several times, and the G queries of its group are divided among the copies. This
-    costs tensor / K times the cache, but no communication (Pope et al. 2022, section 3.3, shard multi-query attention by
-    batch instead).
+    If there are fewer heads, each is copied, and the G queries of its group are divided among the copies. The cache is then
+    tensor / K times as large, but no communication is needed (Pope et al. 2022, section 3.3, shard multi-query attention by
+    batch instead). `vocab_size` stays that of the model, without padding.
 
     Raises:
       MeshError: heads, features or columns cannot be divided; the message gives sizes that work.
     """
     c, tensor = config, sizes.tensor
-    if not _divides(c, tensor):
-        would_do = ", ".join(str(n) for n in range(1, c.n_heads + 1) if _divides(c, n))
+    if not _can_shard(c, tensor):
+        would_do = ", ".join(str(n) for n in range(1, c.n_heads + 1) if _can_shard(c, n))
         name = f"n_kv_heads={c.n_kv_heads}" if c.hidden_dim % tensor == 0 else f"hidden_dim={c.hidden_dim}"
         queries = f" (of {c.queries_per_kv_head} queries each)" if c.hidden_dim % tensor == 0 else ""
         raise MeshError(f"{name}{queries} cannot be split over tensor={tensor}; {would_do} would do")
     if c.dim % sizes.columns:
-        near = sorted((n for n in range(1, c.dim + 1) if c.dim % n == 0), key=lambda n: abs(n - sizes.columns))[:12]
-        axes, would_do = "fsdp" if sizes.context == 1 else "fsdp*context", ", ".join(map(str, sorted(near)))
+        nearest = sorted((n for n in range(1, c.dim + 1) if c.dim % n == 0), key=lambda n: abs(n - sizes.columns))[:12]
+        axes, would_do = "fsdp" if sizes.context == 1 else "fsdp*context", ", ".join(map(str, sorted(nearest)))
         raise MeshError(f"dim={c.dim} cannot be split over {axes}={sizes.columns}; {would_do} would do")
     return replace(c, n_kv_heads=max(c.n_kv_heads, tensor))
 
 
-def _divides(config: LlamaConfig, tensor: int) -> bool:
+def _can_shard(config: LlamaConfig, tensor: int) -> bool:
+    """Whether heads, possibly copied, and features can be sharded over this many devices."""
     heads, queries = config.n_kv_heads, config.queries_per_kv_head
-    enough = heads % tensor == 0
+    heads_divide = heads % tensor == 0
     # A norm over all heads together has weights for each head, which are not copied.
-    copied = tensor % heads == 0 and queries % (tensor // heads) == 0 and config.qk_norm != "all"
-    return (enough or copied) and config.hidden_dim % tensor == 0
+    copies_divide = tensor % heads == 0 and queries % (tensor // heads) == 0 and config.qk_norm != "all"
+    return (heads_divide or copies_divide) and config.hidden_dim % tensor == 0
 
 
 def padded_shapes_config(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
-    """The configuration whose parameters have the shapes on the mesh: `padded_config`, with padding counted as vocabulary.
+    """The configuration whose parameters have the shapes on the mesh: `padded_config`, with the padded `vocab_size`.
+
     Only for shapes: a computation with it would treat padding as tokens.
 
     Raises:
@@ -77,10 +77,10 @@ def padded_shapes_config(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
 
 
 def pad_params(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
-    """The parameters on a mesh, for `padded_shapes_config(config, sizes)`: padded with zeros, with heads copied.
+    """The parameters with the shapes of `padded_shapes_config(config, sizes)`: padded with zeros, with heads copied.
 
-    Works on arrays on the host (NumPy arrays stay there) or, under `jit` with shardings, on the mesh. `load` with a mesh
-    reads directly into this form.
+    For NumPy arrays on the host, which stay there, or under `jit` with shardings. `load` with a mesh reads parameters
+    directly with these shapes.
 
     Raises:
       MeshError: the model cannot be padded to fit.
@@ -89,7 +89,7 @@ def pad_params(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
 
 
 def has_groups(spec: ParamSpec) -> bool:
-    """Whether a parameter has the axes K and G + 2 of key/value heads and their queries, so that heads may be copied."""
+    """Whether a parameter has the axes K and G + 2 (`Attention.qkv` and its bias), along which heads are copied."""
     return spec.axes.startswith("K G+2")
 
 
@@ -98,54 +98,57 @@ def pad_array(target: LlamaConfig, spec: ParamSpec, array: Any) -> Any:
 
     Args:
       target: the result of `padded_shapes_config`.
-      spec: the parameter's entry in the table.
+      spec: the parameter's `ParamSpec`.
     """
     if spec.has_vocabulary:
-        return _over_planes(array, partial(pad_rows, rows=target.vocab_size))
-    return _over_groups(copy_heads, spec, array, target.n_kv_heads) if has_groups(spec) else array
+        return _map_planes(array, partial(pad_rows, rows=target.vocab_size))
+    return _map_groups(copy_heads, spec, array, target.n_kv_heads) if has_groups(spec) else array
 
 
 def unpad_params(config: LlamaConfig, params: Llama) -> Llama:
     """Undo `pad_params`: the parameters in the shape of the model's own configuration, without padding and copies."""
 
-    def undone(spec: ParamSpec, array: Any) -> Any:
+    def unpad_array(spec: ParamSpec, array: Any) -> Any:
         if spec.has_vocabulary:
-            return _over_planes(array, lambda table: table[: config.vocab_size] if len(table) > config.vocab_size else table)
-        return _over_groups(_merge_heads, spec, array, config.n_kv_heads) if has_groups(spec) else array
+            return _map_planes(array, lambda table: table[: config.vocab_size] if len(table) > config.vocab_size else table)
+        return _map_groups(_merge_heads, spec, array, config.n_kv_heads) if has_groups(spec) else array
 
-    return map_params(params, undone)
+    return map_params(params, unpad_array)
 
 
 def map_params(params: Llama, change: Callable[[ParamSpec, Any], Any]) -> Llama:
-    """Apply a function to each parameter, given its entry in the table."""
+    """Apply a function to each parameter, given its `ParamSpec`."""
     is_leaf = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | LowRankWeight | LowRank)
     return jax.tree_util.tree_map_with_path(lambda path, leaf: change(spec_at(path), leaf), params, is_leaf=is_leaf)
 
 
-def _over_planes(leaf: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change`, which moves whole rows, to an array, or to all planes of a quantized weight (in any formats)."""
+def _map_planes(leaf: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply `change`, which only moves whole rows, to an array, or to all arrays of a quantized weight."""
     return jax.tree.map(change, leaf)
 
 
-def over_rows_of(leaf: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to everything with a matrix's rows: an adapted matrix and its B, an adapter's B, or the whole leaf."""
+def map_rows(leaf: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply `change` to the arrays that have a matrix's rows: of a LoRA weight its base and B, of an adapter its B.
+
+    Other leaves have the rows themselves.
+    """
     if isinstance(leaf, LowRankWeight):
-        factor = None if leaf.factor is None else _changed_vector(leaf.factor, leaf.ndim, change)
-        return leaf.replace(base=change(leaf.base), low_rank=over_rows_of(leaf.low_rank, change), factor=factor)
+        factor = None if leaf.factor is None else _map_vector(leaf.factor, leaf.ndim, change)
+        return leaf.replace(base=change(leaf.base), low_rank=map_rows(leaf.low_rank, change), factor=factor)
     if isinstance(leaf, LowRank):
-        magnitude = None if leaf.magnitude is None else _changed_vector(leaf.magnitude, leaf.ndim, change)
+        magnitude = None if leaf.magnitude is None else _map_vector(leaf.magnitude, leaf.ndim, change)
         return leaf.replace(b=change(leaf.b), magnitude=magnitude)
     return change(leaf)
 
 
-def _changed_vector(vector: Any, ndim: int, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to a vector with a number for each row of a matrix with `ndim` axes, or one per adapter."""
+def _map_vector(vector: Any, ndim: int, change: Callable[[Any], Any]) -> Any:
+    """Apply `change` to a vector with one number per row of a matrix with `ndim` axes, or per row and adapter."""
     return change(vector[..., None])[..., 0] if vector.ndim < ndim else change(vector)
 
 
-def _over_groups(change: Callable[..., Any], spec: ParamSpec, leaf: Any, heads: int) -> Any:
+def _map_groups(change: Callable[..., Any], spec: ParamSpec, leaf: Any, heads: int) -> Any:
     if isinstance(leaf, LowRankWeight | LowRank):
-        return over_rows_of(leaf, lambda part: _over_groups(change, spec, part, heads))
+        return map_rows(leaf, lambda part: _map_groups(change, spec, part, heads))
     leading = leaf.ndim - len(spec.axes.split())
     if isinstance(leaf, JoinedWeight):
         if leaf.shape[leading] != heads:
@@ -153,7 +156,7 @@ def _over_groups(change: Callable[..., Any], spec: ParamSpec, leaf: Any, heads: 
                 f"{spec.path} has several quantization formats, so its heads cannot be copied; load it without a mesh"
             )
         return leaf
-    return _over_planes(leaf, lambda array: change(array, heads=heads, leading=leading))
+    return _map_planes(leaf, lambda array: change(array, heads=heads, leading=leading))
 
 
 def pad_rows(table: Any, *, rows: int) -> Any:
@@ -163,31 +166,33 @@ def pad_rows(table: Any, *, rows: int) -> Any:
 
 
 def copy_heads(qkv: Any, *, heads: int, leading: int) -> Any:
-    """[..., K, G + 2, *rest] with K = `heads`: the queries are divided among the copies of their key and value.
+    """Copy each key/value head until there are `heads`, and divide the queries of its group among the copies.
+
+    [..., K, G + 2, *rest] becomes [..., heads, G K / heads + 2, *rest].
 
     Args:
       leading: number of axes before K.
     """
-    layers, (held_heads, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
-    queries, copies = entries - 2, heads // held_heads
+    layers, (kv_heads, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
+    group, copies = entries - 2, heads // kv_heads
     if copies == 1:
         return qkv
     before = (slice(None),) * (leading + 1)
-    asking = qkv[(*before, slice(None, queries))].reshape(*layers, heads, queries // copies, *rest)
-    asked = _module_of(qkv).repeat(qkv[(*before, slice(queries, None))], copies, axis=leading)
-    return _module_of(qkv).concatenate([asking, asked], axis=leading + 1)
+    queries = qkv[(*before, slice(None, group))].reshape(*layers, heads, group // copies, *rest)
+    keys_values = _module_of(qkv).repeat(qkv[(*before, slice(group, None))], copies, axis=leading)
+    return _module_of(qkv).concatenate([queries, keys_values], axis=leading + 1)
 
 
 def _merge_heads(qkv: Any, *, heads: int, leading: int) -> Any:
     """Undo `copy_heads`, keeping the first copy of each key and value."""
-    layers, (held_heads, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
-    queries, copies = entries - 2, held_heads // heads
-    if held_heads % heads or copies < 2:
+    layers, (kv_heads, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
+    group, copies = entries - 2, kv_heads // heads
+    if kv_heads % heads or copies < 2:
         return qkv
     before = (slice(None),) * leading
-    asking = qkv[(*before, slice(None), slice(None, queries))].reshape(*layers, heads, queries * copies, *rest)
-    asked = qkv[(*before, slice(None, None, copies), slice(queries, None))]
-    return _module_of(qkv).concatenate([asking, asked], axis=leading + 1)
+    queries = qkv[(*before, slice(None), slice(None, group))].reshape(*layers, heads, group * copies, *rest)
+    keys_values = qkv[(*before, slice(None, None, copies), slice(group, None))]
+    return _module_of(qkv).concatenate([queries, keys_values], axis=leading + 1)
 
 
 def _module_of(array: Any) -> Any:

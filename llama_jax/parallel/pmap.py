@@ -1,4 +1,4 @@
-"""Data parallelism with `jax.pmap`: every device has the whole state and its share of the rows.
+"""Data parallelism with `jax.pmap`: every device has a replica of the state, and an equal share of the rows.
 
 It runs the same `train_step` as `jax.jit`, with an `axis_name` to sum over the devices, and the same prefill and decode
 loop. JAX keeps `pmap` but no longer develops it; `parallel.sharding` does the same with data=N, and more.
@@ -43,10 +43,10 @@ def replicate(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
     The originals stay valid. With plain `jax.device_put`, the result would share the first device's memory with them, and
     donating it would delete them.
     """
-    everywhere = NamedSharding(_mesh(devices), P())
+    replicated = NamedSharding(_mesh(devices), P())
     copy = jax.jit(jnp.copy)
     # One array at a time, so that only one array is in memory twice.
-    return jax.tree.map(lambda array: jax.block_until_ready(copy(jax.device_put(array, everywhere))), tree)
+    return jax.tree.map(lambda array: jax.block_until_ready(copy(jax.device_put(array, replicated))), tree)
 
 
 def pmap_step(
@@ -57,8 +57,8 @@ def pmap_step(
     Must not be called inside `jax.set_mesh` of another mesh, which JAX rejects.
 
     Args:
-      step: `train_step` with all arguments bound except the state, the batch and the sharding. The sharding is set here,
-        because without its `axis_name` a missing sum would make devices differ silently.
+      step: `train_step` with all arguments bound except the state, the batch and the sharding. The sharding is set here:
+        without its `axis_name`, gradients would not be summed, and the replicas would silently differ.
       devices: devices of this process.
 
     Returns:
@@ -70,12 +70,12 @@ def pmap_step(
       MeshError: several processes; rows that cannot be divided by the number of devices, or a state that is not on these
         devices (from the returned function).
     """
-    everywhere, shares = _placements(devices)
+    replicated, split = _replicated_and_split(devices)
     mapped = pmap_over(step, devices)
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        _check_replicated("a state", state, everywhere)
-        return mapped(state, jax.device_put(_split(batch, len(batch.tokens), len(devices)), shares))
+        _check_replicated("a state", state, replicated)
+        return mapped(state, jax.device_put(_split_rows(batch, len(batch.tokens), len(devices)), split))
 
     return run
 
@@ -108,7 +108,7 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
         these devices (from the returned function).
       GenerationError: as for `generate` (from the returned function).
     """
-    everywhere, shares = _placements(devices)
+    replicated, split = _replicated_and_split(devices)
     mapped = jax.pmap(
         complete,
         axis_name=PMAP_AXIS,
@@ -125,11 +125,11 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
         sampling: Sampling = Sampling(),
         stop_tokens: Sequence[int] = (),
     ) -> list[Generation]:
-        _check_replicated("parameters", params, everywhere)
+        _check_replicated("parameters", params, replicated)
         tokens, lengths, request = prepare_inputs(config, prompts, max_new_tokens, sampling, stop_tokens)
         capacity = round_capacity(int(lengths.max()), int(request.limit.max()) + STEPS_PER_CHUNK)
-        rows = _split((tokens, lengths, request), len(tokens), len(devices))
-        parts = mapped(config, capacity, params, *jax.device_put(rows, shares))
+        rows = _split_rows((tokens, lengths, request), len(tokens), len(devices))
+        parts = mapped(config, capacity, params, *jax.device_put(rows, split))
         chunk = checked_chunk(*(np.asarray(part).reshape(len(prompts), -1) for part in parts))
         return to_generations([chunk], stop_tokens)
 
@@ -140,22 +140,22 @@ def _mesh(devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.array(devices), (PMAP_AXIS,), axis_types=(AxisType.Auto,))
 
 
-def _placements(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
-    """Shardings with a copy on every device, and with a share on each."""
+def _replicated_and_split(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
+    """The shardings of arrays with a copy on every device, and of arrays whose leading axis is split over the devices."""
     if jax.process_count() > 1:
         raise MeshError(f"pmap needs a single process, but this is one of {jax.process_count()}; use the backend jit")
     mesh = _mesh(devices)
     return NamedSharding(mesh, P()), NamedSharding(mesh, P(PMAP_AXIS))
 
 
-def _check_replicated(what: str, tree: Any, everywhere: NamedSharding) -> None:
+def _check_replicated(what: str, tree: Any, replicated: NamedSharding) -> None:
     for leaf in jax.tree.leaves(tree):
-        if not everywhere.is_equivalent_to(leaf.sharding, leaf.ndim):
-            count = everywhere.num_devices
+        if not replicated.is_equivalent_to(leaf.sharding, leaf.ndim):
+            count = replicated.num_devices
             raise MeshError(f"{what} on {leaf.sharding} is not on all {count} devices; replicate it first")
 
 
-def _split(batch: Tree, rows: int, devices: int) -> Tree:
+def _split_rows(batch: Tree, rows: int, devices: int) -> Tree:
     """[B, ...] as [devices, B / devices, ...], with neighboring rows on one device."""
     if rows % devices:
         raise MeshError(f"batch={rows} rows cannot be divided over {devices} devices; use a multiple of {devices}")

@@ -1,4 +1,4 @@
-"""Prefill with a prompt's tokens divided over devices: long prompts in one pass, with ring attention."""
+"""Context-parallel prefill: the tokens of long prompts are sharded over devices, with ring attention."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from llama_jax.model.logits import observe
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring_attention import (
-    AXIS,
-    BATCH,
-    PARTS,
+    BATCH_AND_CONTEXT_AXES,
+    BATCH_AXES,
+    CONTEXT_AXIS,
     join_sequence,
-    positions_of,
     ring_attention,
     sequence_splitter,
+    zigzag_positions,
 )
-from llama_jax.parallel.sharding import EXPERTS, batch_spec, cache_specs, constrain_over, shardings
+from llama_jax.parallel.sharding import EXPERT_SHARDING, batch_spec, cache_specs, make_constrain, shardings
 from llama_jax.training.batch import NextTokenBatch
 
 RingPrefill = Callable[[Llama, jax.Array, jax.Array], tuple[KVCache, jax.Array]]
@@ -53,12 +53,13 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
     """
     sizes, reorder = MeshSizes(**mesh.shape), sequence_splitter(mesh)
     gather = partial(join_sequence, mesh, axis=2, spec=P("tensor"))
-    sharding = Sharding(constrain_over(mesh), ring_attention(mesh), experts=EXPERTS, mesh=mesh.abstract_mesh)
+    sharding = Sharding(make_constrain(mesh), ring_attention(mesh), experts=EXPERT_SHARDING, mesh=mesh.abstract_mesh)
 
-    def read(params: Llama, tokens: jax.Array, lengths: jax.Array) -> tuple[KVCache, jax.Array]:
-        batch_spec(sizes, *tokens.shape)
-        whole_row = jnp.broadcast_to(lengths[:, None], tokens.shape)
-        rows = reorder(NextTokenBatch(tokens, tokens, jnp.ones(tokens.shape, bool), rope_lengths=whole_row))
+    def prefill(params: Llama, tokens: jax.Array, lengths: jax.Array) -> tuple[KVCache, jax.Array]:
+        batch_spec(sizes, *tokens.shape)  # raises MeshError
+        rope_lengths = jnp.broadcast_to(lengths[:, None], tokens.shape)
+        # Only the tokens and positions are used; there are no targets.
+        rows = reorder(NextTokenBatch(tokens, tokens, jnp.ones(tokens.shape, bool), rope_lengths=rope_lengths))
         positions = Positions(position_ids=rows.position_ids, rope_lengths=rows.rope_lengths)
 
         def keep(value: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
@@ -70,18 +71,20 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
         cache = lax.with_sharding_constraint(cache, shardings(mesh, cache_specs(config, sizes, len(tokens))))
         return cache, _last_of_rows(mesh, hidden, lengths)
 
-    return read
+    return prefill
 
 
 def _last_of_rows(mesh: Mesh, hidden: jax.Array, lengths: jax.Array) -> jax.Array:
     """The hidden state [B, D] of the last real token of split rows [n * B, T / n, D]; one device of each ring has it."""
-    parts = mesh.shape[AXIS]
+    parts = mesh.shape[CONTEXT_AXIS]
 
     def pick(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
-        positions = positions_of(lax.axis_index(AXIS), parts, parts * hidden.shape[1])
+        positions = zigzag_positions(lax.axis_index(CONTEXT_AXIS), parts, parts * hidden.shape[1])
         is_last = positions == lengths[:, None] - 1
         last = jnp.take_along_axis(hidden, jnp.argmax(is_last, axis=1)[:, None, None], axis=1)[:, 0]
-        return lax.psum(jnp.where(jnp.any(is_last, axis=1)[:, None], last, 0), AXIS)
+        return lax.psum(jnp.where(jnp.any(is_last, axis=1)[:, None], last, 0), CONTEXT_AXIS)
 
-    run = jax.shard_map(pick, mesh=mesh, in_specs=(P(PARTS), P(BATCH)), out_specs=P(BATCH), check_vma=False)
+    run = jax.shard_map(
+        pick, mesh=mesh, in_specs=(P(BATCH_AND_CONTEXT_AXES), P(BATCH_AXES)), out_specs=P(BATCH_AXES), check_vma=False
+    )
     return run(hidden, lengths)

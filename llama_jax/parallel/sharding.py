@@ -1,11 +1,11 @@
 """The sharding of all arrays: a partition spec for each, before anything is compiled.
 
-The sharding of a `Llama` is a `Llama` of `PartitionSpec`s. `tensor` splits heads and features, so that a layer needs one sum
-over the devices after attention and one after the feed-forward (Shoeybi et al. 2019, section 3); `fsdp` splits the axis D,
-which every matrix has; `data` and `fsdp` together split the batch; `context` splits its rows by tokens, see
-`ring_attention`.
+The sharding of a `Llama` is a `Llama` of `PartitionSpec`s. Tensor parallelism: `tensor` shards heads and features, so that a
+layer needs one all-reduce after attention and one after the feed-forward (Shoeybi et al. 2019, section 3). Fully sharded
+data parallelism: `fsdp` shards the axis D, which every matrix has. Data parallelism: `data` and `fsdp` together shard the
+batch. Context parallelism: `context` shards the tokens of each row, see `ring_attention`.
 
-`context` also splits everything that `fsdp` splits. Its devices have different tokens and must sum their gradients anyway,
+`context` also shards everything that `fsdp` shards. Its devices have different tokens and must sum their gradients anyway,
 as if they had different rows. So they can also shard the state, like those of `fsdp` (Rajbhandari et al. 2020): for 8
 billion parameters on context=8, each has 16 GB instead of 128, and with 16-bit weights there is no additional communication.
 """
@@ -40,20 +40,25 @@ from llama_jax.ops.weights.lora import LowRank, LowRankWeight
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, shardings_of_planes
 from llama_jax.parallel import padding
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.parallel.ring_attention import BATCH, PARTS, check_length, ring_attention, sequence_splitter
+from llama_jax.parallel.ring_attention import (
+    BATCH_AND_CONTEXT_AXES,
+    BATCH_AXES,
+    check_length,
+    ring_attention,
+    sequence_splitter,
+)
 from llama_jax.training.step import TrainState, init_state, train_step
 
-EXPERTS = ExpertSharding(
-    PARTS, ("tensor",), ("fsdp", "context")
-)  # axes that split a step's rows, and F and D of the experts
+# The mesh axes that shard the rows of a batch, and the axes F and D of the experts.
+EXPERT_SHARDING = ExpertSharding(BATCH_AND_CONTEXT_AXES, ("tensor",), ("fsdp", "context"))
 
 
 def param_specs(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = False) -> Llama:
     """A `Llama` of partition specs.
 
-    In training, a model keeps its shapes on every mesh, so that every checkpoint fits every mesh. If `tensor` cannot split
-    the rows of a parameter, because `pad_params` would have to pad them or copy heads first, `tensor` and `fsdp` together
-    split its columns.
+    In training, parameters are stored with the same shapes on every mesh, so that every checkpoint fits every mesh. If
+    `tensor` cannot shard the rows of a parameter without padding or copied heads (`pad_params`), `tensor` and `fsdp`
+    together shard its columns instead.
 
     Args:
       padded: whether the specs are for parameters from `pad_params`.
@@ -75,19 +80,19 @@ def param_specs(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = False) 
 
 
 def _with_context(spec: P, sizes: MeshSizes) -> P:
-    """The spec with `context` after `fsdp`, if the mesh splits over it."""
+    """The spec with `context` after each `fsdp`, if the mesh has more than one device along `context`."""
     if sizes.context == 1:
         return spec
-    cut: list[Any] = []
+    partition: list[Any] = []
     for axes in spec:
         names = (axes,) if isinstance(axes, str) else axes or ()
-        several = tuple(name for axis in names for name in (("fsdp", "context") if axis == "fsdp" else (axis,)))
-        cut.append(several if len(several) > 1 else axes)
-    return P(*cut)
+        expanded = tuple(name for axis in names for name in (("fsdp", "context") if axis == "fsdp" else (axis,)))
+        partition.append(expanded if len(expanded) > 1 else axes)
+    return P(*partition)
 
 
 def adapter_specs(config: LlamaConfig, sizes: MeshSizes, lora: Lora, *, padded: bool = False) -> Llama:
-    """Partition specs of adapters: A is split by columns and B by rows, like their matrices, and neither by rank.
+    """Partition specs of adapters: A is sharded by columns and B by rows, like their matrices, and neither by rank.
 
     Args:
       padded: as for `param_specs`.
@@ -97,13 +102,13 @@ def adapter_specs(config: LlamaConfig, sizes: MeshSizes, lora: Lora, *, padded: 
     """
     specs = param_specs(config, sizes, padded=padded)
 
-    return build_adapters(config, lora, lambda spec, shape: _specs_of_pair(attrgetter(spec.path)(specs), shape))
+    return build_adapters(config, lora, lambda spec, shape: _low_rank_specs(attrgetter(spec.path)(specs), shape))
 
 
-def _specs_of_pair(matrix: P, pair: LowRank) -> LowRank:
+def _low_rank_specs(matrix: P, low_rank: LowRank) -> LowRank:
     """The partition specs of a matrix's adapter; the matrix's spec must have an entry for each of its axes."""
-    magnitude = None if pair.magnitude is None else P(*matrix[:-1])
-    return LowRank(P(*[None] * (pair.a.ndim - 1), matrix[-1]), P(*matrix[:-1], None), magnitude)
+    magnitude = None if low_rank.magnitude is None else P(*matrix[:-1])
+    return LowRank(P(*[None] * (low_rank.a.ndim - 1), matrix[-1]), P(*matrix[:-1], None), magnitude)
 
 
 def train_state_specs(
@@ -127,19 +132,19 @@ def train_state_specs(
     state = jax.eval_shape(lambda params: init_state(optimizer, params), shapes)
     opt_state = optax.tree_map_params(
         optimizer,
-        lambda kept, spec: kept if _left_out(kept) else spec,
+        lambda leaf, spec: leaf if _is_masked(leaf) else spec,
         state.opt_state,
         params,
         transform_non_params=lambda _: P(),
-        is_leaf=_left_out,
+        is_leaf=_is_masked,
     )
     average = params if ema else None
     return state.replace(step=P(), params=params, opt_state=opt_state, ema=average, skipped=P(), skipped_in_a_row=P())
 
 
-def _left_out(kept: Any) -> bool:
+def _is_masked(leaf: Any) -> bool:
     """Whether a part of an optimizer has no state for a parameter, such as Muon for parameters that AdamW updates."""
-    return isinstance(kept, optax.MaskedNode)
+    return isinstance(leaf, optax.MaskedNode)
 
 
 def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, quantized: bool = False) -> KVCache:
@@ -152,25 +157,25 @@ def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, quantized:
     Raises:
       MeshError: heads or rows cannot be split over the mesh.
     """
-    _check("n_kv_heads", config.n_kv_heads, "tensor", sizes.tensor, config.n_kv_heads)
+    _check_divisible("n_kv_heads", config.n_kv_heads, "tensor", sizes.tensor)
     rows = batch_spec(sizes, batch)
     spec = P(None, *rows, None, "tensor")  # [L, P, page, 2K, H]
     return KVCache(Quantized(spec, spec) if quantized else spec, table=rows, length=rows)
 
 
 def batch_spec(sizes: MeshSizes, batch: int, length: int | None = None) -> P:
-    """The spec of a batch's first axis: split over `data` and `fsdp`.
+    """The spec of a batch [B, ...]: rows over `data` and `fsdp`.
 
     Args:
-      length: T, predicted tokens of a row, if a step divides them over `context`; else None.
+      length: T, target tokens of a row, if a step shards them over `context`, to check it; else None.
 
     Raises:
       MeshError: the rows of the batch, or the tokens of a row, cannot be split that way.
     """
-    _check("batch", batch, "data*fsdp", sizes.rows, batch)
+    _check_divisible("batch", batch, "data*fsdp", sizes.rows)
     if length is not None:
         check_length(sizes, length)
-    return P(BATCH)
+    return P(BATCH_AXES)
 
 
 def check_model(config: LlamaConfig, sizes: MeshSizes) -> None:
@@ -178,58 +183,63 @@ def check_model(config: LlamaConfig, sizes: MeshSizes) -> None:
     padding.padded_config(config, sizes)
     if _padded_paths(config, sizes):
         axes = "fsdp*tensor" if sizes.context == 1 else "fsdp*context*tensor"
-        _check("dim", config.dim, axes, sizes.columns * sizes.tensor, config.dim)
+        _check_divisible("dim", config.dim, axes, sizes.columns * sizes.tensor)
 
 
 def _padded_paths(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
     """Paths of the parameters that `pad_params` changes."""
-    padded = padding.padded_vocab(config, sizes) != config.vocab_size
-    copied = config.n_kv_heads % sizes.tensor != 0
-    return tuple(r.path for r in specs_for(config) if (r.has_vocabulary and padded) or (padding.has_groups(r) and copied))
+    pads_vocab = padding.padded_vocab(config, sizes) != config.vocab_size
+    copies_heads = config.n_kv_heads % sizes.tensor != 0
+    return tuple(
+        spec.path
+        for spec in specs_for(config)
+        if (spec.has_vocabulary and pads_vocab) or (padding.has_groups(spec) and copies_heads)
+    )
 
 
-def _check(name: str, value: int, axis: str, size: int, fit: int) -> None:
-    """Check that `size` divides `fit` (the value itself, or a common divisor of several values), whose divisors work."""
+def _check_divisible(name: str, value: int, axis: str, size: int) -> None:
+    """Raise MeshError, with sizes that work, if `size` does not divide `value`."""
     if value % size:
-        small = [n for n in range(1, math.isqrt(fit) + 1) if fit % n == 0]
-        nearest = sorted({*small, *(fit // n for n in small)}, key=lambda n: abs(n - size))[:12]
+        small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+        nearest = sorted({*small, *(value // n for n in small)}, key=lambda n: abs(n - size))[:12]
         would_do = ", ".join(map(str, sorted(nearest)))
         raise MeshError(f"{name}={value} cannot be split over {axis}={size}; {would_do} would do")
 
 
-def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
-    """The `constrain` of `forward` and `next_token_loss` for a mesh.
+def make_constrain(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
+    """Make the `Sharding.constrain` of `forward` and the losses for a mesh.
 
     XLA propagates the parameters' shardings to most activations. Without these constraints, it would keep the whole batch on
-    every device instead of gathering the weights. If the mesh splits sequences, rows are those from
+    every device instead of gathering the weights. On a mesh with `context`, B is the n * B rows of
     `ring_attention.split_sequence`.
     """
     sizes = MeshSizes(**mesh.shape)
-    tensor, shares = sizes.tensor, sizes.rows * sizes.context
+    tensor, batch_shards = sizes.tensor, sizes.rows * sizes.context
 
-    def constrain(x: jax.Array, where: str) -> jax.Array:
-        match where:
-            case "tokens":  # [B, T]: looked up by all devices with a part of the embedding's columns
+    def constrain(x: jax.Array, name: str) -> jax.Array:
+        match name:
+            case "tokens":  # [B, T]: replicated over fsdp, whose devices each look up their columns of the embedding
                 spec = P("data")
-            case "embedded":  # [B, T, D] sharded like the table, which a lookup by batch would gather
+            case "embedded":  # [B, T, D] sharded like the embedding; rows over fsdp would gather the embedding
                 spec = P("data", None, "fsdp")
-            case "residual":  # [B, T, D] between layers: saved for the backward pass (Korthikanti et al. 2022, section 4.2)
-                # With one row per device, XLA would keep T split in the products, and gather their weights for that.
-                split = x.shape[1] % tensor == 0 and x.shape[0] > shares
-                spec = P(BATCH, "tensor" if split else None)
-            # [B, T, D]: whole rows, forward and backward; otherwise weights would be gathered
+            # [B, T, D] between layers, saved for the backward pass: sequence parallelism (Korthikanti et al. 2022, 4.2)
+            case "residual":
+                # With one row per device, XLA would keep T sharded in the matmuls, and gather their weights for that.
+                shards_length = x.shape[1] % tensor == 0 and x.shape[0] > batch_shards
+                spec = P(BATCH_AXES, "tensor" if shards_length else None)
+            # [B, T, D]: T is not sharded, forward and backward; otherwise weights would be gathered
             case "hidden" | "sublayer_input" | "sublayer_output":
-                spec = P(BATCH)
-            case "logits":  # [B, T, V]
-                spec = P(BATCH, None, "tensor")
-            case "lm_head_sharded":  # [V, D] as sharded: cast first and then gathered
+                spec = P(BATCH_AXES)
+            case "logits":  # [B, chunk, V]
+                spec = P(BATCH_AXES, None, "tensor")
+            case "lm_head_sharded":  # [V, D] as stored: cast first and then gathered
                 spec = P("tensor", "fsdp")
-            case "head":  # [V, D]: gathered once, for all chunks of logits
+            case "lm_head_gathered":  # [V, D]: gathered over fsdp once, for all chunks of logits
                 spec = P("tensor")
-            case "head_gradient":  # [shares, D, V]: from its own rows, on every device
-                spec = P(BATCH, None, "tensor")
+            case "lm_head_gradient":  # [batch_shards, D, V]: each device's sum over its own rows
+                spec = P(BATCH_AXES, None, "tensor")
             case _:
-                raise ValueError(f"the model has no constraint point {where!r}")
+                raise ValueError(f"the model has no constraint point {name!r}")
         return lax.with_sharding_constraint(x, NamedSharding(mesh, _with_context(spec, sizes)))
 
     return constrain
@@ -256,24 +266,25 @@ def training_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sha
             columns = P(*[None] * (array.ndim - 1), spec.partition[-1] if has_columns else None)
             return lax.with_sharding_constraint(array, NamedSharding(mesh, _with_context(columns, sizes)))
 
-        return padding.over_rows_of(leaf, gather)
+        return padding.map_rows(leaf, gather)
 
-    def fit_params(params: Llama) -> Llama:
+    def prepare_params(params: Llama) -> Llama:
+        """Pad the vocabulary and copy key/value heads, if `tensor` requires it; part of the differentiated function."""
         if not is_padded:
             return params
         if config.n_kv_heads % sizes.tensor:  # otherwise XLA cannot follow the heads to their copies and back
             params = padding.map_params(params, gather_heads)
-        fitted = padding.pad_params(config, sizes, params)
-        return lax.with_sharding_constraint(fitted, shardings_like(fitted, specs))
+        padded = padding.pad_params(config, sizes, params)
+        return lax.with_sharding_constraint(padded, shardings_like(padded, specs))
 
-    ring = sizes.context > 1
+    uses_ring = sizes.context > 1
     sharding = Sharding(
-        constrain=constrain_over(mesh),
-        attend=ring_attention(mesh) if ring else None,
-        head_sharding=HeadSharding(BATCH, ("tensor",)),
-        experts=EXPERTS,
-        reorder_batch=sequence_splitter(mesh) if ring else identity,
-        prepare_params=fit_params,
+        constrain=make_constrain(mesh),
+        attend=ring_attention(mesh) if uses_ring else None,
+        head_sharding=HeadSharding(BATCH_AXES, ("tensor",)),
+        experts=EXPERT_SHARDING,
+        reorder_batch=sequence_splitter(mesh) if uses_ring else identity,
+        prepare_params=prepare_params,
         batch_shards=sizes.rows * sizes.context,
         mesh=mesh.abstract_mesh,
     )
@@ -281,9 +292,9 @@ def training_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sha
 
 
 def evaluation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sharding]:
-    """Like `training_sharding`, only for evaluation: each row is whole on one device, also along `context`.
+    """Like `training_sharding`, but for evaluation: rows are sharded over `context` too, instead of the tokens of each row.
 
-    Without a backward pass, a row takes little memory, and keys need not go around a ring. The number of rows must be a
+    Without a backward pass, a row takes little memory, and no ring attention is needed. The number of rows must be a
     multiple of `batch_shards`.
 
     Raises:
@@ -293,12 +304,12 @@ def evaluation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, S
     if sharding.reorder_batch is identity:
         return config, sharding
     return config, replace(
-        sharding, attend=None, head_sharding=HeadSharding((*BATCH, "context"), ("tensor",)), reorder_batch=identity
+        sharding, attend=None, head_sharding=HeadSharding((*BATCH_AXES, "context"), ("tensor",)), reorder_batch=identity
     )
 
 
 def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """`train_step` over a mesh, with configuration and sharding bound; the remaining arguments start with the optimizer.
+    """`train_step` for a mesh, with configuration and sharding bound; the remaining arguments start with the optimizer.
 
     Call it under `jax.jit`, with a state sharded by `train_state_specs` and rows sharded by P(("data", "fsdp")).
 
@@ -310,23 +321,24 @@ def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState
 
 
 def shardings_like(params: Llama, matrices: Llama) -> Llama:
-    """Shardings for all arrays of the parameters, given those of the matrices they represent."""
+    """Shardings for all arrays in `params`, also of quantized and LoRA weights, given those of the dense matrices."""
 
-    def of(leaf: Any, place: Any) -> Any:
+    def shard_leaf(leaf: Any, sharding: Any) -> Any:
         if isinstance(leaf, QuantizedWeight):
-            return leaf.replace(planes=shardings_of_planes(leaf.form, place, leaf.ndim))
+            return leaf.replace(planes=shardings_of_planes(leaf.form, sharding, leaf.ndim))
         if isinstance(leaf, MixedStack):
-            return leaf.replace(stacks=tuple(of(stack, place) for stack in leaf.stacks))
+            return leaf.replace(stacks=tuple(shard_leaf(stack, sharding) for stack in leaf.stacks))
         if isinstance(leaf, JoinedWeight):
-            return leaf.replace(parts=tuple(of(part, place) for part in leaf.parts))
+            return leaf.replace(parts=tuple(shard_leaf(part, sharding) for part in leaf.parts))
         if isinstance(leaf, LowRankWeight):
-            pair = jax.tree.map(lambda spec: place.update(spec=spec), _specs_of_pair(place.spec, leaf.low_rank))
-            factor = None if leaf.factor is None else place.update(spec=P(*place.spec[:-1]))
-            return leaf.replace(base=of(leaf.base, place), low_rank=pair, factor=factor)
-        return place
+            low_rank_specs = _low_rank_specs(sharding.spec, leaf.low_rank)
+            low_rank = jax.tree.map(lambda spec: sharding.update(spec=spec), low_rank_specs)
+            factor = None if leaf.factor is None else sharding.update(spec=P(*sharding.spec[:-1]))
+            return leaf.replace(base=shard_leaf(leaf.base, sharding), low_rank=low_rank, factor=factor)
+        return sharding
 
     is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, LowRankWeight)
-    return jax.tree.map(of, params, matrices, is_leaf=is_leaf)
+    return jax.tree.map(shard_leaf, params, matrices, is_leaf=is_leaf)
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A vote of all processes between steps."""
+"""An all-reduce over processes, by which they agree to stop after the same step."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from jax.sharding import PartitionSpec as P
 
 
 class StopVote:
-    """A vote on stop signals: every process contributes two numbers, and all learn the maximum of each.
+    """A vote on stop signals: every process contributes two numbers, and all receive the maximum of each.
 
-    An all-reduce over one device per process, started between two steps and read one step later, so that nothing waits.
+    An all-reduce over one device per process, dispatched between two steps and read one step later, so that no process waits
+    for it.
     """
 
     def __init__(self) -> None:
-        first = {device.process_index: device for device in reversed(jax.devices())}
-        mesh = Mesh(np.array([first[index] for index in sorted(first)]), ("process",), axis_types=(AxisType.Auto,))
-        self._mine = first[jax.process_index()]
-        self._shape = len(first), 2
-        self._each = NamedSharding(mesh, P("process"))
-        self._largest = jax.jit(lambda votes: jnp.max(votes, axis=0), out_shardings=NamedSharding(mesh, P()))
-        self._cast: jax.Array | None = None
+        first_device = {device.process_index: device for device in reversed(jax.devices())}  # of each process
+        mesh = Mesh(np.array([first_device[i] for i in sorted(first_device)]), ("process",), axis_types=(AxisType.Auto,))
+        self._device = first_device[jax.process_index()]
+        self._shape = len(first_device), 2
+        self._sharding = NamedSharding(mesh, P("process"))
+        self._max = jax.jit(lambda votes: jnp.max(votes, axis=0), out_shardings=NamedSharding(mesh, P()))
+        self._result: jax.Array | None = None
 
     def cast(self, signal: int, microseconds: int) -> None:
         """Contribute this process's numbers; all processes must call this between the same steps."""
-        mine = jax.device_put(np.array([[signal, min(microseconds, 2**31 - 1)]], np.int32), self._mine)
-        self._cast = self._largest(jax.make_array_from_single_device_arrays(self._shape, self._each, [mine]))
+        vote = jax.device_put(np.array([[signal, min(microseconds, 2**31 - 1)]], np.int32), self._device)
+        self._result = self._max(jax.make_array_from_single_device_arrays(self._shape, self._sharding, [vote]))
 
     def read(self) -> tuple[int, int] | None:
-        """The maxima of the last vote, once; None if there was none."""
-        if self._cast is None:
+        """The maxima of the last vote, at the first call after it; else None."""
+        if self._result is None:
             return None
-        (signal, microseconds), self._cast = np.asarray(self._cast).tolist(), None
+        (signal, microseconds), self._result = np.asarray(self._result).tolist(), None
         return signal, microseconds

@@ -41,13 +41,13 @@ from llama_jax.formats.orbax_format import (
 from llama_jax.formats.step_dirs import (
     ABOUT,
     EMA,
-    NOTE,
+    METADATA_FILE,
     PARAMS,
     REST,
     DamagedError,
     by_loss,
     existing_step,
-    read_note,
+    read_metadata,
     steps_in,
     verify,
     write_sums,
@@ -132,7 +132,7 @@ class CheckpointManager:
         self,
         step: int,
         state: TrainState,
-        note: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         config: LlamaConfig,
         tokenizer: Tokenizer | None,
         *,
@@ -140,11 +140,11 @@ class CheckpointManager:
     ) -> None:
         """Start writing the checkpoint of a step, after waiting for a save in progress.
 
-        Returns once the state may be donated and `note` changed. A checkpoint of the same step is replaced once the new one
-        is complete.
+        Returns once the state may be donated and `metadata` changed. A checkpoint of the same step is replaced once the new
+        one is complete.
 
         Args:
-          note: JSON values; "step", "validation_loss" and "versions" are added to it.
+          metadata: JSON values; "step", "validation_loss" and "versions" are added to it.
           validation_loss: ranks the best steps; a non-finite loss counts as none.
 
         Raises:
@@ -157,7 +157,7 @@ class CheckpointManager:
             validation_loss = None
         versions = {name: version(name) for name in ("llama_jax", "jax", "orbax-checkpoint")}
         added = {"step": step, "validation_loss": validation_loss, "versions": versions}
-        about = _About(json.dumps({**note, **added}, indent=2), config, tokenizer)
+        about = _About(json.dumps({**metadata, **added}, indent=2), config, tokenizer)
         self.wait()
         with ExitStack() as until_written, self._watched(step):
             until_written.enter_context(without_tracebacks())
@@ -214,7 +214,7 @@ class CheckpointManager:
         return next(iter(by_loss(self._store.now())), None)
 
     def restore(self, shapes: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
-        """The saved state, bit for bit, and its note.
+        """The saved state, bit for bit, and its metadata.
 
         Args:
           shapes: arrays or `jax.ShapeDtypeStruct`s of the requested state; each array is placed by its `sharding`, which may
@@ -244,7 +244,7 @@ class CheckpointManager:
     def _read_folder(self, shapes: TrainState, folder: Path) -> tuple[TrainState, dict[str, Any]]:
         wanted = {name: jax.tree.map(_described, part) for name, part in _parts(shapes).items()}
         self._verify(folder)
-        note = read_note(folder.parent, int(folder.name))
+        metadata = read_metadata(folder.parent, int(folder.name))
         stored = {name: describe(folder, name) for name in (PARAMS, EMA, REST) if (folder / name).is_dir()}
         for name in (PARAMS, REST):
             if name not in stored:
@@ -264,7 +264,7 @@ class CheckpointManager:
         loaded = {
             name: with_short_errors(folder / name, partial(read_arrays, folder, name, part)) for name, part in wanted.items()
         }
-        return loaded[REST].replace(params=loaded[PARAMS], ema=loaded.get(EMA)), note
+        return loaded[REST].replace(params=loaded[PARAMS], ema=loaded.get(EMA)), metadata
 
     def _verify(self, folder: Path) -> None:
         """Verify the files, a share in each process; all processes raise if one finds damage."""
@@ -415,7 +415,7 @@ class _Save(threading.Thread):
 class _About:
     """The files of a step other than arrays; orbax calls `save`, as for any `ocp.StatefulCheckpointable`."""
 
-    note: str
+    metadata: str
     config: LlamaConfig
     tokenizer: Tokenizer | None
 
@@ -426,12 +426,12 @@ class _About:
         folder = Path(await directory.await_creation())
         if _is_first():
             write_config(folder, self.config)
-            (folder / NOTE).write_text(self.note + "\n", encoding="utf-8")
+            (folder / METADATA_FILE).write_text(self.metadata + "\n", encoding="utf-8")
             if self.tokenizer is not None:
                 self.tokenizer.save(folder)
 
     async def load(self, directory: Any) -> Any:
-        raise NotImplementedError("read_note and load read it")
+        raise NotImplementedError("read_metadata and load read it")
 
 
 def _parts(state: TrainState) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""A recipe as compiled functions over devices: the only place where a run knows how it is sharded."""
+"""Compiles the training step of a recipe, over a mesh with `jax.jit` or with `jax.pmap`.
+
+Only this module of `runs` deals with shardings; the loop calls the functions of a `TrainingProgram`.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +47,10 @@ def make_program(
 
     Args:
       objective: the loss, and the models that it reads; pmap supports only one without `prepare` and `frozen`.
-      base: the frozen model of a recipe that trains adapters, sharded by `param_specs`.
+      base: the frozen base model of a recipe that trains adapters, sharded by `param_specs`.
 
     Raises:
-      MeshError: devices, a model or a batch that do not fit together, or a process without devices in the mesh.
+      MeshError: too few devices, a model or a batch that the mesh cannot shard, or a process without devices in the mesh.
       TrainingError: a mesh that pmap does not support.
     """
     check_mesh(recipe, sizes, backend)
@@ -56,14 +59,14 @@ def make_program(
     return _jit_program(recipe, objective, sizes, base)
 
 
-def _step(
+def _bind_recipe(
     recipe: Recipe, objective: Objective, frozen: FrozenModels, step: Callable[..., tuple[TrainState, StepMetrics]]
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
-    """`train_step` with the recipe's configuration and options bound."""
+    """`step`, a `train_step` with its configuration bound, with the recipe's optimizer, loss and options bound too."""
     return partial(
         step,
         make_optimizer(recipe.optimizer, recipe.steps),
-        loss=objective.loss(frozen),
+        loss=objective.make_loss(frozen),
         options=StepOptions(
             loss_options(recipe),
             accumulate=recipe.accumulate,
@@ -79,19 +82,21 @@ def loss_options(recipe: Recipe) -> LossOptions:
     return LossOptions(compute_of(recipe), recipe.chunk, recipe.z_loss, recipe.neftune)
 
 
-def _start(recipe: Recipe, params: Llama) -> TrainState:
+def _init_state(recipe: Recipe, params: Llama) -> TrainState:
+    """The state before the first step, from given parameters."""
     return init_state(make_optimizer(recipe.optimizer, recipe.steps), params, ema=recipe.ema_decay > 0)
 
 
-def _random(recipe: Recipe, base: Llama | None = None) -> TrainState:
+def _init_random_state(recipe: Recipe, dora_base: Llama | None = None) -> TrainState:
+    """The state before the first step, from random parameters or adapters; the magnitudes of DoRA follow from its base."""
     key = jax.random.key(recipe.seed)
     if recipe.lora is None:
-        return _start(recipe, init(recipe.model, key))
-    return _start(recipe, init_adapters(recipe.model, recipe.lora, key, base=base))
+        return _init_state(recipe, init(recipe.model, key))
+    return _init_state(recipe, init_adapters(recipe.model, recipe.lora, key, base=dora_base))
 
 
 def check_mesh(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> None:
-    """Raise the errors of `make_program` about a mesh that does not exist or cannot divide the recipe, without compiling."""
+    """Raise the errors of `make_program` about a mesh without compiling: too few devices, or sizes that do not divide."""
     if backend == "pmap" and recipe.lora is not None:
         raise TrainingError("pmap trains whole models; train adapters with the backend jit")
     if backend == "pmap" and sizes.devices != sizes.data:
@@ -119,106 +124,114 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
     mesh, lora = make_mesh(sizes), recipe.lora
     optimizer = make_optimizer(recipe.optimizer, recipe.steps)
     specs = train_state_specs(recipe.model, sizes, optimizer, ema=recipe.ema_decay > 0, lora=lora)
-    placement = shardings(mesh, specs)
-    rows = NamedSharding(mesh, batch_spec(sizes, recipe.batch // recipe.accumulate, recipe.length))
-    whole = NamedSharding(mesh, P())
-    begins_as = base if lora is not None and lora.dora else None
-    # The state is created sharded: nothing is ever whole on one device.
-    shapes = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        jax.eval_shape(partial(_random, recipe), begins_as),
-        placement,
+    state_shardings = shardings(mesh, specs)
+    batch_sharding = NamedSharding(mesh, batch_spec(sizes, recipe.batch // recipe.accumulate, recipe.length))
+    replicated = NamedSharding(mesh, P())
+    dora_base = base if lora is not None and lora.dora else None
+    state_shapes = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(partial(_init_random_state, recipe), dora_base),
+        state_shardings,
     )
     config, sharding = training_sharding(recipe.model, mesh)
 
     def step(models: tuple[Llama | None, Any], state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         base, other = models
-        over, frozen = sharding, FrozenModels(None, other)
+        step_sharding, frozen = sharding, FrozenModels(None, other)
         if base is not None and lora is not None:
-            over, frozen = with_base(sharding, base, lora), FrozenModels(sharding.prepare_params(base), other)
-        if objective.prepare is not None:
+            # The parameters of the state are the adapters: `prepare_params` adds them to the frozen base.
+            step_sharding, frozen = with_base(sharding, base, lora), FrozenModels(sharding.prepare_params(base), other)
+        if objective.make_prepare_batch is not None:
             with sharding.context():
-                prepare = objective.prepare(frozen)
-                batch = prepare(config, over.prepare_params(state.params), batch, loss_options(recipe), over)
-        return _step(recipe, objective, frozen, partial(train_step, config, sharding=over))(state, batch)
+                prepare_batch = objective.make_prepare_batch(frozen)
+                params = step_sharding.prepare_params(state.params)
+                batch = prepare_batch(config, params, batch, loss_options(recipe), step_sharding)
+        return _bind_recipe(recipe, objective, frozen, partial(train_step, config, sharding=step_sharding))(state, batch)
 
-    def model(params: Llama) -> Llama:
+    def model_params(params: Llama) -> Llama:
         return params if base is None or lora is None else precompute_dora_scale(adapted(base, params, lora))
 
-    _, reading = evaluation_sharding(recipe.model, mesh)
-    # If nothing is padded or copied, the model is returned unchanged: `jit` would copy it.
-    as_it_is = padded_shapes_config(recipe.model, sizes) == recipe.model
+    _, eval_sharding = evaluation_sharding(recipe.model, mesh)
+    # If no shape differs on the mesh, `prepare_params` returns its argument: `jit` would copy it.
+    is_unpadded = padded_shapes_config(recipe.model, sizes) == recipe.model
     models = base, objective.frozen
-    batches = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=rows), objective.shapes)
-    jitted = jax.jit(step, donate_argnums=1, out_shardings=(placement, whole))
-    began = time.perf_counter()
+    batch_shapes = jax.tree.map(
+        lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=batch_sharding), objective.batch_shapes
+    )
+    jitted = jax.jit(step, donate_argnums=1, out_shardings=(state_shardings, replicated))
+    compile_start = time.perf_counter()
     with record_backends() as attention:
-        compiled = jitted.lower(models, shapes, batches).compile()
+        compiled = jitted.lower(models, state_shapes, batch_shapes).compile()
 
-    def start(params: Llama | None) -> TrainState:
+    def init_sharded_state(params: Llama | None) -> TrainState:
+        """The state, created sharded: no device ever holds more than its shards."""
         if params is None:
-            return jax.jit(partial(_random, recipe), out_shardings=placement)(begins_as)
-        return jax.jit(partial(_start, recipe), donate_argnums=0, out_shardings=placement)(params)
+            return jax.jit(partial(_init_random_state, recipe), out_shardings=state_shardings)(dora_base)
+        return jax.jit(partial(_init_state, recipe), donate_argnums=0, out_shardings=state_shardings)(params)
 
-    def place(batch: Any) -> Any:
+    def shard_batch(batch: Any) -> Any:
         return jax.tree.map(
-            lambda part: jax.make_array_from_process_local_data(rows, part, (recipe.batch, *part.shape[1:])), batch
+            lambda part: jax.make_array_from_process_local_data(batch_sharding, part, (recipe.batch, *part.shape[1:])), batch
         )
 
     return TrainingProgram(
         step=partial(compiled, models),
-        place=place,
-        share=_share(rows, recipe.batch),
-        start=start,
-        shapes=shapes,
-        adopt=identity,
-        model=model,
-        # All processes read the same rows, and each the whole result.
-        jit=jax.jit if jax.process_count() == 1 else partial(jax.jit, out_shardings=whole),
-        fit=identity if as_it_is else jax.jit(sharding.prepare_params),
+        shard_batch=shard_batch,
+        data_shard=_data_shard(batch_sharding, recipe.batch),
+        init_state=init_sharded_state,
+        state_shapes=state_shapes,
+        place_restored=identity,
+        model_params=model_params,
+        # With several processes, results are replicated, so that each process can read them.
+        jit=jax.jit if jax.process_count() == 1 else partial(jax.jit, out_shardings=replicated),
+        prepare_params=identity if is_unpadded else jax.jit(sharding.prepare_params),
         config=config,
-        sharding=reading,
+        eval_sharding=eval_sharding,
         devices=sizes.devices,
         description=f"mesh {sizes}" if sizes.devices > 1 else f"one device ({jax.default_backend()})",
-        compile_seconds=time.perf_counter() - began,
+        compile_seconds=time.perf_counter() - compile_start,
         attention=" and ".join(attention),
     )
 
 
 def _pmap_program(recipe: Recipe, objective: Objective, sizes: MeshSizes) -> TrainingProgram:
     devices = jax.devices()[: sizes.devices]
-    everywhere = replicate(jnp.zeros(()), devices).sharding
-    shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere),
-        jax.eval_shape(partial(_random, recipe)),
+    replicated = replicate(jnp.zeros(()), devices).sharding
+    state_shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
+        jax.eval_shape(partial(_init_random_state, recipe)),
     )
-    began = time.perf_counter()
+    start_time = time.perf_counter()
 
-    def start(params: Llama | None) -> TrainState:
-        state = jax.jit(partial(_random, recipe))() if params is None else jax.jit(partial(_start, recipe))(params)
+    def init_replicated_state(params: Llama | None) -> TrainState:
+        if params is None:
+            state = jax.jit(partial(_init_random_state, recipe))()
+        else:
+            state = jax.jit(partial(_init_state, recipe))(params)
         return replicate(state, devices)
 
+    step = _bind_recipe(recipe, objective, FrozenModels(None, None), partial(train_step, recipe.model))
     return TrainingProgram(
-        step=pmap_step(_step(recipe, objective, FrozenModels(None, None), partial(train_step, recipe.model)), devices),
-        place=lambda batch: batch,  # `pmap_step` divides it
-        share=(0, 1),
-        start=start,
-        shapes=shapes,
-        adopt=lambda state: replicate(state, devices),
-        model=identity,
+        step=pmap_step(step, devices),
+        shard_batch=identity,  # `pmap_step` splits it
+        data_shard=(0, 1),
+        init_state=init_replicated_state,
+        state_shapes=state_shapes,
+        place_restored=lambda state: replicate(state, devices),
+        model_params=identity,
         jit=jax.jit,
-        fit=partial(jax.tree.map, lambda array: array.addressable_data(0)),
+        prepare_params=partial(jax.tree.map, lambda array: array.addressable_data(0)),  # the copy on the first device
         config=recipe.model,
-        sharding=Sharding(),
+        eval_sharding=Sharding(),
         devices=len(devices),
         description=f"pmap over {len(devices)} devices",
-        compile_seconds=time.perf_counter() - began,
+        compile_seconds=time.perf_counter() - start_time,
     )
 
 
-def _share(rows: NamedSharding, batch: int) -> tuple[int, int]:
-    """Index and number of this process's equal share of a batch's rows; the whole batch if shares are not equal."""
-    parts = rows.addressable_devices_indices_map((batch,)).values()
+def _data_shard(batch_sharding: NamedSharding, batch: int) -> tuple[int, int]:
+    """(Index, number) of the equal shards of a batch's rows that processes read; (0, 1), the whole batch, if not equal."""
+    parts = batch_sharding.addressable_devices_indices_map((batch,)).values()
     bounds = {part[0].indices(batch)[:2] for part in parts if part is not None}
     begin, end = min(bounds)[0], max(bounds)[1]
     size = end - begin

@@ -25,14 +25,14 @@ from typing import Any
 from llama_jax.errors import TrainingError
 from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.runs.metrics import METRICS
-from llama_jax.runs.recipe import RECIPE
+from llama_jax.runs.recipe import RECIPE_FILE
 from llama_jax.storage import StoredPath
 from llama_jax.storage.atomic_write import cannot_write, hold_lock, sign_lock
 from llama_jax.storage.consistent_reader import TransientError, with_retries
 from llama_jax.storage.object_store import ObjectBucket, VersionedObject
 
 RUN_LOCK = "lock"
-OF_A_RUN = (RECIPE, METRICS)
+OF_A_RUN = (RECIPE_FILE, METRICS)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The training loop: reads data, and writes checkpoints, metrics and samples, until its last step or a signal."""
+"""The training loop: steps, logging, evaluation and checkpoints, until the last step or a stop signal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from llama_jax.runs.checkpoint_manager import SAVE_TIMEOUT, CheckpointManager
 from llama_jax.runs.compiled_step import make_program
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import Metrics, Track, Tracking, check_trackers
-from llama_jax.runs.preflight import choose_tokenizer, plan_of, task_kind
+from llama_jax.runs.preflight import choose_tokenizer, describe_plan, task_kind
 from llama_jax.runs.pretrained import describe_weights, load_weights
 from llama_jax.runs.recipe import Recipe, to_dict
 from llama_jax.runs.recipes import check_weights, find
@@ -37,7 +37,7 @@ from llama_jax.runs.tasks.interface import Backend, BatchSource, EvalResult, Tas
 from llama_jax.storage import locate
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import FORMULA, flops_utilization
-from llama_jax.training.optimizer import learning_rates
+from llama_jax.training.optimizer import learning_rate_schedule
 from llama_jax.training.step import TrainState
 
 
@@ -79,9 +79,9 @@ def train(
 ) -> Result:
     """Train a recipe, and write checkpoints into a folder, from which `llama_jax.load` reads the model at any time.
 
-    The result depends only on the recipe, the data and the software: a run that is killed and resumed ends with the same
-    bits as an uninterrupted one on the same devices. On other devices it reads the data in the same order, and with
-    `Recipe.exact` it has the same bits too.
+    Deterministic: the result depends only on the recipe, the data and the software. A run that is killed and resumed on the
+    same devices has bit-identical results. On other devices it reads the data in the same order, and with `Recipe.exact` its
+    results are bit-identical too.
 
     Args:
       recipe: a `Recipe`, the name of a built-in one, or FILE.py:FUNCTION (`runs.recipes.find`).
@@ -100,7 +100,7 @@ def train(
       backend: "jit", or "pmap" for `mesh.data` replicas of the model.
       trace: steps, counted from 1, whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
       track: trackers that get the numbers of metrics.jsonl too, see `runs.metrics`.
-      save_timeout: maximum seconds to write a checkpoint, in the background; then the run ends with an error.
+      save_timeout: maximum seconds for writing a checkpoint in the background; if exceeded, the run ends with an error.
       stuck: called with the error, in another thread, if this thread hangs for longer than `save_timeout` when it starts to
         write a checkpoint, where no exception can reach it. The command line ends the process; None logs the error.
       processes: with several processes, the result of `parallel.multihost.join_job`; all call this with the same arguments.
@@ -118,34 +118,34 @@ def train(
             f"this is one of {jax.process_count()} processes; join them with llama_jax.parallel.multihost.join_job, and"
             " pass its result as processes="
         )
-    # First of all, because JAX's own barriers assume that all processes have the same number of devices.
-    processes.agree("devices", {"devices": jax.local_device_count()})
+    # Before anything else, because JAX's own barriers assume that all processes have the same number of devices.
+    processes.assert_equal("devices", {"devices": jax.local_device_count()})
     log = Log(quiet=True) if log is None else log
     if isinstance(recipe, str):
         check_weights(recipe, given=weights is not None)
         recipe = find(recipe)
-    where = locate(workdir)
-    opened = open_checkpoint(weights) if weights is not None else None
-    if opened is not None:
-        model = recipe.model if preflight.extends_context(recipe.model, opened.config) else opened.config
-        recipe = replace(recipe, model=replace(model, parts=opened.config.parts), vocabulary="given")
+    location = locate(workdir)
+    pretrained = open_checkpoint(weights) if weights is not None else None
+    if pretrained is not None:
+        model = recipe.model if preflight.extends_context(recipe.model, pretrained.config) else pretrained.config
+        recipe = replace(recipe, model=replace(model, parts=pretrained.config.parts), vocabulary="given")
     elif recipe.lora is not None:
         raise TrainingError("lora trains adapters on a frozen model; pass the model with --weights (weights=)")
     if reweigh and not resume:
         raise TrainingError("--reweigh (reweigh=True) changes the weights of a run's data; it needs --resume")
     # Quick checks come first, so that no mistake is found after minutes of reading data or training a tokenizer.
-    preflight.check(recipe, where, trace, mesh, backend)
+    preflight.check(recipe, location, trace, mesh, backend)
     if not processes.first_of_host:  # the first process fetches data from object stores
-        processes.wait("data fetched")
+        processes.barrier("data fetched")
     sources = find_data(data)
     is_given = isinstance(validation_data, str | os.PathLike) or len(validation_data) > 0
     validation_sources = find_data(validation_data) if is_given else []
     if processes.first_of_host:
-        processes.wait("data fetched")
+        processes.barrier("data fetched")
     check_trackers(track)
     preflight.check_sources(recipe, sources, validation_sources)
     with (
-        open_run(where, processes, log) as run_folder,
+        open_run(location, processes, log) as run_folder,
         CheckpointManager(
             run_folder.path / CHECKPOINTS,
             keep_last=recipe.keep_last,
@@ -157,51 +157,54 @@ def train(
         StopRequest(alone=processes.count == 1, quiet=processes.index > 0) as stop,
     ):
         folder = run_folder.path
-        note, recipe = preflight.resume_note(checkpoints, run_folder.place, recipe, resume)
-        stop.kept = None if note is None else note["step"]
-        if note is None and recipe.vocabulary == "bpe":
+        metadata, recipe = preflight.resume_metadata(checkpoints, run_folder.place, recipe, resume)
+        stop.saved_step = None if metadata is None else metadata["step"]
+        if metadata is None and recipe.vocabulary == "bpe":
             log.line(f"learning a vocabulary of {recipe.model.vocab_size} pieces from the text")
-        vocabulary = choose_tokenizer(
+        run_tokenizer = choose_tokenizer(
             recipe,
             [file for source in sources for file in source.files],
             given=tokenizer,
-            of_weights=task_kind(recipe).tokenizer(recipe) if opened is None else opened.tokenizer(),
-            of_run=run_folder.place if note else None,
+            pretrained=task_kind(recipe).tokenizer(recipe) if pretrained is None else pretrained.tokenizer(),
+            resumed_run=run_folder.place if metadata else None,
         )
-        prompts = preflight.encode_prompts(recipe, vocabulary)
+        prompts = preflight.encode_prompts(recipe, run_tokenizer)
         if not processes.first_of_host:  # the first process writes the tokenized text to the cache
-            processes.wait("text tokenized")
-        with preflight.explain_changed_data(note):
-            task = task_kind(recipe).open(recipe, TaskInputs(sources, validation_sources, vocabulary, mesh, log, weights))
-        given, recipe = recipe, task.recipe
-        preflight.check_data(note, task, reweigh=reweigh)
-        if note is not None:
-            preflight.check_recipe(note, run_folder.place, recipe)
+            processes.barrier("text tokenized")
+        with preflight.explain_changed_data(metadata):
+            inputs = TaskInputs(sources, validation_sources, run_tokenizer, mesh, log, weights)
+            task = task_kind(recipe).open(recipe, inputs)
+        given_recipe, recipe = recipe, task.recipe
+        preflight.check_data(metadata, task, reweigh=reweigh)
+        if metadata is not None:
+            preflight.check_recipe(metadata, run_folder.place, recipe)
         preflight.check_trace(recipe, trace)
         if processes.first_of_host:
-            processes.wait("text tokenized")
-        facts = [] if opened is None else describe_weights(recipe, opened.tensors)
-        compiling = preflight.compile_seconds(folder)
-        plan = plan_of(given, task, mesh.devices, compiling, 0 if note is None else note["step"])
+            processes.barrier("text tokenized")
+        facts = [] if pretrained is None else describe_weights(recipe, pretrained.tensors)
+        compile_seconds = preflight.estimate_compile_seconds(folder)
+        done = 0 if metadata is None else metadata["step"]
+        plan = describe_plan(given_recipe, task, mesh.devices, compile_seconds, done)
         preflight.describe(log, recipe, (*facts, *task.facts, plan))
-        preflight.agree(processes, run_folder, recipe, mesh, backend, task, note)
+        preflight.check_same_arguments(processes, run_folder, recipe, mesh, backend, task, metadata)
         if task.load is not None:
             task = task.load()
-            preflight.check_data(note, task, reweigh=reweigh)
-        start, base = load_weights(recipe, weights, mesh, note)
-        frozen = None if base is None else base.params
+            preflight.check_data(metadata, task, reweigh=reweigh)
+        initial_params, base = load_weights(recipe, weights, mesh, metadata)
+        base_params = None if base is None else base.params
         if backend == "jit":  # under pmap the first step compiles
-            log.progress("compiling the training step" + ("" if compiling is None else f", about {duration(compiling)}"))
-        program = make_program(recipe, task.objective, mesh, backend, frozen)
-        processes.wait("compiled")  # compilation times differ
-        if note is None:
-            state = program.start(start)
+            about = "" if compile_seconds is None else f", about {duration(compile_seconds)}"
+            log.progress(f"compiling the training step{about}")
+        program = make_program(recipe, task.objective, mesh, backend, base_params)
+        processes.barrier("compiled")  # compilation times differ
+        if metadata is None:
+            state = program.init_state(initial_params)
         else:
-            state, note = checkpoints.restore(program.shapes)
-            state = program.adopt(state)
-        del start
-        data_state = None if note is None else note["data"]
-        batches = task.begin(TaskContext(program, state, frozen, data_state, folder, processes, log))
+            state, metadata = checkpoints.restore(program.state_shapes)
+            state = program.place_restored(state)
+        del initial_params
+        data_state = None if metadata is None else metadata["data"]
+        batches = task.begin(TaskContext(program, state, base_params, data_state, folder, processes, log))
         preflight.write_recipe(folder, recipe)
         stop.begin_steps()
         run = _TrainingRun(
@@ -209,7 +212,7 @@ def train(
             folder=run_folder,
             program=program,
             checkpoints=checkpoints,
-            tokenizer=vocabulary,
+            tokenizer=run_tokenizer,
             prompts=prompts,
             task=task,
             batches=batches,
@@ -218,15 +221,21 @@ def train(
             profile=Profile(folder, trace, log),
             processes=processes,
             track=track,
-            base=None if base is None else base.note,
+            base=None if base is None else base.metadata,
         )
-        run.log_start(state, resumed=note is not None)
-        return run.run(state, note)
+        run.log_start(state, resumed=metadata is not None)
+        return run.run(state, metadata)
 
 
 @dataclass
 class _TrainingRun:
-    """A run between its first and its last step: its parts, and the state of the loop besides the `TrainState`."""
+    """The training loop: what a run's steps need, and the state of the loop besides the `TrainState`.
+
+    Attributes:
+      base: path and digest of the frozen base model of adapters, for the checkpoints; None if the whole model is trained.
+      tokens: tokens of all finished steps, including those before a resume.
+      validation: the result of the last evaluation, and `validation_step` its step; None and -1 if there was none.
+    """
 
     recipe: Recipe
     folder: RunFolder
@@ -241,73 +250,80 @@ class _TrainingRun:
     profile: Profile
     processes: Processes
     track: Sequence[Track] = ()
-    base: dict[str, str] | None = None  # the frozen base model of adapters, for the checkpoints
+    base: dict[str, str] | None = None
     tokens: int = 0
     validation: EvalResult | None = None
-    validated: int = -1  # the step of `validation`
+    validation_step: int = -1
 
     def __post_init__(self) -> None:
-        self.rates = learning_rates(self.recipe.optimizer, self.recipe.steps)
+        self.learning_rate = learning_rate_schedule(self.recipe.optimizer, self.recipe.steps)
         hardware = find_hardware(jax.devices()[0].device_kind)
-        self.peak = None if hardware is None else hardware.flops
+        self.peak_flops = None if hardware is None else hardware.flops  # FLOP/s of a device
 
     def log_start(self, state: TrainState, *, resumed: bool) -> None:
         """Log that training begins."""
-        if self.peak is not None:
+        if self.peak_flops is not None:
             self.log.line(FORMULA)
-        where = f"; resumed at step {int(state.step)}" if resumed else ""
+        at_step = f"; resumed at step {int(state.step)}" if resumed else ""
         attention = f", attention by {self.program.attention}" if self.program.attention else ""
         compiled = f"compiled in {self.program.compile_seconds:.1f} s for {self.program.description}{attention}"
-        self.log.line(f"{compiled}{where}")
+        self.log.line(f"{compiled}{at_step}")
 
-    def run(self, state: TrainState, note: dict[str, Any] | None) -> Result:
-        """Take all remaining steps."""
+    def run(self, state: TrainState, metadata: dict[str, Any] | None) -> Result:
+        """Take all remaining steps, until the last one or a stop signal.
+
+        Steps are counted from 1. A step is dispatched asynchronously; the loop reads the metrics of the step before while it
+        runs, so that the device never waits for the host.
+
+        Args:
+          metadata: from the checkpoint that the run resumes from, or None.
+        """
         recipe, batches = self.recipe, self.batches
-        begin = int(state.step)
-        self.tokens = 0 if note is None else note["tokens"]
+        start_step = int(state.step)
+        self.tokens = 0 if metadata is None else metadata["tokens"]
         self.metrics = self.tracking = None
         if self.processes.index == 0:
             self.metrics = Metrics(self.folder.path)
-            self.tracking = Tracking(self.track, self.folder.path, to_dict(recipe), begin, self.log)
-        kind, took = "start" if note is None else "resume", round(self.program.compile_seconds, 3)
-        self._write("event", begin, event=kind, devices=self.program.devices, compile_seconds=took)
-        began = self._mark = time.perf_counter()
-        marked, saved = begin, begin if note is not None else None
-        running: dict[str, jax.Array] | None = None
-        self.profile.log_missed(begin)
+            self.tracking = Tracking(self.track, self.folder.path, to_dict(recipe), start_step, self.log)
+        event, compile_seconds = "start" if metadata is None else "resume", round(self.program.compile_seconds, 3)
+        self._write("event", start_step, event=event, devices=self.program.devices, compile_seconds=compile_seconds)
+        start_time = self._last_log_time = time.perf_counter()
+        last_logged, last_saved = start_step, start_step if metadata is not None else None
+        pending_metrics: dict[str, jax.Array] | None = None  # of the last step, not yet read
+        self.profile.log_missed(start_step)
         try:
-            step = begin
-            while step < recipe.steps and not self.stop.now():
+            step = start_step
+            while step < recipe.steps and not self.stop.should_stop():
                 self.profile.before(step + 1, state)
-                batch = self.program.place(batches.next(partial(self.program.model, state.params)))
+                batch = self.program.shard_batch(batches.next(partial(self.program.model_params, state.params)))
                 state, metrics = self.program.step(state, batch)
-                # The metrics of the step before are read while this one runs, so that the device never waits for the loop.
-                if running is not None:
-                    self._check(step, running)
-                running, step = metrics, step + 1
-                reports, evaluates, saves = (
+                if pending_metrics is not None:
+                    self._finish_step(step, pending_metrics)
+                pending_metrics, step = metrics, step + 1
+                should_log, should_evaluate, should_save = (
                     (every and step % every == 0) or step == recipe.steps
                     for every in (recipe.log_every, recipe.evaluate_every, recipe.save_every)
                 )
-                first = step == begin + 1
-                if reports or saves or first:
-                    self._check(step, running)
-                    running = None
-                if first:
-                    self.stop.request.seconds = time.perf_counter() - began
-                if first and not reports:
-                    self._log_first_step(step, time.perf_counter() - began)
-                if reports:
-                    self._log_step(step, metrics, marked, began)
-                    marked = step
-                if evaluates:
-                    self._pause(lambda step=step, state=state: self._evaluate(step, state))
-                if saves:
-                    self._pause(lambda step=step, state=state: self._save(step, state, batches.state))
-                    self.stop.request.kept, saved = saved, step  # the save before is whole, for this one waited for it
-            if running is not None:
-                self._check(step, running)
-            if saved != step:
+                is_first = step == start_step + 1
+                if should_log or should_save or is_first:
+                    self._finish_step(step, pending_metrics)
+                    pending_metrics = None
+                if is_first:
+                    self.stop.request.step_seconds = time.perf_counter() - start_time
+                if is_first and not should_log:
+                    self._log_first_step(step, time.perf_counter() - start_time)
+                if should_log:
+                    self._log_step(step, metrics, last_logged, start_time)
+                    last_logged = step
+                if should_evaluate:
+                    self._untimed(lambda step=step, state=state: self._evaluate(step, state))
+                if should_save:
+                    self._untimed(lambda step=step, state=state: self._save(step, state, batches.state))
+                    # This save runs in the background; the one before is complete, because `save` waits for it.
+                    self.stop.request.saved_step, last_saved = last_saved, step
+            if pending_metrics is not None:
+                self._finish_step(step, pending_metrics)
+            if last_saved != step:
                 self._save(step, state, batches.state)
             self.checkpoints.wait()
             self._write("event", step, event="end" if step == recipe.steps else "stop", signal=self.stop.name)
@@ -324,99 +340,98 @@ class _TrainingRun:
         stopped = self.stop.name if step < recipe.steps else None
         return Result(step, state, self.validation, stopped)
 
-    def _check(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Count the tokens of a finished step (counted from 1); raise after `skip_limit` skipped steps in a row."""
-        tokens, in_a_row = jax.device_get((metrics["tokens"], metrics["skipped_in_a_row"]))
+    def _finish_step(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Wait for a step and count its tokens; raise after `skip_limit` skipped steps in a row."""
+        tokens, skipped_in_a_row = jax.device_get((metrics["tokens"], metrics["skipped_in_a_row"]))
         self.tokens += int(tokens)
-        if in_a_row >= self.recipe.skip_limit:
+        if skipped_in_a_row >= self.recipe.skip_limit:
             try:
-                self.checkpoints.wait()
+                self.checkpoints.wait()  # for a checkpoint that is being written, which the message names
             except StuckSaveError:  # its threads hang, and a normal exit would wait for them
                 raise
             except CheckpointError:
-                pass  # waits, because a checkpoint that is being written counts; its error matters less than the one below
+                pass  # matters less than the error below
             last = self.checkpoints.latest()
-            kept = "no checkpoint was saved" if last is None else f"the last checkpoint is step {last}"
+            saved = "no checkpoint was saved" if last is None else f"the last checkpoint is step {last}"
             raise TrainingError(
-                f"loss or gradients were not finite for {in_a_row} steps in a row, the last of them step {step}, which reads"
-                f" batch {step - 1} of seed {self.recipe.seed}; {kept}; try a lower optimizer.learning_rate or a longer"
-                f" warm-up, or look at llama_jax.data.training_batches(..., start={step - 1})"
+                f"loss or gradients were not finite for {skipped_in_a_row} steps in a row, the last of them step {step},"
+                f" which reads batch {step - 1} of seed {self.recipe.seed}; {saved}; try a lower optimizer.learning_rate or"
+                f" a longer warm-up, or look at llama_jax.data.training_batches(..., start={step - 1})"
             )
 
     def _log_first_step(self, step: int, seconds: float) -> None:
         """Log the first step, because the next line may come much later."""
         every = self.recipe.log_every
-        ahead = min((step // every + 1) * every, self.recipe.steps) - step
+        steps_to_next_line = min((step // every + 1) * every, self.recipe.steps) - step
         left = duration((self.recipe.steps - step) * seconds)
-        self.log.progress(
-            f"first step in {seconds:.1f} s, about {left} left; the next line comes in about {duration(ahead * seconds)}"
-        )
+        next_line = duration(steps_to_next_line * seconds)
+        self.log.progress(f"first step in {seconds:.1f} s, about {left} left; the next line comes in about {next_line}")
 
-    def _log_step(self, step: int, metrics: dict[str, jax.Array], marked: int, began: float) -> None:
+    def _log_step(self, step: int, metrics: dict[str, jax.Array], last_logged: int, start_time: float) -> None:
         """Write progress to the log and the metrics; raise the error of a failed save."""
         self.checkpoints.check()
         now = time.perf_counter()
-        per_step = self.stop.request.seconds = (now - self._mark) / (step - marked)
-        self._mark = now
-        found = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        loss, norm, skipped = found["loss"], found["grad_norm"], int(found["skipped"])
-        more = self.batches.report(found)
-        rate = float(self.rates(max(step - 1 - skipped, 0)))
-        speed = self.task.tokens / per_step
-        mfu = flops_utilization(self.task.flops, per_step, self.program.devices, self.peak)
+        step_seconds = self.stop.request.step_seconds = (now - self._last_log_time) / (step - last_logged)
+        self._last_log_time = now
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        loss, grad_norm, skipped = values["loss"], values["grad_norm"], int(values["skipped"])
+        task_values = self.batches.report(values)
+        learning_rate = float(self.learning_rate(max(step - 1 - skipped, 0)))
+        tokens_per_second = self.task.tokens / step_seconds
+        mfu = flops_utilization(self.task.flops, step_seconds, self.program.devices, self.peak_flops)
         self._write(
             "train",
             step,
             loss=loss,
-            learning_rate=rate,
-            grad_norm=norm,
-            tokens_per_second=speed,
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            tokens_per_second=tokens_per_second,
             mfu=mfu,
             tokens=self.tokens,
             skipped=skipped,
-            seconds=now - began,
-            **more,
+            seconds=now - start_time,
+            **task_values,
         )
         parts = [
             f"step {step:,}/{self.recipe.steps:,}",
             f"loss {loss:.4f}",
-            *(f"{name} {more[name]:.4g}" for name in self.task.shown if name in more),
-            f"lr {rate:.2e}",
-            f"grad norm {norm:.3f}",
-            f"{speed:,.0f} tokens/s",
+            *(f"{name} {task_values[name]:.4g}" for name in self.task.shown if name in task_values),
+            f"lr {learning_rate:.2e}",
+            f"grad norm {grad_norm:.3f}",
+            f"{tokens_per_second:,.0f} tokens/s",
             *([f"MFU {mfu:.1%}"] if mfu is not None else []),
             *([f"{skipped} skipped"] if skipped else []),
-            f"{duration((self.recipe.steps - step) * per_step)} left",
+            f"{duration((self.recipe.steps - step) * step_seconds)} left",
         ]
         self.log.progress(" · ".join(parts))
 
-    def _pause(self, work: Any) -> None:
+    def _untimed(self, work: Callable[..., None]) -> None:
         """Do work whose time does not count in tokens per second."""
         before = time.perf_counter()
         work()
-        self._mark += time.perf_counter() - before
+        self._last_log_time += time.perf_counter() - before
 
     def _evaluate(self, step: int, state: TrainState) -> None:
-        params = self.program.model(state.params if state.ema is None else state.ema)
-        found = self.batches.evaluate(params)
-        self.validation, self.validated = found, step
-        self._write("validation", step, **found.numbers)
-        self.log.line(f"step {step:,}: validation {found.text}")
+        params = self.program.model_params(state.params if state.ema is None else state.ema)
+        validation = self.batches.evaluate(params)
+        self.validation, self.validation_step = validation, step
+        self._write("validation", step, **validation.numbers)
+        self.log.line(f"step {step:,}: validation {validation.text}")
         texts = sample_prompts(self.recipe, self.program, params, self.prompts, self.tokenizer)
         for prompt, text in zip(self.recipe.prompts, texts, strict=True):
             self._write("sample", step, prompt=prompt, text=text)
             self.log.line("    " + text.replace("\n", "\n    "))
-        self.processes.wait("samples")  # here, because a collective in the next step could time out
+        self.processes.barrier("samples")  # here, because a collective in the next step could time out
 
     def _save(self, step: int, state: TrainState, data_state: dict[str, Any]) -> None:
-        note = {
+        metadata = {
             "recipe": to_dict(self.recipe),
             "data": {**data_state, **self.task.digests},
             "tokens": self.tokens,
             **({} if self.base is None else {"base": self.base}),
         }
-        loss = self.validation.loss if self.validation is not None and self.validated == step else None
-        self.checkpoints.save(step, state, note, self.recipe.model, self.tokenizer, validation_loss=loss)
+        loss = self.validation.loss if self.validation is not None and self.validation_step == step else None
+        self.checkpoints.save(step, state, metadata, self.recipe.model, self.tokenizer, validation_loss=loss)
         self._write("event", step, event="save")
 
     def _log_end(self, step: int) -> None:
@@ -424,8 +439,7 @@ class _TrainingRun:
         if self.stop.name is not None and step < self.recipe.steps:
             self.log.line(f"{self.stop.name}: stopped and saved at step {step}; continue with --resume")
             return
-        found = self.validation
-        text = f"done: step {step}" + ("" if found is None else f", validation {found.text}")
+        text = f"done: step {step}" + ("" if self.validation is None else f", validation {self.validation.text}")
         if best is not None and best != step:
             text += f"; the best was step {best}, in {self.folder.place / CHECKPOINTS / str(best)}"
         self.log.line(text)
@@ -445,7 +459,7 @@ class Profile:
         self._running = False
 
     def before(self, step: int, state: TrainState) -> None:
-        """Start or stop the profile at the ends of the range. Call it before `step`, with the state at that point."""
+        """Start or stop the profile at the ends of the range. Call it before each step, with the state at that point."""
         if self._steps and step in (self._steps.start, self._steps.stop):
             jax.block_until_ready(state)
             self.end()
@@ -458,14 +472,14 @@ class Profile:
                 self._running = True
 
     def end(self) -> None:
-        """Stop a profile that is running."""
+        """Stop the profile, if it is running."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
             self._log.line(f"profile in {self._folder}")
 
     def log_missed(self, done: int) -> None:
-        """Log if the range began before the first step of this process."""
+        """Log that there is no profile if the range began within the `done` steps before a resume."""
         if self._steps and done >= self._steps.start:
             self._log.line(f"no profile: step {self._steps.start} was taken before this start")
 
@@ -476,26 +490,26 @@ def sample_prompts(
     """The prompts with their continuations, generated with the sharding of training, by all processes together.
 
     Args:
-      model: the result of `TrainingProgram.model`.
+      model: the result of `TrainingProgram.model_params`.
       prompts: the prompts of the recipe as token ids.
     """
     if not prompts:
         return []
-    # Rows are sharded over the devices, so the last prompt is repeated up to a multiple of the shards.
-    rows = [*prompts, *[prompts[-1]] * (-len(prompts) % program.sharding.batch_shards)]
-    new = min(recipe.sample_tokens, recipe.model.max_seq_len - max(map(len, prompts)))
+    # Rows are sharded over the devices: the last prompt is repeated until their number is a multiple of the shards.
+    rows = [*prompts, *[prompts[-1]] * (-len(prompts) % program.eval_sharding.batch_shards)]
+    max_new_tokens = min(recipe.sample_tokens, recipe.model.max_seq_len - max(map(len, prompts)))
     sampling = Sampling(temperature=0.8, top_p=0.95, seed=recipe.seed % 2**32)
     results = generate(
         program.config,
-        program.fit(model),
+        program.prepare_params(model),
         rows,
-        max_new_tokens=new,
+        max_new_tokens=max_new_tokens,
         sampling=sampling,
         stop_tokens=tokenizer.stop_ids,
     )
-    found = []
+    texts = []
     for ids, result in zip(prompts, results, strict=False):
-        # A padded vocabulary has ids without a text, and a model may sample one early in training.
+        # The model's vocabulary may be larger than the tokenizer's; early in training, ids without a text may be sampled.
         known = [token for token in result.tokens if token < tokenizer.vocab_size]
-        found.append(tokenizer.decode([*ids, *known]))
-    return found
+        texts.append(tokenizer.decode([*ids, *known]))
+    return texts

@@ -22,7 +22,7 @@ from llama_jax.data.data_files import FoundData
 from llama_jax.data.documents import TOKENS, kind_of, read_documents
 from llama_jax.data.load_corpus import examine
 from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, reading, shown
-from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_note, verify
+from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_metadata, verify
 from llama_jax.model.checks import check_parts_found
 from llama_jax.model.lora import adapter_count
 from llama_jax.model.trees import parameter_count
@@ -34,7 +34,7 @@ from llama_jax.runs.compiled_step import check_mesh
 from llama_jax.runs.locks import run_of
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import METRICS, read_lines
-from llama_jax.runs.recipe import FROM_DATA, RECIPE, Recipe, differences, to_dict
+from llama_jax.runs.recipe import FITTED_SETTINGS, RECIPE_FILE, Recipe, differences, to_dict
 from llama_jax.runs.run_folder import RunFolder
 from llama_jax.runs.tasks import distillation, grpo, language_modeling, preferences
 from llama_jax.runs.tasks.interface import Backend, Task, TaskKind
@@ -42,9 +42,9 @@ from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer, train_bpe
-from llama_jax.training.optimizer import OptimizerSettings, learning_rates
+from llama_jax.training.optimizer import OptimizerSettings, learning_rate_schedule
 
-# Of a processor's time, at any depth, since the layers are a loop: 2.3 to 5.5 for models of 0.3M to 1.1B parameters.
+# CPU seconds to compile a step: 2.3 to 5.5 for models of 0.3M to 1.1B parameters, at any depth, since the layers are a scan.
 COMPILE_SECONDS = 5.0
 MARK_SECONDS = 30  # until the others see what one host writes: network file systems cache missing files
 
@@ -60,19 +60,19 @@ def extends_context(model: LlamaConfig, original: LlamaConfig) -> bool:
     )
 
 
-def agree(
+def check_same_arguments(
     processes: Processes,
     run: RunFolder,
     recipe: Recipe,
     mesh: MeshSizes,
     backend: Backend,
     task: Task,
-    note: dict[str, Any] | None,
+    metadata: dict[str, Any] | None,
 ) -> None:
-    """Compare the arguments of all processes: those that compute different things would wait for each other forever."""
+    """Raise MeshError if the arguments of processes differ: their collectives would then wait for each other forever."""
     if processes.count == 1:
         return
-    processes.agree(
+    processes.assert_equal(
         "what is trained",
         {
             "--workdir": _mark_of(run, processes),
@@ -81,7 +81,7 @@ def agree(
             "backend": backend,
             **{f"{name} data": digest for name, digest in task.digests.items()},
             "shares of the data": str(task.mixture),
-            "checkpoint to resume from": None if note is None else f"step {note['step']}",
+            "checkpoint to resume from": None if metadata is None else f"step {metadata['step']}",
         },
     )
 
@@ -95,7 +95,7 @@ def _mark_of(run: RunFolder, processes: Processes) -> str:
     mark = folder / ".shared"
     if processes.index == 0:
         mark.write_text(f"{folder.resolve()} on {platform.node()}")
-    processes.wait("mark")
+    processes.barrier("mark")
     deadline = time.monotonic() + MARK_SECONDS
     while processes.index and not mark.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -103,7 +103,7 @@ def _mark_of(run: RunFolder, processes: Processes) -> str:
         found = mark.read_text()
     except OSError:
         found = f"{folder.resolve()} on {platform.node()}, which is not the same folder"
-    processes.wait("mark read")
+    processes.barrier("mark read")
     if processes.index == 0:
         mark.unlink(missing_ok=True)
     return found
@@ -137,11 +137,13 @@ def check_trace(recipe: Recipe, trace: range | None) -> None:
         raise TrainingError(f"trace={trace.start}:{trace.stop} must lie within the run's steps, 1 to {recipe.steps}")
 
 
-def resume_note(
+def resume_metadata(
     checkpoints: CheckpointManager, folder: Location, recipe: Recipe, resume: bool
 ) -> tuple[dict[str, Any] | None, Recipe]:
-    """The note of the checkpoint to resume from, or None for a new run; and the recipe, with the warm-up of that run if it
-    sets none."""
+    """The metadata of the checkpoint to resume from, or None for a new run; and the recipe.
+
+    If the recipe has no `warmup_steps`, it gets those of the resumed run.
+    """
     latest = checkpoints.latest()
     if latest is None:
         return None, recipe
@@ -152,27 +154,27 @@ def resume_note(
     step = folder / CHECKPOINTS / str(latest)
     try:
         verify(step, {ABOUT})
-        note = read_note(folder / CHECKPOINTS, latest)
+        metadata = read_metadata(folder / CHECKPOINTS, latest)
     except DamagedError as error:
         older = max((step for step in checkpoints.steps() if step < latest), default=None)
         remedy = "there is no older one" if older is None else f"remove that folder to continue from step {older}"
         raise TrainingError(f"the checkpoint in {step} is damaged ({error}); {remedy}") from None
-    missing = [name for name in ("recipe", "data", "tokens") if name not in note]
+    missing = [name for name in ("recipe", "data", "tokens") if name not in metadata]
     if missing:
-        raise TrainingError(f"{step} was not saved by train: its note has no {missing[0]}; use another --workdir")
-    begun = note["recipe"]["optimizer"]["warmup_steps"]
+        raise TrainingError(f"{step} was not saved by train: its metadata has no {missing[0]}; use another --workdir")
+    begun = metadata["recipe"]["optimizer"]["warmup_steps"]
     if recipe.optimizer.warmup_steps is None and (not recipe.steps or begun < recipe.steps):
         recipe = replace(recipe, optimizer=replace(recipe.optimizer, warmup_steps=begun))
-    check_recipe(note, folder, recipe)
-    return note, recipe
+    check_recipe(metadata, folder, recipe)
+    return metadata, recipe
 
 
-def check_recipe(note: dict[str, Any], folder: Location, recipe: Recipe) -> None:
+def check_recipe(metadata: dict[str, Any], folder: Location, recipe: Recipe) -> None:
     """Raise TrainingError if a run is resumed by another recipe; sizes from the data are compared once they are known."""
-    changed = differences(note["recipe"], json.loads(json.dumps(to_dict(recipe))))
+    changed = differences(metadata["recipe"], json.loads(json.dumps(to_dict(recipe))))
     if not recipe.steps:
-        changed = [one for one in changed if one.partition(":")[0] not in FROM_DATA]
-    if changed and not (recipe.steps and _prolongs(recipe, note["recipe"], note["step"], changed)):
+        changed = [one for one in changed if one.partition(":")[0] not in FITTED_SETTINGS]
+    if changed and not (recipe.steps and _prolongs(recipe, metadata["recipe"], metadata["step"], changed)):
         longer = ""
         if any(difference.startswith("steps:") for difference in changed):
             longer = "; to change steps, the run must have optimizer.schedule=constant, or wsd before its decay"
@@ -187,8 +189,8 @@ def _prolongs(recipe: Recipe, before: dict[str, Any], done: int, changed: Sequen
     names = {difference.partition(":")[0] for difference in changed}
     if not names <= {"steps", "optimizer.schedule", "optimizer.decay_share", "optimizer.final_share"} or recipe.steps < done:
         return False
-    old = learning_rates(OptimizerSettings(**before["optimizer"]), before["steps"])
-    new = learning_rates(recipe.optimizer, recipe.steps)
+    old = learning_rate_schedule(OptimizerSettings(**before["optimizer"]), before["steps"])
+    new = learning_rate_schedule(recipe.optimizer, recipe.steps)
     updates = np.arange(done)
     return bool(np.array_equal(old(updates) + 0 * updates, new(updates) + 0 * updates))
 
@@ -205,8 +207,8 @@ def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
         log.line(fact)
 
 
-def compile_seconds(folder: Path) -> float | None:
-    """Seconds in which the step is compiled: as when this run last began, or as on CPUs; None if there is no telling."""
+def estimate_compile_seconds(folder: Path) -> float | None:
+    """Estimated seconds to compile the step: those of this run's last start, else a constant on CPUs, else None."""
     seconds = COMPILE_SECONDS if jax.default_backend() == "cpu" else None
     if (folder / METRICS).exists():
         for _, found in read_lines([(folder / METRICS).read_bytes()]):
@@ -216,27 +218,27 @@ def compile_seconds(folder: Path) -> float | None:
 
 
 @contextmanager
-def explain_changed_data(note: dict[str, Any] | None) -> Iterator[None]:
+def explain_changed_data(metadata: dict[str, Any] | None) -> Iterator[None]:
     """In a resumed run, report an error in opening the data as a change of the data, which could be read before."""
     try:
         yield
     except (DataError, TrainingError) as error:
-        if note is None:
+        if metadata is None:
             raise
         raise TrainingError(
             f"the data (or the teacher) changed since this run began: {error}; resume with the same files"
         ) from None
 
 
-def check_data(note: dict[str, Any] | None, task: Task, *, reweigh: bool) -> None:
+def check_data(metadata: dict[str, Any] | None, task: Task, *, reweigh: bool) -> None:
     """Raise TrainingError if a resumed run is given other data than before, or other shares without `reweigh`."""
-    if note is None:
+    if metadata is None:
         return
     for name, digest in task.digests.items():
-        if note["data"].get(name) != digest:
+        if metadata["data"].get(name) != digest:
             what = f"{name} data" if name in ("train", "validation") else name
             raise TrainingError(f"the {what} is not what this run began with; resume with the same files")
-    before = note["data"].get("mixture", [[0, None]])[-1][1]
+    before = metadata["data"].get("mixture", [[0, None]])[-1][1]
     if before != task.mixture and not reweigh:
         old, new = (", ".join(f"{name} {share}" for name, share in (of or {}).items()) for of in (before, task.mixture))
         raise TrainingError(
@@ -261,7 +263,7 @@ def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
 def write_recipe(folder: Path, recipe: Recipe) -> None:
     """Write the recipe for people to read; a resumed run reads the copy in its checkpoint."""
     if jax.process_index() == 0:
-        with write_atomically(folder / RECIPE, raises=TrainingError) as target:
+        with write_atomically(folder / RECIPE_FILE, raises=TrainingError) as target:
             target.write_text(json.dumps(to_dict(recipe), indent=2) + "\n", encoding="utf-8")
 
 
@@ -270,10 +272,16 @@ def choose_tokenizer(
     data: Sequence[Path],
     *,
     given: str | os.PathLike[str] | None,
-    of_weights: Tokenizer | None,
-    of_run: Location | None,
+    pretrained: Tokenizer | None,
+    resumed_run: Location | None,
 ) -> Tokenizer:
-    """The one that the run has had so far (`of_run`, its folder); else the one given, that of the weights, or a new one.
+    """The tokenizer of the resumed run; else the given one, that of the pretrained model, or a new one for the recipe.
+
+    Args:
+      data: the training files, from which a BPE vocabulary is learned.
+      given: the file or folder of a tokenizer.
+      pretrained: the tokenizer of the pretrained model or of the teacher.
+      resumed_run: the folder of the run that is resumed.
 
     Raises:
       TrainingError: none of them, or two that differ.
@@ -284,20 +292,21 @@ def choose_tokenizer(
             f"the recipe makes its own vocabulary ({recipe.vocabulary}); add vocabulary=given to train with"
             f" {os.fspath(given)}"
         )
-    if of_run is not None:
-        folder = of_run / CHECKPOINTS
+    if resumed_run is not None:
+        folder = resumed_run / CHECKPOINTS
         found = find_tokenizer(folder / str(existing_step(folder, None)) / ABOUT, recipe.model.vocab_size)
         if found is None:
             raise TrainingError(f"the newest checkpoint in {folder} has no tokenizer; resume from a copy that has one")
         if given is not None and examine(load_tokenizer(given)).fingerprint != examine(found).fingerprint:
             raise TrainingError(
-                f"{os.fspath(given)} is not the tokenizer that the run in {of_run} began with; resume without --tokenizer"
+                f"{os.fspath(given)} is not the tokenizer that the run in {resumed_run} began with; resume without"
+                " --tokenizer"
             )
         return found
     if given is not None:
         return load_tokenizer(given)
-    if of_weights is not None:
-        return of_weights
+    if pretrained is not None:
+        return pretrained
     match recipe.vocabulary:
         case "byte":
             return byte_tokenizer()
@@ -360,16 +369,18 @@ def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
     kind.check(recipe, mesh)
 
 
-UTILIZATION = 0.5  # usual share of the FLOP/s of a datasheet, or of a large matrix product, that a step reaches
+UTILIZATION = 0.5  # usual MFU of a step: share of the FLOP/s of a datasheet, or of a large matmul
 
 
-def plan_of(given: Recipe, task: Task, devices: int, compiling: float | None = None, done: int = 0) -> str:
-    """A line with the steps of a run, its settings that follow from the data, and how long it will take: estimated from the
-    FLOPs of the task, and for sampled answers from those of a matrix product with as many rows as there are answers.
+def describe_plan(given: Recipe, task: Task, devices: int, compiling: float | None = None, done: int = 0) -> str:
+    """A line with the steps of a run, its settings that follow from the data, and how long it will take.
+
+    The time is estimated from the FLOPs of the task; for sampled answers also from the speed of a matmul with as many rows
+    as there are answers.
 
     Args:
-      given: the recipe before it was fitted to the data, `task.recipe`.
-      compiling: seconds in which the step is compiled, if they are known; a sampler takes about as long again.
+      given: the recipe before it was fitted to the data; `task.recipe` is the fitted one.
+      compiling: seconds to compile the step, if known; a sampler takes about as long again.
       done: steps that a resumed run has taken.
     """
     recipe = task.recipe

@@ -36,35 +36,35 @@ class FrozenBase:
 
     Attributes:
       params: sharded over the devices of the run.
-      note: for checkpoints: the path it was loaded from, and its digest.
+      metadata: for checkpoints: the path it was loaded from, and its digest.
     """
 
     params: Llama
-    note: dict[str, str]
+    metadata: dict[str, str]
 
 
 def load_weights(
-    recipe: Recipe, weights: str | os.PathLike[str] | None, mesh: MeshSizes, note: dict[str, Any] | None
+    recipe: Recipe, weights: str | os.PathLike[str] | None, mesh: MeshSizes, metadata: dict[str, Any] | None
 ) -> tuple[Llama | None, FrozenBase | None]:
     """The initial parameters of a new run, or None; and the base model of adapters, which a resumed run also needs.
 
     Each device receives its share as it is read: no device ever holds a whole array.
 
     Args:
-      note: from the checkpoint to resume from.
+      metadata: from the checkpoint to resume from.
 
     Raises:
       TrainingError: the base model of adapters differs from the one that the run began with.
     """
     if recipe.lora is None:
-        if weights is None or note is not None:
+        if weights is None or metadata is not None:
             return None, None
         places = param_shardings(recipe.model, mesh, padded=False)
         return load(weights, "float32", shardings=places).params, None
     assert weights is not None
     params, found = load_frozen(weights, recipe.model, mesh, recipe.dtype, recipe.quantize)
-    before = {} if note is None else note.get("base", {})
-    if note is not None and before.get("digest") != found["digest"]:
+    before = {} if metadata is None else metadata.get("base", {})
+    if metadata is not None and before.get("digest") != found["digest"]:
         raise TrainingError(
             f"{found['path']} is not the base model that this run began with, {before.get('path')}: its weights"
             " differ; resume with the same --weights"

@@ -1,4 +1,4 @@
-"""The recipe of a run: everything that determines its numbers."""
+"""The recipe of a run: all settings that determine its results, besides the data."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ from llama_jax.tokenizers import Format
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.exact_gradients import VIRTUAL_SHARDS, check_virtual_shards
 from llama_jax.training.loss import LOSS_CHUNK
-from llama_jax.training.optimizer import OptimizerSettings, learning_rates
+from llama_jax.training.optimizer import OptimizerSettings, learning_rate_schedule
 from llama_jax.training.policy_gradient import PolicyKind, PolicyOptions
 from llama_jax.training.preference_loss import PreferenceOptions
-from llama_jax.training.step import Loss
+from llama_jax.training.step import LossFn
 
-RECIPE = "recipe.json"  # in the folder of a run
+RECIPE_FILE = "recipe.json"  # in the folder of a run
 Vocabulary = Literal["given", "byte", "bpe"]
 Truncated = Literal["count", "mask"]
 Positive = Annotated[int, at_least(1)]
-NotNegative = Annotated[int, at_least(0)]
+NonNegative = Annotated[int, at_least(0)]
 Finite = Annotated[float, Bounds(0, sys.float_info.max)]
-MOST_EPOCHS = 20  # above which a run warns
-EPOCHS = 3.0  # the usual number of passes in fine-tuning, where a recipe names neither steps nor epochs
-STEPS_PER_EPOCH = 8  # at least; else few examples would give a handful of updates
-LENGTH_MULTIPLE = 16  # of the tokens of a row
-FROM_DATA = frozenset({"steps", "epochs", "batch", "length"})  # settings that `fit_to_data` changes
-# Settings that may change when a run is resumed: what it prints and keeps, not what it computes.
+MAX_EPOCHS = 20  # a run with more epochs warns
+DEFAULT_EPOCHS = 3.0  # of a recipe that sets neither steps nor epochs: usual for fine-tuning
+MIN_STEPS_PER_EPOCH = 8  # `fit_to_data` halves the batch until an epoch has as many steps
+LENGTH_MULTIPLE = 16  # `fit_to_data` rounds the length up to a multiple of it
+FITTED_SETTINGS = frozenset({"steps", "epochs", "batch", "length"})  # settings that `fit_to_data` changes
+# Settings that may change when a run is resumed: they affect what it logs and saves, not what it computes.
 BOOKKEEPING = frozenset(
     {"evaluate_every", "evaluate_tokens", "save_every", "keep_last", "keep_best", "log_every", "prompts", "sample_tokens"}
     | {"rewards.held", "rewards.samples"}
-    | {"distill.teacher", "rewards.functions"}  # which are known by their numbers and files
-    | {"optimizer.max_warmup_steps"}  # `fit_to_data` has set the warm-up by it
+    | {"distill.teacher", "rewards.functions"}  # paths: their contents are compared by digests
+    | {"optimizer.max_warmup_steps"}  # `fit_to_data` has replaced it by `optimizer.warmup_steps`
 )
 
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """Settings of training with rewards: how answers are sampled and judged, and the loss.
+    """Settings of training with rewards (GRPO): how answers are sampled and rewarded, and the loss.
 
     Attributes:
       functions: ``FILE.py:FUNCTION`` each, called as ``function(completions, **columns)``; see `runs.user_functions`. The
         command line's ``--reward`` adds one.
       weights: factors of the functions in their sum; empty for 1 each.
-      group: answers per prompt, which are compared; a step has the recipe's batch / group prompts.
+      group: group size: answers per prompt, whose rewards are compared; a step has the recipe's batch / group prompts.
       answer: maximum tokens of an answer, including its stop token; a prompt may have the recipe's length + 1 - answer.
       temperature: sampling temperature, above 0; the loss uses log-probabilities at the same temperature.
       updates: steps on the same answers (mu of Shao et al. 2024), after which new ones are sampled.
@@ -70,7 +70,7 @@ class RewardSettings:
         either way they count in their group's mean.
       format: chat format for prompts that are messages, see `tokenizers.resolve_format`.
       special: whether "<|eot_id|>" and the like are special tokens in prompts that are texts; by default they are text.
-      held: number of held-out prompts to answer at an evaluation, `group` times each; 0 is all.
+      held: number of held-out prompts to answer in an evaluation, `group` times each; 0 for all.
       samples: number of these answers to show in the log.
 
     Raises:
@@ -91,8 +91,8 @@ class RewardSettings:
     truncated: Truncated = "count"
     format: Format = "auto"
     special: bool = False
-    held: NotNegative = 32
-    samples: NotNegative = 2
+    held: NonNegative = 32
+    samples: NonNegative = 2
 
     def __post_init__(self) -> None:
         check_bounds(self, TrainingError, "rewards.")
@@ -108,18 +108,18 @@ class Recipe:
 
     Attributes:
       model: the shape of the model.
-      steps: updates of the parameters; with 0 they follow from `epochs` and the data.
+      steps: number of training steps; 0 to compute it from `epochs` and the data.
       epochs: passes over the training data, instead of `steps`; 3 if both are 0. `batch` and `length` are then upper bounds:
         rows are no longer than the longest example needs, and the batch is halved until an epoch has 8 steps.
-      batch: B, rows of a step, over all devices and parts.
-      length: T, predicted tokens of a row.
-      accumulate: parts of a batch whose gradients are computed one after the other and added up, which saves memory.
-      exact: losses, gradient norms, parameters and the optimizer's state have the same bits on every mesh of `data` and
+      batch: B, rows of a step, over all devices and microbatches.
+      length: T, target tokens of a row: the sequence length of the forward pass.
+      accumulate: gradient accumulation: number of microbatches per step, which run one after the other to save memory.
+      exact: losses, gradient norms, parameters and the optimizer's state are bit-identical on every mesh of `data` and
         `fsdp`, under pmap and in several processes, and after a resume on another of them; see docs/exactness.md. For text
-        and chats, whole models, and AdamW. With `rewards`, on a single device, the log-probabilities of a step have the bits
-        of those with which the answers were sampled.
-      virtual_shards: parts into which an `exact` run divides a batch, on any number of devices: a power of two, and at least
-        the number of devices. The batch is a multiple of `virtual_shards` times `accumulate`.
+        and chats, whole models, and AdamW. With `rewards`, on a single device, the log-probabilities in the loss are
+        bit-identical to those of sampling.
+      virtual_shards: number of shards into which an `exact` run divides a batch, on any number of devices: a power of two,
+        at least the number of devices. The batch must be a multiple of `virtual_shards` times `accumulate`.
       optimizer: see `OptimizerSettings`.
       vocabulary: "given" by ``--tokenizer`` or by the weights that training begins with; "byte"; or "bpe", learned from the
         training text, with `model.vocab_size` pieces.
@@ -128,26 +128,28 @@ class Recipe:
       quantize: with `lora`, the matrices of the frozen model are kept in fewer bits, see `model.trees.quantize` ("nf4" is
         QLoRA: Dettmers et al. 2023); "none" keeps them as their files have them, floats in `dtype`.
       seed: seed of the initial parameters and of the order of the data.
-      dtype: type of the computation; the trained parameters are float32.
+      dtype: dtype of the computation; the trained parameters are float32.
       remat: what the backward pass recomputes to save memory; see `Compute` of `model.forward_options`.
-      attention: the implementation of attention; "auto" uses the device's kernel if possible.
+      attention: the attention backend; "auto" uses the device's kernel if possible.
       parts: your functions that replace parts of every layer, see `config.Parts`; they become the `parts` of any `model`.
       loss: your loss instead of `training.loss.total_loss`, which is used if None.
-      chunk: positions of each row whose logits are computed at once.
-      z_loss: weight of the squared logarithm of the softmax's denominator, see `ops.LogitOptions`; 1e-4 is usual.
-      neftune: scale of the noise that is added to the embeddings, see `training.loss`; 0 adds none. The noise depends
-        on the seed and the number of the batch.
+      chunk: positions per row whose logits are in memory at a time (chunked cross-entropy).
+      z_loss: weight of the z-loss, see `ops.cross_entropy.LogitOptions`; 1e-4 is usual.
+      neftune: NEFTune's alpha, see `training.loss.LossOptions`; 0 for no noise. The noise depends only on the seed and the
+        index of the batch.
       ema_decay: decay of a moving average of the parameters, which is evaluated and loaded instead of them; 0 for none.
-      skip_limit: consecutive steps without finite gradients after which the run ends with an error.
-      reading: where documents end in the data.
+      skip_limit: the run ends with an error after this many consecutive steps with a non-finite loss or gradients.
+      reading: how documents are separated in the data.
       chats: how conversations in the data are read; loss and evaluation then count only the assistant's messages, and rows
         hold whole conversations (`data.open_chats`). None for data that are text.
-      preference: the loss for data that are preferences, which are read according to `chats`. Each of the B rows has two
-        sides of T tokens, the chosen and the rejected answers of several pairs. The reference is the initial model.
-      distill: learn the predictions of a teacher, see `DistillOptions`.
-      rewards: the data are prompts, and the model learns from its own answers by their rewards. The B rows are answers.
-      validation: share of the documents that is held out for validation if there are no validation files; with few
-        documents, share of the tokens (`data.split`).
+      preference: the preference loss (DPO and others), for data that are preferences, which are read according to `chats`.
+        Each of the B rows has two sides of T tokens, the chosen and the rejected answers of several pairs. The reference is
+        the initial model.
+      distill: knowledge distillation from a teacher, see `DistillOptions`.
+      rewards: reinforcement learning (GRPO): the data are prompts, and the model learns from rewards of its own answers. The
+        B rows are answers.
+      validation: fraction of the documents that is held out for validation if there are no validation files; with few
+        documents, fraction of the tokens (`data.split`).
       evaluate_every: steps between evaluations; 0 for only one, at the end.
       evaluate_tokens: evaluate whole documents up to about this many tokens; 0 for all.
       save_every: steps between checkpoints, in addition to the last one; 0 for only the last one.
@@ -162,7 +164,7 @@ class Recipe:
     """
 
     model: LlamaConfig
-    steps: NotNegative = 0
+    steps: NonNegative = 0
     epochs: Finite = 0.0
     batch: Positive
     length: Positive
@@ -178,7 +180,7 @@ class Recipe:
     remat: Remat = "none"
     attention: AttentionBackend = "auto"
     parts: Parts = Parts()
-    loss: Loss | None = None
+    loss: LossFn | None = None
     chunk: Positive = LOSS_CHUNK
     z_loss: Finite = 0.0
     neftune: Finite = 0.0
@@ -190,11 +192,11 @@ class Recipe:
     distill: DistillOptions | None = None
     rewards: RewardSettings | None = None
     validation: float = 0.05
-    evaluate_every: NotNegative = 250
+    evaluate_every: NonNegative = 250
     evaluate_tokens: Annotated[int, Bounds(0)] = 0
-    save_every: NotNegative = 250
+    save_every: NonNegative = 250
     keep_last: Positive = 2
-    keep_best: NotNegative = 1
+    keep_best: NonNegative = 1
     log_every: Positive = 10
     prompts: tuple[str, ...] = ()
     sample_tokens: Positive = 64
@@ -205,10 +207,10 @@ class Recipe:
             raise TrainingError(f"parts={shown(self.parts, 80)} must be Parts, such as parts=Parts(norm=my_norm)")
         if not (self.loss is None or callable(self.loss)):
             raise TrainingError(f"loss={shown(self.loss, 80)} must be a function; set it in your own recipe function")
-        # In the model, where all that computes with it finds them; and here, so that they stay when it is replaced.
+        # The forward pass reads them from the model; this copy keeps them when the model is replaced.
         object.__setattr__(self, "parts", self.parts.over(self.model.parts))
         object.__setattr__(self, "model", replace(self.model, parts=self.parts))
-        _ = self.parts.names, name_of("loss", self.loss)  # raise for functions that no checkpoint could name
+        _ = self.parts.names, name_of("loss", self.loss)  # raises for functions without a name to store in checkpoints
         if self.lora is not None:
             if self.optimizer.name == "muon":
                 raise TrainingError("optimizer.name='muon' is for whole matrices; train adapters with adamw")
@@ -248,11 +250,11 @@ class Recipe:
         if self.steps and self.epochs:
             raise TrainingError(f"steps={self.steps} and epochs={self.epochs} exclude each other; set steps=0, or epochs=0")
         if self.steps:
-            learning_rates(self.optimizer, self.steps)
+            learning_rate_schedule(self.optimizer, self.steps)
 
     @property
     def exact_shards(self) -> int:
-        """The virtual shards of a step, 0 for none."""
+        """`StepOptions.virtual_shards` of the step: 0 for none."""
         return self.virtual_shards if self.exact and self.rewards is None else 0
 
     def _check_exact(self) -> None:
@@ -271,18 +273,19 @@ class Recipe:
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON holds it, nested as its dataclasses are."""
-    found = dataclasses.asdict(replace(recipe, parts=recipe.parts.names, loss=None))
-    del found["parts"]  # are those of the model
-    return found | {"loss": name_of("loss", recipe.loss)}
+    """The recipe as nested dicts of JSON values, one per dataclass."""
+    settings = dataclasses.asdict(replace(recipe, parts=recipe.parts.names, loss=None))
+    del settings["parts"]  # a copy of those of the model
+    return settings | {"loss": name_of("loss", recipe.loss)}
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The differences of two recipes from `to_dict` that change numbers: ``optimizer.b2: 0.95 in the folder, 0.99 now``.
+    """The differences of two recipes from `to_dict` that change what a run computes.
 
-    A field that a stored recipe lacks has its default, which therefore computes what was computed without the field.
+    Each as text: ``optimizer.b2: 0.95 in the folder, 0.99 now``. A field that a stored recipe lacks, because it was added
+    later, counts as its default: the default of a new field must compute what was computed without it.
     """
-    old, new = _flat(_completed(before, Recipe)), _flat(after)
+    old, new = _flatten(_with_defaults(before, Recipe)), _flatten(after)
     return [
         f"{name}: {old.get(name)!r} in the folder, {new.get(name)!r} now"
         for name in sorted(old.keys() | new.keys())
@@ -290,72 +293,77 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     ]
 
 
-def _completed(written: dict[str, Any], kind: Any) -> dict[str, Any]:
-    """A recipe, or a part of one, with defaults for the fields of its dataclass that it lacks."""
-    found, types_ = dict(written), get_type_hints(kind)
-    for f in dataclasses.fields(kind):
+def _with_defaults(stored: dict[str, Any], dataclass_type: Any) -> dict[str, Any]:
+    """A stored recipe, or a part of one, with defaults for the fields of its dataclass that it lacks."""
+    settings, types_ = dict(stored), get_type_hints(dataclass_type)
+    for f in dataclasses.fields(dataclass_type):
         inner = dataclass_of(types_[f.name])
-        if f.name not in found:
+        if f.name not in settings:
             default: Any = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             if default is not dataclasses.MISSING:
-                found[f.name] = default if inner is None or default is None else dataclasses.asdict(default)
-        elif inner is not None and isinstance(found[f.name], dict):
-            found[f.name] = _completed(found[f.name], inner)
-    return found
+                settings[f.name] = default if inner is None or default is None else dataclasses.asdict(default)
+        elif inner is not None and isinstance(settings[f.name], dict):
+            settings[f.name] = _with_defaults(settings[f.name], inner)
+    return settings
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
+def _flatten(value: Any, name: str = "") -> dict[str, Any]:
+    """Nested dicts as one dict with dotted names: {"optimizer.b2": 0.95}."""
     if not isinstance(value, dict):
         return {name: list(value) if isinstance(value, tuple) else value}
-    return {key: leaf for field, inner in value.items() for key, leaf in _flat(inner, f"{name}.{field}".strip(".")).items()}
+    return {
+        key: leaf for field, inner in value.items() for key, leaf in _flatten(inner, f"{name}.{field}".strip(".")).items()
+    }
 
 
 def fit_to_data(
-    recipe: Recipe, mesh: MeshSizes, longest: int, rows: Callable[[int], int], group: int = 1, updates: int = 1
+    recipe: Recipe, mesh: MeshSizes, longest: int, count_rows: Callable[[int], int], group: int = 1, updates: int = 1
 ) -> Recipe:
-    """The recipe with its steps and its warm-up, and with no longer rows and no larger a batch than the data need; those of
-    a recipe with `steps` stay as they are.
+    """The recipe with `steps` and `optimizer.warmup_steps` set.
+
+    Without `steps`, they are computed from `epochs` and the data, and `length` and `batch` are reduced to what the data
+    need, see `Recipe.epochs`.
 
     Args:
-      mesh: divides the batch and the length, which remain its multiples.
-      longest: predicted tokens of the longest example.
-      rows: of an epoch, given their length.
+      mesh: shards the batch and the length, which remain multiples of its sizes.
+      longest: number of target tokens of the longest example.
+      count_rows: maps a length to the number of rows in an epoch.
       group: the batch remains a multiple of it.
-      updates: steps on the same batch.
+      updates: number of steps on the same batch.
     """
     steps, batch, length = recipe.steps, recipe.batch, recipe.length
     if not steps:
         multiple = LENGTH_MULTIPLE * mesh.context
         length = min(length, -(-max(longest, 1) // multiple) * multiple)
         shards = recipe.exact_shards or mesh.rows  # an exact run has the same batch on every mesh
-        count, least = rows(length), group * recipe.accumulate * shards
-        while count < STEPS_PER_EPOCH * batch and batch % (2 * least) == 0:
+        rows, batch_multiple = count_rows(length), group * recipe.accumulate * shards
+        while rows < MIN_STEPS_PER_EPOCH * batch and batch % (2 * batch_multiple) == 0:
             batch //= 2
-        steps = max(1, math.ceil((recipe.epochs or EPOCHS) * count / batch)) * updates
-    # Written out, so that a checkpoint tells it: a run that is prolonged keeps it.
+        steps = max(1, math.ceil((recipe.epochs or DEFAULT_EPOCHS) * rows / batch)) * updates
+    # Set explicitly, so that checkpoints contain it: a run resumed with more steps keeps its warm-up.
     optimizer = replace(recipe.optimizer, warmup_steps=recipe.optimizer.warmup(steps))
     return replace(recipe, steps=steps, epochs=0.0, batch=batch, length=length, optimizer=optimizer)
 
 
 def data_warnings(epochs: float, rows: int, batch: float, name: str = "", unit: str = "rows") -> list[str]:
-    """Lines about data that are read too often, or that are at most half as large as a batch.
+    """Warnings about data that are read too often, or that are at most half as large as a batch.
 
     Args:
-      epochs: of the whole run.
-      rows: of an epoch.
-      batch: rows of them in a step.
-      name: of a source of a mixture.
-      unit: what the rows are.
+      epochs: number of epochs of the whole run.
+      rows: number of rows in an epoch.
+      batch: number of these rows in a step.
+      name: name of the source in a mixture.
+      unit: what a row is, for the message.
     """
-    data, found = f"the data {name}".strip(), []
-    if epochs > MOST_EPOCHS:
-        found.append(
+    data, warnings = f"the data {name}".strip(), []
+    if epochs > MAX_EPOCHS:
+        warnings.append(
             f"warning: {data} is read {epochs:.0f} times, so that the model memorizes it; add data, or train for fewer"
-            f" epochs (steps=0 epochs={EPOCHS:g})"
+            f" epochs (steps=0 epochs={DEFAULT_EPOCHS:g})"
         )
     if 2 * rows <= batch:
-        found.append(
+        warnings.append(
             f"warning: {data} has {rows:,} {unit}, but a step reads {batch:.4g}, each {batch / rows:.3g} times; set a"
             " smaller batch, or steps=0 to fit it to the data"
         )
-    return found
+    return warnings

@@ -250,7 +250,7 @@ class StoredRun(RunFolder):
         if self._lease is not None:
             self.put_files()
             self.remove_step(step)
-        self._processes.wait(f"room for step {step}")
+        self._processes.barrier(f"room for step {step}")
         share: dict[str, dict[str, str]] = {"sums": {}, "files": {}}
         if self._processes.first_of_host:
             shutil.rmtree(self._downloaded, ignore_errors=True)
@@ -294,7 +294,7 @@ class StoredRun(RunFolder):
                 if self._processes.count == 1:
                     raise
                 raise CheckpointError(str(error)) from None  # the others wait for it, and try no older step
-        self._processes.wait("step fetched")
+        self._processes.barrier("step fetched")
         yield folder
 
     def _check(self) -> None:

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop."""
+"""Stop signals: how a run ends after the current step, in all processes after the same step."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from llama_jax.interrupts import end_command, end_if_command, ending_signals, sa
 from llama_jax.parallel.stop_signal import StopVote
 from llama_jax.runs.log import duration
 
-MOST_STEPS = 250  # between votes
-VOTE_SECONDS = 0.5  # between votes: one takes up to 4 ms of waiting for each other, measured on two busy cores
+MAX_STEPS_BETWEEN_VOTES = 250
+VOTE_SECONDS = 0.5  # between votes; a vote takes up to 4 ms, measured on two busy cores
 
 
 class StopRequest:
-    """Notes SIGTERM, SIGHUP and Ctrl-C, so that the step in progress can end and be saved; a second Ctrl-C leaves at once.
+    """Records SIGTERM, SIGHUP and Ctrl-C, so that the current step can finish and be saved; a second Ctrl-C exits at once.
 
-    Before this process has taken a step there is nothing to save: Ctrl-C then ends the command line at once, and within a
-    step too, since that can take minutes; with several processes only until the first step begins. A second SIGTERM does
-    not leave: schedulers send it to a process and to its parent, which passes it on. Outside the main thread, where no
-    handler can be set, nothing is noted.
+    Before the first step is done, there is nothing to save: Ctrl-C then ends the command line at once, even within the step,
+    which can take minutes; with several processes only until the first step begins. A second SIGTERM does not exit at once:
+    schedulers send it to a process and to its parent, which passes it on. Outside the main thread, where no handler can be
+    set, signals are not recorded.
 
     Attributes:
-      name: the signal's name once one has come, else None.
-      kept: the newest step in the folder of the run, or None.
-      seconds: of a step, once one is done, else None.
+      name: the signal's name once one was received, else None.
+      saved_step: the newest step in the folder of the run, or None.
+      step_seconds: duration of a step, once one is done, else None.
     """
 
     def __init__(self, *, alone: bool = True, quiet: bool = False) -> None:
         """`alone` means that there is one process; `quiet` is for all processes but the first."""
         self.name: str | None = None
-        self.kept: int | None = None
-        self.seconds: float | None = None
+        self.saved_step: int | None = None
+        self.step_seconds: float | None = None
         self._alone, self._quiet = alone, quiet
         self._said = False
         self._before: dict[int, Any] = {}
@@ -50,7 +50,7 @@ class StopRequest:
         return self
 
     def begin_steps(self) -> None:
-        """From here on there may be something to save."""
+        """Handle all stop signals from now on: there may be a step to save."""
         if self._end_watch is not None:
             self._install(ending_signals())
 
@@ -66,13 +66,13 @@ class StopRequest:
             self._end_watch()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """The handler, in the main thread, where the loop finds the name before its next step."""
+        """The signal handler, in the main thread. The loop reads `name` before its next step."""
         if number == signal.SIGINT and self._ends_at_once:
             self._leave()
         self.name = self.name or signal.Signals(number).name
 
     def _act(self, number: int) -> None:
-        """In the thread of the watch."""
+        """Called in the thread that watches for signals, also while the main thread is busy."""
         if number not in self._before:
             end_if_command(number)
             return
@@ -80,28 +80,30 @@ class StopRequest:
             self._leave()
         self.name = self.name or signal.Signals(number).name
         if not self._said and not self._quiet:
-            seconds = f", which takes about {duration(self.seconds)}" if self.seconds and self.seconds >= 1 else ""
+            seconds = ""
+            if self.step_seconds and self.step_seconds >= 1:
+                seconds = f", which takes about {duration(self.step_seconds)}"
             say(f"{self.name}: finishing and saving this step{seconds}; Ctrl-C stops at once{self._goes_on}")
         self._said = True
 
     @property
     def _ends_at_once(self) -> bool:
-        return self._is_command and self.seconds is None
+        return self._is_command and self.step_seconds is None
 
     @property
     def _goes_on(self) -> str:
-        return "" if self.kept is None else f", and --resume then continues from step {self.kept}"
+        return "" if self.saved_step is None else f", and --resume then continues from step {self.saved_step}"
 
     def _leave(self) -> NoReturn:
-        lost = "before its first step; there was nothing to save" if self.seconds is None else "without saving"
+        lost = "before its first step; there was nothing to save" if self.step_seconds is None else "without saving"
         end_command(how=f"stopped {lost}{self._goes_on.replace(' then', '')}")
 
 
 class Stopping:
-    """Whether to stop before the next step: all processes stop after the same one, whichever got the signal.
+    """Decides whether to stop before the next step. All processes stop after the same step, whichever got the signal.
 
-    They vote every half second, or at every step if one takes longer. The step of the next vote follows from the step time
-    agreed on in the last one, so that it is the same in all processes.
+    They vote every half second, or at every step if a step takes longer. The number of steps until the next vote is computed
+    from the maximum step time in the last vote, so that it is the same in all processes.
     """
 
     def __init__(self, request: StopRequest, processes: int) -> None:
@@ -109,30 +111,31 @@ class Stopping:
         self._vote = StopVote() if processes > 1 else None
         self._name: str | None = None
         self._steps = 0  # since the last vote
-        self._every = 1
-        self._last = time.perf_counter()
+        self._vote_every = 1  # steps
+        self._last_vote_time = time.perf_counter()
 
     @property
     def name(self) -> str | None:
-        """The name of the signal that all processes know of, else None."""
+        """The name of the signal, once all processes know of it, else None."""
         return self.request.name if self._vote is None else self._name
 
-    def now(self) -> bool:
-        """Call once before each step, in every process."""
+    def should_stop(self) -> bool:
+        """Whether to stop now. Every process calls it exactly once before each step."""
         if self._vote is None or self._name is not None:
             return self.name is not None
         votes = self._vote.read()
         if votes is not None:
             number, microseconds = votes
-            wanted = round(VOTE_SECONDS * 1e6 / max(microseconds, 1))
-            self._every = max(min(wanted, 2 * self._every, MOST_STEPS), 1)  # gradually: one quick step proves little
+            vote_every = round(VOTE_SECONDS * 1e6 / max(microseconds, 1))
+            # At most doubled: a single fast step says little about the next ones.
+            self._vote_every = max(min(vote_every, 2 * self._vote_every, MAX_STEPS_BETWEEN_VOTES), 1)
             if number:
                 self._name = signal.Signals(number).name
                 return True
         self._steps += 1
-        if self._steps >= self._every:
+        if self._steps >= self._vote_every:
             now = time.perf_counter()
             number = 0 if self.request.name is None else int(signal.Signals[self.request.name])
-            self._vote.cast(number, round((now - self._last) / self._steps * 1e6))
-            self._steps, self._last = 0, now
+            self._vote.cast(number, round((now - self._last_vote_time) / self._steps * 1e6))
+            self._steps, self._last_vote_time = 0, now
         return False

@@ -1,4 +1,4 @@
-"""The input of a training step."""
+"""The input of a training step: rows of tokens, and the inputs and targets made from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Batch(NamedTuple):
         padding. A token attends to, and is predicted from, only tokens of its segment. None: every row is one document.
       position_ids: int32[B, T + 1], from 0 in every segment. None: a token's index in its row.
       loss_mask: bool[B, T + 1], tokens that count in the loss as targets, such as the replies of a chat. None: all.
-      noise: uint32[B, T + 1], random numbers that determine the noise of each embedding, see `LossOptions.neftune`.
+      noise: uint32[B, T + 1], random bits, from which NEFTune's noise on each token's embedding is generated, see
+        `LossOptions.neftune`. None: no noise.
     """
 
     tokens: Any
@@ -36,7 +37,7 @@ class NextTokenBatch(NamedTuple):
     Attributes:
       tokens: int32[B, T].
       targets: int32[B, T], the tokens after them.
-      target_mask: bool[B, T], which targets count in the loss.
+      target_mask: bool[B, T], which targets count in the loss, see `target_mask`.
       segment_ids, position_ids: int32[B, T] of the inputs, or None as in a `Batch`.
       rope_lengths: int32[B, T], see `Positions.rope_lengths`; None: computed from `position_ids` and `segment_ids`.
       noise: uint32[B, T] of the inputs, or None as in a `Batch`.
@@ -73,11 +74,11 @@ def to_next_token_batch(batch: Batch) -> NextTokenBatch:
     fields = (batch.segment_ids, batch.position_ids, batch.noise)
     segment_ids, position_ids, noise = (None if field is None else field[:, :-1] for field in fields)
     tokens, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
-    return NextTokenBatch(tokens, targets, predicted(batch), segment_ids, position_ids, noise=noise)
+    return NextTokenBatch(tokens, targets, target_mask(batch), segment_ids, position_ids, noise=noise)
 
 
-def predicted(batch: Batch) -> Bool[Array, "B T"]:
-    """Whether each of the last T tokens is predicted, and thus counts in the loss."""
+def target_mask(batch: Batch) -> Bool[Array, "B T"]:
+    """Which of the T targets count in the loss: those in the same segment as their input, and in the loss mask."""
     mask = jnp.ones(jnp.shape(batch.tokens[:, 1:]), bool)
     if batch.segment_ids is not None:
         inputs, targets = batch.segment_ids[:, :-1], batch.segment_ids[:, 1:]
@@ -87,6 +88,6 @@ def predicted(batch: Batch) -> Bool[Array, "B T"]:
     return mask
 
 
-def predicted_count(batch: Batch) -> Float32[Array, ""]:
-    """The number of predicted tokens."""
-    return jnp.sum(predicted(batch), dtype=jnp.float32)
+def target_count(batch: Batch) -> Float32[Array, ""]:
+    """The number of targets that count in the loss."""
+    return jnp.sum(target_mask(batch), dtype=jnp.float32)

@@ -20,7 +20,7 @@ from llama_jax.ops.cross_entropy import LogitOptions
 from llama_jax.ops.kl_divergence import DivergenceOptions, Logits, token_divergence
 from llama_jax.ops.weights.formats import FrozenFormatName
 from llama_jax.training.batch import Batch, to_next_token_batch
-from llama_jax.training.loss import LossOptions, TaskSums
+from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Teacher(NamedTuple):
     sharding: Sharding = Sharding()
 
 
-def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[..., TaskSums]:
-    """A loss with the arguments of `total_loss`: sums over the predicted tokens, to be divided by their number.
+def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[..., LossSumsAndMetrics]:
+    """A loss with the arguments of `total_loss`: sums over the target tokens, to be divided by their number.
 
     The hidden states [B, T, D] of both models are in memory, and one chunk of their logits. `metrics` has the sums "kl", of
     the divergence at the temperature, and "cross_entropy", of the negative log-likelihood.
@@ -78,7 +78,7 @@ def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[...
         batch: Batch,
         options: LossOptions = LossOptions(),
         sharding: Sharding = Sharding(),
-    ) -> TaskSums:
+    ) -> LossSumsAndMetrics:
         rows = sharding.reorder_batch(to_next_token_batch(batch))
         positions = Positions(position_ids=rows.position_ids, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
 
@@ -100,6 +100,6 @@ def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[...
         kl, nll = jnp.sum(per_token.divergence), jnp.sum(per_token.nll)
         total = distill.weight * distill.temperature**2 * kl + (1 - distill.weight) * nll
         metrics = {"kl": kl, "cross_entropy": nll}
-        return TaskSums(total, lax.stop_gradient(total), jax.tree.map(lax.stop_gradient, metrics))
+        return LossSumsAndMetrics(total, lax.stop_gradient(total), jax.tree.map(lax.stop_gradient, metrics))
 
     return loss

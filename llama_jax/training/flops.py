@@ -31,9 +31,9 @@ def matrix_parameters(config: LlamaConfig, *, all_experts: bool = False) -> int:
     for spec in specs_for(config):
         if not spec.decays or (spec.path == "embedding" and not config.tie_embeddings):
             continue
-        numbers = math.prod(spec.shape(config)) * (config.n_layers if spec.in_blocks else 1)
-        some = _is_of_expert(spec) and not all_experts
-        total += numbers // config.experts * config.experts_per_token if some else numbers
+        size = math.prod(spec.shape(config)) * (config.n_layers if spec.in_blocks else 1)
+        only_routed = _is_of_expert(spec) and not all_experts
+        total += size // config.experts * config.experts_per_token if only_routed else size
     return total
 
 
@@ -47,11 +47,11 @@ def step_flops(
 ) -> float:
     """FLOPs of one training step, forward and backward, by `FORMULA`.
 
-    A product of a token and a weight is two operations forward and four backward, for the gradients of both. Attention has
-    two products, queries with keys and weights with values, and a token sees half of its document on average.
+    Multiplying a token by a weight takes two FLOPs forward and four backward, for the gradients of both. Attention has two
+    matmuls, of queries with keys and of weights with values, and a token attends to half of its document on average.
 
     Args:
-      batch, length: B rows of T predicted tokens.
+      batch, length: B rows of T target tokens.
       document_length: for packed rows, the length of a token's document, averaged over tokens (see `mean_document_length`).
         None counts a row as one document: for packed rows this includes products between documents, which the mask
         discards, but makes runs with the same rows comparable.
@@ -59,8 +59,8 @@ def step_flops(
         percent, are not counted.
     """
     c = config
-    seen = (length if document_length is None else document_length) / 2
-    attention = 12 * c.n_layers * c.n_heads * c.head_dim * seen
+    mean_context = (length if document_length is None else document_length) / 2
+    attention = 12 * c.n_layers * c.n_heads * c.head_dim * mean_context
     return batch * length * ((4 if frozen else 6) * matrix_parameters(config) + attention)
 
 

@@ -28,13 +28,13 @@ def token_logprobs(
     sharding: Sharding = Sharding(),
     temperature: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "B T"]:
-    """The log-probability of every predicted token given those before it in its segment, in nats.
+    """The log-probability of every target token given the tokens before it in its segment, in nats.
 
-    It is 0 for tokens excluded by the batch's mask or segments, so that the sum over T is the log-probability of the answer
+    It is 0 for targets excluded by the batch's mask or segments, so that the sum over T is the log-probability of the answer
     that the mask selects. Differentiable in the parameters; `ops.cross_entropy` computes the logits in chunks.
 
     Args:
-      params: sharded for `sharding.prepare_params`, as for `total_loss`.
+      params: the result of `sharding.prepare_params`, as for `total_loss`.
       options: `z_loss` must be 0, because this is not a loss. With an exact `compute`, the values come from a separate pass
         and equal those of exact sampling bit for bit; the derivatives are those of the training pass.
       sharding: see `total_loss`; must not divide the tokens of each row over devices.
@@ -50,18 +50,17 @@ def token_logprobs(
     if options.compute.exact:
         inexact = replace(options, compute=replace(options.compute, exact=False))
         logprobs = token_logprobs(config, params, batch, inexact, sharding, temperature)
-        sampled = _exact_logprobs(config, lax.stop_gradient(params), batch, options.compute, sharding, temperature)
-        return sampled + (logprobs - lax.stop_gradient(logprobs))
-    whole = to_next_token_batch(batch)
-    rows = sharding.reorder_batch(whole)
-    if rows.tokens.shape != whole.tokens.shape:
+        exact = _exact_logprobs(config, lax.stop_gradient(params), batch, options.compute, sharding, temperature)
+        return exact + (logprobs - lax.stop_gradient(logprobs))  # value of the first, gradient of the second
+    inputs = sharding.reorder_batch(to_next_token_batch(batch))
+    if inputs.tokens.shape != batch.tokens[:, 1:].shape:
         raise MeshError("log-probabilities need whole rows, which context divides; use data, fsdp and tensor")
-    positions = Positions(position_ids=rows.position_ids, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
-    hidden, _ = forward(config, params, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
+    positions = Positions(position_ids=inputs.position_ids, segment_ids=inputs.segment_ids, rope_lengths=inputs.rope_lengths)
+    hidden, _ = forward(config, params, inputs.tokens, positions=positions, compute=options.compute, sharding=sharding)
     with sharding.context():
         hidden = sharding.constrain(hidden, "hidden")
         logit_options = LogitOptions(options.chunk, 0.0, config.vocab_size, sharding.batch_shards, sharding.constrain)
-        targets = jnp.where(rows.target_mask, rows.targets, -1)
+        targets = jnp.where(inputs.target_mask, inputs.targets, -1)
         return chunked_logprobs(hidden, lm_head_for_loss(config, params), targets, logit_options, temperature)
 
 
@@ -73,7 +72,7 @@ def _exact_logprobs(
     sharding: Sharding,
     temperature: float | Float[Array, ""],
 ) -> Float[Array, "B T"]:
-    rows = to_next_token_batch(batch)
-    positions = Positions(position_ids=rows.position_ids, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
-    hidden, _ = forward(config, params, rows.tokens, positions=positions, compute=compute, sharding=sharding)
-    return exact_logprobs(config, params, hidden, jnp.where(rows.target_mask, rows.targets, -1), temperature)
+    inputs = to_next_token_batch(batch)
+    positions = Positions(position_ids=inputs.position_ids, segment_ids=inputs.segment_ids, rope_lengths=inputs.rope_lengths)
+    hidden, _ = forward(config, params, inputs.tokens, positions=positions, compute=compute, sharding=sharding)
+    return exact_logprobs(config, params, hidden, jnp.where(inputs.target_mask, inputs.targets, -1), temperature)

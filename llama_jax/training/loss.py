@@ -1,4 +1,4 @@
-"""The loss: the negative log-likelihood of each next token."""
+"""The loss of a batch: the forward pass, then the cross-entropy of the next tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from llama_jax.model.forward import forward, lm_head_for_loss
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LogitOptions, LossSums, cross_entropy
-from llama_jax.training.batch import Batch, predicted, to_next_token_batch
-from llama_jax.training.neftune import noisy
+from llama_jax.training.batch import Batch, target_mask, to_next_token_batch
+from llama_jax.training.neftune import with_noise
 
-LOSS_CHUNK = 64  # positions per row whose logits are in memory at a time
+LOSS_CHUNK = 64  # the default of `LossOptions.chunk`
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class LossOptions:
 
     Attributes:
       compute: options of the forward pass: dtype, rematerialization, attention.
-      chunk: positions per row whose logits are in memory at a time.
-      z_loss: see `ops.cross_entropy.LogitOptions`; 1e-4 is usual.
+      chunk: positions per row whose logits are in memory at a time (chunked cross-entropy).
+      z_loss: weight of the z-loss, see `ops.cross_entropy.LogitOptions`; 1e-4 is usual.
       neftune: NEFTune's alpha: uniform noise within alpha / sqrt(L D), from `Batch.noise`, is added to the embeddings of a
         document of L tokens (Jain et al. 2023, algorithm 1); 5 to 15 are usual for fine-tuning on few conversations.
 
@@ -50,14 +50,14 @@ class LossOptions:
             raise ConfigError(f"neftune={self.neftune} must be at least 0")
 
 
-class TaskSums(NamedTuple):
-    """The result of a custom loss: sums over the rows of a batch.
+class LossSumsAndMetrics(NamedTuple):
+    """The result of a custom loss: sums over the rows of a batch, without division.
 
     Attributes:
       loss: float[], to be minimized.
-      nll: float[], reported as the loss; not differentiated.
-      metrics: float[] each, more metrics of the step by name; not differentiated. "tokens", if present, is reported as the
-        number of tokens instead of the divisor of the loss.
+      nll: float[], reported as the metric "loss"; not differentiated.
+      metrics: float[] each, by name: more metrics of the step; not differentiated. If there is "tokens", it replaces the
+        metric "tokens", which is the divisor of the loss otherwise.
     """
 
     loss: jax.Array
@@ -72,12 +72,12 @@ def next_token_loss(
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),
 ) -> Float[Array, ""]:
-    """Mean negative log-likelihood of every predicted token given those before it in its segment, in nats.
+    """Mean loss per target token, in nats: its negative log-likelihood given the tokens before it in its segment.
 
-    It is 0 if no token is predicted. For the arguments and errors see `total_loss`.
+    With `z_loss`, this includes the z-loss. 0 if no target counts. For the arguments and errors see `total_loss`.
     """
-    total = total_loss(config, params, batch, options, sharding)
-    return total.loss / jnp.maximum(jnp.sum(predicted(batch)), 1).astype(total.loss.dtype)
+    sums = total_loss(config, params, batch, options, sharding)
+    return sums.loss / jnp.maximum(jnp.sum(target_mask(batch)), 1).astype(sums.loss.dtype)
 
 
 def total_loss(
@@ -87,7 +87,7 @@ def total_loss(
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),
 ) -> LossSums:
-    """Sums over predicted tokens, not yet divided by their number on all devices.
+    """Sums of the loss over target tokens; `train_step` divides them by the number of targets on all devices.
 
     The logits [B, T, V] would be the largest array of a training step, so `ops.cross_entropy` computes them in chunks.
     Gradients have the dtype of `params`; logarithm and sums are float32 at least.
@@ -101,7 +101,8 @@ def total_loss(
     """
     inputs = sharding.reorder_batch(to_next_token_batch(batch))
     positions = Positions(position_ids=inputs.position_ids, segment_ids=inputs.segment_ids, rope_lengths=inputs.rope_lengths)
-    noisy_params = noisy(params, inputs, options.neftune) if options.neftune else params
+    # The output projection, also if it is tied to the embedding, has no noise.
+    noisy_params = with_noise(params, inputs, options.neftune) if options.neftune else params
     hidden, _ = forward(config, noisy_params, inputs.tokens, positions=positions, compute=options.compute, sharding=sharding)
     with sharding.context():
         hidden = sharding.constrain(hidden, "hidden")

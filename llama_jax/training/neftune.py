@@ -1,4 +1,4 @@
-"""Noise on embeddings, only in training (NEFTune: Jain et al. 2023)."""
+"""NEFTune: noise on the embeddings, only in training (Jain et al. 2023)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from llama_jax.ops.rope_scaling import lengths_of
 from llama_jax.training.batch import NextTokenBatch
 
 
-class NoisyTable(struct.PyTreeNode):
-    """An embedding that adds noise to the rows looked up.
+class NoisyEmbedding(struct.PyTreeNode):
+    """An embedding whose lookup adds noise.
 
     Attributes:
-      table: [V, D], the embedding in any form.
-      bits: uint32[B, T], the random bits for the noise of each token, the same on any device.
+      table: [V, D], the embedding: an array or a `Weight`.
+      bits: uint32[B, T], the seed of each token's noise, the same on any device.
       lengths: int32[B, T], number of tokens of each token's document.
-      alpha: noise is uniform within alpha / sqrt(length D).
+      alpha: the noise is uniform in [-a, a], with a = alpha / sqrt(length D).
     """
 
     table: Any
@@ -45,24 +45,26 @@ class NoisyTable(struct.PyTreeNode):
     def embed(self, rows: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Look up rows of the table, with noise."""
         embedded = ops.embed(self.table, rows)
-        columns, root = embedded.shape[-1], jax.random.key(0)
-        draw = lambda bits: jax.random.uniform(jax.random.fold_in(root, bits), (columns,), jnp.float32, -1, 1)
-        within = self.alpha / jnp.sqrt(self.lengths.astype(jnp.float32) * columns)
-        noise = within[..., None] * jax.vmap(jax.vmap(draw))(self.bits)
+        dim, key = embedded.shape[-1], jax.random.key(0)
+        sample = lambda bits: jax.random.uniform(jax.random.fold_in(key, bits), (dim,), jnp.float32, -1, 1)
+        magnitude = self.alpha / jnp.sqrt(self.lengths.astype(jnp.float32) * dim)
+        noise = magnitude[..., None] * jax.vmap(jax.vmap(sample))(self.bits)
         return (embedded.astype(jnp.promote_types(embedded.dtype, jnp.float32)) + noise).astype(embedded.dtype)
 
 
-def noisy(params: Llama, rows: NextTokenBatch, alpha: float) -> Llama:
-    """The parameters with noise on the embeddings of these rows, but not on the output projection, even if it is tied.
+def with_noise(params: Llama, batch: NextTokenBatch, alpha: float) -> Llama:
+    """The parameters with a noisy embedding, for a forward pass over this batch.
+
+    A tied output projection also reads `Llama.embedding`: compute logits with the original parameters.
 
     Raises:
-      ConfigError: the rows have no random numbers.
+      ConfigError: the batch has no random numbers.
     """
-    if rows.noise is None:
+    if batch.noise is None:
         raise ConfigError(f"neftune={alpha} needs random numbers; set the batch's noise, uint32[B, T + 1]")
-    lengths = rows.rope_lengths
+    lengths = batch.rope_lengths
     if lengths is None:
-        places = jnp.broadcast_to(jnp.arange(rows.tokens.shape[1], dtype=jnp.int32), rows.tokens.shape)
-        lengths = lengths_of(places, positions=rows.position_ids, segment_ids=rows.segment_ids)
-        lengths = jnp.broadcast_to(lengths if lengths.ndim == 2 else lengths[:, None], rows.tokens.shape)
-    return params.replace(embedding=NoisyTable(params.embedding, rows.noise, lengths, alpha))
+        slots = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
+        lengths = lengths_of(slots, positions=batch.position_ids, segment_ids=batch.segment_ids)
+        lengths = jnp.broadcast_to(lengths if lengths.ndim == 2 else lengths[:, None], batch.tokens.shape)
+    return params.replace(embedding=NoisyEmbedding(params.embedding, batch.noise, lengths, alpha))

@@ -1,4 +1,4 @@
-"""AdamW and Muon, with learning-rate schedules."""
+"""AdamW and Muon, with gradient clipping and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llama_jax.model.params import Llama, spec_at
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
-WARMUP_SHARE = 10  # the default warm-up is at most this fraction (1 / 10) of the steps
+WARMUP_DIVISOR = 10  # the default warm-up is at most 1 / 10 of all steps
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class OptimizerSettings:
       learning_rate: the peak of the schedule.
       schedule: the learning rate after the warm-up: "cosine" decays over all remaining steps; "wsd" (warm-up, stable, decay:
         Hu et al. 2024, section 4) is constant and then decays linearly; "constant".
-      warmup_steps: steps over which the learning rate rises linearly from 0; None for a tenth of the run's steps, but at
-        most `max_warmup_steps`.
-      max_warmup_steps: see `warmup_steps`.
+      warmup_steps: steps over which the learning rate rises linearly to the peak; None for a tenth of the run's steps, but
+        at most `max_warmup_steps`.
+      max_warmup_steps: upper bound of the default `warmup_steps`; 0 for no warm-up by default.
       decay_share: fraction of all steps, at the end, in which "wsd" decays; limited to those after the warm-up.
       final_share: the learning rate of the last step as a fraction of the peak.
       b1, b2, eps: betas and epsilon of AdamW; 0.9 and 0.95 are Llama's (Touvron et al. 2023, section 2.3).
@@ -37,7 +37,7 @@ class OptimizerSettings:
       momentum: momentum of Muon.
       weight_decay: decoupled weight decay, multiplied by the learning rate, for matrices including the embedding, but not
         for norm weights or biases.
-      clip_norm: gradients with a larger Euclidean norm are scaled down to it (1.0 for Llama: Touvron et al. 2023, section
+      clip_norm: gradients with a larger global norm are scaled down to it (1.0 for Llama: Touvron et al. 2023, section
         2.3); 0: no clipping.
 
     Raises:
@@ -79,11 +79,11 @@ class OptimizerSettings:
 
     def warmup(self, steps: int) -> int:
         """The number of warm-up steps in a run of `steps` steps."""
-        return min(self.max_warmup_steps, steps // WARMUP_SHARE) if self.warmup_steps is None else self.warmup_steps
+        return min(self.max_warmup_steps, steps // WARMUP_DIVISOR) if self.warmup_steps is None else self.warmup_steps
 
 
-def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
-    """The learning rate of every update, from 0 to `steps` - 1.
+def learning_rate_schedule(settings: OptimizerSettings, steps: int) -> optax.Schedule:
+    """The learning rate as a function of the number of updates so far, 0 to `steps` - 1.
 
     Raises:
       ConfigError: the warm-up does not end before the last step.
@@ -91,16 +91,16 @@ def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     s, warmup_steps = settings, settings.warmup(steps)
     if warmup_steps >= max(steps, 1):
         raise ConfigError(f"optimizer.warmup_steps={warmup_steps} must be below steps={steps}; set it lower")
-    remaining = steps - warmup_steps
-    final_rate = s.final_share * s.learning_rate
+    steps_after_warmup = steps - warmup_steps
+    final_learning_rate = s.final_share * s.learning_rate
     match s.schedule:
         case "cosine":
-            cosine = optax.cosine_decay_schedule(s.learning_rate, max(remaining - 1, 1), alpha=s.final_share)
+            cosine = optax.cosine_decay_schedule(s.learning_rate, max(steps_after_warmup - 1, 1), alpha=s.final_share)
             schedules, boundaries = [cosine], []
         case "wsd":
-            decay_steps = min(remaining - 1, round(s.decay_share * steps))
+            decay_steps = min(steps_after_warmup - 1, round(s.decay_share * steps))
             stable = optax.constant_schedule(s.learning_rate)
-            decay = optax.linear_schedule(s.learning_rate, final_rate, max(decay_steps, 1))
+            decay = optax.linear_schedule(s.learning_rate, final_learning_rate, max(decay_steps, 1))
             schedules, boundaries = [stable, decay], [steps - 1 - decay_steps]
         case _:
             schedules, boundaries = [optax.constant_schedule(s.learning_rate)], []
@@ -113,30 +113,32 @@ def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
 
 def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformationExtraArgs:
     """AdamW or Muon with gradient clipping, for a run of `steps` steps."""
-    s, schedule = settings, learning_rates(settings, steps)
+    s, schedule = settings, learning_rate_schedule(settings, steps)
     adam = adamw(schedule, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=s.weight_decay)
     if s.lora_plus != 1:  # scales update and weight decay, like a separate learning rate
         adam = optax.chain(adam, optax.masked(optax.scale(s.lora_plus), _is_lora_b_or_magnitude))
-    optimizer = adam if s.name == "adamw" else optax.partition({"muon": _muon(s, schedule), "adamw": adam}, _optimizer_of)
-    return clipped(optimizer, s.clip_norm)
+    if s.name == "adamw":
+        return with_clipping(adam, s.clip_norm)
+    return with_clipping(optax.partition({"muon": _muon(s, schedule), "adamw": adam}, _optimizer_labels), s.clip_norm)
 
 
-def clipped(optimizer: optax.GradientTransformation, clip_norm: float) -> optax.GradientTransformationExtraArgs:
-    """The optimizer with gradients clipped to this Euclidean norm, and the same state; 0: no clipping.
+def with_clipping(optimizer: optax.GradientTransformation, clip_norm: float) -> optax.GradientTransformationExtraArgs:
+    """The optimizer with gradients clipped by their global norm; 0: no clipping.
 
-    Its `update` accepts `grad_norm`, which `train_step` has already computed; by default the norm is computed.
+    Like `optax.clip_by_global_norm`, except that `update` accepts the norm as `grad_norm`, which `train_step` has already
+    computed, and that the optimizer's state stays as it is.
     """
     inner = optax.with_extra_args_support(optimizer)
     if not clip_norm:
         return inner
 
-    def update(gradients: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **more: Any) -> tuple[Any, Any]:
+    def update(gradients: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **extra: Any) -> tuple[Any, Any]:
         norm = grad_norm
         if norm is None:
             norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients))
         # Scaled here and not in `train_step`, where the scaled gradients would be a copy as large as the parameters.
         scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
-        return inner.update(jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients), state, params, **more)
+        return inner.update(jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients), state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
@@ -152,7 +154,7 @@ def adamw(
     """AdamW with the betas of Llama (Touvron et al. 2023, section 2.3; Loshchilov & Hutter 2019, algorithm 2).
 
     Weight decay applies to matrices including the embedding, but not to norm weights (other weights would only compensate
-    for smaller ones) or biases. Gradients are not clipped, see `clipped`.
+    for smaller ones) or biases. Gradients are not clipped, see `with_clipping`.
     """
     return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=_decay_mask)
 
@@ -163,12 +165,12 @@ def _muon(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.Gradie
         schedule,
         beta=settings.momentum,
         weight_decay=settings.weight_decay,
-        muon_weight_dimension_numbers=_matrix_axes,
+        muon_weight_dimension_numbers=_muon_dimension_numbers,
         consistent_rms=0.2,
     )
 
 
-def _matrix_axes(params: Llama) -> Llama:
+def _muon_dimension_numbers(params: Llama) -> Llama:
     """The input and output axes of each matrix; other axes, such as the axis of layers, are batch axes."""
 
     def axes(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers:
@@ -177,11 +179,13 @@ def _matrix_axes(params: Llama) -> Llama:
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
-def _optimizer_of(params: Llama) -> Llama:
-    def name(path: tuple[Any, ...], _: Any) -> OptimizerName:
+def _optimizer_labels(params: Llama) -> Llama:
+    """The optimizer of each parameter: "muon" for the matrices inside the layers, "adamw" for the rest."""
+
+    def label(path: tuple[Any, ...], _: Any) -> OptimizerName:
         return "adamw" if spec_at(path).output_axes is None else "muon"
 
-    return jax.tree_util.tree_map_with_path(name, params)
+    return jax.tree_util.tree_map_with_path(label, params)
 
 
 def _is_lora_b_or_magnitude(params: Llama) -> Llama:
@@ -201,4 +205,5 @@ def _is_lora_b_or_magnitude(params: Llama) -> Llama:
 
 
 def _decay_mask(params: Llama) -> Llama:
+    """Whether weight decay applies to each parameter."""
     return jax.tree_util.tree_map_with_path(lambda path, _: spec_at(path).decays, params)

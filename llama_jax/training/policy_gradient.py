@@ -63,7 +63,7 @@ class PolicyOptions:
       clip: the probability ratio is clipped at 1 - `clip`.
       clip_high: the probability ratio is clipped at 1 + `clip_high`; None uses `clip`, a larger value is "clip-higher" (Yu
         et al. 2025: 0.28).
-      beta: weight of the divergence from the reference, by the estimator k3 (Schulman 2020).
+      beta: weight of the KL divergence from the reference, by the estimator k3 (Schulman 2020).
       length: for "dr_grpo", the maximum number of tokens of an answer.
 
     Raises:
@@ -92,13 +92,13 @@ class PolicyOptions:
 
 
 class PolicyLoss(NamedTuple):
-    """Sums over the tokens of the answers, to be divided by `divisor` over all parts of a batch: float[].
+    """Sums over the tokens of the answers, float[]; over a whole batch, the loss is sum(`loss`) / sum(`divisor`).
 
     Attributes:
       loss: the quantity to minimize.
       divisor: the number of answers for "grpo", of tokens for "dapo", of answers times `length` for "dr_grpo".
       clipped: number of tokens whose ratio is clipped: beyond the limit in the direction of the advantage.
-      divergence: sum of k3 over the tokens, 0 without a reference.
+      divergence: sum over the tokens of the KL divergence from the reference, by the estimator k3; 0 without one.
       tokens: number of tokens of the answers.
     """
 
@@ -111,7 +111,7 @@ class PolicyLoss(NamedTuple):
 
 def policy_loss(
     logprobs: Float[AnyArray, "B T"],
-    sampled: Float[AnyArray, "B T"],
+    old_logprobs: Float[AnyArray, "B T"],
     advantages: Float[AnyArray, " B"],
     mask: Bool[AnyArray, "B T"],
     options: PolicyOptions = PolicyOptions(),
@@ -121,8 +121,8 @@ def policy_loss(
 
     Args:
       logprobs: log-probabilities of the tokens under the trained model, at the sampling temperature.
-      sampled: the same under the model that sampled the tokens; not differentiated. In the first step on a batch it equals
-        `logprobs`, the ratio is 1, and the gradient is the policy gradient.
+      old_logprobs: the same under the model that sampled the tokens; not differentiated. In the first step on a batch they
+        equal `logprobs`, the ratio is 1, and the gradient is the policy gradient.
       advantages: not differentiated.
       mask: which tokens belong to the answer, including its stop token.
       reference: the same under the reference model, for `beta`; not differentiated.
@@ -135,11 +135,11 @@ def policy_loss(
         raise ConfigError(f"a policy loss with beta={options.beta} {need}")
     mask = mask.astype(logprobs.dtype)
     advantages = jax.lax.stop_gradient(advantages)[:, None]
-    ratio = jnp.exp(jnp.where(mask > 0, logprobs - jax.lax.stop_gradient(sampled), 0))
+    ratio = jnp.exp(jnp.where(mask > 0, logprobs - jax.lax.stop_gradient(old_logprobs), 0))
     high = options.clip if options.clip_high is None else options.clip_high
-    bounded = jnp.clip(ratio, 1 - options.clip, 1 + high)
-    losses = -jnp.minimum(ratio * advantages, bounded * advantages)
-    clipped = ((ratio < 1 - options.clip) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
+    clipped_ratio = jnp.clip(ratio, 1 - options.clip, 1 + high)
+    losses = -jnp.minimum(ratio * advantages, clipped_ratio * advantages)
+    is_clipped = ((ratio < 1 - options.clip) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
     divergence = jnp.zeros_like(losses)
     if reference is not None:
         difference = jnp.where(mask > 0, jax.lax.stop_gradient(reference) - logprobs, 0)
@@ -152,4 +152,4 @@ def policy_loss(
         divisor = jnp.asarray(mask.shape[0], logprobs.dtype)
     elif options.kind == "dr_grpo":
         divisor = jnp.asarray(mask.shape[0] * (options.length or 1), logprobs.dtype)
-    return PolicyLoss(loss, divisor, jnp.sum(clipped * mask), jnp.sum(divergence * mask), jnp.sum(lengths))
+    return PolicyLoss(loss, divisor, jnp.sum(is_clipped * mask), jnp.sum(divergence * mask), jnp.sum(lengths))

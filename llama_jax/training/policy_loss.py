@@ -14,9 +14,9 @@ from jaxtyping import Array, Float32
 from llama_jax.config import LlamaConfig
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama
-from llama_jax.training.batch import Batch, predicted
+from llama_jax.training.batch import Batch, target_mask
 from llama_jax.training.logprobs import token_logprobs
-from llama_jax.training.loss import LossOptions, TaskSums
+from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
 from llama_jax.training.policy_gradient import PolicyOptions, policy_loss
 from llama_jax.training.step import microbatches
 
@@ -27,22 +27,23 @@ class ScoredAnswers(NamedTuple):
     Attributes:
       batch: prompts and answers; the mask selects the tokens to train on, including the stop token.
       advantages: float32[B].
-      drawn: float32[B, T], the sampler's log-probabilities of the tokens at the temperature, for comparison with the
-        trainer's.
-      sampled: float32[B, T], the trainer's, when the answers were sampled; None if these are the current ones.
-      reference: float32[B, T], the reference model's; None if the loss has no divergence from it.
+      sampler_logprobs: float32[B, T], log-probabilities of the tokens at the sampling temperature, computed by the sampler;
+        only compared with the trainer's.
+      old_logprobs: float32[B, T], the same, computed by the training step's forward pass with the parameters that sampled
+        the answers; None in the first step on the answers, where they equal the current ones.
+      reference: float32[B, T], the same under the reference model; None if the loss has no KL term.
     """
 
     batch: Batch
     advantages: Any
-    drawn: Any
-    sampled: Any = None
+    sampler_logprobs: Any
+    old_logprobs: Any = None
     reference: Any = None
 
 
 @dataclass(frozen=True)
 class AnswerLoss:
-    """The loss, with the methods that `train_step` and a task's objective need.
+    """The loss of sampled answers, a `LossFn`, and other functions that the training step needs with it.
 
     Attributes:
       policy: see `PolicyOptions`.
@@ -53,43 +54,43 @@ class AnswerLoss:
     temperature: float
 
     def __call__(
-        self, config: LlamaConfig, params: Llama, judged: ScoredAnswers, options: LossOptions, sharding: Sharding
-    ) -> TaskSums:
-        """Sums over rows, for a `train_step` that divides them by `count`.
+        self, config: LlamaConfig, params: Llama, scored: ScoredAnswers, options: LossOptions, sharding: Sharding
+    ) -> LossSumsAndMetrics:
+        """Sums over rows; `train_step` divides the loss by `count`.
 
         In `metrics`, "tokens" is the number of tokens of the answers; "clipped", "divergence" and "gap" (the absolute
-        difference from `drawn`) are sums over them.
+        difference from `sampler_logprobs`) are sums over them.
         """
-        mask = predicted(judged.batch)
-        logprobs = token_logprobs(config, params, judged.batch, options, sharding, self.temperature)
+        mask = target_mask(scored.batch)
+        logprobs = token_logprobs(config, params, scored.batch, options, sharding, self.temperature)
         detached = lax.stop_gradient(logprobs)
-        sampled = detached if judged.sampled is None else judged.sampled
-        sums = policy_loss(logprobs, sampled, judged.advantages, mask, self.policy, judged.reference)
-        gap = jnp.sum(jnp.abs(jnp.where(mask, judged.drawn - detached, 0)))
+        old_logprobs = detached if scored.old_logprobs is None else scored.old_logprobs
+        sums = policy_loss(logprobs, old_logprobs, scored.advantages, mask, self.policy, scored.reference)
+        gap = jnp.sum(jnp.abs(jnp.where(mask, scored.sampler_logprobs - detached, 0)))
         metrics = {"tokens": sums.tokens, "clipped": sums.clipped, "divergence": sums.divergence, "gap": gap}
-        return TaskSums(sums.loss, lax.stop_gradient(sums.loss), jax.tree.map(lax.stop_gradient, metrics))
+        return LossSumsAndMetrics(sums.loss, lax.stop_gradient(sums.loss), jax.tree.map(lax.stop_gradient, metrics))
 
-    def count(self, judged: ScoredAnswers) -> Float32[Array, ""]:
+    def count(self, scored: ScoredAnswers) -> Float32[Array, ""]:
         """The divisor of the sum of losses: the number of tokens, of answers, or of answers times `length`."""
         if self.policy.kind == "dapo":
-            return jnp.sum(predicted(judged.batch), dtype=jnp.float32)
-        return jnp.float32(judged.advantages.shape[0] * (self.policy.length or 1))
+            return jnp.sum(target_mask(scored.batch), dtype=jnp.float32)
+        return jnp.float32(scored.advantages.shape[0] * (self.policy.length or 1))
 
-    def with_reference(self, reference: Llama, parts: int) -> Any:
+    def with_reference(self, reference: Llama, accumulate: int) -> Any:
         """A function with the arguments of a loss that adds the reference model's log-probabilities to the answers.
 
         Args:
-          parts: number of parts of the rows, computed one after the other to save memory.
+          accumulate: number of microbatches, which are computed one after the other.
         """
 
         def prepare(
-            config: LlamaConfig, _: Llama, judged: ScoredAnswers, options: LossOptions, sharding: Sharding
+            config: LlamaConfig, _: Llama, scored: ScoredAnswers, options: LossOptions, sharding: Sharding
         ) -> ScoredAnswers:
             measure = partial(token_logprobs, config, reference)
             logprobs = lax.map(
-                lambda batch: measure(batch, options, sharding, self.temperature), microbatches(judged.batch, parts)
+                lambda batch: measure(batch, options, sharding, self.temperature), microbatches(scored.batch, accumulate)
             )
             logprobs = logprobs.swapaxes(0, 1).reshape(-1, logprobs.shape[-1])  # undoes `microbatches`
-            return judged._replace(reference=logprobs)
+            return scored._replace(reference=logprobs)
 
         return prepare

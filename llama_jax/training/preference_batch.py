@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Float32
 from llama_jax.config import LlamaConfig
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama
-from llama_jax.training.batch import Batch, predicted
+from llama_jax.training.batch import Batch, target_mask
 from llama_jax.training.logprobs import token_logprobs
-from llama_jax.training.loss import LossOptions, TaskSums
+from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
 from llama_jax.training.preference_loss import FREE, Pair, PreferenceOptions, Preferred, kto_loss, preference_loss
 from llama_jax.training.step import microbatches
 
@@ -68,7 +68,7 @@ def answer_logprobs(
     rows = Batch(*(part.reshape(-1, part.shape[-1]) for part in parts))
     logprobs = token_logprobs(config, params, rows, options, sharding)
     numbers = 1 + jnp.arange(batch.there.shape[1])
-    of = (rows.segment_ids[:, 1:, None] == numbers) & predicted(rows)[..., None]  # [B * S, T, P]
+    of = (rows.segment_ids[:, 1:, None] == numbers) & target_mask(rows)[..., None]  # [B * S, T, P]
     sums = jnp.sum(jnp.where(of, logprobs[..., None], 0), axis=1)
     shape = *batch.tokens.shape[:2], batch.there.shape[1]
     return AnswerSums(sums.reshape(shape), jnp.sum(of, axis=1, dtype=sums.dtype).reshape(shape))
@@ -149,7 +149,7 @@ def pair_loss(
     batch: PairBatch,
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),
-) -> TaskSums:
+) -> LossSumsAndMetrics:
     """The sum of the losses of a batch, to be divided by `pair_count`; see `preference_loss` and `kto_loss`.
 
     `metrics` has sums: "tokens" of the answers; over pairs, "chosen_reward", "rejected_reward", "chosen_logprob",
@@ -160,7 +160,7 @@ def pair_loss(
     result = preferred(answers, batch, preference)
     loss = jnp.sum(result.losses)
     metrics = jax.tree.map(lax.stop_gradient, sums_of(answers, result, batch))
-    return TaskSums(loss, lax.stop_gradient(loss), metrics)
+    return LossSumsAndMetrics(loss, lax.stop_gradient(loss), metrics)
 
 
 def sums_of(answers: AnswerSums, result: Preferred, batch: PairBatch) -> dict[str, Float[Array, ""]]:

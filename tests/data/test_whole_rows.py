@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llama_jax.data import DataError, split, training_batches, validation_batches
 from llama_jax.data.batches import whole_rows
-from llama_jax.training.batch import predicted
+from llama_jax.training.batch import target_mask
 
 
 def with_targets(lengths):
@@ -46,7 +46,7 @@ def test_conversations_are_in_one_row_each(lengths, seed, more):
     assert sorted(seen) == list(range(len(lengths)))
     assert not batch.loss_mask[batch.segment_ids == 0].any()
     firsts = corpus.targets[corpus.starts].sum()
-    assert np.asarray(predicted(batch)).sum() == corpus.targets.sum() - firsts
+    assert np.asarray(target_mask(batch)).sum() == corpus.targets.sum() - firsts
 
 
 def test_the_order_of_packed_rows_is_one_order():

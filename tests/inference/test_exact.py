@@ -312,10 +312,10 @@ def test_the_sampler_is_the_trainer(kind):
 
     sums, gradients, logprobs = first_update(params, scored)
     mask = np.asarray(scored.batch.loss_mask[:, 1:])
-    assert (np.asarray(logprobs)[mask] == rows.drawn[mask]).all()
+    assert (np.asarray(logprobs)[mask] == rows.sampler_logprobs[mask]).all()
     assert sums.metrics["gap"] == 0
     # With the sampler's own numbers as those of the policy before, every ratio is 1.
-    again, _, _ = first_update(params, scored._replace(sampled=rows.drawn))
+    again, _, _ = first_update(params, scored._replace(old_logprobs=rows.sampler_logprobs))
     assert again.loss == sums.loss
     plain = jax.jit(jax.grad(lambda params: loss(config, params, scored, LossOptions(), Sharding()).loss))(params)
     tolerance = 1e-4 if kind == "float32" else 0.1

@@ -19,8 +19,8 @@ from llama_jax.errors import ConfigError, MeshError
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
 from llama_jax.parallel.pmap import pmap_step, replicate
 from llama_jax.parallel.sharding import batch_spec, shardings, step_over, train_state_specs
-from llama_jax.training.batch import Batch, predicted
-from llama_jax.training.loss import TaskSums, total_loss
+from llama_jax.training.batch import Batch, target_mask
+from llama_jax.training.loss import LossSumsAndMetrics, total_loss
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
 from llama_jax.training.step import StepOptions, init_state, train_step
 
@@ -83,7 +83,7 @@ def alone():
 
 
 def test_what_is_compared_is_uneven_and_clipped(alone):
-    counts = np.asarray(predicted(packed(0))).reshape(8, -1).sum(axis=1)
+    counts = np.asarray(target_mask(packed(0))).reshape(8, -1).sum(axis=1)
     assert counts[0] == 0
     assert len(set(counts.tolist())) >= 5
     assert all(metrics["grad_norm"] > 0.2 for metrics in alone[1])
@@ -146,7 +146,7 @@ def weighted(config, params, batch, options, sharding):
     """A loss with weights that no order of summation adds exactly, and a sum of its own to report."""
     sums = total_loss(config, params, batch, options, sharding)
     weight = weight_of(batch)
-    return TaskSums(weight * sums.loss, weight * sums.nll, {"weight": weight})
+    return LossSumsAndMetrics(weight * sums.loss, weight * sums.nll, {"weight": weight})
 
 
 def weight_of(batch):

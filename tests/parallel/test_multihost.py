@@ -66,7 +66,7 @@ def test_one_process_needs_nobody(monkeypatch):
     for arguments in ((), ("node1:29500", 1, 0)):
         with join_job(*arguments) as alone:
             assert (alone.index, alone.count, alone.first_of_host) == (0, 1, True)
-            alone.wait("anything")
+            alone.barrier("anything")
 
 
 @pytest.mark.parametrize(
@@ -274,9 +274,9 @@ def test_waiting_for_all(three, others):
     arrived = []
 
     def come(process):
-        process.wait("x")
+        process.barrier("x")
         arrived.append(process.index)
-        process.agree("y", {"mesh": "data=2", "steps": (1, 2)})
+        process.assert_equal("y", {"mesh": "data=2", "steps": (1, 2)})
         process.close()
 
     run(come, joined[1])
@@ -294,14 +294,14 @@ def test_what_the_first_tells_the_others_hear_in_its_order(three, others):
 
     def hear(process):
         heard = [process.hear() for _ in told]
-        process.wait("the end")
+        process.barrier("the end")
         return heard
 
     for process in joined[1:]:
         run(hear, process)
     for content in told:
         joined[0].tell(content)
-    joined[0].wait("the end")
+    joined[0].barrier("the end")
     assert wait() == [told, told]
     Processes().tell(b"nobody is there")
 

@@ -15,7 +15,7 @@ from training_options import step_options
 from llama_jax import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.parallel.pmap import pmap_step, replicate
-from llama_jax.training.batch import Batch, predicted
+from llama_jax.training.batch import Batch, target_mask
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import init_state, train_step
 
@@ -79,7 +79,7 @@ def test_one_step_has_the_loss_and_the_gradients_of_jit(alone, on_all):
 
 
 def test_the_rows_are_uneven():
-    labels = np.asarray(predicted(packed(0))).reshape(8, -1).sum(axis=1)
+    labels = np.asarray(target_mask(packed(0))).reshape(8, -1).sum(axis=1)
     assert labels[0] == 0
     assert len(set(labels.tolist())) >= 5
 

@@ -29,10 +29,10 @@ from llama_jax.parallel.padding import pad_params, padded_config
 from llama_jax.parallel.ring_attention import (
     check_length,
     join_sequence,
-    positions_of,
     ring_attention,
     sequence_splitter,
     split_sequence,
+    zigzag_positions,
 )
 from llama_jax.parallel.ring_prefill import prefill_over
 from llama_jax.parallel.sharding import cache_specs, param_specs, shardings, step_over
@@ -147,7 +147,7 @@ def test_16_bit_rows_are_close_and_sent_as_such():
 
 @given(st.integers(1, 12), st.integers(1, 6))
 def test_at_every_turn_each_device_has_as_many_scores_to_compute(parts, chunk):
-    places = [np.asarray(positions_of(i, parts, 2 * parts * chunk)) for i in range(parts)]
+    places = [np.asarray(zigzag_positions(i, parts, 2 * parts * chunk)) for i in range(parts)]
     np.testing.assert_array_equal(np.sort(np.concatenate(places)), np.arange(2 * parts * chunk))
     scores = [[np.sum(places[(i - turn) % parts] <= places[i][:, None]) for i in range(parts)] for turn in range(parts)]
     assert all(len(set(turn)) == 1 for turn in scores)

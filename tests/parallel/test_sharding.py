@@ -16,7 +16,7 @@ from llama_jax.parallel.padding import pad_params, padded_config
 from llama_jax.parallel.sharding import (
     batch_spec,
     cache_specs,
-    constrain_over,
+    make_constrain,
     param_shapes,
     param_specs,
     train_state_specs,
@@ -108,9 +108,9 @@ def test_what_the_optimizer_keeps_lies_with_its_parameter():
 
 
 def test_points_of_the_model():
-    constrain = constrain_over(make_mesh(MeshSizes()))
+    constrain = make_constrain(make_mesh(MeshSizes()))
     x = jnp.ones((2, 3, 4))
-    for where in ("embedded", "residual", "hidden", "logits", "head_gradient"):
+    for where in ("embedded", "residual", "hidden", "logits", "lm_head_gradient"):
         assert (constrain(x, where) == x).all()
     with pytest.raises(ValueError, match="the model has no constraint point 'elsewhere'"):
         constrain(x, "elsewhere")

@@ -18,7 +18,7 @@ from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.sharding import batch_spec, shardings, step_over, train_state_specs
 from llama_jax.training.batch import Batch
-from llama_jax.training.optimizer import adamw, clipped
+from llama_jax.training.optimizer import adamw, with_clipping
 from llama_jax.training.step import init_state
 
 CONFIG = LlamaConfig(
@@ -35,7 +35,7 @@ CONFIG = LlamaConfig(
     head_dim=8,
 )
 ROWS, LENGTH, STEPS = 8, 16, 10
-OPTIMIZER = clipped(adamw(1e-3), 1.0)
+OPTIMIZER = with_clipping(adamw(1e-3), 1.0)
 # The other ways to split eight devices combine these.
 QUICK = [MeshSizes(1, 1, 2, 4)]
 SLOW = [MeshSizes(1, 1, 8), MeshSizes(2, 2, 2), MeshSizes(2, 2, context=2)]

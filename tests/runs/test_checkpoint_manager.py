@@ -28,7 +28,7 @@ from llama_jax.formats.step_dirs import steps_in
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.sharding import param_specs, shardings
 from llama_jax.runs import checkpoint_manager
-from llama_jax.runs.checkpoint_manager import CheckpointManager, read_note
+from llama_jax.runs.checkpoint_manager import CheckpointManager, read_metadata
 from llama_jax.tokenizers import load_tokenizer
 
 NOTE = {"recipe": {"steps": 60}, "data": {"next_batch": 7, "digest": "ab12"}, "seed": 3}
@@ -87,7 +87,7 @@ def test_what_is_saved_comes_back_to_the_bit(kept, ema):
     assert type(restored) is type(state)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert {"float32", "bfloat16", "int32"} == {str(a.dtype) for a in jax.tree.leaves(restored)}
-    assert note == read_note(kept.folder) == NOTE | {"step": 40, "validation_loss": 2.5, "versions": note["versions"]}
+    assert note == read_metadata(kept.folder) == NOTE | {"step": 40, "validation_loss": 2.5, "versions": note["versions"]}
     assert note["versions"]["jax"] == jax.__version__
 
 

@@ -210,7 +210,9 @@ def test_checkpoints_that_no_run_saved_are_refused(text, tmp_path):
     """Whoever uses `CheckpointManager` notes other things."""
     with CheckpointManager(tmp_path / "checkpoints") as kept:
         small_run.save(kept, 10, seed=1)
-    with pytest.raises(TrainingError, match=r"checkpoints/10 was not saved by train: its note has no recipe; use another"):
+    with pytest.raises(
+        TrainingError, match=r"checkpoints/10 was not saved by train: its metadata has no recipe; use another"
+    ):
         train(RECIPE, tmp_path, text, resume=True)
 
 

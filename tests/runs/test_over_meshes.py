@@ -79,7 +79,7 @@ def test_samples_are_made_where_the_model_lies(params, sizes):
     assert found == [tokenizer.decode(prompt + tokens) for prompt, tokens in zip(prompts, known, strict=True)]
     held = {
         (len(leaf.devices()), leaf.is_fully_replicated)
-        for leaf in jax.tree.leaves(program.fit(spread).blocks)
+        for leaf in jax.tree.leaves(program.prepare_params(spread).blocks)
         if leaf.ndim > 2
     }
     assert held == {(sizes.devices, sizes.devices == sizes.data)}
@@ -96,8 +96,8 @@ def test_weights_are_read_straight_into_shares(params, tmp_path):
         lambda leaf, place: leaf.sharding.is_equivalent_to(place, leaf.ndim) or pytest.fail(str(leaf)), start, places
     )
     program = make_program(RECIPE, objective(RECIPE), sizes, "jit")
-    state = program.start(start)
+    state = program.init_state(start)
     jax.tree.map(np.testing.assert_array_equal, state.params, params)
     by_pmap = make_program(RECIPE, objective(RECIPE), MeshSizes(data=8), "pmap")
     start, _ = load_weights(RECIPE, tmp_path / "model", MeshSizes(data=8), None)
-    jax.tree.map(np.testing.assert_array_equal, by_pmap.start(start).params, params)
+    jax.tree.map(np.testing.assert_array_equal, by_pmap.init_state(start).params, params)

@@ -16,7 +16,7 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs import preflight
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
-from llama_jax.runs.preflight import plan_of, task_kind
+from llama_jax.runs.preflight import describe_plan, task_kind
 from llama_jax.runs.recipe import fit_to_data, to_dict
 from llama_jax.runs.recipes import find
 from llama_jax.runs.tasks.interface import TaskInputs
@@ -131,9 +131,9 @@ def test_other_tasks_have_epochs_too(tmp_path):
     assert (task.recipe.batch, task.recipe.steps) == (16, 2 * 2 * 32 // 4)
     assert "2.0 epochs" in task.facts[0]
     assert "warning" not in "".join(task.facts)
-    assert plan_of(rewarding(), task, 1).startswith("plan: 32 steps of 176 tokens (batch=16 of at most 32): about ")
+    assert describe_plan(rewarding(), task, 1).startswith("plan: 32 steps of 176 tokens (batch=16 of at most 32): about ")
     few = opened(replace(rewarding(), steps=500, batch=256), prompts)
-    assert ["read 500 times" in few.facts[1], "has 32 prompts, and a step reads 64" in few.facts[2]] == [True, True]
+    assert ["read 500 times" in few.facts[1], "has 32 prompts, but a step reads 64" in few.facts[2]] == [True, True]
 
 
 def test_a_run_in_epochs_is_planned_and_resumed(chats, tmp_path):

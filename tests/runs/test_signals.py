@@ -189,7 +189,7 @@ class Job:
         """Whether each stops before the next step; the second one's clock is 5 % behind."""
         answers = []
         for stopping in self.stopping:
-            answers.append(stopping.now())
+            answers.append(stopping.should_stop())
             self.now += 0.05 * self.seconds
         self.now += self.seconds
         return answers
@@ -222,7 +222,7 @@ def test_one_process_asks_nobody(monkeypatch):
     monkeypatch.setattr(signals, "StopVote", lambda: pytest.fail("voted"))
     request = SimpleNamespace(name=None)
     stopping = Stopping(request, 1)
-    assert not stopping.now()
+    assert not stopping.should_stop()
     request.name = signal.SIGINT.name
-    assert stopping.now()
+    assert stopping.should_stop()
     assert stopping.name == "SIGINT"

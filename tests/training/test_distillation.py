@@ -13,7 +13,7 @@ import llama_jax
 from llama_jax.errors import ConfigError
 from llama_jax.ops.cross_entropy import LogitOptions
 from llama_jax.ops.kl_divergence import DivergenceOptions, Logits, token_divergence
-from llama_jax.training.batch import Batch, predicted
+from llama_jax.training.batch import Batch, target_mask
 from llama_jax.training.distillation import DistillOptions, Teacher, distillation_loss
 
 ROWS, LENGTH, VOCABULARY = 2, 11, 40
@@ -159,7 +159,7 @@ def test_the_loss_mixes_divergence_and_likelihood(models):
             np.asarray(llama_jax.logits(config, params, read)),
             np.asarray(llama_jax.logits(other, theirs, read)),
         )
-    counted = np.asarray(predicted(batch))
+    counted = np.asarray(target_mask(batch))
     kl = (plain(logits, wanted, 2.0, 0) * counted).sum()
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nll = -(np.take_along_axis(logprobs, tokens[:, 1:, None], -1)[..., 0] * counted).sum()

@@ -11,7 +11,7 @@ from test_packed_conversations import SIZES, both, conversations
 from training_options import loss_options
 
 import llama_jax
-from llama_jax.training.batch import Batch, predicted
+from llama_jax.training.batch import Batch, target_mask
 from llama_jax.training.logprobs import token_logprobs
 from llama_jax.training.loss import next_token_loss
 
@@ -36,7 +36,7 @@ def test_values_and_gradients_are_those_of_the_definition(models, kind, temperat
     config, params = models[kind]
     batch = batch_of(config)
     weights = np.random.default_rng(1).normal(size=(ROWS, LENGTH))
-    counted = np.asarray(predicted(batch))
+    counted = np.asarray(target_mask(batch))
     with jax.enable_x64(True):
         params = as_float64(params)
 
@@ -63,7 +63,7 @@ def test_their_mean_is_the_loss_and_they_are_float32(models):
     loss = jax.jit(partial(next_token_loss, config, options=loss_options(chunk=4)))(params, batch)
     assert found.dtype == jnp.float32
     assert found.shape == (ROWS, LENGTH)
-    np.testing.assert_allclose(-found.sum() / predicted(batch).sum(), loss, rtol=1e-5)
+    np.testing.assert_allclose(-found.sum() / target_mask(batch).sum(), loss, rtol=1e-5)
 
 
 def test_the_logits_never_exist_at_once(models):
@@ -90,7 +90,7 @@ def test_conversations_that_share_a_row_have_those_of_their_own(models):
     config, params = models["gqa"]
     packed, alone = both(conversations(config, SIZES))
     measured = jax.jit(partial(token_logprobs, config, options=loss_options()))
-    count = int(np.asarray(predicted(packed)).sum())
+    count = int(np.asarray(target_mask(packed)).sum())
     ours, theirs = (np.sort(np.ravel(measured(params, batch)))[:count] for batch in (packed, alone))
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
     assert (ours < 0).all()

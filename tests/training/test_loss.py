@@ -11,7 +11,7 @@ from training_options import loss_options
 
 import llama_jax
 from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
-from llama_jax.training.batch import Batch, predicted
+from llama_jax.training.batch import Batch, target_mask
 from llama_jax.training.loss import next_token_loss
 
 BATCH, LENGTH = 2, 11
@@ -151,10 +151,10 @@ def place(batch, row, start, tokens, segment):
 def test_what_is_predicted():
     tokens = np.zeros((1, 7), np.int32)
     segments = np.array([[1, 1, 1, 2, 2, 0, 0]])
-    np.testing.assert_array_equal(predicted(Batch(tokens)), np.ones((1, 6), bool))
-    np.testing.assert_array_equal(predicted(Batch(tokens, segments)), [[1, 1, 0, 1, 0, 0]])
+    np.testing.assert_array_equal(target_mask(Batch(tokens)), np.ones((1, 6), bool))
+    np.testing.assert_array_equal(target_mask(Batch(tokens, segments)), [[1, 1, 0, 1, 0, 0]])
     mask = np.array([[1, 0, 1, 1, 1, 1, 1]])
-    np.testing.assert_array_equal(predicted(Batch(tokens, segments, loss_mask=mask)), [[0, 1, 0, 1, 0, 0]])
+    np.testing.assert_array_equal(target_mask(Batch(tokens, segments, loss_mask=mask)), [[0, 1, 0, 1, 0, 0]])
 
 
 def test_a_masked_token_is_read_but_not_counted(defined, models):

@@ -18,10 +18,10 @@ from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.sharding import batch_spec, param_specs, shardings, training_sharding
 from llama_jax.runs.preflight import check_task
 from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.tasks.language_modeling import noise_of
+from llama_jax.runs.tasks.language_modeling import noise_bits
 from llama_jax.training.batch import Batch, to_next_token_batch
 from llama_jax.training.loss import total_loss
-from llama_jax.training.neftune import noisy
+from llama_jax.training.neftune import with_noise
 from llama_jax.training.preference_loss import PreferenceOptions
 
 CONFIG = llama_jax.LlamaConfig(
@@ -35,7 +35,7 @@ BATCH = Batch(
     np.random.default_rng(0).integers(0, 64, (ROWS, LENGTH + 1), np.int32),
     SEGMENTS,
     np.tile(POSITIONS, (ROWS, 1)),
-    noise=noise_of(0, 3, (0, ROWS, ROWS), LENGTH),
+    noise=noise_bits(0, 3, (0, ROWS, ROWS), LENGTH),
 )
 
 
@@ -47,7 +47,7 @@ def params():
 @partial(jax.jit, static_argnums=2)
 def noise_in_embedding(params, batch, alpha):
     rows = to_next_token_batch(batch)
-    return noisy(params, rows, alpha).embedding.embed(rows.tokens) - params.embedding[rows.tokens]
+    return with_noise(params, rows, alpha).embedding.embed(rows.tokens) - params.embedding[rows.tokens]
 
 
 def noise(params, batch, alpha=ALPHA):
@@ -77,13 +77,13 @@ def test_of_whole_rows_the_length_is_theirs(params):
 
 
 def test_it_is_made_of_seed_and_number_alone():
-    whole = noise_of(7, 11, (0, 8, 8), 20)
-    halves = [noise_of(7, 11, (first, 4, 8), 20) for first in (0, 4)]
+    whole = noise_bits(7, 11, (0, 8, 8), 20)
+    halves = [noise_bits(7, 11, (first, 4, 8), 20) for first in (0, 4)]
     np.testing.assert_array_equal(np.concatenate(halves), whole)
     assert whole.dtype == np.uint32
-    assert not np.array_equal(whole, noise_of(7, 12, (0, 8, 8), 20))
-    assert not np.array_equal(whole, noise_of(8, 11, (0, 8, 8), 20))
-    assert whole[0, :3].tolist() == noise_of(7, 11, (0, 1, 8), 20)[0, :3].tolist()
+    assert not np.array_equal(whole, noise_bits(7, 12, (0, 8, 8), 20))
+    assert not np.array_equal(whole, noise_bits(8, 11, (0, 8, 8), 20))
+    assert whole[0, :3].tolist() == noise_bits(7, 11, (0, 1, 8), 20)[0, :3].tolist()
 
 
 def test_the_loss_reads_the_noise_and_predicts_without(params):
@@ -95,7 +95,7 @@ def test_the_loss_reads_the_noise_and_predicts_without(params):
     @jax.jit
     def definition(params):
         positions = Positions(position_ids=rows.position_ids, segment_ids=rows.segment_ids)
-        hidden, _ = forward(CONFIG, noisy(params, rows, ALPHA), rows.tokens, positions=positions)
+        hidden, _ = forward(CONFIG, with_noise(params, rows, ALPHA), rows.tokens, positions=positions)
         logprobs = jax.nn.log_softmax(hidden.astype(jnp.float32) @ params.embedding.T)
         chosen = jnp.take_along_axis(logprobs, rows.targets[..., None], axis=-1)[..., 0]
         return -jnp.sum(jnp.where(rows.target_mask, chosen, 0))

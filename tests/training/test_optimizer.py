@@ -11,7 +11,7 @@ from conftest import jit_init
 
 import llama_jax
 from llama_jax.model.lora import Lora
-from llama_jax.training.optimizer import OptimizerSettings, adamw, learning_rates, make_optimizer
+from llama_jax.training.optimizer import OptimizerSettings, adamw, learning_rate_schedule, make_optimizer
 
 CONFIG = llama_jax.preset("stories-260k")
 STEPS = 100
@@ -23,7 +23,7 @@ def params():
 
 
 def rates(**settings):
-    rate = learning_rates(OptimizerSettings(learning_rate=1.0, **settings), STEPS)
+    rate = learning_rate_schedule(OptimizerSettings(learning_rate=1.0, **settings), STEPS)
     return np.array([float(rate(step)) for step in range(STEPS)])
 
 

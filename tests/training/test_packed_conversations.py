@@ -9,7 +9,7 @@ from conftest import as_float64
 from training_options import loss_options
 
 from llama_jax.data import Corpus, validation_batches
-from llama_jax.training.batch import predicted
+from llama_jax.training.batch import target_mask
 from llama_jax.training.loss import next_token_loss
 
 SIZES = [7, 3, 12, 5, 4, 9, 2]
@@ -47,7 +47,7 @@ def test_loss_and_gradients_are_those_of_rows_of_their_own(models, kind):
     """What shares a row is not seen, and no target is lost or added."""
     config, params = models[kind]
     packed, alone = both(conversations(config, SIZES))
-    assert predicted(packed).sum() == predicted(alone).sum() == conversations(config, SIZES).targets.sum()
+    assert target_mask(packed).sum() == target_mask(alone).sum() == conversations(config, SIZES).targets.sum()
     with jax.enable_x64(True):
         measured = jax.jit(jax.value_and_grad(partial(next_token_loss, config, options=loss_options())))
         params = as_float64(params)
@@ -63,5 +63,5 @@ def test_a_row_without_a_target_counts_nothing(models):
     corpus = conversations(config, [4, 4])
     corpus.targets[:] = False
     (batch,) = validation_batches(corpus, 1, LENGTH)
-    assert not np.asarray(predicted(batch)).any()
+    assert not np.asarray(target_mask(batch)).any()
     assert jax.jit(partial(next_token_loss, config, options=loss_options()))(params, batch) == 0

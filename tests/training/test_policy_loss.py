@@ -51,7 +51,7 @@ def plain(config, params, reference, judged, policy):
     for i in range(ROWS):
         losses = []
         for t in np.flatnonzero(mask[i, 1:]):
-            ratio = jnp.exp(own[i, t] - (own[i, t] if judged.sampled is None else judged.sampled[i, t]))
+            ratio = jnp.exp(own[i, t] - (own[i, t] if judged.old_logprobs is None else judged.old_logprobs[i, t]))
             high = policy.clip if policy.clip_high is None else policy.clip_high
             bounded = jnp.clip(ratio, 1 - policy.clip, 1 + high)
             loss = -jnp.minimum(ratio * judged.advantages[i], bounded * judged.advantages[i])
@@ -100,7 +100,7 @@ def test_at_first_the_ratio_is_one_and_the_sampler_is_compared(models):
     @jax.jit
     def found(params, judged):
         scored = loss.with_reference(params, 2)(config, params, judged, options, Sharding()).reference
-        later = judged._replace(drawn=scored, sampled=scored)
+        later = judged._replace(sampler_logprobs=scored, old_logprobs=scored)
         return scored, loss(config, params, judged, options, Sharding()), loss(config, params, later, options, Sharding())
 
     scored, first, again = found(params, judged)
@@ -109,5 +109,5 @@ def test_at_first_the_ratio_is_one_and_the_sampler_is_compared(models):
     np.testing.assert_allclose(first.loss, -advantages[mask].sum(), rtol=1e-6)
     np.testing.assert_allclose(again.loss, first.loss, rtol=1e-5)
     assert first.metrics["clipped"] == again.metrics["clipped"] == 0
-    np.testing.assert_allclose(first.metrics["gap"], np.abs(judged.drawn - scored)[mask].sum(), rtol=1e-5)
+    np.testing.assert_allclose(first.metrics["gap"], np.abs(judged.sampler_logprobs - scored)[mask].sum(), rtol=1e-5)
     assert again.metrics["gap"] < 1e-5 * mask.sum()

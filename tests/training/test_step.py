@@ -15,8 +15,8 @@ from llama_jax import preset
 from llama_jax.model.forward_options import Sharding
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.training.batch import Batch
-from llama_jax.training.loss import TaskSums
-from llama_jax.training.optimizer import adamw, clipped
+from llama_jax.training.loss import LossSumsAndMetrics
+from llama_jax.training.optimizer import adamw, with_clipping
 from llama_jax.training.step import StepOptions, init_state, train_step
 
 CONFIG = preset("stories-260k")
@@ -107,7 +107,7 @@ def test_a_loss_of_other_rows_has_its_own_divisor_and_sums():
 
     def loss(config, params, batch, options, sharding):
         squares = (batch["wanted"] - jnp.mean(params.final_norm)) ** 2 * batch["weight"]
-        return TaskSums(jnp.sum(squares), jnp.sum(squares), {"tokens": jnp.sum(batch["wanted"] > 3)})
+        return LossSumsAndMetrics(jnp.sum(squares), jnp.sum(squares), {"tokens": jnp.sum(batch["wanted"] > 3)})
 
     state = init_state(OPTIMIZER, jit_init(CONFIG, jax.random.key(0)))
     found = []
@@ -238,7 +238,7 @@ def test_rematerialization_trades_memory():
 @pytest.mark.parametrize("clip_norm", [1e-3, pytest.param(1e3, marks=pytest.mark.slow)])
 def test_clipping_scales_all_gradients_together(clip_norm):
     """With a step size of one the update is the clipped gradient."""
-    optimizer = clipped(optax.sgd(1.0), clip_norm)
+    optimizer = with_clipping(optax.sgd(1.0), clip_norm)
     state = init_state(optimizer, jit_init(CONFIG, jax.random.key(0)))
     step = partial(train_step, CONFIG, optimizer, options=step_options(chunk=16))
     after, metrics = jax.jit(step)(state, BATCH)
@@ -256,7 +256,7 @@ def test_skipping_costs_no_memory():
     )  # fmt: skip
     state = jax.eval_shape(lambda: init_state(OPTIMIZER, jit_init(config, jax.random.key(0))))
     batch = Batch(jax.ShapeDtypeStruct((1, 9), jnp.int32))
-    step = partial(train_step, config, clipped(OPTIMIZER, 1.0), options=step_options(remat="full"))
+    step = partial(train_step, config, with_clipping(OPTIMIZER, 1.0), options=step_options(remat="full"))
     step = jax.jit(step, donate_argnums=0)
     plan = step.lower(state, batch).compile().memory_analysis()
     gradients = 4 * llama_jax.parameter_count(config)
@@ -281,7 +281,7 @@ def test_under_shard_map_that_checks_what_varies(accumulate):
     devices = 2
     mesh = jax.make_mesh((devices,), ("rows",), (AxisType.Auto,), devices=jax.devices()[:devices])
     options = step_options(accumulate=accumulate, chunk=16)
-    alone = partial(train_step, CONFIG, clipped(OPTIMIZER, 1.0), options=options)
+    alone = partial(train_step, CONFIG, with_clipping(OPTIMIZER, 1.0), options=options)
     each = partial(alone, sharding=Sharding(axis_name="rows"))
     spread = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(P(), P("rows")), out_specs=P()))
     (after, metrics), (wanted, expected) = spread(start(), BATCH), jax.jit(alone)(start(), BATCH)

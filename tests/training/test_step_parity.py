@@ -14,7 +14,7 @@ from training_options import loss_options, step_options
 import llama_jax
 from llama_jax.training.batch import Batch
 from llama_jax.training.loss import next_token_loss
-from llama_jax.training.optimizer import OptimizerSettings, learning_rates, make_optimizer
+from llama_jax.training.optimizer import OptimizerSettings, learning_rate_schedule, make_optimizer
 from llama_jax.training.step import init_state, train_step
 
 pytestmark = [
@@ -75,7 +75,7 @@ def test_twenty_steps_follow_torch(models):
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95), eps=1e-8
     )
-    rates = learning_rates(SETTINGS, STEPS)
+    rates = learning_rate_schedule(SETTINGS, STEPS)
     ours = make_optimizer(SETTINGS, STEPS)
     step = jax.jit(partial(train_step, config, ours, options=step_options(chunk=8)))
     state = init_state(ours, params)

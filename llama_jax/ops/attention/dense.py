@@ -1,4 +1,4 @@
-"""Attention with all scores in memory, and the two matmuls of attention, which blockwise attention also uses.
+"""Dense attention: all scores in memory. Its two matmuls are also those of blockwise attention.
 
 The fastest backend for short rows and single queries; its memory is quadratic in the length.
 """
@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float
 from llama_jax.ops.attention.mask import AttentionMask, visible
 from llama_jax.ops.platform import for_cpu
 
-# With n blocks of queries, only (n + 1) / 2n of all scores are computed, but each block adds code to compile.
+# Queries of a causal mask are divided into n blocks, each with only the keys up to its end: (n + 1) / 2n of all scores are
+# computed. Each block adds code to compile.
 MIN_BLOCK, MAX_BLOCKS = 64, 8
 LOWEST = -1e30  # finite, so that LOWEST - LOWEST is not NaN
 ATTENTION_OUTPUT = "attention_output"  # checkpoint names
@@ -38,38 +39,40 @@ def dense_attention(
     42 ms with a custom VJP (29 versus 26 ms with 3 queries per key/value head).
     """
 
-    def run(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: AttentionMask) -> jax.Array:
-        out = []
-        for block, slots in _blocks(queries.shape[2], keys.shape[2], mask.ordered, window):
-            allowed = visible(mask.sliced(block, slots), window)
-            out.append(_attend_block(queries[:, :, block], keys[:, :, slots], values[:, :, slots], allowed, scale))
-        return jnp.concatenate(out, axis=2)
+    def attend_blocks(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: AttentionMask) -> jax.Array:
+        outputs = []
+        for query_slice, key_slice in _blocks(queries.shape[2], keys.shape[2], mask.ordered, window):
+            allowed = visible(mask.sliced(query_slice, key_slice), window)
+            block = queries[:, :, query_slice], keys[:, :, key_slice], values[:, :, key_slice]
+            outputs.append(_attend_block(*block, allowed, scale))
+        return jnp.concatenate(outputs, axis=2)
 
-    saved = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT, SOFTMAX_DENOMINATOR)
-    return jax.checkpoint(run, policy=saved)(queries, keys, values, mask)
+    policy = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT, SOFTMAX_DENOMINATOR)
+    return jax.checkpoint(attend_blocks, policy=policy)(queries, keys, values, mask)
 
 
-def _blocks(new: int, slots: int, ordered: bool, window: int | None) -> list[tuple[slice, slice]]:
-    """The queries of each block, and a range of slots with all keys that they attend to."""
+def _blocks(num_queries: int, num_keys: int, ordered: bool, window: int | None) -> list[tuple[slice, slice]]:
+    """The queries of each block, and a range of keys that contains all those they attend to."""
     if not ordered:
-        return [(slice(new), slice(slots))]
-    blocks = min(max(new // MIN_BLOCK, 1), MAX_BLOCKS)
-    ends = itertools.pairwise(new * i // blocks for i in range(blocks + 1))
-    return [(slice(begin, end), slice(0 if window is None else max(begin - window + 1, 0), end)) for begin, end in ends]
+        return [(slice(num_queries), slice(num_keys))]
+    blocks = min(max(num_queries // MIN_BLOCK, 1), MAX_BLOCKS)
+    bounds = itertools.pairwise(num_queries * i // blocks for i in range(blocks + 1))
+    return [(slice(begin, end), slice(0 if window is None else max(begin - window + 1, 0), end)) for begin, end in bounds]
 
 
 def _attend_block(queries: jax.Array, keys: jax.Array, values: jax.Array, allowed: jax.Array, scale: float) -> jax.Array:
+    """The attention of one block of queries; `allowed` is bool[B|1, T, S]."""
     scores = scores_of(queries, keys, allowed, scale)  # [B, K, T, G, S]
     # All scores of a query that attends to no key are -inf: its weights are zero, not NaN.
     row_max = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST))
     weights = jnp.exp(scores - row_max)
-    total = checkpoint_name(jnp.sum(weights, axis=-1, keepdims=True), SOFTMAX_DENOMINATOR)
-    total = jnp.where(total == 0, 1, total)
+    denominator = checkpoint_name(jnp.sum(weights, axis=-1, keepdims=True), SOFTMAX_DENOMINATOR)
+    denominator = jnp.where(denominator == 0, 1, denominator)
     if queries.shape[2] == 1:  # saves one kernel on a GPU
-        return weighted_values(weights / total, values).astype(queries.dtype)
+        return weighted_values(weights / denominator, values).astype(queries.dtype)
     # Divided after the matmul: H values per query instead of S.
     attended = checkpoint_name(weighted_values(weights, values), ATTENTION_OUTPUT)  # [B, K, T, G, H]
-    return (attended / total).astype(queries.dtype)
+    return (attended / denominator).astype(queries.dtype)
 
 
 def scores_of(

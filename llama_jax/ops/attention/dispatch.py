@@ -103,8 +103,8 @@ def choose_backend(
     if backend not in get_args(AttentionBackend):
         raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(AttentionBackend))}")
     if backend != "auto":
-        if backend in KERNELS.values() and (refusal := _why_not(backend, platform, device_kind, shapes)):
-            raise ConfigError(f"attention backend={backend!r}: {refusal}")
+        if backend in KERNELS.values() and (problem := _why_not(backend, platform, device_kind, shapes)):
+            raise ConfigError(f"attention backend={backend!r}: {problem}")
         return backend, "as requested"
     fallback, why = _without_kernel(platform, shapes)
     kernel = KERNELS.get(platform)
@@ -112,21 +112,24 @@ def choose_backend(
         return fallback, why
     if shapes.queries[2] < (CUDNN_MIN_CACHE_QUERIES if kernel == "cudnn" and not shapes.ordered else 2):
         return fallback, f"{'a single query' if shapes.queries[2] == 1 else 'few queries'} on {platform}: {why}"
-    refusal = _why_not(kernel, platform, device_kind, shapes)
-    return (fallback, f"{refusal}; {why}") if refusal else (kernel, f"on {device_kind}")
+    problem = _why_not(kernel, platform, device_kind, shapes)
+    return (fallback, f"{problem}; {why}") if problem else (kernel, f"on {device_kind}")
 
 
 def _why_not(kernel: AttentionBackend, platform: str, device_kind: str, shapes: AttentionShape) -> str | None:
+    """Why a kernel does not support these arguments, or None if it does."""
     from llama_jax.ops.attention import kernels
 
-    reason_against = kernels.why_not_cudnn if kernel == "cudnn" else kernels.why_not_splash
-    return reason_against(platform, device_kind, shapes)
+    why_not = kernels.why_not_cudnn if kernel == "cudnn" else kernels.why_not_splash
+    return why_not(platform, device_kind, shapes)
 
 
 def _without_kernel(platform: str, shapes: AttentionShape) -> tuple[AttentionBackend, str]:
-    new, slots = shapes.queries[2], shapes.keys[2]
-    if new >= BLOCKWISE_MIN_QUERIES and new * slots >= BLOCKWISE_MIN_SCORES:
-        return "blockwise", f"{new} x {slots} scores"
-    if platform == "cpu" and np.dtype(shapes.dtype).itemsize == 2 and shapes.ordered and new >= BLOCKWISE_MIN_QUERIES_16_BIT:
-        return "blockwise", f"rows of {new} tokens in 16 bits on a CPU"
-    return "dense", f"{new} x {slots} scores"
+    """The backend to use if there is no kernel, and the reason."""
+    num_queries, num_keys = shapes.queries[2], shapes.keys[2]
+    if num_queries >= BLOCKWISE_MIN_QUERIES and num_queries * num_keys >= BLOCKWISE_MIN_SCORES:
+        return "blockwise", f"{num_queries} x {num_keys} scores"
+    is_16_bit = np.dtype(shapes.dtype).itemsize == 2
+    if platform == "cpu" and is_16_bit and shapes.ordered and num_queries >= BLOCKWISE_MIN_QUERIES_16_BIT:
+        return "blockwise", f"rows of {num_queries} tokens in 16 bits on a CPU"
+    return "dense", f"{num_queries} x {num_keys} scores"

@@ -21,7 +21,7 @@ from llama_jax.runs.user_functions import with_parts
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.distillation import DistillOptions, Teacher, distillation_loss
 from llama_jax.training.flops import step_flops
-from llama_jax.training.step import Loss
+from llama_jax.training.step import LossFn
 
 EXAMPLE = "One day, a llama said 42 times: Grüße, world!\n"  # different vocabularies rarely encode it alike
 
@@ -82,13 +82,13 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     recipe = task.recipe
     held = language_modeling.limit_tokens(corpora, recipe.evaluate_tokens)
 
-    def loss(frozen: FrozenModels) -> Loss:
+    def make_loss(frozen: FrozenModels) -> LossFn:
         fitted, sharding = training_sharding(config, make_mesh(inputs.mesh))
         return distillation_loss(options, Teacher(fitted, frozen.other, sharding))
 
     task = replace(
         task,
-        objective=replace(task.objective, loss=loss),
+        objective=replace(task.objective, make_loss=make_loss),
         facts=(*task.facts, f"teacher: {options.teacher}"),
         flops=task.flops + step_flops(config, recipe.batch, recipe.length) / 3,
         shown=("kl",),

@@ -1,4 +1,4 @@
-"""Training with rewards: the model's own answers to prompts, judged by the user's functions (GRPO and its variants)."""
+"""Training with rewards: the model's own answers to prompts, scored by the user's functions (GRPO and its variants)."""
 
 from __future__ import annotations
 
@@ -158,31 +158,30 @@ def length_of(recipe: Recipe, train: PromptSet, held: PromptSet) -> int:
 
 
 def objective(recipe: Recipe, length: int) -> Objective:
-    """The recipe's loss for judged answers in rows of T predicted tokens."""
+    """The recipe's loss for scored answers in rows of T target tokens."""
     r, loss = settings_of(recipe), loss_of(recipe)
-    rows = (recipe.batch, length)
-    numbers = jax.ShapeDtypeStruct(rows, jnp.float32)
+    logprobs = jax.ShapeDtypeStruct((recipe.batch, length), jnp.float32)
     tokens = jax.ShapeDtypeStruct((recipe.batch, length + 1), jnp.int32)
-    judged = ScoredAnswers(
+    batch_shapes = ScoredAnswers(
         batch=Batch(tokens, loss_mask=jax.ShapeDtypeStruct(tokens.shape, jnp.bool_)),
-        advantages=jax.ShapeDtypeStruct(rows[:1], jnp.float32),
-        drawn=numbers,
-        sampled=numbers if r.updates > 1 else None,
+        advantages=jax.ShapeDtypeStruct((recipe.batch,), jnp.float32),
+        sampler_logprobs=logprobs,
+        old_logprobs=logprobs if r.updates > 1 else None,
     )
 
-    def prepare(frozen: FrozenModels) -> Callable[..., ScoredAnswers]:
+    def make_prepare_batch(frozen: FrozenModels) -> Callable[..., ScoredAnswers]:
         if frozen.base is not None:
             return loss.with_reference(frozen.base, recipe.accumulate)
 
-        def measure(
+        def add_reference(
             config: LlamaConfig, params: Llama, scored: ScoredAnswers, options: LossOptions, sharding: Sharding
         ) -> ScoredAnswers:
-            of_reference = loss.with_reference(sharding.prepare_params(frozen.other), recipe.accumulate)
-            return of_reference(config, params, scored, options, sharding)
+            prepare_batch = loss.with_reference(sharding.prepare_params(frozen.other), recipe.accumulate)
+            return prepare_batch(config, params, scored, options, sharding)
 
-        return measure
+        return add_reference
 
-    return Objective(judged, lambda _: loss, loss.count, prepare if r.beta else None)
+    return Objective(batch_shapes, lambda _: loss, loss.count, make_prepare_batch if r.beta else None)
 
 
 def data_summary(recipe: Recipe, train: PromptSet, held: PromptSet) -> tuple[str, ...]:
@@ -199,7 +198,7 @@ def data_summary(recipe: Recipe, train: PromptSet, held: PromptSet) -> tuple[str
 
 
 class RewardBatchSource:
-    """Answers sampled from the current model and judged; see `interface.BatchSource`."""
+    """Answers sampled from the current model and scored; see `interface.BatchSource`."""
 
     def __init__(
         self,
@@ -222,14 +221,14 @@ class RewardBatchSource:
         # For the batches since the last report, or for the one before.
         self._found: list[dict[str, float]] = place["found"]
         self._reported: bool = place["reported"]
-        model = self._program.model(context.state.params)
+        model = self._program.model_params(context.state.params)
         mesh = make_mesh(inputs.mesh)
         self._log.progress("compiling the sampler")
         self._sample = self._compiled_sampler(model, mesh)
         self._score = self._compiled_score(model, mesh) if self._settings.updates > 1 else None
 
     def _shapes(self) -> ScoredAnswers:
-        return objective(self._recipe, length_of(self._recipe, self._train, self._held)).shapes
+        return objective(self._recipe, length_of(self._recipe, self._train, self._held)).batch_shapes
 
     def _compiled_sampler(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
         """One program for all batches, compiled before the first step."""
@@ -261,14 +260,14 @@ class RewardBatchSource:
 
     def next(self, model: Callable[[], Llama]) -> ScoredAnswers:
         if self._rows is None:
-            self._rows = self._judged(model())
+            self._rows = self._sample_and_score(model())
         rows = self._rows
         self._update += 1
         if self._update == self._settings.updates:  # these answers have been used in all updates
             self._number, self._update, self._rows = self._number + 1, 0, None
-        share, shares = self._program.share
-        size = self._recipe.batch // shares
-        return jax.tree.map(lambda part: part[share * size : (share + 1) * size], rows)
+        shard, shards = self._program.data_shard
+        size = self._recipe.batch // shards
+        return jax.tree.map(lambda part: part[shard * size : (shard + 1) * size], rows)
 
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
         """Means since the last report; the step's own metrics are those of the last step."""
@@ -316,7 +315,7 @@ class RewardBatchSource:
         prompt = self._tokenizer.decode(list(self._held.ids[number]))
         self._log.line(f"    [{reward:.4g}] {shown(prompt, 80)} -> {shown(text, 400)}")
 
-    def _judged(self, model: Llama) -> ScoredAnswers:
+    def _sample_and_score(self, model: Llama) -> ScoredAnswers:
         """Rows to train on."""
         r = self._settings
         chosen = prompt_batch(len(self._train), self._prompts, r.group, seed=self._recipe.seed, number=self._number)
@@ -325,9 +324,9 @@ class RewardBatchSource:
         advantages = group_advantages(jnp.asarray(rewards, jnp.float32), r.group, scale=r.scale)
         learned = answers.stopped if r.truncated == "mask" else np.ones(len(texts), bool)
         rows = answer_rows([self._train.ids[i] for i in chosen.numbers], answers, learned, self._length)
-        judged = rows._replace(advantages=np.asarray(advantages.values))
+        scored = rows._replace(advantages=np.asarray(advantages.values))
         if self._score is not None:
-            judged = judged._replace(sampled=np.asarray(self._score(model, rows.batch)))
+            scored = scored._replace(old_logprobs=np.asarray(self._score(model, rows.batch)))
         lengths = answers.valid.sum(axis=1)
         found = {
             "reward": rewards.mean(),
@@ -342,7 +341,7 @@ class RewardBatchSource:
         if self._reported:
             self._found, self._reported = [], False
         self._found.append({name: float(value) for name, value in found.items()})
-        return judged
+        return scored
 
     def _answer(
         self, model: Llama, prompts: PromptSet, chosen: PromptBatch
@@ -420,19 +419,19 @@ def answer_rows(prompts: Sequence[Sequence[int]], answers: Completions, learned:
     batch = len(answers.tokens)
     group = batch // len(prompts)
     tokens, mask = np.zeros((batch, length + 1), np.int32), np.zeros((batch, length + 1), bool)
-    drawn = np.zeros((batch, length), np.float32)
+    sampler_logprobs = np.zeros((batch, length), np.float32)
     for i in range(batch):
         prompt, count = prompts[i // group], int(answers.valid[i].sum())
         begin, end = len(prompt), len(prompt) + count
         tokens[i, :begin], tokens[i, begin:end] = prompt, answers.tokens[i, :count]
         mask[i, begin:end] = learned[i]
-        drawn[i, begin - 1 : end - 1] = answers.logprobs[i, :count]
-    return ScoredAnswers(Batch(tokens, loss_mask=mask), np.zeros(batch, np.float32), drawn)
+        sampler_logprobs[i, begin - 1 : end - 1] = answers.logprobs[i, :count]
+    return ScoredAnswers(Batch(tokens, loss_mask=mask), np.zeros(batch, np.float32), sampler_logprobs)
 
 
-def pack_arrays(judged: ScoredAnswers) -> str:
+def pack_arrays(scored: ScoredAnswers) -> str:
     """Arrays as JSON text, bit for bit."""
-    whole = b"".join(np.ascontiguousarray(part).tobytes() for part in jax.tree.leaves(judged))
+    whole = b"".join(np.ascontiguousarray(part).tobytes() for part in jax.tree.leaves(scored))
     return base64.b64encode(zlib.compress(whole, 1)).decode()
 
 

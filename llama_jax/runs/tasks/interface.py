@@ -1,4 +1,4 @@
-"""The interface of a kind of training, with its data and loss, to the loop and the program."""
+"""The interface between a kind of training, its data and loss, and the training loop and compiled step."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from llama_jax.parallel.multihost import Processes
 from llama_jax.runs.log import Log
 from llama_jax.runs.recipe import Recipe
 from llama_jax.tokenizers import Tokenizer
-from llama_jax.training.batch import predicted_count
-from llama_jax.training.step import Loss, TrainState
+from llama_jax.training.batch import target_count
+from llama_jax.training.step import LossFn, TrainState
 
 Backend = Literal["jit", "pmap"]
 StepMetrics = dict[str, jax.Array]
 
 
 class FrozenModels(NamedTuple):
-    """Models that a step reads without changing them.
+    """Models that a step reads but does not train.
 
     Attributes:
-      base: the base model of the adapters in training, in the shapes of the sharding's configuration: the model with its
-        adapters disabled. None if the whole model is trained.
+      base: the base model of the adapters in training, that is, the model with its adapters disabled, as
+        `Sharding.prepare_params` returns it. None if the whole model is trained.
       other: models of the task, from `Objective.frozen`, such as a teacher.
     """
 
@@ -43,23 +43,23 @@ class FrozenModels(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """The compiled part of a task.
+    """The part of a task that is compiled into the training step.
 
     Attributes:
-      shapes: the batch of all processes, a tree of `jax.ShapeDtypeStruct` [B, ...].
-      loss: maps the frozen models to the loss of a microbatch, see `training.step.Loss`.
+      batch_shapes: the batch of all processes, a tree of `jax.ShapeDtypeStruct` [B, ...].
+      make_loss: makes the loss function of a microbatch from the frozen models, see `training.step.LossFn`.
       count: see `StepOptions.count`.
-      prepare: None, or maps the frozen models to a function with the arguments of a loss that returns the batch extended by
-        values computed from all its rows, without gradients, before it is split into microbatches: the log-probabilities of
-        a reference, or a mean over the batch. It receives the whole batch and must split it itself if memory requires it
-        (`training.step.microbatches`). Its result also has B rows.
+      make_prepare_batch: None, or makes from the frozen models a function with the arguments of a loss. The step calls it
+        once per batch, before the split into microbatches and without gradients. It returns the batch with values added
+        that depend on frozen models or on all rows: the log-probabilities of a reference, or a mean over the batch. If
+        memory requires it, it must itself split the batch (`training.step.microbatches`). Its result also has B rows.
       frozen: arrays that are passed to the step as `FrozenModels.other`, already sharded.
     """
 
-    shapes: Any
-    loss: Callable[[FrozenModels], Loss]
-    count: Callable[[Any], jax.Array] = predicted_count
-    prepare: Callable[[FrozenModels], Callable[..., Any]] | None = None
+    batch_shapes: Any
+    make_loss: Callable[[FrozenModels], LossFn]
+    count: Callable[[Any], jax.Array] = target_count
+    make_prepare_batch: Callable[[FrozenModels], Callable[..., Any]] | None = None
     frozen: Any = None
 
 
@@ -87,10 +87,10 @@ class BatchSource(Protocol):
         """The position in the data as JSON, `TaskContext.data_state` of a resumed run; no name equals that of a digest."""
 
     def next(self, model: Callable[[], Llama]) -> Any:
-        """This process's rows of the next batch, a tree like `Objective.shapes`.
+        """This process's rows of the next batch, a tree like `Objective.batch_shapes`.
 
         Args:
-          model: returns the model before the step, with adapters joined to their base; its arrays are deleted in the step.
+          model: returns the model before the step, `TrainingProgram.model_params`; the step deletes its arrays.
             Calling it waits for the previous step. Anything computed from it must depend only on the model, the recipe's
             seed and the index of the batch, so that a resumed run computes the same.
         """
@@ -107,38 +107,38 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class TrainingProgram:
-    """The functions that the loop calls.
+    """The compiled training step, and what the loop needs around it: state, batches, and models for evaluation.
 
     Attributes:
-      step: maps a state, which is donated, and a placed batch to the next state and the step's metrics.
-      place: puts the rows that this process reads onto its devices.
-      share: the index and number of the share of a batch that these rows are.
-      start: returns the state before the first step, from random or given parameters, which are sharded by `param_specs` and
-        must not be used again.
-      shapes: shapes of the state, with shardings, for `CheckpointManager.restore`.
-      adopt: turns a restored state into one that `step` accepts.
-      model: the model of trained parameters: the parameters themselves, or adapters joined with their base.
+      step: maps a state, which is donated, and a batch from `shard_batch` to the next state and the step's metrics.
+      shard_batch: makes the global arrays of a batch from the rows that this process reads.
+      data_shard: (index, number) of the equal shards of a batch that processes read: this process reads shard `index`.
+      init_state: the state before the first step, from random parameters (None) or given ones, which are sharded by
+        `param_specs` and donated.
+      state_shapes: shapes of the state, with shardings, for `CheckpointManager.restore`.
+      place_restored: turns a restored state into one that `step` accepts.
+      model_params: the model of trained parameters: the parameters themselves, or the base model with the adapters.
       jit: `jax.jit` of a function of such a model and of arrays that every process has; every process receives the result.
-      fit: turns such a model into one with `config`, which can be evaluated and can generate with its sharding.
+      prepare_params: turns such a model into one for `config` and `eval_sharding`, to evaluate it and to generate.
       config: the configuration of that model on the mesh.
-      sharding: for forward passes in evaluation and generation; rows are divided into `batch_shards` shards.
+      eval_sharding: for forward passes in evaluation and generation; rows are divided into `batch_shards` shards.
       devices: number of devices.
       description: description of the devices.
       compile_seconds: time to compile `step`.
-      attention: description of the attention in `step`; empty if it is compiled later, as by pmap.
+      attention: the attention backends in `step`; empty under pmap, which compiles at the first step.
     """
 
     step: Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]
-    place: Callable[[Any], Any]
-    share: tuple[int, int]
-    start: Callable[[Llama | None], TrainState]
-    shapes: TrainState
-    adopt: Callable[[TrainState], TrainState]
-    model: Callable[[Llama], Llama]
+    shard_batch: Callable[[Any], Any]
+    data_shard: tuple[int, int]
+    init_state: Callable[[Llama | None], TrainState]
+    state_shapes: TrainState
+    place_restored: Callable[[TrainState], TrainState]
+    model_params: Callable[[Llama], Llama]
     jit: Callable[[Callable[..., Any]], Callable[..., Any]]
-    fit: Callable[[Llama], Llama]
+    prepare_params: Callable[[Llama], Llama]
     config: LlamaConfig
-    sharding: Sharding
+    eval_sharding: Sharding
     devices: int
     description: str
     compile_seconds: float
@@ -149,8 +149,8 @@ class TaskContext(NamedTuple):
     """The arguments of `Task.begin`.
 
     Attributes:
-      program: compiled, with its arrays' shardings.
-      state: the state before the first step, which deletes its arrays.
+      program: the compiled training step.
+      state: the state before the first step, which will be donated to that step.
       base: the base model of the adapters in training, or None.
       data_state: `BatchSource.state` with the digests, from the checkpoint that the run resumes from; None for a new run.
       folder: the run's folder.
@@ -172,7 +172,7 @@ class Task:
     Attributes:
       recipe: the recipe with its warm-up, and with sizes that follow from the data if the given one had no steps
         (`recipe.fit_to_data`).
-      objective: the compiled part.
+      objective: the part that is compiled into the step.
       digests: of "train" and "validation", by which a resumed run recognizes its data, and of everything else that must not
         change. They are stored in checkpoints and compared.
       facts: lines about the data, for the log.
@@ -180,7 +180,7 @@ class Task:
       flops: FLOPs of a step, for MFU.
       decoded: number of tokens that a step samples one after another, in each of its rows.
       begin: makes the batch source, once everything is compiled.
-      mixture: the share of each source, as stored in the note of a checkpoint; None for a single source.
+      mixture: the share of each source, as stored in the metadata of a checkpoint; None for a single source.
       load: reads what all processes must read together, such as the weights of a teacher, and returns the task with it; None
         if there is nothing. Called once all processes are known to have the same data.
       shown: names from `BatchSource.report` that appear in the log; the others are only in metrics.jsonl.

@@ -26,7 +26,7 @@ from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.progress import progress_bar
-from llama_jax.runs.recipe import MOST_EPOCHS, Recipe, data_warnings, fit_to_data
+from llama_jax.runs.recipe import MAX_EPOCHS, Recipe, data_warnings, fit_to_data
 from llama_jax.runs.tasks.interface import (
     EvalResult,
     Objective,
@@ -70,7 +70,7 @@ class Corpora:
 
     @property
     def mixture(self) -> dict[str, str] | None:
-        """The shares as stored in the note of a checkpoint; None for a single source."""
+        """The shares as stored in the metadata of a checkpoint; None for a single source."""
         return {name: str(share) for name, share in self.shares.items()} if len(self.train) > 1 else None
 
 
@@ -117,15 +117,14 @@ def objective(recipe: Recipe) -> Objective:
     return Objective(Batch(rows, rows, rows, mask, noise), lambda _: recipe.loss or total_loss)
 
 
-def noise_of(seed: int, number: int, rows: tuple[int, int, int], length: int) -> np.ndarray:
-    """Random numbers for some rows of a batch, uint32[rows, T + 1]: the same for any number of hosts.
+def noise_bits(seed: int, batch_index: int, rows: tuple[int, int, int], length: int) -> np.ndarray:
+    """`Batch.noise` for some rows of a batch, uint32[rows, T + 1]: the same for any number of hosts.
 
     Args:
-      number: index of the batch.
-      rows: the first row, the number of rows, and the number of rows of all hosts.
+      rows: (first row, number of rows, number of rows of the whole batch).
     """
     first, count, batch = rows
-    bits = np.random.Philox(key=[seed, number]).random_raw(batch * (length + 1)).astype(np.uint32)
+    bits = np.random.Philox(key=[seed, batch_index]).random_raw(batch * (length + 1)).astype(np.uint32)
     return bits.reshape(batch, length + 1)[first : first + count]
 
 
@@ -133,22 +132,22 @@ class TextBatchSource:
     """Packed rows, epoch after epoch; see `interface.BatchSource`."""
 
     def __init__(self, recipe: Recipe, corpora: Corpora, context: TaskContext) -> None:
-        share, shares = context.program.share
+        shard, shards = context.program.data_shard
         place: dict[str, Any] = {"next_batch": 0} if context.data_state is None else context.data_state
         self._recipe, self._held = recipe, corpora.held
-        own = recipe.batch // shares
-        self._rows = own * share, own, recipe.batch
+        rows = recipe.batch // shards
+        self._rows = rows * shard, rows, recipe.batch
         self._changes: list[Any] = place.get("mixture", [])
         if corpora.mixture is not None and (not self._changes or self._changes[-1][1] != corpora.mixture):
             self._changes = [*self._changes, [place["next_batch"] * recipe.batch, corpora.mixture]]
         changes = [(row, {name: Fraction(part) for name, part in of.items()}) for row, of in self._changes]
         mixture = Mixture(changes) if changes else None
         sources = list(corpora.train.values())
-        self._numbered = Rows(sources, recipe.batch, recipe.length, recipe.seed, share, shares, mixture)
+        self._numbered = Rows(sources, recipe.batch, recipe.length, recipe.seed, shard, shards, mixture)
         self._batches = Batches(self._numbered, place["next_batch"])
         self._epochs = [f"epochs/{name}".removesuffix("/") for name in corpora.train]
         self._program = program = context.program
-        nats = partial(token_nats, program.config, compute=compute_of(recipe), sharding=program.sharding)
+        nats = partial(token_nats, program.config, compute=compute_of(recipe), sharding=program.eval_sharding)
         self._measure = program.jit(nats)
 
     @property
@@ -156,17 +155,17 @@ class TextBatchSource:
         return self._batches.state | ({"mixture": self._changes} if self._changes else {})
 
     def next(self, model: Callable[[], Llama]) -> Batch:
-        number = self._batches.state["next_batch"]
+        batch_index = self._batches.state["next_batch"]
         batch = next(self._batches)
         if not self._recipe.neftune:
             return batch
-        return batch._replace(noise=noise_of(self._recipe.seed, number, self._rows, self._recipe.length))
+        return batch._replace(noise=noise_bits(self._recipe.seed, batch_index, self._rows, self._recipe.length))
 
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
         return dict(zip(self._epochs, self._numbered.epochs(self._batches.state["next_batch"]), strict=True))
 
     def evaluate(self, model: Llama) -> EvalResult:
-        fitted = self._program.fit(model)
+        fitted = self._program.prepare_params(model)
         return evaluate_sources(self._held, lambda corpus: self._evaluate(fitted, corpus))
 
     def _evaluate(self, fitted: Llama, corpus: Corpus) -> EvalResult:
@@ -177,7 +176,7 @@ class TextBatchSource:
             corpus,
             length=length,
             stride=length,
-            batch=program.sharding.batch_shards * default_batch(),
+            batch=program.eval_sharding.batch_shards * default_batch(),
             measure=self._measure,
         )
         numbers = {name: getattr(found, name) for name in ("loss", "standard_error", "perplexity", "bits_per_byte")}
@@ -203,7 +202,7 @@ def evaluate_sources(held: Sequence[ValidationSource], find: Callable[[Corpus], 
 
 
 def rows_of(recipe: Recipe, length: int, corpus: Corpus) -> int:
-    """Rows of T predicted tokens in an epoch of a corpus."""
+    """Number of rows of T target tokens in an epoch of a corpus."""
     return row_count(corpus, length) if recipe.chats is None else len(whole_rows(corpus, length, recipe.seed))
 
 
@@ -232,7 +231,7 @@ def data_summary(recipe: Recipe, corpora: Corpora) -> tuple[str, ...]:
         lines += [
             f"  {name} is read {count:.1f} times; beyond {REPEATED} times repeated text helps less and less"
             for name, count in epochs.items()
-            if REPEATED < count <= MOST_EPOCHS
+            if REPEATED < count <= MAX_EPOCHS
         ]
     for name, each in corpora.train.items():
         lines += data_warnings(epochs[name], rows_of(r, r.length, each), float(corpora.shares[name]) * r.batch, name)

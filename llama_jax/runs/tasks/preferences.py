@@ -121,20 +121,20 @@ def objective(recipe: Recipe, most: int) -> Objective:
     """The loss for rows of at most `most` pairs."""
     options = options_of(recipe)
     kto, adapters = options.kind == "kto", recipe.lora is not None
-    refers = needs_reference(options)
+    has_reference = needs_reference(options)
     rows = jax.ShapeDtypeStruct((recipe.batch, 2, recipe.length + 1), np.int32)
     marks = jax.ShapeDtypeStruct((recipe.batch, most), np.bool_)
-    cached = jax.ShapeDtypeStruct((recipe.batch, 2, most), np.float32) if refers and not adapters else None
+    cached = jax.ShapeDtypeStruct((recipe.batch, 2, most), np.float32) if has_reference and not adapters else None
     mask = jax.ShapeDtypeStruct(rows.shape, np.bool_)
 
-    def prepare(frozen: FrozenModels) -> Callable[..., PairBatch]:
-        return preparing(kto, frozen.base if refers else None, recipe.accumulate)
+    def make_prepare_batch(frozen: FrozenModels) -> Callable[..., PairBatch]:
+        return preparing(kto, frozen.base if has_reference else None, recipe.accumulate)
 
     return Objective(
-        shapes=PairBatch(rows, rows, rows, mask, marks, marks if kto else None, cached),
-        loss=lambda _: partial(pair_loss, options),
+        batch_shapes=PairBatch(rows, rows, rows, mask, marks, marks if kto else None, cached),
+        make_loss=lambda _: partial(pair_loss, options),
         count=pair_count,
-        prepare=prepare if kto or (refers and adapters) else None,
+        make_prepare_batch=make_prepare_batch if kto or (has_reference and adapters) else None,
     )
 
 
@@ -168,7 +168,7 @@ class PreferenceBatchSource:
         self._options, self._held = options_of(recipe), limit_tokens(held, recipe.evaluate_tokens)
         program = context.program
         self._program, self._length = program, recipe.length
-        nats = partial(token_nats, program.config, compute=compute_of(recipe), sharding=program.sharding)
+        nats = partial(token_nats, program.config, compute=compute_of(recipe), sharding=program.eval_sharding)
         self._nats = program.jit(nats)
         place = context.data_state or {"next_batch": 0}
         cached: np.ndarray | None = None
@@ -181,14 +181,14 @@ class PreferenceBatchSource:
                 found, digest = self._cached(context, {"train": train, "validation": held})
                 cached, self._of_held = found["train"], found["validation"][: self._held.count]
                 self._reference = {"reference": digest}
-        share, shares = program.share
-        rows = PairRows(train, recipe.batch, recipe.length, seed=recipe.seed, host=share, hosts=shares, reference=cached)
+        shard, shards = program.data_shard
+        rows = PairRows(train, recipe.batch, recipe.length, seed=recipe.seed, host=shard, hosts=shards, reference=cached)
         self._batches = Batches(rows, place["next_batch"])
 
     def _measure(self, model: Llama, pairs: Pairs, progress: Progress | None = None) -> AnswerLogprobs:
         """Log-probabilities of N pairs of answers, float32[N, 2], and the answers' token counts."""
-        config, fitted = self._program.config, self._program.fit(model)
-        batch = self._program.sharding.batch_shards * default_batch()
+        config, fitted = self._program.config, self._program.prepare_params(model)
+        batch = self._program.eval_sharding.batch_shards * default_batch()
         found = pair_logprobs(config, fitted, pairs, length=self._length, batch=batch, measure=self._nats, progress=progress)
         return replace(found, logprobs=found.logprobs.astype(np.float32))
 
