@@ -101,7 +101,6 @@ def total_loss(
     """
     inputs = sharding.reorder_batch(to_next_token_batch(batch))
     positions = Positions(position_ids=inputs.position_ids, segment_ids=inputs.segment_ids, rope_lengths=inputs.rope_lengths)
-    # The output projection, also if it is tied to the embedding, has no noise.
     noisy_params = with_noise(params, inputs, options.neftune) if options.neftune else params
     hidden, _ = forward(config, noisy_params, inputs.tokens, positions=positions, compute=options.compute, sharding=sharding)
     with sharding.context():

@@ -125,8 +125,7 @@ def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTra
 def with_clipping(optimizer: optax.GradientTransformation, clip_norm: float) -> optax.GradientTransformationExtraArgs:
     """The optimizer with gradients clipped by their global norm; 0: no clipping.
 
-    Like `optax.clip_by_global_norm`, except that `update` accepts the norm as `grad_norm`, which `train_step` has already
-    computed, and that the optimizer's state stays as it is.
+    Like `optax.clip_by_global_norm`, but `update` accepts the norm as `grad_norm`, and the optimizer's state is unchanged.
     """
     inner = optax.with_extra_args_support(optimizer)
     if not clip_norm:

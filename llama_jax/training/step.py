@@ -38,8 +38,7 @@ class TrainState(struct.PyTreeNode):
       params: the parameters, in the dtype in which they are updated.
       opt_state: the optax state; for AdamW, the first and second moment of each parameter's gradient.
       ema: the exponential moving average of the parameters, or None.
-      skipped: int32[], number of skipped steps: those with a non-finite loss or gradient norm, which change only the
-        counters.
+      skipped: int32[], number of steps with a non-finite loss or gradient norm, which change only the counters.
       skipped_in_a_row: int32[], number of consecutive skipped steps up to now; 0 if the last step was not skipped.
     """
 
@@ -139,8 +138,7 @@ def train_step(
       optimizer: from `make_optimizer`, which clips gradients; or any optax optimizer.
       batch: B rows. Every target token has the same weight, whatever its row, microbatch and device. With a custom loss,
         any pytree of arrays [B, ...]; `options.count` maps it to the divisor of the loss.
-      loss: a custom loss, with the arguments of `total_loss`. It returns sums, not means: `LossSums`, or
-        `LossSumsAndMetrics`.
+      loss: a custom loss, with the arguments of `total_loss`. It returns sums: `LossSums` or `LossSumsAndMetrics`.
 
     Returns:
       The next state, and the metrics of this step, float32[] each: "loss", the mean nll in nats per target token before the
@@ -198,12 +196,7 @@ def _accumulated_gradients(
     sharding: Sharding,
     loss: LossFn,
 ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Llama]:
-    """((nll, metrics of a custom loss), gradients), summed over the microbatches of these rows.
-
-    Args:
-      batch: all rows, or under pmap and for virtual shards a part of them.
-      divisor: float32[], for the sums over all rows, so that the results for all parts add up to the mean.
-    """
+    """((nll, metrics of a custom loss), gradients) of these rows, with the divisor of all rows, so that parts add up."""
 
     def mean_loss(params: Llama, batch: Any) -> tuple[jax.Array, Any]:
         sums = loss(config, sharding.prepare_params(params), batch, options.loss, sharding)
@@ -230,8 +223,7 @@ def _accumulated_gradients(
 def _as_varying(tree: Any, axis_name: str) -> Any:
     """The same values, marked as varying over the mapped axis.
 
-    Under `jax.shard_map`, and so under `jax.pmap`, gradients of replicated values would otherwise be psummed in every
-    microbatch.
+    Under `jax.shard_map` or `jax.pmap`, gradients of replicated values would otherwise be psummed in every microbatch.
     """
     return lax.pcast(tree, axis_name, to="varying")
 
@@ -269,10 +261,7 @@ def _update_state(
 
 
 def microbatches(batch: Any, accumulate: int) -> Any:
-    """Split rows [B, ...] into microbatches [accumulate, B / accumulate, ...].
-
-    Microbatch i has the rows i, i + accumulate, i + 2 * accumulate, ..., so that each has rows of every device over which B
-    is sharded.
+    """[B, ...] as [accumulate, B / accumulate, ...]; if B is sharded, each microbatch has rows of every device.
 
     Raises:
       ConfigError: `accumulate` does not divide the rows.
