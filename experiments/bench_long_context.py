@@ -50,7 +50,7 @@ from llama_jax import (
     train_step,
 )
 from llama_jax.inference import decode as states
-from llama_jax.inference.compiled_decode import LARGEST_PREFILL
+from llama_jax.inference.compiled_decode import MAX_PREFILL_CHUNK
 from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.ops import attend
 from llama_jax.ops.attention import AttentionMask, KVView
@@ -169,7 +169,7 @@ def prompt(shape: str, length: int) -> dict[str, Any]:
     rows = {}
     for capacity in (8_192, 131_072):
         cache = jax.eval_shape(partial(init_cache, config, 1, capacity))
-        piece = jax.ShapeDtypeStruct((1, LARGEST_PREFILL), jnp.int32)
+        piece = jax.ShapeDtypeStruct((1, MAX_PREFILL_CHUNK), jnp.int32)
         jitted = jax.jit(forward, static_argnums=0, donate_argnums=3)
         rows[str(capacity)] = temporaries(jitted.lower(config, params, piece, cache).compile())
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()

@@ -221,10 +221,10 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def _cache_bytes(config: LlamaConfig, options: llama_jax.CacheOptions, prompt: int, new: int, dtype: Any) -> int:
-    from llama_jax.inference.compiled_decode import prefill_chunk, round_capacity
+    from llama_jax.inference.compiled_decode import prefill_chunk_size, round_capacity
 
     capacity = round_capacity(prompt, new)
-    return llama_jax.cache_bytes(config, 1, capacity, options.dtype or dtype, options, prefill_chunk(options, prompt))
+    return llama_jax.cache_bytes(config, 1, capacity, options.dtype or dtype, options, prefill_chunk_size(options, prompt))
 
 
 def _summary(s: dict) -> str:

@@ -17,7 +17,7 @@ from llama_jax.model.cache import CacheOptions
 from llama_jax.model.params import Llama
 
 PreparedPrompts = tuple[PromptTokens, PromptLengths, DecodeSettings]  # the result of `prepare_inputs`
-MAX_DRAFT_TOKENS = 15  # 16 with the token before them, which fit any cache with a window (`prefill_chunk`)
+MAX_DRAFT_TOKENS = 15  # 16 with the token before them, which fit any cache with a window (`prefill_chunk_size`)
 
 
 class Drafter(ABC):
@@ -53,7 +53,7 @@ class Drafter(ABC):
         """
         return self, ()
 
-    def count_hits(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]] | None:
+    def count_accepted(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]] | None:
         """A function that counts how many drafts for a chunk were or would have been accepted, and their total.
 
         None if drafting is expensive.

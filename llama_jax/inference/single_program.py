@@ -8,7 +8,7 @@ from jaxtyping import Int32
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.inference.checks import longrope_switch_length
-from llama_jax.inference.compiled_decode import LARGEST_PREFILL
+from llama_jax.inference.compiled_decode import MAX_PREFILL_CHUNK
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
     DecodeSettings,
@@ -50,7 +50,7 @@ def complete(
             f"capacity={capacity}: a longrope model must prefill a row again after {point} tokens, which a single program"
             " cannot do; use `generate`, or at most that capacity"
         )
-    size = min(width, LARGEST_PREFILL)
+    size = min(width, MAX_PREFILL_CHUNK)
     prefilled = init_prefill(config, params, batch, capacity)
     for begin in range(0, width, size):
         positions = Positions(jnp.clip(lengths - begin, 0, size), rope_lengths=lengths)

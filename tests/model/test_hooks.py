@@ -301,7 +301,7 @@ def test_errors(params):
     ):
         with raises("hooks"):
             keeps(with_hooks(params, {"final": Partial(disturb, 1.0)}))
-    cache = llama_jax.init_cache(CONFIG, 2, 32, window=16, sinks=2, at_once=8)
+    cache = llama_jax.init_cache(CONFIG, 2, 32, window=16, sinks=2, max_tokens_per_pass=8)
     for name in ("queries", "pattern"):
         with raises("sinks"):
             observe(CONFIG, params, TOKENS, {name: read}, cache)

@@ -79,7 +79,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
     ) -> tuple[DraftModel, KVCache]:
         """See `Drafter.begin`; the memory is the draft model's cache."""
         placed = self.replace(sharding=sharding_of(self.params))
-        return placed, placed._run().prefill_prompts(tokens, lengths, capacity, options).cache
+        return placed, placed._programs().prefill_prompts(tokens, lengths, capacity, options).cache
 
     def catch_up(self, memory: KVCache, history: Int32[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]) -> KVCache:
         """See `Drafter.catch_up`: process the missing tokens, if there are more than `propose` processes."""
@@ -140,7 +140,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
         """See `Drafter.roll_back`."""
         return memory.replace(length=jnp.minimum(memory.length, lengths))
 
-    def _run(self) -> CompiledDecode:
+    def _programs(self) -> CompiledDecode:
         return CompiledDecode(self.config, self.params, Compute(), self.sharding)
 
     def _rows(self) -> int:

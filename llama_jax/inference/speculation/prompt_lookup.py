@@ -40,8 +40,8 @@ class PromptLookup(Drafter, struct.PyTreeNode):
         if self.shortest > self.longest:
             raise GenerationError(f"shortest={self.shortest} of a draft exceeds longest={self.longest}")
 
-    def count_hits(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]]:
-        """See `Drafter.count_hits`."""
+    def count_accepted(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]]:
+        """See `Drafter.count_accepted`."""
         rows = [Following(ids[:length].tolist(), self.shortest) for ids, length in zip(tokens, lengths, strict=True)]
 
         def look_back(chunk: TokenChunk) -> tuple[int, int]:
