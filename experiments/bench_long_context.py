@@ -56,7 +56,7 @@ from llama_jax.ops import attend
 from llama_jax.ops.attention import AttentionMask, KVView
 
 RESULTS = Path(__file__).parent / "results"
-MOST_SCORES = 4 * 2**30  # bytes
+MAX_SCORE_BYTES = 4 * 2**30
 HEADS, WIDTH = 8, 64
 
 
@@ -104,7 +104,7 @@ def attention(lengths: Sequence[int], turns: int) -> list[dict[str, Any]]:
         arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
         programs = {}
         for backend in ("reference", "dense", "blockwise"):
-            if backend != "blockwise" and 4 * HEADS * length**2 > MOST_SCORES:
+            if backend != "blockwise" and 4 * HEADS * length**2 > MAX_SCORE_BYTES:
                 continue
             mix = partial(_mixed, backend)
             both = jax.grad(lambda q, k, v, mix=mix: jnp.sum(mix(q, k, v) ** 2), argnums=(0, 1, 2))

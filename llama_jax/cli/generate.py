@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BATCH = 8  # prompts that are continued at once
 STDIN = "-"
-LARGEST = 256 << 20  # bytes of prompts; ten million tokens have 40
+MAX_PROMPT_BYTES = 256 << 20  # bytes of prompts; ten million tokens have 40
 EXAMPLE = "pass some text to continue, such as 'Once upon a time'"
 
 
@@ -341,9 +341,9 @@ def _content(file: Path) -> bytes:
 
 def _bounded(where: str, file: BinaryIO) -> bytes:
     """The content of a file that may have no end."""
-    content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise GenerationError(f"{where} has more than {LARGEST >> 20} MiB of prompts; split it into several files")
+    content = file.read(MAX_PROMPT_BYTES + 1)
+    if len(content) > MAX_PROMPT_BYTES:
+        raise GenerationError(f"{where} has more than {MAX_PROMPT_BYTES >> 20} MiB of prompts; split it into several files")
     return content
 
 

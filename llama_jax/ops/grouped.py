@@ -34,7 +34,7 @@ from llama_jax.ops.platform import (
 )
 from llama_jax.ops.weights.layers import index_stack, multiply_group
 
-LARGEST_BLOCK, SMALLEST_BLOCK = 512, 32  # rows per matmul
+MAX_BLOCK_ROWS, MIN_BLOCK_ROWS = 512, 32  # rows per matmul
 ROWS_OF_A_GROUP = 8  # rows of a group per row of the smallest block, half of which may be padding
 QUANTIZED_BLOCKS = (512, 256, 128, 64, 16, 4, 1)
 GPU_ROWS = 2  # with at most this many rows per group, rows are multiplied one by one
@@ -290,8 +290,8 @@ class RowBlocks(NamedTuple):
 
 def _blocks(rows: int, groups: int) -> RowBlocks:
     """Blocks for groups of similar size; about a sixteenth of the computed rows is then padding."""
-    smallest = _power_of_two(min(SMALLEST_BLOCK, max(1, rows // (ROWS_OF_A_GROUP * groups))))
-    largest = _power_of_two(min(LARGEST_BLOCK, max(1, rows)))
+    smallest = _power_of_two(min(MIN_BLOCK_ROWS, max(1, rows // (ROWS_OF_A_GROUP * groups))))
+    largest = _power_of_two(min(MAX_BLOCK_ROWS, max(1, rows)))
     return RowBlocks(tuple(1 << i for i in range(largest.bit_length() - 1, smallest.bit_length() - 2, -1)))
 
 

@@ -37,7 +37,7 @@ Truncated = Literal["count", "mask"]
 Positive = Annotated[int, at_least(1)]
 NotNegative = Annotated[int, at_least(0)]
 Finite = Annotated[float, Bounds(0, sys.float_info.max)]
-MOST_EPOCHS = 20  # above which a run warns
+MAX_EPOCHS = 20  # above which a run warns
 EPOCHS = 3.0  # the usual number of passes in fine-tuning, where a recipe names neither steps nor epochs
 STEPS_PER_EPOCH = 8  # at least; else few examples would give a handful of updates
 LENGTH_MULTIPLE = 16  # of the tokens of a row
@@ -348,7 +348,7 @@ def data_warnings(epochs: float, rows: int, batch: float, name: str = "", unit: 
       unit: what the rows are.
     """
     data, found = f"the data {name}".strip(), []
-    if epochs > MOST_EPOCHS:
+    if epochs > MAX_EPOCHS:
         found.append(
             f"warning: {data} is read {epochs:.0f} times, so that the model memorizes it; add data, or train for fewer"
             f" epochs (steps=0 epochs={EPOCHS:g})"

@@ -13,7 +13,7 @@ from llama_jax.interrupts import end_command, end_if_command, ending_signals, sa
 from llama_jax.parallel.stop_signal import StopVote
 from llama_jax.runs.log import duration
 
-MOST_STEPS = 250  # between votes
+MAX_STEPS_BETWEEN_VOTES = 250
 VOTE_SECONDS = 0.5  # between votes: one takes up to 4 ms of waiting for each other, measured on two busy cores
 
 
@@ -125,7 +125,9 @@ class Stopping:
         if votes is not None:
             number, microseconds = votes
             wanted = round(VOTE_SECONDS * 1e6 / max(microseconds, 1))
-            self._every = max(min(wanted, 2 * self._every, MOST_STEPS), 1)  # gradually: one quick step proves little
+            self._every = max(
+                min(wanted, 2 * self._every, MAX_STEPS_BETWEEN_VOTES), 1
+            )  # gradually: one quick step proves little
             if number:
                 self._name = signal.Signals(number).name
                 return True

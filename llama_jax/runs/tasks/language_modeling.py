@@ -26,7 +26,7 @@ from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.progress import progress_bar
-from llama_jax.runs.recipe import MOST_EPOCHS, Recipe, data_warnings, fit_to_data
+from llama_jax.runs.recipe import MAX_EPOCHS, Recipe, data_warnings, fit_to_data
 from llama_jax.runs.tasks.interface import (
     EvalResult,
     Objective,
@@ -232,7 +232,7 @@ def data_summary(recipe: Recipe, corpora: Corpora) -> tuple[str, ...]:
         lines += [
             f"  {name} is read {count:.1f} times; beyond {REPEATED} times repeated text helps less and less"
             for name, count in epochs.items()
-            if REPEATED < count <= MOST_EPOCHS
+            if REPEATED < count <= MAX_EPOCHS
         ]
     for name, each in corpora.train.items():
         lines += data_warnings(epochs[name], rows_of(r, r.length, each), float(corpora.shares[name]) * r.batch, name)
