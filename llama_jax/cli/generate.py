@@ -23,7 +23,7 @@ from llama_jax.tokenizers.interface import Text
 
 if TYPE_CHECKING:
     from llama_jax.cli.jax_setup import Clock
-    from llama_jax.inference.drafter import Counts
+    from llama_jax.inference.drafter import DraftCounts
 
 BATCH = 8  # prompts that are continued at once
 STDIN = "-"
@@ -149,7 +149,7 @@ class Generate(ModelOptions, StopOptions):
         limits: list[int],
         settings: dict[str, Any],
         clock: Clock,
-    ) -> list[Counts]:
+    ) -> list[DraftCounts]:
         """Generate for rows together until all have ended; the counts of each chunk."""
         from llama_jax.inference.drafter import counts_of
 
@@ -252,7 +252,7 @@ def _errors_below(printed: str) -> Iterator[None]:
 # -- drafts ----------------------------------------------------------------------------------------------------------------
 
 
-def draft_statistics(text: str, tokens: int, counts: Sequence[Counts]) -> dict[str, Any]:
+def draft_statistics(text: str, tokens: int, counts: Sequence[DraftCounts]) -> dict[str, Any]:
     """The statistics of drafting for `tokens` generated after the first of each row, from the counts of each chunk."""
     passes, drafted, accepted = (sum(int(each.sum()) for each in part) for part in zip(*counts, strict=True))
     return {

@@ -76,8 +76,8 @@ class QueryScaling:
 
 
 def period(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
-    """The shortest prefix that generates `layers` when repeated (the last repetition may be partial) and has no shorter
-    period: (a, b, a, a) is its own period."""
+    """The shortest prefix that gives `layers` if repeated and cut to the same length. It must not have a shorter period
+    itself: (a, b, a, a) is not reduced to (a, b, a), whose period is (a, b)."""
     n = len(layers)
     for p in range(1, n):
         if all(layers[i] == layers[i % p] for i in range(n)) and len(period(layers[:p])) == p:

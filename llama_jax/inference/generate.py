@@ -13,7 +13,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.inference.checks import check_max_chunks, check_not_traced, token_ids
 from llama_jax.inference.compiled_decode import MAX_CHUNKS_PER_CALL, CompiledDecode
 from llama_jax.inference.decode import TokenChunk
-from llama_jax.inference.drafter import Counts, Drafter, with_counts
+from llama_jax.inference.drafter import DraftCounts, Drafter, with_counts
 from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.sharding import check_rows, sharding_of
@@ -37,7 +37,7 @@ class Generation:
     tokens: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
-    counts: Counts | None = None
+    counts: DraftCounts | None = None
 
 
 def generate(

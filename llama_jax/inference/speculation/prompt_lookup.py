@@ -53,14 +53,14 @@ class PromptLookup(Drafter, struct.PyTreeNode):
         return look_back
 
     def propose(
-        self, memory: Any, state: DecodeState, history: Int32[Array, "B S"], count: int
+        self, drafter_state: Any, state: DecodeState, history: Int32[Array, "B S"], count: int
     ) -> tuple[Int32[Array, "B {count}"], Any]:
         """See `Drafter.propose`."""
 
         def of_row(row: jax.Array, last: jax.Array) -> jax.Array:
             return continued(row, last, count, self.longest, self.shortest)
 
-        return jax.vmap(of_row)(history, state.cache.length), memory
+        return jax.vmap(of_row)(history, state.cache.length), drafter_state
 
 
 class Following:

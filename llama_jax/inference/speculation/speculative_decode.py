@@ -24,7 +24,7 @@ from llama_jax.inference.compiled_decode import (
     unpack,
 )
 from llama_jax.inference.decode import STEPS_PER_CHUNK, DecodeState, TokenChunk
-from llama_jax.inference.drafter import MAX_DRAFT_TOKENS, Counts, DraftedChunk, Drafter, PreparedPrompts
+from llama_jax.inference.drafter import MAX_DRAFT_TOKENS, DraftCounts, DraftedChunk, Drafter, PreparedPrompts
 from llama_jax.inference.speculation.draft_length import Pace
 from llama_jax.inference.speculation.verify import Model, PassState, Size, run_passes
 from llama_jax.model.cache import CacheOptions
@@ -80,7 +80,7 @@ def drafted_chunks(
     tokens, lengths, settings = prompts
     capacity = capacity_for(lengths, settings)
     state, packed = programs.begin_decode(programs.prefill_prompts(tokens, lengths, capacity, options), *prompts)
-    drafter, memory = drafter.begin(tokens, lengths, capacity, options)
+    drafter, drafter_state = drafter.begin(tokens, lengths, capacity, options)
     model = Model(programs.params, programs.config, programs.compute, programs.sharding)
     count_accepted = drafter.count_accepted(tokens, lengths)
     pace = pace or Pace.of(drafter.tokens, count_accepted is None)
@@ -99,12 +99,12 @@ def drafted_chunks(
             width = number + 1
             count = min(pace.length(number), max(max_chunks * STEPS_PER_CHUNK // width, 1), MAX_PASSES)
             text = text.written()
-            memory = drafter.catch_up(memory, text.history, text.lengths)
+            drafter_state = drafter.catch_up(drafter_state, text.history, text.lengths)
             passes = _passes_on(_platform(state))
             started = time.perf_counter()
             with decoding_context(programs.use_native_code), allow_transfers():
-                state, memory, packed = passes(
-                    model, drafter, state, memory, text.history, np.int32(count), Size(number, MAX_PASSES)
+                state, drafter_state, packed = passes(
+                    model, drafter, state, drafter_state, text.history, np.int32(count), Size(number, MAX_PASSES)
                 )
         else:
             started = seen if ahead is not None else time.perf_counter()
@@ -119,7 +119,7 @@ def drafted_chunks(
             chunk, done, taken = unpack(packed)
             taken *= STEPS_PER_CHUNK
             tokens_of_rows = chunk.valid.sum(axis=1)
-            counts = Counts(tokens_of_rows, np.zeros_like(tokens_of_rows), np.zeros_like(tokens_of_rows))
+            counts = DraftCounts(tokens_of_rows, np.zeros_like(tokens_of_rows), np.zeros_like(tokens_of_rows))
         seen = time.perf_counter()
         if not done.all():  # otherwise nothing more is generated
             would_be = count_accepted(chunk) if count_accepted else (0, 0)
@@ -176,16 +176,16 @@ class _Text:
 
 
 def _run_packed(
-    model: Model, drafter: Drafter, state: DecodeState, memory: Any, history: jax.Array, passes: jax.Array, size: Size
+    model: Model, drafter: Drafter, state: DecodeState, drafter_state: Any, history: jax.Array, passes: jax.Array, size: Size
 ) -> tuple[DecodeState, Any, jax.Array]:
     """`run_passes` with its results packed into one array, int32[B, 3 * most * (drafted + 1) + 2 * most + 2]."""
-    work, taken, results = run_passes(model, drafter, PassState(state, memory, history), passes, size)
+    work, taken, results = run_passes(model, drafter, PassState(state, drafter_state, history), passes, size)
     counts = jnp.concatenate([results.offered, results.accepted], axis=1)
     packed = jnp.concatenate([counts, pack(results.chunk, work.state.done, taken)], axis=1)
-    return work.state, work.memory, model.sharding.constrain(packed, "replicated")
+    return work.state, work.drafter_state, model.sharding.constrain(packed, "replicated")
 
 
-def _unpack(packed: jax.Array, drafted: int) -> tuple[TokenChunk, np.ndarray, int, Counts, int]:
+def _unpack(packed: jax.Array, drafted: int) -> tuple[TokenChunk, np.ndarray, int, DraftCounts, int]:
     """The chunk, which rows are done, the number of passes, their counts, and how many drafts were examined.
 
     Raises:
@@ -200,7 +200,7 @@ def _unpack(packed: jax.Array, drafted: int) -> tuple[TokenChunk, np.ndarray, in
     chunk = checked_chunk(tokens, logprobs.view(np.float32), valid.astype(bool))
     live = chunk.valid.reshape(len(array), taken, width).any(axis=2)
     offered, accepted = offered[:, :taken], accepted[:, :taken]
-    counts = Counts(live.sum(axis=1), offered.sum(axis=1), accepted.sum(axis=1))
+    counts = DraftCounts(live.sum(axis=1), offered.sum(axis=1), accepted.sum(axis=1))
     # The drafts of a pass up to the first wrong one; a missing draft counts as wrong.
     return chunk, done, taken, counts, int((accepted + (live & (accepted < drafted))).sum())
 

@@ -31,8 +31,8 @@ class PagedView(struct.PyTreeNode):
         attends, are not used and may be any valid page number.
       lengths: int32[R], tokens of each row, including the new ones. Tokens beyond the n pages are neither written nor
         attended to.
-      starts: int32[R + 1]. The new tokens at [starts[r], starts[r + 1]) are the last tokens of row r; the range may be
-        empty. Tokens from starts[R] on are padding.
+      starts: int32[R + 1], `cu_q_lens` of JAX's TPU kernel. The new tokens at [starts[r], starts[r + 1]) are the last tokens
+        of row r; the range may be empty. Tokens from starts[R] on are padding.
       tokens_per_row: the number of new tokens per row, if it is the same for all rows; `starts` are then its multiples. A
         static field.
     """
