@@ -60,7 +60,7 @@ class CompiledDecode:
 
     @functools.cached_property
     def use_native_code(self) -> bool:
-        """See `ops.platform.decodes_natively`."""
+        """Whether decoding may use native CPU kernels, see `ops.platform.decodes_natively`."""
         return decodes_natively(self.params, self.compute.dtype, self.sharding.mesh)
 
     @contextmanager

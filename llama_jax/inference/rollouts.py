@@ -140,11 +140,11 @@ def _prefill(
 ) -> PrefillState:
     """Prefill all prompts in chunks; the cache has the dtype of the computation."""
     tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
-    batch, width = tokens.shape
+    batch, padded_length = tokens.shape
     dtype = jnp.dtype(compute.dtype or params.embedding.dtype)
-    cache = init_cache(config, batch, width, dtype)
+    cache = init_cache(config, batch, padded_length, dtype)
     prefilled = PrefillState(shard_cache(cache, sharding), sharding.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
-    for begin in range(0, width, MAX_PREFILL_CHUNK):
+    for begin in range(0, padded_length, MAX_PREFILL_CHUNK):
         part = tokens[:, begin : begin + MAX_PREFILL_CHUNK]
         positions = Positions(jnp.clip(lengths - begin, 0, part.shape[1]), rope_lengths=lengths)
         prefilled = prefill(config, params, prefilled, part, positions, compute, sharding)

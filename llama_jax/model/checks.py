@@ -56,8 +56,8 @@ def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, positio
     wanted, shape = (config.n_layers, 2 * config.n_kv_heads, config.head_dim), cache.pages.shape
     if (shape[0], *shape[3:]) != wanted:
         raise GenerationError(
-            f"a cache with pages {list(shape)}, [layers, pages, page, 2 heads, width], does not match the configuration;"
-            " make it with init_cache"
+            f"a cache with pages {list(shape)}, [layers, pages, page size, 2 * heads, head_dim], does not match the"
+            " configuration; make it with init_cache"
         )
     (batch, new), rows = tokens.shape, cache.table.shape[0]
     if positions.starts is not None:
@@ -112,8 +112,8 @@ def check_head(config: LlamaConfig, params: Llama) -> None:
 def _shapes(config: LlamaConfig) -> dict[str, tuple[ParamSpec, tuple[int, ...] | None]]:
     """The spec and expected shape at each path; None if the model has no such parameter."""
     absent: dict[str, tuple[ParamSpec, tuple[int, ...] | None]] = {spec.path: (spec, None) for spec in PARAM_SPECS}
-    there = {spec.path: (spec, spec.stacked_shape(config)) for spec in specs_for(config)}
-    return absent | there
+    present = {spec.path: (spec, spec.stacked_shape(config)) for spec in specs_for(config)}
+    return absent | present
 
 
 def _is_padded(shape: tuple[int, ...] | None, wanted: tuple[int, ...] | None) -> bool:
