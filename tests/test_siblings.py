@@ -61,7 +61,7 @@ def models():
 
 def gguf_form(config):
     """A configuration as GGUF can hold it."""
-    return replace(config, **LLAMA4_IN_GGUF) if config.kind == "llama4_text" else config
+    return replace(config, **LLAMA4_IN_GGUF) if config.model_type == "llama4_text" else config
 
 
 def same(a, b, norms=0.0):

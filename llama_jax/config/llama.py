@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from llama_jax.config.families import Kind, kind_of
+from llama_jax.config.families import ModelType, model_type_of
 from llama_jax.config.parts import Parts
 from llama_jax.config.rope import RopeScaling, check_fits
 from llama_jax.config.validation import check_heads, check_sizes, require_number, require_positive_int
@@ -191,13 +191,13 @@ class LlamaConfig:
             object.__setattr__(self, "window", layers[0].window if uniform else None)
 
     @property
-    def kind(self) -> Kind:
-        """The first family whose features include those of this configuration.
+    def model_type(self) -> ModelType:
+        """The `model_type` in transformers of the first family whose features include those of this configuration.
 
         Raises:
           ConfigError: no family has these features; such a model can be trained, but not saved for other libraries.
         """
-        return kind_of(self)
+        return model_type_of(self)
 
     def layer(self, index: int) -> LayerConfig:
         """The attention settings of layer `index`."""
