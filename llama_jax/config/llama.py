@@ -99,8 +99,8 @@ class LlamaConfig:
       n_layers: L.
       n_heads: N, query heads.
       n_kv_heads: K, key/value heads; N = K * G. K = N is multi-head, K = 1 multi-query attention.
-      head_dim: H; dim / n_heads by default, which `dataclasses.replace` with another `dim` or `n_heads` computes anew; any
-        other value is kept.
+      head_dim: H; dim / n_heads by default, which `dataclasses.replace` with another `dim` or `n_heads` computes anew. A
+        value that differs from dim / n_heads is kept.
       hidden_dim: F, width of the gated feed-forward. It is not derived from `dim` (`ffn_hidden_dim` is Meta's rule): pass
         both to `dataclasses.replace`.
       norm_eps: added to the mean square in RMSNorm.

@@ -155,7 +155,7 @@ def pages_per_row(
     if window is None:
         return 0, total
     sink_pages = min(-(-sinks // page_size), total)
-    # As many pages as consecutive positions of all windows of a pass touch: only tokens outside them are overwritten.
+    # Enough for any window + max_tokens_per_pass - 1 consecutive positions, so that no token in a window is overwritten.
     return sink_pages, min((window + max_tokens_per_pass - 3) // page_size + 2, total - sink_pages)
 
 
