@@ -53,7 +53,7 @@ MEGABYTE = 1 << 20
 END_SECONDS = 2.0  # allowed for the exit, in addition to the drain time
 GAP_MS = 150.0  # by which the longest gap with attackers may exceed the longest gap without them
 SETTLING = 2.0  # seconds between windows, which are not counted
-SHORTEST_GAP = 0.02  # seconds
+MIN_GAP = 0.02  # seconds
 ENDLESS = 200  # tokens that an attacker requests, more than any normal client
 GROWTH = 1.1  # allowed growth of memory from the first half of the attacks to the second, plus 64 MB
 
@@ -329,7 +329,7 @@ class Stamps:
         def stamp() -> None:
             nonlocal last
             now = time.perf_counter()
-            if last and now - last >= SHORTEST_GAP:
+            if last and now - last >= MIN_GAP:
                 print(where, now, 1e3 * (now - last), file=self._file)
             last = now
 

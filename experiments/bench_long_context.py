@@ -50,13 +50,13 @@ from llama_jax import (
     train_step,
 )
 from llama_jax.inference import decode as states
-from llama_jax.inference.compiled_decode import LARGEST_PREFILL
+from llama_jax.inference.compiled_decode import MAX_PREFILL_CHUNK
 from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.ops import attend
 from llama_jax.ops.attention import AttentionMask, KVView
 
 RESULTS = Path(__file__).parent / "results"
-MOST_SCORES = 4 * 2**30  # bytes
+MAX_SCORE_BYTES = 4 * 2**30
 HEADS, WIDTH = 8, 64
 
 
@@ -104,7 +104,7 @@ def attention(lengths: Sequence[int], turns: int) -> list[dict[str, Any]]:
         arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
         programs = {}
         for backend in ("reference", "dense", "blockwise"):
-            if backend != "blockwise" and 4 * HEADS * length**2 > MOST_SCORES:
+            if backend != "blockwise" and 4 * HEADS * length**2 > MAX_SCORE_BYTES:
                 continue
             mix = partial(_mixed, backend)
             both = jax.grad(lambda q, k, v, mix=mix: jnp.sum(mix(q, k, v) ** 2), argnums=(0, 1, 2))
@@ -169,7 +169,7 @@ def prompt(shape: str, length: int) -> dict[str, Any]:
     rows = {}
     for capacity in (8_192, 131_072):
         cache = jax.eval_shape(partial(init_cache, config, 1, capacity))
-        piece = jax.ShapeDtypeStruct((1, LARGEST_PREFILL), jnp.int32)
+        piece = jax.ShapeDtypeStruct((1, MAX_PREFILL_CHUNK), jnp.int32)
         jitted = jax.jit(forward, static_argnums=0, donate_argnums=3)
         rows[str(capacity)] = temporaries(jitted.lower(config, params, piece, cache).compile())
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()

@@ -38,7 +38,7 @@ DATA = ROOT.parent / "shared" / "data" / "text"
 RESULTS = ROOT / "experiments" / "results"
 TRAINING, VALIDATION = "training.jsonl", "validation.jsonl"
 CARD = "README.md"
-LARGEST = 6_000_000  # bytes of the assets
+MAX_ASSET_BYTES = 6_000_000
 PARAGRAPH = "\n\n"
 PROMPT = "Once upon a time"
 FIRST = 40  # validation stories of the second figure in the card, for a quick check
@@ -241,8 +241,8 @@ def write_assets(model: Path, data: Path, folder: Path, assets: Path) -> None:
     whole, some = (measured(assets, data, folder, stories) for stories in (None, FIRST))
     (assets / CARD).write_text(card(int(model.name), whole, some, continued(assets, PROMPT)), "utf-8")
     size = sum(path.stat().st_size for path in assets.iterdir())
-    if size > LARGEST:
-        raise SystemExit(f"the assets have {size:,} bytes, more than {LARGEST:,}: choose a smaller model")
+    if size > MAX_ASSET_BYTES:
+        raise SystemExit(f"the assets have {size:,} bytes, more than {MAX_ASSET_BYTES:,}: choose a smaller model")
     print(f"{assets}: {size:,} bytes, {whole.bits_per_byte:.4f} bits per byte")
 
 

@@ -287,7 +287,7 @@ def models() -> dict[str, Model]:
 
 
 def _supported(config: LlamaConfig) -> LlamaConfig:
-    config.kind  # raises if no family has this configuration  # noqa: B018
+    config.model_type  # raises if no family has this configuration  # noqa: B018
     return config
 
 

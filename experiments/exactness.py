@@ -161,12 +161,12 @@ def in_bits(logprobs: list[float]) -> list[int]:
 
 @contextmanager
 def other_chunks(size: int) -> Iterator[None]:
-    before = compiled_decode.LARGEST_PREFILL
-    compiled_decode.LARGEST_PREFILL = size
+    before = compiled_decode.MAX_PREFILL_CHUNK
+    compiled_decode.MAX_PREFILL_CHUNK = size
     try:
         yield
     finally:
-        compiled_decode.LARGEST_PREFILL = before
+        compiled_decode.MAX_PREFILL_CHUNK = before
 
 
 def compare(work: Work) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from llama_jax.config import Kind, LayerConfig, LlamaConfig, QueryScaling, RopeScaling
+from llama_jax.config import LayerConfig, LlamaConfig, ModelType, QueryScaling, RopeScaling
 from llama_jax.formats.orbax_format import name_of
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import param_shapes
@@ -24,7 +24,7 @@ PLAIN = LlamaConfig(
     rope_theta=10_000.0,
     tie_embeddings=False,
 )
-SIBLINGS: dict[Kind, LlamaConfig] = {
+SIBLINGS: dict[ModelType, LlamaConfig] = {
     "mistral": replace(PLAIN, window=6),
     "qwen2": replace(PLAIN, qkv_bias=True),
     "qwen3": replace(PLAIN, qk_norm="head", head_dim=16, tie_embeddings=True),
@@ -87,7 +87,7 @@ SIBLINGS: dict[Kind, LlamaConfig] = {
         shared_expert=True,
     ),
 }
-FAMILY_MODELS: dict[Kind, LlamaConfig] = {"llama": PLAIN} | SIBLINGS
+FAMILY_MODELS: dict[ModelType, LlamaConfig] = {"llama": PLAIN} | SIBLINGS
 
 
 def random_params(config: LlamaConfig, seed: int = 0) -> Llama:
@@ -105,7 +105,7 @@ def with_wide_heads(config: LlamaConfig) -> LlamaConfig:
     """The family's small model with heads, windows and chunks of 128, the sizes that accelerators have kernels for."""
     layers = tuple(replace(x, window=x.window and 128, chunk=x.chunk and 128) for x in config.layers)
     sizes = dict(dim=256, hidden_dim=512, head_dim=128, n_heads=4, n_kv_heads=2, vocab_size=512, max_seq_len=1024)
-    more = dict(embedding_multiplier=256**0.5) if config.kind == "gemma3_text" else {}
+    more = dict(embedding_multiplier=256**0.5) if config.model_type == "gemma3_text" else {}
     return replace(
         config,
         **sizes,

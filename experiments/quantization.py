@@ -125,7 +125,7 @@ def in_random_blocks(params: Llama, kind: str) -> Llama:
         return jnp.asarray(random.integers(0, 256, shape, np.uint8).view(dtype))
 
     def blocks(path: tuple, leaf: Any) -> Any:
-        if not spec_at(path).is_matrix:
+        if not spec_at(path).is_quantizable:
             return leaf
         planes = tuple(plane(one.dtype, one.shape(leaf.shape)) for one in form.planes)
         return QuantizedWeight(planes, kind, str(leaf.dtype))

@@ -35,7 +35,7 @@ from measuring import cpu_name, settings, versions, write_report
 
 import llama_jax
 
-MOST = 256  # maximum tokens of a request
+MAX_REQUEST_TOKENS = 256
 KINDS = 96  # different requests; their answers are computed once
 
 
@@ -165,7 +165,12 @@ class Clients:
     async def leave(self, chosen: random.Random, report: Report, after: float) -> None:
         """Send a request whose client disconnects."""
         prompt = chosen.choice(self.kinds).body["prompt"]
-        body = {"prompt": prompt, "max_tokens": MOST - len(prompt), "ignore_eos": True, "stream": chosen.random() < 0.5}
+        body = {
+            "prompt": prompt,
+            "max_tokens": MAX_REQUEST_TOKENS - len(prompt),
+            "ignore_eos": True,
+            "stream": chosen.random() < 0.5,
+        }
         _, writer = await self.send(body)
         await asyncio.sleep(after)
         writer.transport.abort() if chosen.random() < 0.5 else writer.close()

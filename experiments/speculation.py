@@ -99,8 +99,8 @@ class Rehearsed(Drafter, struct.PyTreeNode):
     tokens: int = struct.field(pytree_node=False, default=4)
 
     def begin(self, *arguments: Any) -> Any:
-        model, memory = self.model.begin(*arguments)
-        return self.replace(model=model), memory
+        model, drafter_state = self.model.begin(*arguments)
+        return self.replace(model=model), drafter_state
 
     def catch_up(self, *arguments: Any) -> Any:
         return self.model.catch_up(*arguments)
@@ -108,11 +108,11 @@ class Rehearsed(Drafter, struct.PyTreeNode):
     def roll_back(self, *arguments: Any) -> Any:
         return self.model.roll_back(*arguments)
 
-    def propose(self, memory: Any, state: Any, history: jax.Array, count: int) -> tuple[jax.Array, Any]:
-        drafts, memory = self.model.propose(memory, state, history, count)
+    def propose(self, drafter_state: Any, state: Any, history: jax.Array, count: int) -> tuple[jax.Array, Any]:
+        drafts, drafter_state = self.model.propose(drafter_state, state, history, count)
         places = jnp.minimum(state.count[:, None] + jnp.arange(count), self.answers.shape[1] - 1)
         told = jnp.take_along_axis(self.answers, places, axis=1)
-        return jnp.where(drafts < 0, drafts, told), memory  # keeps the draft from being optimized away
+        return jnp.where(drafts < 0, drafts, told), drafter_state  # keeps the draft from being optimized away
 
 
 @dataclass(frozen=True)

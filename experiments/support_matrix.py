@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 import tyro
 from measuring import write_rows
 
-from llama_jax.config import Kind
+from llama_jax.config import ModelType
 from llama_jax.storage.atomic_write import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 PAGE = ROOT / "docs" / "support.md"
-FAMILIES: dict[Kind, str] = {
+FAMILIES: dict[ModelType, str] = {
     "llama": "Llama 1 to 3.3, TinyLlama, SmolLM2",
     "mistral": "Mistral",
     "mixtral": "Mixtral",

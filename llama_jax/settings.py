@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from llama_jax.errors import UserError, shown
 
-LARGEST = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Bounds:
     def check(self, name: str, value: float, raises: type[UserError] = UserError) -> None:
         """Raise an error that names the setting, if the value is out of bounds or NaN."""
         if not self.minimum <= value <= self.maximum:
-            bounded = self.maximum not in (LARGEST, math.inf) or value > self.minimum
+            bounded = self.maximum not in (MAX_INT32, math.inf) or value > self.minimum
             most = f" and at most {self.maximum:.10g}" if bounded else ""
             raise raises(f"{name}={shown(value, 40)} must be at least {self.minimum:.10g}{most}")
 
 
 def at_least(minimum: int) -> Bounds:
     """Bounds of an integer: from `minimum` to the largest 32-bit integer."""
-    return Bounds(minimum, LARGEST)
+    return Bounds(minimum, MAX_INT32)
 
 
 def check_bounds(settings: Any, raises: type[UserError] = UserError, within: str = "") -> None:

@@ -20,11 +20,11 @@ class Told(Drafter, struct.PyTreeNode):
     answers: jax.Array
     tokens: int = struct.field(pytree_node=False, default=5)
 
-    def propose(self, memory, state, history, count):
+    def propose(self, drafter_state, state, history, count):
         places = state.count[:, None] + jnp.arange(count)
         inside = jnp.minimum(places, self.answers.shape[1] - 1)
         found = jnp.take_along_axis(self.answers, inside, axis=1)
-        return jnp.where(places < self.answers.shape[1], found, -1), memory
+        return jnp.where(places < self.answers.shape[1], found, -1), drafter_state
 
 
 def told(results, vocab: int, wrong: float = 0.0, seed: int = 0, tokens: int = 5) -> Told:

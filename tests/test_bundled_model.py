@@ -56,7 +56,7 @@ def test_the_recipe_of_the_script_made_it_and_it_is_small(model):
         "tokenizer.model",
         "tokenizer_config.json",
     }
-    assert sum(path.stat().st_size for path in bundled().iterdir()) <= experiment.LARGEST
+    assert sum(path.stat().st_size for path in bundled().iterdir()) <= experiment.MAX_ASSET_BYTES
 
 
 @pytest.mark.parametrize("path", [(), (None,)])

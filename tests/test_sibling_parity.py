@@ -67,10 +67,10 @@ def model(request, tmp_path_factory):
 
     config = MODELS[request.param]
     params = random_params(config, seed=5)
-    folder = tmp_path_factory.mktemp("models") / config.kind
+    folder = tmp_path_factory.mktemp("models") / config.model_type
     llama_jax.save(folder, config, params)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    assert type(theirs).__name__ == FAMILIES[config.kind].architecture
+    assert type(theirs).__name__ == FAMILIES[config.model_type].architecture
     return config, params, theirs.eval(), folder
 
 

@@ -28,7 +28,7 @@ from llama_jax.model.forward_options import Positions
 from llama_jax.model.lora import Lora, adapted
 from llama_jax.model.trees import parameter_count
 from llama_jax.ops.moe import Routing, mixture_of_experts
-from llama_jax.ops.platform import planned_for
+from llama_jax.ops.platform import target_platform
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import pad_params, unpad_params
 from llama_jax.parallel.sharding import step_over
@@ -61,7 +61,7 @@ def models():
 
 def gguf_form(config):
     """A configuration as GGUF can hold it."""
-    return replace(config, **LLAMA4_IN_GGUF) if config.kind == "llama4_text" else config
+    return replace(config, **LLAMA4_IN_GGUF) if config.model_type == "llama4_text" else config
 
 
 def same(a, b, norms=0.0):
@@ -115,13 +115,15 @@ def test_each_differs_from_a_llama(models, kind):
 )
 def test_the_cache_and_pieces_give_the_same(models, kind, unrolled, monkeypatch):
     """Unrolled as for a GPU, but for its kernel, which no CPU runs."""
-    monkeypatch.setattr("llama_jax.ops.attention.paged.choose_paged", lambda platform, problem: ("paged blocks", "a test"))
+    monkeypatch.setattr(
+        "llama_jax.ops.attention.paged.choose_paged_backend", lambda platform, problem: ("paged blocks", "a test")
+    )
     config, params = models[kind]
     want = jit_logits(config, params, TOKENS)
     cache = llama_jax.init_cache(config, 2, 24)
     found = []
     for start, stop in ((0, 9), (9, 10), (10, 19), (19, 20)):
-        with planned_for("gpu" if unrolled else None):
+        with target_platform("gpu" if unrolled else None):
             hidden, cache = jit_forward(config, params, TOKENS[:, start:stop], cache)
         found.append(jit_unembed(config, params, hidden))
     np.testing.assert_allclose(np.concatenate(found, axis=1), want, atol=2e-4)
@@ -364,7 +366,7 @@ def test_sinks_are_seen_from_all_chunks(models):
     for sinks in (0, 2):
         found = []
         for tokens in (TOKENS[:1], other):
-            cache = llama_jax.init_cache(config, 1, 64, window=24, sinks=sinks, at_once=19)
+            cache = llama_jax.init_cache(config, 1, 64, window=24, sinks=sinks, max_tokens_per_pass=19)
             _, cache = jit_forward(config, params, tokens[:, :19], cache)
             found.append(jit_forward(config, params, tokens[:, 19:], cache)[0])
         assert (np.abs(found[0] - found[1]).max() > 1e-3) == (sinks == 2)

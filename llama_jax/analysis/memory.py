@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.analysis.collectives import ARRAY, Instruction, ProgramText, array_bytes
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
-from llama_jax.inference.compiled_decode import LARGEST_PREFILL
+from llama_jax.inference.compiled_decode import MAX_PREFILL_CHUNK
 from llama_jax.inference.decode import DecodeSettings, DecodeState, PrefillState, TokenChunk, decode, prefill
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.sharding import sharding_of
@@ -28,7 +28,7 @@ from llama_jax.model.lora import Lora, adapter_shapes, with_base
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import param_shapes, planned_in_kinds, quantize, unstack_layers
 from llama_jax.ops.attention import AttentionBackend
-from llama_jax.ops.platform import planned_for
+from llama_jax.ops.platform import target_platform
 from llama_jax.ops.weights.format_spec import bits_of
 from llama_jax.ops.weights.formats import FormatName, PureFormatName
 from llama_jax.parallel.mesh import MeshSizes
@@ -135,7 +135,7 @@ class Program:
                     f"{self.name}: {str(error).splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ')}"
                 ) from error
         # A GPU's random bits would be a call of its own library, which XLA for CPU lacks; a TPU's are ordinary code.
-        with planned_for("accelerator"):
+        with target_platform("accelerator"):
             lowered = self.function.trace(*self.arguments).lower(lowering_platforms=("tpu",))
         return lowered.compile(compiler_options={"xla_disable_hlo_passes": "float-normalization-bf16"})
 
@@ -270,7 +270,7 @@ def decode_programs(
     looked_up = 0 if params.lm_head is None else bytes_per_device(params.embedding)
     per_token = (share - looked_up) * sizes.columns + known.cache
 
-    tokens = per_row(jnp.int32, min(capacity, LARGEST_PREFILL))
+    tokens = per_row(jnp.int32, min(capacity, MAX_PREFILL_CHUNK))
     positions = Positions(per_row(jnp.int32), rope_lengths=per_row(jnp.int32))
     reads = jax.jit(
         partial(prefill, config, compute=compute, sharding=sharding),

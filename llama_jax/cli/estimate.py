@@ -254,13 +254,13 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
         self, config: LlamaConfig, mesh: Mesh, weights: FormatName | PureFormatName | Llama | None
     ) -> list[Program]:
         from llama_jax.analysis.memory import decode_programs, train_programs
-        from llama_jax.inference.compiled_decode import SMALLEST_CACHE
+        from llama_jax.inference.compiled_decode import MIN_CACHE_CAPACITY
         from llama_jax.model.cache import bucket
         from llama_jax.model.lora import Lora
 
         options: dict[str, Any] = {"dtype": self._dtype, "attention": self.attention, "weights": weights}
         if self._remat is None:
-            capacity = bucket(self.length, SMALLEST_CACHE)
+            capacity = bucket(self.length, MIN_CACHE_CAPACITY)
             return decode_programs(config, mesh, self.batch, capacity, quantized=self.cache == "int8", **options)
         options |= {"remat": self._remat, "packed": self.packed, "accumulate": self.accumulate}
         lora = Lora(rank=self.lora) if self.lora else None

@@ -23,11 +23,11 @@ from llama_jax.tokenizers.interface import Text
 
 if TYPE_CHECKING:
     from llama_jax.cli.jax_setup import Clock
-    from llama_jax.inference.drafter import Counts
+    from llama_jax.inference.drafter import DraftCounts
 
 BATCH = 8  # prompts that are continued at once
 STDIN = "-"
-LARGEST = 256 << 20  # bytes of prompts; ten million tokens have 40
+MAX_PROMPT_BYTES = 256 << 20  # bytes of prompts; ten million tokens have 40
 EXAMPLE = "pass some text to continue, such as 'Once upon a time'"
 
 
@@ -149,7 +149,7 @@ class Generate(ModelOptions, StopOptions):
         limits: list[int],
         settings: dict[str, Any],
         clock: Clock,
-    ) -> list[Counts]:
+    ) -> list[DraftCounts]:
         """Generate for rows together until all have ended; the counts of each chunk."""
         from llama_jax.inference.drafter import counts_of
 
@@ -221,10 +221,10 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def _cache_bytes(config: LlamaConfig, options: llama_jax.CacheOptions, prompt: int, new: int, dtype: Any) -> int:
-    from llama_jax.inference.compiled_decode import prefill_chunk, round_capacity
+    from llama_jax.inference.compiled_decode import prefill_chunk_size, round_capacity
 
     capacity = round_capacity(prompt, new)
-    return llama_jax.cache_bytes(config, 1, capacity, options.dtype or dtype, options, prefill_chunk(options, prompt))
+    return llama_jax.cache_bytes(config, 1, capacity, options.dtype or dtype, options, prefill_chunk_size(options, prompt))
 
 
 def _summary(s: dict) -> str:
@@ -252,7 +252,7 @@ def _errors_below(printed: str) -> Iterator[None]:
 # -- drafts ----------------------------------------------------------------------------------------------------------------
 
 
-def draft_statistics(text: str, tokens: int, counts: Sequence[Counts]) -> dict[str, Any]:
+def draft_statistics(text: str, tokens: int, counts: Sequence[DraftCounts]) -> dict[str, Any]:
     """The statistics of drafting for `tokens` generated after the first of each row, from the counts of each chunk."""
     passes, drafted, accepted = (sum(int(each.sum()) for each in part) for part in zip(*counts, strict=True))
     return {
@@ -341,9 +341,9 @@ def _content(file: Path) -> bytes:
 
 def _bounded(where: str, file: BinaryIO) -> bytes:
     """The content of a file that may have no end."""
-    content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise GenerationError(f"{where} has more than {LARGEST >> 20} MiB of prompts; split it into several files")
+    content = file.read(MAX_PROMPT_BYTES + 1)
+    if len(content) > MAX_PROMPT_BYTES:
+        raise GenerationError(f"{where} has more than {MAX_PROMPT_BYTES >> 20} MiB of prompts; split it into several files")
     return content
 
 

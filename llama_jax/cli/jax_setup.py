@@ -19,7 +19,7 @@ from llama_jax.errors import UserError, reason_of
 from llama_jax.storage.paths import cache_folder
 from llama_jax.xla_flags import keep_freed_memory, set_flags
 
-LEAST_FREE = 2**20  # bytes on the disk of the compilation cache; a program takes some hundred thousand
+MIN_FREE_BYTES = 2**20  # bytes on the disk of the compilation cache; a program takes some hundred thousand
 
 
 def use_compilation_cache(off: bool = False) -> None:
@@ -59,7 +59,7 @@ def _no_room(folder: Path) -> str | None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             return os.strerror(errno.EACCES)
-        return os.strerror(errno.ENOSPC) if shutil.disk_usage(folder).free < LEAST_FREE else None
+        return os.strerror(errno.ENOSPC) if shutil.disk_usage(folder).free < MIN_FREE_BYTES else None
     except OSError as error:
         return error.strerror or str(error)
 

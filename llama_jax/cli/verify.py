@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llama_jax.verify.rounding_error import MatrixError, Origin
 
 TOKENS = 64
-LARGEST_TEXT = 1 << 20  # characters
+MAX_TEXT_LENGTH = 1 << 20  # characters
 
 
 @dataclass(frozen=True)
@@ -200,18 +200,18 @@ class Verify(PartsOption, CompileOptions):
             raise UserError(f"{self.text} is not a file")
         try:
             with self.text.open(encoding="utf-8", newline="") as file:
-                return file.read(LARGEST_TEXT)
+                return file.read(MAX_TEXT_LENGTH)
         except UnicodeDecodeError as error:
             raise UserError(f"{self.text} is not text in UTF-8 ({error.reason} at byte {error.start})") from None
 
     def _end_alone(self, ours: Trace, tokenizer: Tokenizer | None, read: str, tensors: int) -> NoReturn:
-        from llama_jax.verify.activations import FEWEST, Check, check_logits, check_speech, check_vocabulary
+        from llama_jax.verify.activations import MIN_TOKENS, Check, check_logits, check_speech, check_vocabulary
 
         checks = [Check("tensors", True, f"{tensors:,}, with the names and shapes of the configuration, all finite")]
         if tokenizer is not None:
             checks.append(check_vocabulary(tokenizer, ours.origin.config.vocab_size, self._text()))
         checks.append(check_logits(ours))
-        readable = tokenizer is not None and len(ours.tokens) >= FEWEST
+        readable = tokenizer is not None and len(ours.tokens) >= MIN_TOKENS
         if readable and checks[-1].passed:
             checks.append(check_speech(ours))
         failed = [check.name for check in checks if not check.passed]
@@ -220,7 +220,7 @@ class Verify(PartsOption, CompileOptions):
         elif readable:
             why = "complete, and it predicts text; to be sure that it is right, compare it with --against or --oracle"
         else:
-            why = f"complete; to check its predictions, use {FEWEST} tokens of text; to be sure, use a reference"
+            why = f"complete; to check its predictions, use {MIN_TOKENS} tokens of text; to be sure, use a reference"
         rows = [[check.name, printable(check.found)] for check in checks]
         page = f"{_described(ours.origin)}\nread {printable(read)}\n\n{columns(rows)}\n"
         facts = {"here": _origin_facts(ours.origin), "read": read, "checks": [check._asdict() for check in checks]}

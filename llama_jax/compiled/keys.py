@@ -151,7 +151,9 @@ def environment_text(devices: Sequence[Any]) -> str:
         f"{client.platform} {client.platform_version} {devices[0].device_kind} {_ids(devices)}",
         *(f"{name}={getattr(settings, name, None)}" for name in names),
         *(f"{name}={value}" for name, value in sorted(os.environ.items()) if name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")),
-        text_of((platform.native_code.value, platform.planned_for.value, platform.recomputing.value, exact.is_exact())),
+        text_of(
+            (platform.native_code.value, platform.target_platform.value, platform.rematerializing.value, exact.is_exact())
+        ),
         text_of(jax.sharding.get_abstract_mesh()),
     ]
     if client.platform == "cpu":

@@ -1,6 +1,6 @@
 """The configuration of a Llama: its sizes, validated once. Published configurations are in `presets`."""
 
-from llama_jax.config.families import FAMILY_FEATURES, Kind
+from llama_jax.config.families import FAMILY_FEATURES, ModelType
 from llama_jax.config.llama import LayerConfig, LlamaConfig, QueryScaling, period
 from llama_jax.config.parts import Parts
 from llama_jax.config.rope import REQUIRED, ROPE_FIELDS, RopeScaling, RopeScalingKind
@@ -9,9 +9,9 @@ __all__ = [
     "FAMILY_FEATURES",
     "REQUIRED",
     "ROPE_FIELDS",
-    "Kind",
     "LayerConfig",
     "LlamaConfig",
+    "ModelType",
     "Parts",
     "QueryScaling",
     "RopeScaling",

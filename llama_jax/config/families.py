@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from llama_jax.errors import ConfigError
 
-Kind = Literal[
+ModelType = Literal[
     "llama",
     "mistral",
     "qwen2",
@@ -25,7 +25,7 @@ Kind = Literal[
 ]
 
 # The features of each family beyond Llama, by the names that `features` returns.
-FAMILY_FEATURES: dict[Kind, set[str]] = {
+FAMILY_FEATURES: dict[ModelType, set[str]] = {
     "llama": set(),
     "mistral": {"window"},
     "qwen2": {"qkv_bias"},
@@ -83,14 +83,14 @@ def features(config: Any) -> set[str]:
     return found
 
 
-def kind_of(config: Any) -> Kind:
+def model_type_of(config: Any) -> ModelType:
     """The first family whose features include those of this configuration.
 
     Raises:
       ConfigError: there is none.
     """
     needed = features(config)
-    for kind, supported in FAMILY_FEATURES.items():
+    for model_type, supported in FAMILY_FEATURES.items():
         if needed <= supported:
-            return kind
+            return model_type
     raise ConfigError(f"no family of models has {' and '.join(sorted(needed))} together")

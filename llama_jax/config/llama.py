@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from llama_jax.config.families import Kind, kind_of
+from llama_jax.config.families import ModelType, model_type_of
 from llama_jax.config.parts import Parts
 from llama_jax.config.rope import RopeScaling, check_fits
 from llama_jax.config.validation import check_heads, check_sizes, require_number, require_positive_int
@@ -76,8 +76,8 @@ class QueryScaling:
 
 
 def period(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
-    """The shortest prefix that generates `layers` when repeated (the last repetition may be partial) and has no shorter
-    period: (a, b, a, a) is its own period."""
+    """The shortest prefix that gives `layers` if repeated and cut to the same length. It must not have a shorter period
+    itself: (a, b, a, a) is not reduced to (a, b, a), whose period is (a, b)."""
     n = len(layers)
     for p in range(1, n):
         if all(layers[i] == layers[i % p] for i in range(n)) and len(period(layers[:p])) == p:
@@ -99,8 +99,8 @@ class LlamaConfig:
       n_layers: L.
       n_heads: N, query heads.
       n_kv_heads: K, key/value heads; N = K * G. K = N is multi-head, K = 1 multi-query attention.
-      head_dim: H; dim / n_heads by default, which `dataclasses.replace` with another `dim` or `n_heads` computes anew; any
-        other value is kept.
+      head_dim: H; dim / n_heads by default, which `dataclasses.replace` with another `dim` or `n_heads` computes anew. A
+        value that differs from dim / n_heads is kept.
       hidden_dim: F, width of the gated feed-forward. It is not derived from `dim` (`ffn_hidden_dim` is Meta's rule): pass
         both to `dataclasses.replace`.
       norm_eps: added to the mean square in RMSNorm.
@@ -191,13 +191,13 @@ class LlamaConfig:
             object.__setattr__(self, "window", layers[0].window if uniform else None)
 
     @property
-    def kind(self) -> Kind:
-        """The first family whose features include those of this configuration.
+    def model_type(self) -> ModelType:
+        """The `model_type` in transformers of the first family whose features include those of this configuration.
 
         Raises:
           ConfigError: no family has these features; such a model can be trained, but not saved for other libraries.
         """
-        return kind_of(self)
+        return model_type_of(self)
 
     def layer(self, index: int) -> LayerConfig:
         """The attention settings of layer `index`."""

@@ -38,21 +38,22 @@ class RopeScaling:
     ``replace(config, max_seq_len=4 * n, rope_scaling=RopeScaling("yarn", 4.0, original_max_seq_len=n))``.
 
     Attributes:
-      kind: ``linear`` slows every pair of features by `factor` (position interpolation: Chen et al. 2023, section 3.2).
-        ``ntk`` raises theta so that the slowest pair is slowed by `factor` and the fastest not at all ("NTK-aware": Peng et
-        al. 2023, section 3.1). ``dynamic`` does the same depending on the length of the sequence (section 3.3, with
-        transformers' factor). ``by_parts`` slows the pairs with few rotations within the original context and leaves the
-        others unchanged ("NTK-by-parts", section 3.2); ``yarn`` also sharpens the attention (section 3.4). ``llama3`` has a
-        ramp over rotations instead of pairs (Llama 3.1 reference code, ``apply_scaling``). ``longrope`` divides the
-        frequency of each pair by its entry in one of two lists, chosen by the length (Ding et al. 2024, section 3).
+      kind: ``linear`` divides the frequency of every pair of features by `factor` (position interpolation: Chen et al. 2023,
+        section 3.2). ``ntk`` raises theta so that the lowest frequency is divided by `factor` and the highest is unchanged
+        ("NTK-aware": Peng et al. 2023, section 3.1). ``dynamic`` does the same depending on the length of the sequence
+        (section 3.3, with transformers' factor). ``by_parts`` divides the frequencies of pairs with few rotations within the
+        original context and leaves the others unchanged ("NTK-by-parts", section 3.2); ``yarn`` also lowers the temperature
+        of the attention softmax (section 3.4). ``llama3`` has a ramp over rotations instead of pairs (Llama 3.1 reference
+        code, ``apply_scaling``). ``longrope`` divides the frequency of each pair by its entry in one of two lists, chosen by
+        the length (Ding et al. 2024, section 3).
       factor: the ratio of the new context to the original one, at least 1; ``longrope`` uses it only for the attention
         factor.
-      low_freq_factor, high_freq_factor: numbers of rotations within the original context: a pair with at most the first is
-        slowed, one with at least the second is unchanged; default 1 and 4. For ``llama3``.
+      low_freq_factor, high_freq_factor: numbers of rotations within the original context: the frequency of a pair with at
+        most the first is divided, that of one with at least the second is unchanged; default 1 and 4. For ``llama3``.
       original_max_seq_len: the original context length of the model; default 8,192 for ``llama3``. Required for all kinds
         except ``linear`` and ``ntk``.
-      beta_fast, beta_slow: numbers of rotations: a pair with at least the first is unchanged, one with at most the second
-        is slowed; default 32 and 1. For ``by_parts`` and ``yarn``.
+      beta_fast, beta_slow: numbers of rotations: the frequency of a pair with at least the first is unchanged, that of one
+        with at most the second is divided; default 32 and 1. For ``by_parts`` and ``yarn``.
       truncate: whether the ramp between them begins and ends at whole pairs; default True.
       attention_factor: factor of cosine and sine; attention scores are scaled by its square; default 0.1 ln(factor) + 1 for
         ``yarn``, and sqrt(1 + ln(factor) / ln(original_max_seq_len)) for ``longrope``.

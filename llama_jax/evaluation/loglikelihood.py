@@ -23,7 +23,7 @@ from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 
-SHORTEST = 512  # tokens of the shortest row; each next length is four times as long, so that few programs are compiled
+MIN_ROW_LENGTH = 512  # tokens of the shortest row; each next length is four times as long, so that few programs are compiled
 
 
 class Continuation(NamedTuple):
@@ -175,7 +175,7 @@ def score_rows(
 
 def _runs(config: LlamaConfig, pairs: Sequence[Continuation], most: int) -> list[_Run]:
     """The input texts, each once if a row has room for all of its continuations."""
-    shortest = min(SHORTEST, most)
+    shortest = min(MIN_ROW_LENGTH, most)
     runs: list[_Run] = []
     last: dict[bytes, _Run] = {}
     for number, pair in enumerate(pairs):
@@ -200,7 +200,7 @@ def _runs(config: LlamaConfig, pairs: Sequence[Continuation], most: int) -> list
 
 def _batches(runs: Sequence[_Run], context: int, batch: int) -> list[tuple[int, list[list[int]]]]:
     """For each batch, the longest first: the length of its rows, and the indices of the runs in each row."""
-    lengths = [min(SHORTEST, context)]
+    lengths = [min(MIN_ROW_LENGTH, context)]
     while lengths[-1] < context:
         lengths.append(min(4 * lengths[-1], context))
     sizes = np.array([run.size for run in runs], np.int64)

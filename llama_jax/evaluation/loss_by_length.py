@@ -15,7 +15,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.load_corpus import Progress
 from llama_jax.evaluation.measure import check_batch, check_vocabulary, measuring, run_ahead, target_nats
-from llama_jax.inference.compiled_decode import LARGEST_PREFILL
+from llama_jax.inference.compiled_decode import MAX_PREFILL_CHUNK
 from llama_jax.model.cache import CacheOptions, KVCache, init_cache
 from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Compute, Positions
@@ -213,7 +213,7 @@ def _plan(length: int, spans: np.ndarray, longest: int, batch: int | None) -> _W
 
 def cut_pieces(length: int) -> tuple[int, int]:
     """Tokens per chunk and chunks per row: of one size, so that one program is compiled and no chunk is nearly empty."""
-    pieces = -(-length // LARGEST_PREFILL)
+    pieces = -(-length // MAX_PREFILL_CHUNK)
     return -(-length // pieces), pieces
 
 
@@ -243,7 +243,7 @@ def piece_nats(
 
 
 _piece_nats = jax.jit(piece_nats, static_argnums=(0, 2, 6), donate_argnums=3)
-_init_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3), static_argnames=("window", "sinks", "at_once"))
+_init_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3), static_argnames=("window", "sinks", "max_tokens_per_pass"))
 
 
 def empty_cache(
@@ -251,7 +251,7 @@ def empty_cache(
 ) -> KVCache:
     """An empty cache with the parameters' sharding and dtype; with a window, for prefill chunks of `piece` tokens."""
     dtype = jnp.dtype(options.dtype or params.embedding.dtype)
-    ring = {"window": options.window, "sinks": options.sinks, "at_once": piece}
+    ring = {"window": options.window, "sinks": options.sinks, "max_tokens_per_pass": piece}
     return _init_cache(config, batch, capacity, dtype, **ring)
 
 

@@ -30,9 +30,9 @@ from llama_jax.ops.cross_entropy import Constrain
 from llama_jax.ops.platform import decodes_natively, decoding_context, tracing_for
 
 LOGIT_CHUNK = 64  # positions per row with logits in memory at a time
-MOST_PADDED = 1024  # rows to which shorter texts are padded, so that all use one program
-MOST_TOKENS = 2**31 - 1  # tokens of a batch: indices are int32
-LONGEST = 4096  # largest default window, in tokens: a layer's attention scores grow with its square
+MAX_PADDED_ROWS = 1024  # rows to which shorter texts are padded, so that all use one program
+MAX_BATCH_TOKENS = 2**31 - 1  # tokens of a batch: indices are int32
+MAX_DEFAULT_WINDOW = 4096  # tokens: a layer's attention scores grow with its square
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -163,7 +163,7 @@ def measure_windows(
     """
     length = int(windows.read.max())  # if no document fills a window, rows are shorter
     rows = pack(windows.read.tolist(), length) if packed else [[window] for window in range(len(windows.read))]
-    batch = min(batch, max(len(rows), MOST_PADDED))
+    batch = min(batch, max(len(rows), MAX_PADDED_ROWS))
 
     def launch(first: int) -> tuple[Any, np.ndarray]:
         batched, owner = pack_rows(corpus, windows, rows[first : first + batch], batch, length)
@@ -194,7 +194,7 @@ def choose_sizes(
     config: LlamaConfig, corpus: Corpus, *, length: int | None, stride: int | None, batch: int | None
 ) -> WindowSizes:
     """The sizes of `perplexity.evaluate`, with its defaults; see there for arguments and errors."""
-    length = min(config.max_seq_len, LONGEST) if length is None else length
+    length = min(config.max_seq_len, MAX_DEFAULT_WINDOW) if length is None else length
     if not 1 <= length <= config.max_seq_len:
         raise DataError(f"length={length} must be at least 1 and within the model's context of {config.max_seq_len}")
     stride = max(length // 2, 1) if stride is None else stride
@@ -215,8 +215,8 @@ def check_batch(batch: int, length: int) -> None:
     """Raise DataError for less than one row, or for more rows of this length than int32 can index."""
     if batch < 1:
         raise DataError(f"batch={batch} must be at least 1 row")
-    if batch > MOST_TOKENS // length:
-        raise DataError(f"batch={batch} must be at most {MOST_TOKENS // length} rows of length={length}")
+    if batch > MAX_BATCH_TOKENS // length:
+        raise DataError(f"batch={batch} must be at most {MAX_BATCH_TOKENS // length} rows of length={length}")
 
 
 def default_batch() -> int:

@@ -129,7 +129,7 @@ def _module(target: str, layer: int) -> str:
 
 
 PEFT = AdapterLayout(_peft_names, is_interleaved)
-LLAMA_CPP = AdapterLayout(_gguf_names, lambda config: ARCHITECTURES[architecture_of(config.kind)].interleaved)
+LLAMA_CPP = AdapterLayout(_gguf_names, lambda config: ARCHITECTURES[architecture_of(config.model_type)].interleaved)
 
 
 @retry_with_newest_step
@@ -236,7 +236,7 @@ def save_adapter(
     """
     if config.parts:
         raise CheckpointError(f"{config.parts} cannot be stored in adapter files; load the run as the adapter")
-    if config.kind == "phi3":
+    if config.model_type == "phi3":
         raise CheckpointError("adapters of phi3, which other libraries train on fused projections, cannot be written")
     to_gguf = Path(path).suffix.lower() == ".gguf"
     with new_output(locate(path), folder=not to_gguf, overwrite=overwrite) as target:
@@ -400,7 +400,7 @@ def _open_gguf(path: Location) -> OpenedAdapter | None:
     base = _base_name(fields.get(BASE_NAME_KEY))
 
     def read(config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
-        for key, value in ((ADAPTER_TYPE, "lora"), ("general.architecture", architecture_of(config.kind))):
+        for key, value in ((ADAPTER_TYPE, "lora"), ("general.architecture", architecture_of(config.model_type))):
             if fields.get(key) != value:
                 found = shown(fields.get(key), 40)
                 raise CheckpointError(f"{path}: {key}={found}, but an adapter of this base has {value!r}")
@@ -428,7 +428,7 @@ def _write_gguf(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, ba
     settings: dict[str, Any] = {GENERAL_TYPE: "adapter", ADAPTER_TYPE: "lora", ALPHA_KEY: float(lora.scale * lora.rank)}
     settings |= {} if base is None else {"general.base_model.count": 1, BASE_NAME_KEY: base}
     listed = [(name, array.shape, kind_of(array.dtype)) for name, array in tensors.items()]
-    with gguf.new_file(path, architecture_of(config.kind), settings, listed) as write:
+    with gguf.new_file(path, architecture_of(config.model_type), settings, listed) as write:
         for name, array in tensors.items():
             write(_bytes_of(name, array))
 

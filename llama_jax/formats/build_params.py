@@ -147,7 +147,7 @@ def plan(opened: Opened, *, interleaved: bool = False) -> Llama:
         for share, columns in shares_in(row, c):
             name = table if share.name == "embedding" else opened.names[share.name].format(layer)
             parts.append(part(name, shape_of(share.axes, c), columns, share.rotary))
-        return ArrayParts(row.shape(c), tuple(parts), row.is_matrix, isinstance(where, StoredPath), row.path, layer)
+        return ArrayParts(row.shape(c), tuple(parts), row.is_quantizable, isinstance(where, StoredPath), row.path, layer)
 
     # Checked by count before the names are built: a configuration may claim a billion layers.
     if c.n_layers > len(opened.tensors):

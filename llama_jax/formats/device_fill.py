@@ -54,14 +54,14 @@ class ArrayParts:
     """The tensors that make up an array.
 
     Attributes:
-      is_matrix: whether it may be quantized.
+      is_quantizable: whether it may be quantized.
       stored: whether its files are in an object store.
       path, layer: the parameter's path and layer.
     """
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
-    is_matrix: bool = False
+    is_quantizable: bool = False
     stored: bool = False
     path: str = ""
     layer: int = 0

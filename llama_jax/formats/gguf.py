@@ -371,7 +371,7 @@ def write_file(
     from llama_jax.tokenizers.gguf import to_metadata
 
     c = opened.config
-    architecture = architecture_of(c.kind)
+    architecture = architecture_of(c.model_type)
     own = ARCHITECTURES[architecture]
     names, todo = NAMES, tensors_to_write(opened, interleaved=own.interleaved)
     if own.fused:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama_jax.config import Kind, LayerConfig, LlamaConfig, QueryScaling
+from llama_jax.config import LayerConfig, LlamaConfig, ModelType, QueryScaling
 from llama_jax.errors import CheckpointError, ConfigError, shown
 
 # Returns the setting of a key (without the architecture's prefix), or the given default.
@@ -38,7 +38,7 @@ class Architecture:
       whole_yarn: whether all yarn settings are read; they are fixed in other architectures.
     """
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ModelType, ...]
     interleaved: bool = False
     reads: tuple[str, ...] = ()
     fields: Callable[[Maybe, int], dict[str, Any]] = lambda maybe, n_layers: {}
@@ -264,7 +264,7 @@ REFUSED = (
 )
 
 
-def architecture_of(kind: Kind) -> str:
+def architecture_of(kind: ModelType) -> str:
     """The architecture's name in GGUF for a model family."""
     for name, architecture in ARCHITECTURES.items():
         if kind in architecture.kinds:

@@ -249,7 +249,8 @@ def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
     back = config_from_dict(found)
     for name in (field.name for field in fields(config)):
         if getattr(back, name) != getattr(config, name):
-            raise ConfigError(f"{name}={shown(getattr(config, name))} cannot be stored in the config.json of {config.kind}")
+            value = shown(getattr(config, name))
+            raise ConfigError(f"{name}={value} cannot be stored in the config.json of {config.model_type}")
     return found
 
 
@@ -264,10 +265,10 @@ def _plain_settings(config: LlamaConfig) -> dict[str, Any]:
         if scaling.kind == "dynamic":
             context = settings.pop("original_max_seq_len")
         rope |= {names.get(name, name): value for name, value in settings.items() if value is not None}
-    family = FAMILIES[config.kind]
+    family = FAMILIES[config.model_type]
     parameters = rope | {"rope_theta": config.rope_theta}
     return {
-        "model_type": config.kind,
+        "model_type": config.model_type,
         "architectures": [family.architecture],
         **{setting: getattr(config, field) for field, setting in SIZES.items()},
         "max_position_embeddings": context,
@@ -362,14 +363,14 @@ def names_of(config: LlamaConfig) -> dict[str, str]:
     """The tensor names of a model; some depend on its norms, or on the family of its experts."""
     found = NAMES | ({"ffn_norm": "model.layers.{}.pre_feedforward_layernorm.weight"} if config.norm == "both" else {})
     if config.experts:
-        found |= {"qwen3_moe": QWEN_EXPERTS, "llama4_text": LLAMA4_EXPERTS}.get(config.kind, {})
+        found |= {"qwen3_moe": QWEN_EXPERTS, "llama4_text": LLAMA4_EXPERTS}.get(config.model_type, {})
     return found
 
 
 def is_interleaved(config: LlamaConfig) -> bool:
     """Whether a model's files have the rows of q and k in the interleaved rotary layout."""
     try:
-        return FAMILIES[config.kind].interleaved
+        return FAMILIES[config.model_type].interleaved
     except ConfigError:  # no family: as in Llama
         return False
 
@@ -487,13 +488,13 @@ def write_folder(
     """
     names = names_of(opened.config)
     todo = tensors_to_write(opened, interleaved=is_interleaved(opened.config))
-    if opened.config.kind == "llama4_text":
+    if opened.config.model_type == "llama4_text":
         todo, fused_names = fuse(todo, LLAMA4_FUSED, axis=1)
         todo = [replace(p, tensor=Transposed(p.tensor)) if len(p.tensor.shape) == 3 else p for p in todo]
         names |= fused_names
     else:
         todo = [one for piece in todo for one in _split_experts(piece)]
-    if opened.config.kind == "phi3":
+    if opened.config.model_type == "phi3":
         todo, fused_names = fuse(todo, FUSED)
         names |= fused_names
     kinds = [kind or kind_of(piece.tensor.dtype) for piece in todo]

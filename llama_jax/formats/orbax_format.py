@@ -156,7 +156,7 @@ def kind_in_file(leaf: Any) -> Any:
         return [kind_in_file(part) for part in leaf.parts]
     if isinstance(leaf, MixedStack):
         kinds = [kind_in_file(stack) for stack in leaf.stacks]
-        return {"layers": [kinds[stack] for stack, _ in leaf.places]}
+        return {"layers": [kinds[stack] for stack, _ in leaf.locations]}
     return getattr(leaf, "kind", None)
 
 
@@ -194,7 +194,7 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, where: Location
         layers = leaf.shape[0] if row.in_blocks else 1
         is_joined, parts = isinstance(kind, list), kind if isinstance(kind, list) else [kind]
         own = [one["layers"] if isinstance(one, dict) else [one] * layers for one in parts]
-        possible = row.is_matrix and (not is_joined or (len(parts) == 3 and row.axes == "K G+2 H D"))
+        possible = row.is_quantizable and (not is_joined or (len(parts) == 3 and row.axes == "K G+2 H D"))
         if not possible or any(len(one) != layers for one in own):
             raise CheckpointError(f"{where / KINDS_FILE} has {name} in {shown(kind, 40)}, which is invalid; copy it again")
         return in_kinds(leaf, list(zip(*own, strict=True)), lambda leaf, kind: of_kind(leaf, kind, name))
@@ -504,7 +504,7 @@ def _load_shares(
 
         def of_layer(layer: int) -> ArrayParts:
             tensor = ArrayRows(arrays[row.path], layer * rows, shape if len(shape) == 1 else (rows, shape[-1]))
-            return ArrayParts(shape, (Part(f"{stored.path}: array {row.path!r}", tensor),), row.is_matrix, stored=True)
+            return ArrayParts(shape, (Part(f"{stored.path}: array {row.path!r}", tensor),), row.is_quantizable, stored=True)
 
         return StackParts(tuple(map(of_layer, range(stored.config.n_layers)))) if row.in_blocks else of_layer(0)
 

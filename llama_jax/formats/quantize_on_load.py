@@ -88,7 +88,7 @@ def can_be_kept(tensor: TensorInfo) -> bool:
 def kinds_of(array: ArrayParts) -> tuple[str | None, ...]:
     """The formats in which `load` keeps the parts of a parameter, None for floats; one entry if all are equal."""
     kinds = tuple(part.tensor.kind.lower() if can_be_kept(part.tensor) else None for part in array.parts)
-    return kinds if array.is_matrix and len(set(kinds)) > 1 else (kinds[0] if array.is_matrix else None,)
+    return kinds if array.is_quantizable and len(set(kinds)) > 1 else (kinds[0] if array.is_quantizable else None,)
 
 
 class ParameterFill(NamedTuple):
@@ -126,7 +126,7 @@ def parameter_fill(
     layers: tuple[ArrayParts, ...] = parts.layers if isinstance(parts, StackParts) else (parts,)
 
     def kinds(array: ArrayParts) -> tuple[str | None, ...]:
-        if quantize is None or not array.is_matrix:
+        if quantize is None or not array.is_quantizable:
             return (None,)
         return kinds_of(array) if quantize == "keep" else quantize(array)
 
@@ -147,7 +147,7 @@ def parameter_fill(
         return _quantized(blocks, form, dtype, sharding, partial(_kept, QUANT_FORMATS[kind], form), memory, stacked)
 
     def of_kinds(arrays: Sequence[ArrayParts], own: Sequence[str | None]) -> ParameterFill:
-        if unstack_layers and stacked and arrays[0].is_matrix:
+        if unstack_layers and stacked and arrays[0].is_quantizable:
             alone = [of_kind([one], kind) for one, kind in zip(arrays, own, strict=True)]
             return _mixed(alone, tuple((layer, 0) for layer in range(len(arrays))))
         different = list(dict.fromkeys(own))
@@ -155,8 +155,8 @@ def parameter_fill(
             return of_kind(arrays, own[0])
         stacks = [[one for one, its in zip(arrays, own, strict=True) if its == kind] for kind in different]
         before = [own[:layer].count(kind) for layer, kind in enumerate(own)]
-        places = tuple((different.index(kind), at) for kind, at in zip(own, before, strict=True))
-        return _mixed([of_kind(stack, kind) for stack, kind in zip(stacks, different, strict=True)], places)
+        locations = tuple((different.index(kind), at) for kind, at in zip(own, before, strict=True))
+        return _mixed([of_kind(stack, kind) for stack, kind in zip(stacks, different, strict=True)], locations)
 
     each = [kinds(array) for array in layers]
     count = max(map(len, each))
@@ -207,8 +207,11 @@ def _quantized(
 ) -> ParameterFill:
     """A quantized weight; `put(array, start, stop, planes)` fills contiguous memory with the planes of some rows."""
     shape = (*[len(arrays)] * stacked, *arrays[0].shape)
-    places = shardings_of_planes(form, sharding, len(shape))
-    targets = [ArrayToFill(*plane.packed_shape(shape), place) for plane, place in zip(form.planes, places, strict=True)]
+    shardings = shardings_of_planes(form, sharding, len(shape))
+    targets = [
+        ArrayToFill(*plane.packed_shape(shape), plane_sharding)
+        for plane, plane_sharding in zip(form.planes, shardings, strict=True)
+    ]
 
     def rows(array: ArrayParts, start: int, stop: int, out: Sequence[np.ndarray | None]) -> Sequence[np.ndarray]:
         found = [
@@ -232,14 +235,14 @@ def _joined(parts: Sequence[ParameterFill]) -> ParameterFill:
     return ParameterFill(fill, lambda: JoinedWeight(tuple(part.done() for part in parts)))
 
 
-def _mixed(stacks: Sequence[ParameterFill], places: tuple[tuple[int, int], ...]) -> ParameterFill:
+def _mixed(stacks: Sequence[ParameterFill], locations: tuple[tuple[int, int], ...]) -> ParameterFill:
     """Layers in several formats, with a stack for each."""
 
     def fill(layer: int) -> None:
-        stack, at = places[layer]
+        stack, at = locations[layer]
         stacks[stack].fill(at)
 
-    return ParameterFill(fill, lambda: MixedStack(tuple(stack.done() for stack in stacks), places))
+    return ParameterFill(fill, lambda: MixedStack(tuple(stack.done() for stack in stacks), locations))
 
 
 def placed(params: Any) -> Any:

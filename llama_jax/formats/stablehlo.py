@@ -10,7 +10,7 @@ up to T more tokens of each row: `tokens` int32[B, T], padded on the right, of p
 total; rows whose prompt has ended do not change. `decode` reads the last sampled token of each row. Both sample the next
 one, `state["token"]`, and return its logits, float32[B, V], for a sampler that replaces it.
 
-They are traced for no particular platform (`planned_for`), so that they contain no custom kernels or calls.
+They are traced for no particular platform (`target_platform`), so that they contain no custom kernels or calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from llama_jax.formats.huggingface import header
 from llama_jax.formats.lazy_tensors import DTYPES
 from llama_jax.formats.model_folder import new_output
 from llama_jax.inference.checks import longrope_switch_length
-from llama_jax.inference.compiled_decode import prefill_chunk
+from llama_jax.inference.compiled_decode import prefill_chunk_size
 from llama_jax.inference.decode import PrefillState, compute_logits, init_prefill, mark_seen, prefill
 from llama_jax.inference.sampling import Sampling, sample
 from llama_jax.model.cache import CacheOptions
@@ -44,7 +44,7 @@ from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import bytes_in_memory, restack_layers
-from llama_jax.ops.platform import native_code, planned_for
+from llama_jax.ops.platform import native_code, target_platform
 from llama_jax.ops.weights.format_spec import pack_int4
 from llama_jax.ops.weights.multi_lora import MultiLoraWeight
 from llama_jax.parallel.padding import unpad_params
@@ -154,7 +154,7 @@ class _Programs:
         return per_row | {"length": cache.length, "seen": seen} | _flat(cache.pages, "pages")
 
     def _empty(self, params: Llama) -> PrefillState:
-        return init_prefill(self.config, params, self.batch, self.context, self.cache, at_once=self.chunk)
+        return init_prefill(self.config, params, self.batch, self.context, self.cache, max_tokens_per_pass=self.chunk)
 
     def _open(self, weights: Arrays, state: Arrays) -> tuple[Llama, PrefillState]:
         """The parameters and the cache; every row has its own pages, so their table is a constant."""
@@ -207,7 +207,7 @@ def export_model(
     check_no_hooks(params)
     params = restack_layers(unpad_params(config, params))
     check_params(config, params)
-    weights, chunk = _flat(params), prefill_chunk(cache, min(chunk, context))
+    weights, chunk = _flat(params), prefill_chunk_size(cache, min(chunk, context))
     programs = _Programs(config, tuple(weights), jax.tree.structure(params), batch, context, chunk, cache)
     sampling = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), vars(Sampling().per_row(batch)))
     shapes = {name: jax.eval_shape(pack_int4, array) for name, array in weights.items()}
@@ -275,7 +275,7 @@ def _lower(function: Callable[..., Any], arguments: dict[str, Any], platforms: S
     limit = getattr(jax.config, frames)
     jax.config.update(frames, 0)
     try:
-        with planned_for("accelerator"), native_code(False):
+        with target_platform("accelerator"), native_code(False):
             compiled = jax.jit(function, donate_argnums=1, keep_unused=True)
             return export.export(compiled, platforms=[*platforms])(*arguments.values())
     finally:

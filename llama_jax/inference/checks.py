@@ -55,11 +55,11 @@ def check_context(
             f"window={cache.window} and sinks={cache.sinks} exceed the model's context of {config.max_seq_len}; without a"
             " window the whole context is seen"
         )
-    worst = int(np.argmax(lengths + limit))
-    if cache.window is None and lengths[worst] + limit[worst] > config.max_seq_len:
+    longest = int(np.argmax(lengths + limit))
+    if cache.window is None and lengths[longest] + limit[longest] > config.max_seq_len:
         raise GenerationError(
-            f"a prompt of {lengths[worst]} tokens and max_new_tokens={limit[worst]} exceed the model's context of "
-            f"{config.max_seq_len}; shorten the prompt or generate at most {max(config.max_seq_len - lengths[worst], 0)},"
+            f"a prompt of {lengths[longest]} tokens and max_new_tokens={limit[longest]} exceed the model's context of "
+            f"{config.max_seq_len}; shorten the prompt or generate at most {max(config.max_seq_len - lengths[longest], 0)},"
             " or use a sliding window (--window, CacheOptions(window=...))"
         )
 
@@ -67,7 +67,7 @@ def check_context(
 def longrope_switch_length(config: LlamaConfig) -> int | None:
     """The length beyond which a LongRoPE model uses its long factors, so that the whole KV cache must be recomputed.
 
-    None for other models. transformers drops its cache there.
+    None for other models. transformers, too, recomputes its cache there.
     """
     scaling = config.rope_scaling
     return scaling.original_max_seq_len if scaling is not None and scaling.kind == "longrope" else None
@@ -75,8 +75,8 @@ def longrope_switch_length(config: LlamaConfig) -> int | None:
 
 def tokens_before_longrope_switch(config: LlamaConfig, length: Any) -> Any:
     """How many tokens may follow a prompt of this length, a number or int[B], before its KV cache must be recomputed."""
-    point, length = longrope_switch_length(config) or 0, np.asarray(length)
-    return np.where(length <= point, point + 1 - length, np.iinfo(np.int32).max)
+    switch, length = longrope_switch_length(config) or 0, np.asarray(length)
+    return np.where(length <= switch, switch + 1 - length, np.iinfo(np.int32).max)
 
 
 def check_max_chunks(max_chunks: Any) -> None:
@@ -118,22 +118,22 @@ def token_ids(name: str, ids: Sequence[int]) -> Integer[np.ndarray, " n"]:
 
 
 def checked_numbers(
-    name: str, setting: Any, batch: int, dtype: type, need: str, valid: Callable[[np.ndarray], Any]
+    name: str, setting: Any, batch: int, dtype: type, requirement: str, valid: Callable[[np.ndarray], Any]
 ) -> Shaped[np.ndarray, " {batch}"]:
     """A sampling setting, one number or one per row, in a dtype.
 
     Args:
-      need: the requirement, for the message.
-      valid: tests whether arrays satisfy it.
+      requirement: for the message, such as "above 0".
+      valid: tests which values satisfy it.
     """
     value = np.asarray(setting)
     if value.dtype == object:
-        raise GenerationError(f"{name}={shown(setting, 40)} must be {need}")
+        raise GenerationError(f"{name}={shown(setting, 40)} must be {requirement}")
     if not (np.issubdtype(value.dtype, np.integer) or np.issubdtype(value.dtype, np.floating)):
-        raise GenerationError(f"{name}={setting!r} must be a number, {need}")
+        raise GenerationError(f"{name}={setting!r} must be a number, {requirement}")
     wrong = value[~(np.isfinite(value) & valid(value))]
     if wrong.size:
-        raise GenerationError(f"{name}={wrong.flat[0]} must be {need}")
+        raise GenerationError(f"{name}={wrong.flat[0]} must be {requirement}")
     if np.issubdtype(dtype, np.floating):
         # Outside float32, or so large or small that scaled scores would overflow or underflow.
         extreme = value[(np.abs(value) > 1e30) | ((value != 0) & (np.abs(value) < 1e-30))]

@@ -33,15 +33,15 @@ from llama_jax.inference.decode import (
     prefill,
     with_settings,
 )
-from llama_jax.inference.prepare_inputs import SMALLEST_PREFILL
+from llama_jax.inference.prepare_inputs import MIN_PREFILL_LENGTH
 from llama_jax.model.cache import CacheOptions, KVCache, bucket
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops import exact
 from llama_jax.ops.platform import decodes_natively, decoding_context
 
-LARGEST_PREFILL = 512  # longer prompts are prefilled in chunks, which bounds attention scores to [512, S]
-SMALLEST_CACHE = 256  # tokens per row: one program for all short texts
+MAX_PREFILL_CHUNK = 512  # tokens; longer prompts are prefilled in chunks, which bounds attention scores to [512, S]
+MIN_CACHE_CAPACITY = 256  # tokens per row: one program for all short texts
 MAX_CHUNKS_PER_CALL = 64  # chunks of STEPS_PER_CHUNK decode steps between two transfers to the host
 Packed: TypeAlias = Int32[Array, "B packed"]  # the result of `pack`, [B, 3 n + 2]
 
@@ -60,7 +60,7 @@ class CompiledDecode:
 
     @functools.cached_property
     def use_native_code(self) -> bool:
-        """See `ops.platform.decodes_natively`."""
+        """Whether decoding may use native CPU kernels, see `ops.platform.decodes_natively`."""
         return decodes_natively(self.params, self.compute.dtype, self.sharding.mesh)
 
     @contextmanager
@@ -72,9 +72,11 @@ class CompiledDecode:
     def stream(
         self, tokens: PromptTokens, lengths: PromptLengths, settings: DecodeSettings, options: CacheOptions, max_chunks: int
     ) -> Iterator[TokenChunk]:
-        allowed = tokens_before_longrope_switch(self.config, lengths)
-        capped_settings = settings.replace(limit=np.minimum(settings.limit, allowed).astype(np.int32))
-        reprefill_length = longrope_switch_length(self.config) or 0 if (settings.limit > allowed).any() else 0
+        """See `inference.generate.stream`."""
+        before_switch = tokens_before_longrope_switch(self.config, lengths)
+        capped_settings = settings.replace(limit=np.minimum(settings.limit, before_switch).astype(np.int32))
+        # The length at which the cache must be recomputed with LongRoPE's long factors; 0 if no row reaches it.
+        recompute_length = (longrope_switch_length(self.config) or 0) if (settings.limit > before_switch).any() else 0
         capacity, max_chunks = capacity_for(lengths, settings), min(max_chunks, MAX_CHUNKS_PER_CALL)
         self.compile_ahead(tokens, lengths, capped_settings, capacity, options, max_chunks)
         prefilled = self.prefill_prompts(tokens, lengths, capacity, options)
@@ -83,21 +85,20 @@ class CompiledDecode:
         chunks_so_far = [chunk]
         yield chunk
 
-        while not done.all() or reprefill_length:
-            # LongRoPE: rows have paused at the switch length; all are prefilled again with the long factors.
-            if done.all():
+        while not done.all() or recompute_length:
+            if done.all():  # LongRoPE: unfinished rows have paused at the switch length
                 with allow_transfers():
                     state = _with_settings(state, settings, self.sharding)
                 done = np.asarray(state.done)
                 if not done.all():
                     state = state.replace(cache=None)
-                    cache = self.reprefill(tokens, lengths, chunks_so_far, reprefill_length, capacity, options)
+                    cache = self.recompute_cache(tokens, lengths, chunks_so_far, recompute_length, capacity, options)
                     state = state.replace(cache=cache)
-                chunks_so_far, reprefill_length = [], 0
+                chunks_so_far, recompute_length = [], 0
                 continue
             state, packed = self.decode(state, max_chunks, max_chunks)
             chunk, done, _ = unpack(packed)
-            if reprefill_length:
+            if recompute_length:
                 chunks_so_far.append(chunk)
             yield chunk
 
@@ -115,11 +116,11 @@ class CompiledDecode:
         Only with a compilation cache and without a mesh: on a mesh, the next program needs the output sharding, which is
         known only after compilation.
         """
-        size = prefill_chunk(options, tokens.shape[1])
-        init_args = self.config, self.params, len(tokens), capacity, options, self.sharding, size
+        chunk_size = prefill_chunk_size(options, tokens.shape[1])
+        init_args = self.config, self.params, len(tokens), capacity, options, self.sharding, chunk_size
         if self.sharding.mesh is not None or not _init_prefill.needs_compilation(*init_args):
             return
-        model, positions = (self.config, self.params), Positions(np.clip(lengths, 0, size), rope_lengths=lengths)
+        model, positions = (self.config, self.params), Positions(np.clip(lengths, 0, chunk_size), rope_lengths=lengths)
         (device, *_) = jax.tree.leaves(self.params)[0].devices()
         with ThreadPoolExecutor(3, "compiling") as threads:
 
@@ -131,7 +132,8 @@ class CompiledDecode:
 
             prefilled = compile_in_thread(_init_prefill, *init_args)
             with decoding_context(self.use_native_code):
-                compile_in_thread(_prefill, *model, prefilled, tokens[:, :size], positions, self.compute, self.sharding)
+                first_chunk = tokens[:, :chunk_size]
+                compile_in_thread(_prefill, *model, prefilled, first_chunk, positions, self.compute, self.sharding)
             with self.begin_decode_context():
                 state, _ = compile_in_thread(_begin_decode, *model, *prefilled, tokens, lengths, settings, self.sharding)
             with decoding_context(self.use_native_code):
@@ -159,7 +161,7 @@ class CompiledDecode:
                 self.config, self.params, state, np.int32(chunks), max_chunks, self.compute, self.sharding
             )
 
-    def reprefill(
+    def recompute_cache(
         self,
         tokens: PromptTokens,
         lengths: PromptLengths,
@@ -169,29 +171,31 @@ class CompiledDecode:
         options: CacheOptions,
     ) -> KVCache:
         """A cache of each row's first `length` tokens (prompt and generated), with the RoPE frequencies of longer rows."""
-        history = np.zeros((len(tokens), bucket(length, SMALLEST_PREFILL)), np.int32)
+        history = np.zeros((len(tokens), bucket(length, MIN_PREFILL_LENGTH)), np.int32)
         generated, valid = (
             np.concatenate([getattr(chunk, name) for chunk in chunks_so_far], axis=1) for name in ("tokens", "valid")
         )
         for row, (prompt, end) in enumerate(zip(tokens, lengths, strict=True)):
-            # Shorter rows have ended: they are padded by repetition, and their cache is not used.
+            # A shorter row has ended: its tokens are repeated up to `length`, and its cache is not used.
             history[row, :length] = np.resize(np.append(prompt[:end], generated[row][valid[row]]), length)
-        return self.prefill_prompts(history, np.full(len(tokens), length, np.int32), capacity, options, extra_length=1).cache
+        return self.prefill_prompts(
+            history, np.full(len(tokens), length, np.int32), capacity, options, extra_rope_length=1
+        ).cache
 
     def prefill_prompts(
-        self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions, extra_length: int = 0
+        self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions, extra_rope_length: int = 0
     ) -> PrefillState:
         """Prefill in chunks.
 
         Args:
-          extra_length: added to the row lengths on which length-dependent RoPE scaling depends.
+          extra_rope_length: added to `Positions.rope_lengths`, for RoPE scaling that depends on the length.
         """
-        batch, width = tokens.shape
-        size = prefill_chunk(options, width)
-        prefilled = _init_prefill(self.config, self.params, batch, capacity, options, self.sharding, size)
-        for start in range(0, int(lengths.max()), size):
-            positions = Positions(np.clip(lengths - start, 0, size), rope_lengths=lengths + extra_length)
-            chunk = tokens[:, start : start + size]
+        batch, padded_length = tokens.shape
+        chunk_size = prefill_chunk_size(options, padded_length)
+        prefilled = _init_prefill(self.config, self.params, batch, capacity, options, self.sharding, chunk_size)
+        for start in range(0, int(lengths.max()), chunk_size):
+            positions = Positions(np.clip(lengths - start, 0, chunk_size), rope_lengths=lengths + extra_rope_length)
+            chunk = tokens[:, start : start + chunk_size]
             with decoding_context(self.use_native_code), allow_transfers():
                 prefilled = _prefill(self.config, self.params, prefilled, chunk, positions, self.compute, self.sharding)
         return prefilled
@@ -219,8 +223,8 @@ def unpack(packed: Packed) -> tuple[TokenChunk, Bool[np.ndarray, " B"], int]:
       GenerationError: the model's logits were NaN.
     """
     array = jax.device_get(packed)
-    width = (array.shape[1] - 2) // 3
-    *parts, _ = np.split(array, [width, 2 * width, 3 * width], axis=1)
+    n = (array.shape[1] - 2) // 3
+    *parts, _ = np.split(array, [n, 2 * n, 3 * n], axis=1)
     done, chunks_run = array[:, -2].astype(bool), int(array[0, -1])
     columns = chunks_run * STEPS_PER_CHUNK or 1  # `begin_decode_packed` packs a count of 0 with one token
     tokens, logprobs, valid = (np.ascontiguousarray(part[:, :columns]) for part in parts)
@@ -252,23 +256,24 @@ def capacity_for(lengths: PromptLengths, settings: DecodeSettings) -> int:
     return round_capacity(int(lengths.max()), int(settings.limit.max()))
 
 
-def round_capacity(prompt: int, new: int) -> int:
-    """The capacity for `prompt` + `new` tokens, rounded up so that few programs are compiled.
+def round_capacity(prompt_length: int, new_tokens: int) -> int:
+    """The capacity for `prompt_length + new_tokens` tokens, rounded up so that few programs are compiled.
 
     Up to 2,048 tokens it is a power of two; above that a multiple of an eighth of the next power of two, at least 512.
     """
-    power_of_two = bucket(prompt + new, SMALLEST_CACHE)
-    if power_of_two <= 8 * SMALLEST_CACHE:
+    length = prompt_length + new_tokens
+    power_of_two = bucket(length, MIN_CACHE_CAPACITY)
+    if power_of_two <= 8 * MIN_CACHE_CAPACITY:
         return power_of_two
-    multiple = max(power_of_two // 8, LARGEST_PREFILL)
-    return -(-(prompt + new) // multiple) * multiple
+    multiple = max(power_of_two // 8, MAX_PREFILL_CHUNK)
+    return -(-length // multiple) * multiple
 
 
-def prefill_chunk(options: CacheOptions, longest: int) -> int:
-    """Prompt tokens per prefill call; about a window at most, because the pages hold the window and one chunk."""
+def prefill_chunk_size(options: CacheOptions, prompt_length: int) -> int:
+    """Prompt tokens per prefill call. With a window it is the limit, rounded up: pages hold one window and one chunk."""
     if options.window is None:
-        return min(longest, LARGEST_PREFILL)
-    return min(bucket(min(options.window, longest), SMALLEST_PREFILL), LARGEST_PREFILL)
+        return min(prompt_length, MAX_PREFILL_CHUNK)
+    return min(bucket(min(options.window, prompt_length), MIN_PREFILL_LENGTH), MAX_PREFILL_CHUNK)
 
 
 @functools.cache

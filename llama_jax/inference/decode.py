@@ -1,8 +1,8 @@
 """The state of a generation, and the pure functions that advance it: prefill, first token, decode.
 
-A `DecodeState` has one row per sequence being generated. Rows are independent: each has its own position, settings
-and limit. `inference.compiled_decode` prefills a batch of prompts and decodes until all rows are done. Everything runs
-under `jax.jit`; if the state is donated, the cache is never copied.
+A `DecodeState` has one row per sequence of the batch. Rows are independent: each has its own position, settings and limit.
+`inference.compiled_decode` prefills a batch of prompts and decodes until all rows are done. Everything runs under `jax.jit`;
+if the state is donated, the cache is never copied.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def init_prefill(
     capacity: int,
     options: CacheOptions = CacheOptions(),
     sharding: Sharding = Sharding(),
-    at_once: int = 1,
+    max_tokens_per_pass: int = 1,
 ) -> PrefillState:
     """An empty cache in the parameters' dtype, and hidden states of zeros; for the arguments see `init_cache`."""
     dtype = params.embedding.dtype
@@ -104,7 +104,7 @@ def init_prefill(
         jnp.dtype(options.dtype or dtype),
         window=options.window,
         sinks=options.sinks,
-        at_once=at_once,
+        max_tokens_per_pass=max_tokens_per_pass,
     )
     return PrefillState(shard_cache(cache, sharding), sharding.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
 
@@ -143,7 +143,7 @@ def begin_decode(
     settings: DecodeSettings,
     sharding: Sharding = Sharding(),
 ) -> tuple[DecodeState, TokenChunk]:
-    """Sample the first token of each row; its prompt of `lengths` tokens is in the cache. Returns the state and the tokens.
+    """Sample the first new token of each row, after its prompt of `lengths` tokens. Returns the state and the new tokens.
 
     After an exact prefill, call it in the context `ops.exact.exact_mode(True)`.
     """
@@ -168,9 +168,9 @@ def mark_seen(
     seen: Bool[Array, "B V"], tokens: Int32[AnyArray, "B T"], lengths: Int32[AnyArray, " B"]
 ) -> Bool[Array, "B V"]:
     """`DecodeState.seen` with the first `lengths` tokens of each row."""
-    batch, width = tokens.shape
+    batch, padded_length = tokens.shape
     # Every id is a token, so padding gets an index out of range, which the scatter drops.
-    token_or_out_of_range = jnp.where(jnp.arange(width)[None] < lengths[:, None], tokens, seen.shape[1])
+    token_or_out_of_range = jnp.where(jnp.arange(padded_length)[None] < lengths[:, None], tokens, seen.shape[1])
     return seen.at[jnp.arange(batch)[:, None], token_or_out_of_range].set(True, mode="drop")
 
 
@@ -226,8 +226,9 @@ def decode_chunks(
         state, chunks_run, out = carry
         state, results = lax.scan(lambda state, _: step(state), state, length=STEPS_PER_CHUNK)
         column = chunks_run * STEPS_PER_CHUNK
-        start = jnp.zeros_like(column), offset + column if offset else column
-        out = tuple(lax.dynamic_update_slice(whole, part.T, start) for whole, part in zip(out, results, strict=True))
+        start = jnp.zeros_like(column), (offset + column if offset else column)
+        # A scan stacks results along axis 0: [STEPS_PER_CHUNK, B].
+        out = tuple(lax.dynamic_update_slice(array, part.T, start) for array, part in zip(out, results, strict=True))
         return state, chunks_run + 1, out
 
     def unfinished(carry: Any) -> jax.Array:
@@ -292,7 +293,7 @@ def decode_step(
     """Run the model on the last token of each row, and sample the next token of rows that are not done.
 
     Returns:
-      The next state, and (token, logprob, valid), each [B].
+      The next state, and (token, logprob, valid), each [B]; rows that were done before are not valid.
     """
     valid = ~state.done
     positions = Positions(lengths=valid.astype(jnp.int32))

@@ -17,14 +17,14 @@ from llama_jax.model.cache import CacheOptions
 from llama_jax.model.params import Llama
 
 PreparedPrompts = tuple[PromptTokens, PromptLengths, DecodeSettings]  # the result of `prepare_inputs`
-MAX_DRAFT_TOKENS = 15  # 16 with the token before them, which fit any cache with a window (`prefill_chunk`)
+MAX_DRAFT_TOKENS = 15  # 16 with the token before them, which fit any cache with a window (`prefill_chunk_size`)
 
 
 class Drafter(ABC):
     """A way to propose tokens. The proposals do not change which tokens are generated, only the speed.
 
     To write your own, subclass this and `flax.struct.PyTreeNode` and define `propose`. The state between passes is a
-    separate pytree, `memory`, which is passed in and returned.
+    separate pytree, `drafter_state`, which is passed in and returned.
 
     Attributes:
       tokens: maximum number of tokens proposed per row and pass, 1 to 15. Fewer or none are drafted if that is faster.
@@ -46,32 +46,32 @@ class Drafter(ABC):
     def begin(
         self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions
     ) -> tuple[Drafter, Any]:
-        """The drafter, prepared for prompts of these lengths, and its memory of them.
+        """The drafter, prepared for prompts of these lengths, and its state of them.
 
         Args:
           capacity: maximum final number of tokens of a row.
         """
         return self, ()
 
-    def count_hits(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]] | None:
+    def count_accepted(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]] | None:
         """A function that counts how many drafts for a chunk were or would have been accepted, and their total.
 
         None if drafting is expensive.
         """
         return None
 
-    def catch_up(self, memory: Any, history: Int32[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]) -> Any:
-        """Update the memory with tokens that were generated without drafting. Called outside the compiled `propose`.
+    def catch_up(self, drafter_state: Any, history: Int32[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]) -> Any:
+        """Update the state with tokens that were generated without drafting. Called outside the compiled `propose`.
 
         Args:
           history: all tokens of the rows.
           lengths: how many tokens each row has.
         """
-        return memory
+        return drafter_state
 
     @abstractmethod
     def propose(
-        self, memory: Any, state: DecodeState, history: Int32[Array, "B S"], count: int
+        self, drafter_state: Any, state: DecodeState, history: Int32[Array, "B S"], count: int
     ) -> tuple[Int32[Array, "B {count}"], Any]:
         """Propose the next tokens of every row; traced by `jax.jit`.
 
@@ -81,15 +81,15 @@ class Drafter(ABC):
           count: number of tokens to propose.
 
         Returns:
-          The tokens (-1 for no proposal) and the memory.
+          The tokens (-1 for no proposal) and the new state of the drafter.
         """
 
-    def roll_back(self, memory: Any, lengths: Int32[Array, " B"]) -> Any:
-        """Reduce the memory to the `lengths` tokens of each row that the model has accepted; traced."""
-        return memory
+    def roll_back(self, drafter_state: Any, lengths: Int32[Array, " B"]) -> Any:
+        """Truncate the state to the `lengths` tokens of each row that the model has accepted; traced."""
+        return drafter_state
 
 
-class Counts(NamedTuple):
+class DraftCounts(NamedTuple):
     """Statistics of speculative decoding: numbers for one row, or int[B].
 
     Attributes:
@@ -110,10 +110,10 @@ class DraftedChunk(TokenChunk):
       counts: statistics, int[B].
     """
 
-    counts: Counts
+    counts: DraftCounts
 
     @classmethod
-    def of(cls, chunk: TokenChunk, counts: Counts) -> DraftedChunk:
+    def of(cls, chunk: TokenChunk, counts: DraftCounts) -> DraftedChunk:
         """Convert a chunk, removing gaps between the tokens of a row."""
         drafted = cls(*chunk)
         if not chunk.valid.all():
@@ -126,14 +126,16 @@ class DraftedChunk(TokenChunk):
 def with_counts(results: Sequence[Any], chunks: Sequence[TokenChunk]) -> list[Any]:
     """Add the statistics of each row to the results of speculative decoding."""
     totals = [np.sum(each, axis=0) for each in zip(*(counts_of(chunk) for chunk in chunks), strict=True)]
-    return [replace(result, counts=Counts(*(int(total[row]) for total in totals))) for row, result in enumerate(results)]
+    return [
+        replace(result, counts=DraftCounts(*(int(total[row]) for total in totals))) for row, result in enumerate(results)
+    ]
 
 
-def counts_of(chunk: TokenChunk) -> Counts:
+def counts_of(chunk: TokenChunk) -> DraftCounts:
     """The counts of a chunk; zeros if nothing was drafted."""
     if isinstance(chunk, DraftedChunk):
         return chunk.counts
-    return Counts(*np.zeros((3, len(chunk.valid)), np.int64))
+    return DraftCounts(*np.zeros((3, len(chunk.valid)), np.int64))
 
 
 def check_number(name: str, value: Any, most: int) -> None:

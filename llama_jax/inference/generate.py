@@ -13,7 +13,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.inference.checks import check_max_chunks, check_not_traced, token_ids
 from llama_jax.inference.compiled_decode import MAX_CHUNKS_PER_CALL, CompiledDecode
 from llama_jax.inference.decode import TokenChunk
-from llama_jax.inference.drafter import Counts, Drafter, with_counts
+from llama_jax.inference.drafter import DraftCounts, Drafter, with_counts
 from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.sharding import check_rows, sharding_of
@@ -37,7 +37,7 @@ class Generation:
     tokens: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
-    counts: Counts | None = None
+    counts: DraftCounts | None = None
 
 
 def generate(
@@ -56,7 +56,8 @@ def generate(
 
     With 16-bit or quantized weights, near ties may resolve differently: XLA's order of sums depends on the shapes, and CPU
     kernels for block-quantized weights round activations to 8 bits. With LongRoPE, rows that reach the original context
-    length pause until all others do or end; then they are prefilled again with the long factors, as in transformers.
+    length wait until every other row has reached it or ended; then the cache is recomputed with the long factors, as in
+    transformers.
 
     Args:
       config, params: the model. If the parameters are sharded over a mesh (`load(..., mesh=...)`), generation runs on it.
@@ -109,7 +110,7 @@ def stream(
     draft: Drafter | None = None,
     max_chunks: int = 1,
 ) -> Iterator[TokenChunk]:
-    """Yield the tokens of all rows in `TokenChunk`s: the first token, then up to 4 * min(`max_chunks`, 64) tokens at a time.
+    """Yield the tokens of all rows in `TokenChunk`s: the first token, then up to 4 * min(max_chunks, 64) tokens at a time.
 
     Arguments and errors as for `generate`. Invalid arguments raise in the call itself. During iteration, NaN logits raise
     GenerationError, and parameters that do not match the configuration raise ConfigError. A stop token is yielded as the
@@ -122,12 +123,12 @@ def stream(
     if isinstance(getattr(embedding, "sharding", None), NamedSharding) or nondefault_device(embedding) is not None:
         sharding = sharding_of(params)  # generation runs on the devices of the parameters
         check_rows(sharding, len(prompts))
-    decoder = CompiledDecode(config, params, compute, sharding)
+    programs = CompiledDecode(config, params, compute, sharding)
     if draft is not None:
         from llama_jax.inference.speculation.speculative_decode import stream_drafted
 
-        return stream_drafted(decoder, draft, (tokens, lengths, settings), cache, int(max_chunks))
-    return decoder.stream(tokens, lengths, settings, cache, int(max_chunks))
+        return stream_drafted(programs, draft, (tokens, lengths, settings), cache, int(max_chunks))
+    return programs.stream(tokens, lengths, settings, cache, int(max_chunks))
 
 
 def to_generations(chunks: Sequence[TokenChunk], stop_tokens: Sequence[int]) -> list[Generation]:

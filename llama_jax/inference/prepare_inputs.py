@@ -14,7 +14,7 @@ from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import CacheOptions, bucket
 from llama_jax.model.checks import check_tokens
 
-SMALLEST_PREFILL = 16  # shorter prompts are padded to this many tokens
+MIN_PREFILL_LENGTH = 16  # shorter prompts are padded to this many tokens
 
 
 def prepare_inputs(
@@ -25,7 +25,7 @@ def prepare_inputs(
     stop_tokens: Sequence[int],
     cache: CacheOptions = CacheOptions(),
 ) -> tuple[PromptTokens, PromptLengths, DecodeSettings]:
-    """Check the arguments of `generate`; return padded prompts int32[B, T] (T a `bucket`), lengths, settings."""
+    """Check the arguments of `generate`; return prompts int32[B, T] padded to a `bucket`, lengths, settings."""
     if not isinstance(config, LlamaConfig):
         raise GenerationError(f"config is a {type(config).__name__}; pass the LlamaConfig first, then the parameters")
     if not isinstance(sampling, Sampling):
@@ -39,7 +39,7 @@ def prepare_inputs(
     check_tokens(config, stop_ids, "stop token")
     stop = np.full((batch, bucket(len(stop_ids), 4)), -1, np.int32)
     stop[:, : len(stop_ids)] = stop_ids
-    tokens = np.zeros((batch, bucket(int(lengths.max()), SMALLEST_PREFILL)), np.int32)
+    tokens = np.zeros((batch, bucket(int(lengths.max()), MIN_PREFILL_LENGTH)), np.int32)
     for i, row in enumerate(ids):
         tokens[i, : len(row)] = row
     return tokens, lengths, DecodeSettings(sampling.per_row(batch), limit, stop)

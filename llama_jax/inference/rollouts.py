@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_number, require_positive_int
-from llama_jax.inference.compiled_decode import LARGEST_PREFILL
+from llama_jax.inference.compiled_decode import MAX_PREFILL_CHUNK
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
     DecodeSettings,
@@ -140,12 +140,12 @@ def _prefill(
 ) -> PrefillState:
     """Prefill all prompts in chunks; the cache has the dtype of the computation."""
     tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
-    batch, width = tokens.shape
+    batch, padded_length = tokens.shape
     dtype = jnp.dtype(compute.dtype or params.embedding.dtype)
-    cache = init_cache(config, batch, width, dtype)
+    cache = init_cache(config, batch, padded_length, dtype)
     prefilled = PrefillState(shard_cache(cache, sharding), sharding.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
-    for begin in range(0, width, LARGEST_PREFILL):
-        part = tokens[:, begin : begin + LARGEST_PREFILL]
+    for begin in range(0, padded_length, MAX_PREFILL_CHUNK):
+        part = tokens[:, begin : begin + MAX_PREFILL_CHUNK]
         positions = Positions(jnp.clip(lengths - begin, 0, part.shape[1]), rope_lengths=lengths)
         prefilled = prefill(config, params, prefilled, part, positions, compute, sharding)
     return prefilled

@@ -1,8 +1,8 @@
 """Sampling the next token. Every setting is an array with one value per row, so rows of a batch may differ.
 
 Repetition penalty, temperature, top-k, top-p and min-p are applied in this order, and keep the same tokens as Hugging Face
-transformers' logits processors, except for ties. Each of the last three keeps the tokens above some score. Together they are
-one threshold per row, found by bisection over the bits of the scores; the vocabulary is never sorted.
+transformers' logits processors, except for ties. Each of the last three keeps the tokens at or above some score, so together
+they are one threshold per row. It is found by bisection over the bits of the scores; the vocabulary is never sorted.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def sample(
     Args:
       sampling: arrays [B], from `Sampling.per_row`.
       seen: tokens that occur in the row (prompt and continuation).
-      count: number of tokens generated in the row: the position in its random stream.
+      count: number of tokens generated in the row, which is folded into its random key.
     """
     is_sampled, penalty = sampling.temperature > 0, sampling.repetition_penalty
 
@@ -126,30 +126,30 @@ def score_threshold(scores: Float32[AnyArray, "B V"], sampling: Sampling) -> Flo
       scores: logits after penalty and temperature.
     """
     vocab = scores.shape[-1]
-    order = _ordered_bits(scores)
+    bits = _ordered_bits(scores)
     best = jnp.max(scores, axis=-1)
 
-    limits_k = (sampling.top_k > 0) & (sampling.top_k < vocab)
-    limits_p = sampling.top_p < 1
-    k_bits = lax.cond(
-        jnp.any(limits_k),
-        lambda: _largest_threshold(order, jnp.ones_like(scores), sampling.top_k.astype(jnp.float32)),
+    uses_top_k = (sampling.top_k > 0) & (sampling.top_k < vocab)
+    uses_top_p = sampling.top_p < 1
+    top_k_bits = lax.cond(
+        jnp.any(uses_top_k),
+        lambda: _largest_threshold(bits, jnp.ones_like(scores), sampling.top_k.astype(jnp.float32)),
         lambda: jnp.zeros(best.shape, jnp.uint32),
     )
-    k_bits = jnp.where(limits_k, k_bits, 0)
+    top_k_bits = jnp.where(uses_top_k, top_k_bits, 0)
 
     def nucleus() -> jax.Array:
-        mass = jnp.where(order >= k_bits[:, None], jnp.exp(scores - best[:, None]), 0.0)
-        return _largest_threshold(order, mass, sampling.top_p * jnp.sum(mass, axis=-1))
+        mass = jnp.where(bits >= top_k_bits[:, None], jnp.exp(scores - best[:, None]), 0.0)  # unnormalized probabilities
+        return _largest_threshold(bits, mass, sampling.top_p * jnp.sum(mass, axis=-1))
 
-    p_bits = lax.cond(jnp.any(limits_p), nucleus, lambda: jnp.zeros(best.shape, jnp.uint32))
-    p_bits = jnp.where(limits_p, p_bits, 0)
-    floor = jnp.where(sampling.min_p > 0, best + jnp.log(sampling.min_p), -jnp.inf)
-    return jnp.maximum(_from_ordered_bits(jnp.maximum(k_bits, p_bits)), floor)
+    top_p_bits = lax.cond(jnp.any(uses_top_p), nucleus, lambda: jnp.zeros(best.shape, jnp.uint32))
+    top_p_bits = jnp.where(uses_top_p, top_p_bits, 0)
+    min_p_threshold = jnp.where(sampling.min_p > 0, best + jnp.log(sampling.min_p), -jnp.inf)
+    return jnp.maximum(_from_ordered_bits(jnp.maximum(top_k_bits, top_p_bits)), min_p_threshold)
 
 
 def _sample_gumbel(scores: jax.Array, sampling: Sampling, count: AnyArray) -> jax.Array:
-    """A token from the softmax over the kept scores, by the Gumbel-max rule (Maddison et al. 2014)."""
+    """A token from the softmax over the kept scores, by the Gumbel-max trick (Maddison et al. 2014)."""
     vocab = scores.shape[-1]
     scores = scores / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
     filtered = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
@@ -158,14 +158,14 @@ def _sample_gumbel(scores: jax.Array, sampling: Sampling, count: AnyArray) -> ja
     )
 
     def noise(seed: jax.Array, count: AnyArray) -> jax.Array:
-        return jax.random.gumbel(_key(seed, count), (vocab,), scores.dtype)
+        return jax.random.gumbel(_random_key(seed, count), (vocab,), scores.dtype)
 
     noisy = scores + jax.vmap(noise)(sampling.seed, count)
     return _argmax(jnp.where(scores >= threshold[:, None], noisy, -jnp.inf))
 
 
-@for_cpu("fused_noise")
-def _key(seed: jax.Array, count: AnyArray, impl: Hashable = None) -> jax.Array:
+@for_cpu("fused_random_key")
+def _random_key(seed: jax.Array, count: AnyArray, impl: Hashable = None) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed, impl=impl), count)
 
 
@@ -189,19 +189,19 @@ def _from_ordered_bits(bits: jax.Array) -> jax.Array:
     return jnp.where(bits == 0, -jnp.inf, x)
 
 
-def _largest_threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
+def _largest_threshold(bits: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
     """The largest t for which the weights of the entries at or above t sum to `target` or more: uint32[B].
 
     With weights of 1 and a target k, it is the k-th largest entry. With probabilities and a target p, it is the smallest
     entry of the nucleus, because the entries strictly above it sum to less than p.
 
     Args:
-      order: uint32[B, V]; weight: float32[B, V]; target: float32[B].
+      bits: uint32[B, V]; weight: float32[B, V]; target: float32[B].
     """
 
-    def try_bit(i: jax.Array, bits: jax.Array) -> jax.Array:
-        candidate = bits | (jnp.uint32(1 << 31) >> lax.convert_element_type(i, jnp.uint32))
-        total = jnp.sum(jnp.where(order >= candidate[:, None], weight, 0.0), axis=-1)
-        return jnp.where(total >= target, candidate, bits)
+    def try_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
+        candidate = threshold | (jnp.uint32(1 << 31) >> lax.convert_element_type(i, jnp.uint32))
+        total = jnp.sum(jnp.where(bits >= candidate[:, None], weight, 0.0), axis=-1)
+        return jnp.where(total >= target, candidate, threshold)
 
-    return lax.fori_loop(0, 32, try_bit, jnp.zeros(order.shape[0], jnp.uint32))
+    return lax.fori_loop(0, 32, try_bit, jnp.zeros(bits.shape[0], jnp.uint32))

@@ -33,21 +33,21 @@ class GenerationConstraints:
       rows: the axes of the mesh that shard the batch.
       heads: those that shard the key/value heads.
       vocabulary: those that shard V.
-      width: those that shard the columns of the embedding, D. Without them a lookup would gather the table.
+      columns: those that shard the columns of the embedding, D. Without them a lookup would gather the table.
     """
 
     mesh: Mesh | AbstractMesh
     rows: Axes
     heads: Axes
     vocabulary: Axes
-    width: Axes
+    columns: Axes
 
     def __call__(self, x: jax.Array, where: str) -> jax.Array:
         match where:
             case "tokens":  # [B, T], the same on all devices with columns of the embedding
                 spec = P(self._lookup)
             case "embedded":  # [B, T, D], sharded like the table
-                spec = P(self._lookup, None, self.width)
+                spec = P(self._lookup, None, self.columns)
             case "residual" | "sublayer_input" | "sublayer_output" | "row":  # [B, ...]
                 spec = P(self.rows)
             case "logits":  # [B, V], and other arrays with one entry per token of the vocabulary
@@ -65,7 +65,7 @@ class GenerationConstraints:
     @property
     def _lookup(self) -> Axes:
         """The axes that shard the rows of an embedding lookup; the columns may be sharded over others."""
-        return tuple(axis for axis in self.rows if axis not in self.width)
+        return tuple(axis for axis in self.rows if axis not in self.columns)
 
 
 def sharding_of(params: Llama) -> Sharding:

@@ -8,7 +8,7 @@ from jaxtyping import Int32
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.inference.checks import longrope_switch_length
-from llama_jax.inference.compiled_decode import LARGEST_PREFILL
+from llama_jax.inference.compiled_decode import MAX_PREFILL_CHUNK
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
     DecodeSettings,
@@ -43,18 +43,18 @@ def complete(
     Raises:
       GenerationError: a capacity beyond the original context of a "longrope" model.
     """
-    batch, width = tokens.shape
-    point = longrope_switch_length(config)
-    if point is not None and capacity > point:
+    batch, padded_length = tokens.shape
+    switch_length = longrope_switch_length(config)
+    if switch_length is not None and capacity > switch_length:
         raise GenerationError(
-            f"capacity={capacity}: a longrope model must prefill a row again after {point} tokens, which a single program"
-            " cannot do; use `generate`, or at most that capacity"
+            f"capacity={capacity}: a longrope model must prefill a row again after {switch_length} tokens, which a single"
+            " program cannot do; use `generate`, or at most that capacity"
         )
-    size = min(width, LARGEST_PREFILL)
+    chunk_size = min(padded_length, MAX_PREFILL_CHUNK)
     prefilled = init_prefill(config, params, batch, capacity)
-    for begin in range(0, width, size):
-        positions = Positions(jnp.clip(lengths - begin, 0, size), rope_lengths=lengths)
-        prefilled = prefill(config, params, prefilled, tokens[:, begin : begin + size], positions)
+    for begin in range(0, padded_length, chunk_size):
+        positions = Positions(jnp.clip(lengths - begin, 0, chunk_size), rope_lengths=lengths)
+        prefilled = prefill(config, params, prefilled, tokens[:, begin : begin + chunk_size], positions)
     state, first = begin_decode(config, params, prefilled, tokens, lengths, settings)
     _, _, rest = decode(config, params, state, (capacity - jnp.max(lengths)) // STEPS_PER_CHUNK, capacity // STEPS_PER_CHUNK)
     return TokenChunk(*(jnp.concatenate(parts, axis=1) for parts in zip(first, rest, strict=True)))

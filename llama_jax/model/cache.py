@@ -1,6 +1,6 @@
 """The key/value cache: an immutable pytree that is passed to `forward` and returned by it.
 
-Keys and values are stored in the pages of one pool, and each row has a table of its pages (Kwon et al. 2023, section 4).
+Keys and values are stored in the pages of one pool, and each row has a page table (Kwon et al. 2023, section 4).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.ops.attention import HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import Quantized, dequantize, map_rows
-from llama_jax.ops.platform import AnyArray, mesh_in_force
+from llama_jax.ops.platform import AnyArray, current_mesh_sizes
 
 PAGE_SIZE = 16  # tokens per page
-LARGEST_CAPACITY = 2**24  # tokens per row; the page table of a row then takes 4 MB
+MAX_CACHE_CAPACITY = 2**24  # tokens per row; the page table of a row then takes 4 MB
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class KVCache(struct.PyTreeNode):
 
     Attributes:
       pages: [L, P, page, 2K, H], for each token the key of head k at 2k and its value at 2k + 1; `Quantized` for int8.
-      table: int32[R, n], the pages of each row in order. With a window, the pages of tokens outside it are reused: a
-        table entry may refer to a page that now holds later tokens. If a mesh shards the rows, it also shards P, and a row's
-        pages are on its device.
-      length: int32[R], tokens of each row in the cache.
+      table: int32[R, n], the page table: the pages of each row in order. With a window, the pages of tokens outside it are
+        reused: an entry may refer to a page that now holds later tokens. If a mesh shards the rows, it also shards P, and a
+        row's pages are on its device.
+      length: int32[R], the number of tokens of each row in the cache.
       window: number of positions that a token attends to; None: all.
       sinks: as in `CacheOptions`.
     """
@@ -83,16 +83,16 @@ class KVCache(struct.PyTreeNode):
         """Maximum number of tokens per row."""
         return self.table.shape[-1] * self.pages.shape[2]
 
-    def view(self, new: int, starts: Int32[AnyArray, " starts"] | None) -> PagedView:
-        """The `PagedView` of a pass with new tokens, without the pages and the layer.
+    def view(self, new_tokens: int, starts: Int32[AnyArray, " starts"] | None) -> PagedView:
+        """The `PagedView` of a pass, without the pages and the layer, which every layer sets.
 
         Args:
-          new: new tokens per row; ignored in a ragged batch (with `starts`, see `Positions.starts`).
+          new_tokens: tokens per row in this pass; ignored in a ragged batch (with `starts`, see `Positions.starts`).
         """
         if starts is not None:
             return PagedView(None, None, self.table, self.length + starts[1:] - starts[:-1], starts)
-        starts = jnp.arange(len(self.length) + 1, dtype=jnp.int32) * new
-        return PagedView(None, None, self.table, self.length + new, starts, new)
+        starts = jnp.arange(len(self.length) + 1, dtype=jnp.int32) * new_tokens
+        return PagedView(None, None, self.table, self.length + new_tokens, starts, new_tokens)
 
 
 def init_cache(
@@ -103,7 +103,7 @@ def init_cache(
     *,
     window: int | None = None,
     sinks: int = 0,
-    at_once: int = 1,
+    max_tokens_per_pass: int = 1,
 ) -> KVCache:
     """An empty cache for `batch` rows of at most `capacity` tokens, each with its own pages.
 
@@ -111,50 +111,52 @@ def init_cache(
       dtype: the dtype of the parameters; or int8, with one scale per head and position.
       window: number of positions that a token attends to. A row has pages only for these, regardless of the capacity.
       sinks: as in `CacheOptions`.
-      at_once: with a window, the maximum number of tokens per row in one pass.
+      max_tokens_per_pass: with a window, the maximum number of tokens per row in one pass.
 
     Raises:
       GenerationError: an invalid value.
     """
     CacheOptions(window=window, sinks=sinks)
-    for name, value in (("batch", batch), ("capacity", capacity), ("at_once", at_once)):
+    for name, value in (("batch", batch), ("capacity", capacity), ("max_tokens_per_pass", max_tokens_per_pass)):
         if not isinstance(value, int) or value < 1:
             raise GenerationError(f"{name}={value!r} must be a positive integer")
-    if capacity > LARGEST_CAPACITY:
-        raise GenerationError(f"capacity={capacity}: a row of a cache has at most {LARGEST_CAPACITY:,} tokens")
+    if capacity > MAX_CACHE_CAPACITY:
+        raise GenerationError(f"capacity={capacity}: a row of a cache has at most {MAX_CACHE_CAPACITY:,} tokens")
     if not jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.int8:
         raise GenerationError(f"dtype={dtype!r} of the cache must be a floating-point type, that of the parameters, or int8")
-    sink_pages, ring_pages = pages_of(capacity, window, sinks, at_once)
+    sink_pages, ring_pages = pages_per_row(capacity, window, sinks, max_tokens_per_pass)
     entry = np.arange(-(-capacity // PAGE_SIZE))
-    entry = np.where(entry < sink_pages, entry, sink_pages + (entry - sink_pages) % max(ring_pages, 1))
-    count = sink_pages + ring_pages
-    pages = init_pages(config, batch * count, dtype)
-    return KVCache(pages, _own_pages(batch, count, entry), jnp.zeros((batch,), jnp.int32), window, sinks)
+    page_in_row = np.where(entry < sink_pages, entry, sink_pages + (entry - sink_pages) % max(ring_pages, 1))
+    row_pages = sink_pages + ring_pages
+    pages = init_pages(config, batch * row_pages, dtype)
+    return KVCache(pages, _own_pages(batch, row_pages, page_in_row), jnp.zeros((batch,), jnp.int32), window, sinks)
 
 
 def init_pages(
     config: LlamaConfig, count: int, dtype: jax.typing.DTypeLike = jnp.float32, page_size: int = PAGE_SIZE
 ) -> Any:
-    """`count` empty pages [L, P, page, 2K, H]; for int8 `Quantized`, with one scale per head and position."""
+    """`count` (P) empty pages [L, P, page, 2K, H]; for int8 `Quantized`, with one scale per head and position."""
     shape = (config.n_layers, count, page_size, 2 * config.n_kv_heads, config.head_dim)
     if jnp.dtype(dtype) == jnp.int8:
         return Quantized(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
     return jnp.zeros(shape, dtype)
 
 
-def _own_pages(batch: int, count: int, entry: Int[np.ndarray, " n"]) -> Int32[Array, "{batch} n"]:
-    """The page table of rows with `count` pages each; `entry` contains each entry's page number within the row."""
-    return jnp.asarray(np.arange(batch)[:, None] * count + entry, jnp.int32)
+def _own_pages(batch: int, row_pages: int, page_in_row: Int[np.ndarray, " n"]) -> Int32[Array, "{batch} n"]:
+    """The page table of rows with `row_pages` pages each; `page_in_row` has each entry's page number within its row."""
+    return jnp.asarray(np.arange(batch)[:, None] * row_pages + page_in_row, jnp.int32)
 
 
-def pages_of(capacity: int, window: int | None, sinks: int, at_once: int, page_size: int = PAGE_SIZE) -> tuple[int, int]:
-    """The number of pages of a row for sinks, and of its other pages, which are a ring if there is a window."""
+def pages_per_row(
+    capacity: int, window: int | None, sinks: int, max_tokens_per_pass: int, page_size: int = PAGE_SIZE
+) -> tuple[int, int]:
+    """The number of pages of a row for sinks, and of its other pages, which are a ring buffer if there is a window."""
     total = -(-capacity // page_size)
     if window is None:
         return 0, total
     sink_pages = min(-(-sinks // page_size), total)
-    # As many pages as `window + at_once - 1` consecutive positions touch: only tokens outside all windows are overwritten.
-    return sink_pages, min((window + at_once - 3) // page_size + 2, total - sink_pages)
+    # Enough for any window + max_tokens_per_pass - 1 consecutive positions, so that no token in a window is overwritten.
+    return sink_pages, min((window + max_tokens_per_pass - 3) // page_size + 2, total - sink_pages)
 
 
 def cache_bytes(
@@ -163,14 +165,14 @@ def cache_bytes(
     length: int,
     dtype: jax.typing.DTypeLike,
     options: CacheOptions = CacheOptions(),
-    at_once: int = 1,
+    max_tokens_per_pass: int = 1,
 ) -> int:
     """Bytes of the keys and values of `batch` rows of `length` tokens: 2 * L * B * K * S * H * itemsize.
 
     int8 takes 4 more bytes per head and position, for the scale. With a window, S is the number of tokens in its pages.
     """
     if options.window is not None:
-        length = min(length, PAGE_SIZE * sum(pages_of(length, options.window, options.sinks, at_once)))
+        length = min(length, PAGE_SIZE * sum(pages_per_row(length, options.window, options.sinks, max_tokens_per_pass)))
     rows = 2 * config.n_layers * batch * config.n_kv_heads * length
     dtype = jnp.dtype(dtype)
     return rows * (config.head_dim * dtype.itemsize + (4 if dtype == jnp.int8 else 0))
@@ -180,11 +182,11 @@ def cache_from(
     keys: Float[Array, "L B K T H"], values: Float[Array, "L B K T H"], length: Int[Array, " B"], capacity: int
 ) -> KVCache:
     """A cache that contains these keys and values, with a capacity of T or more tokens."""
-    layers, batch, heads, new, width = keys.shape
+    layers, batch, heads, tokens, head_dim = keys.shape
     keys_values = jnp.stack([keys, values], axis=3).transpose(0, 1, 4, 2, 3, 5)  # [L, B, T, K, 2, H]
     entries = -(-capacity // PAGE_SIZE)
-    keys_values = jnp.pad(keys_values, [(0, 0), (0, 0), (0, entries * PAGE_SIZE - new)] + [(0, 0)] * 3)
-    pages = keys_values.reshape(layers, batch * entries, PAGE_SIZE, 2 * heads, width)
+    keys_values = jnp.pad(keys_values, [(0, 0), (0, 0), (0, entries * PAGE_SIZE - tokens)] + [(0, 0)] * 3)
+    pages = keys_values.reshape(layers, batch * entries, PAGE_SIZE, 2 * heads, head_dim)
     return KVCache(pages, _own_pages(batch, entries, np.arange(entries)), length)
 
 
@@ -206,12 +208,12 @@ def repeat_rows(cache: KVCache, copies: int, extra_tokens: int, head_sharding: H
     def repeat_local(
         pages: Any, table: jax.Array, length: jax.Array, shard: jax.Array | int = 0
     ) -> tuple[Any, jax.Array, jax.Array]:
-        count, page = pages.shape[1:3]
-        new_per_row = -(-extra_tokens // page) + 1
-        table, length = (jnp.repeat(x, copies, axis=0) for x in (table - shard * count, length))
-        new_pages = count + jnp.arange(len(table) * new_per_row, dtype=jnp.int32).reshape(-1, new_per_row)
+        n_pages, page_size = pages.shape[1:3]
+        new_per_row = -(-extra_tokens // page_size) + 1
+        table, length = (jnp.repeat(x, copies, axis=0) for x in (table - shard * n_pages, length))
+        new_pages = n_pages + jnp.arange(len(table) * new_per_row, dtype=jnp.int32).reshape(-1, new_per_row)
         table = jnp.pad(table, ((0, 0), (0, new_per_row)))
-        full_pages, entry = length[:, None] // page, jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+        full_pages, entry = length[:, None] // page_size, jnp.arange(table.shape[1], dtype=jnp.int32)[None]
         last = jnp.take_along_axis(table, full_pages, axis=1)[:, 0]
         new_entries = jnp.take_along_axis(new_pages, jnp.clip(entry - full_pages, 0, new_per_row - 1), axis=1)
         table = jnp.where(entry < full_pages, table, new_entries)
@@ -220,10 +222,10 @@ def repeat_rows(cache: KVCache, copies: int, extra_tokens: int, head_sharding: H
             pages = jnp.pad(pages, [(0, 0), (0, new_pages.size)] + [(0, 0)] * (pages.ndim - 2))
             return pages.at[:, new_pages[:, 0]].set(pages[:, last])
 
-        return jax.tree.map(append_pages, pages), table + shard * (count + new_pages.size), length
+        return jax.tree.map(append_pages, pages), table + shard * (n_pages + new_pages.size), length
 
     run: Callable[..., Any] = repeat_local
-    if head_sharding is not None and math.prod(mesh_in_force().values()) > 1:
+    if head_sharding is not None and math.prod(current_mesh_sizes().values()) > 1:
         rows, heads = head_sharding.mesh_axes_of_rows or None, head_sharding.mesh_axes_of_heads or None
         specs = P(None, rows, None, heads), P(rows), P(rows)
 
@@ -241,18 +243,18 @@ def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KV
     Returns:
       Keys and values [R, K, S, H]; for a ragged batch of `count` = T tokens, those of each token's row, [T, K, S, H].
     """
-    table = view.table if view.tokens_per_row is not None else view.table[view.tokens(count)[0]]
+    table = view.table if view.tokens_per_row is not None else view.table[view.rows_and_positions(count)[0]]
 
-    def dense(first: int) -> Any:
+    def gather(first: int) -> Any:
         def take(pages: jax.Array) -> jax.Array:
-            layer = lax.dynamic_index_in_dim(pages, view.layer, keepdims=False)
-            rows = layer[table][..., first::2, :]  # [R, n, page, K, H]
+            layer_pages = lax.dynamic_index_in_dim(pages, view.layer, keepdims=False)
+            rows = layer_pages[table][..., first::2, :]  # [R, n, page, K, H]: keys or values, which alternate
             return rows.reshape(len(table), -1, *rows.shape[3:]).swapaxes(1, 2)
 
         gathered = map_rows(take, view.pages)
         return dequantize(gathered, dtype) if isinstance(gathered, Quantized) else gathered
 
-    return KVView(dense(0), dense(1))
+    return KVView(gather(0), gather(1))
 
 
 def bucket(length: int, smallest: int) -> int:

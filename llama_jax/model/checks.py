@@ -13,7 +13,7 @@ from jaxtyping import Integer
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError, MeshError
-from llama_jax.model.cache import KVCache, pages_of
+from llama_jax.model.cache import KVCache, pages_per_row
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, specs_for
 from llama_jax.ops.platform import AnyArray
@@ -56,8 +56,8 @@ def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, positio
     wanted, shape = (config.n_layers, 2 * config.n_kv_heads, config.head_dim), cache.pages.shape
     if (shape[0], *shape[3:]) != wanted:
         raise GenerationError(
-            f"a cache with pages {list(shape)}, [layers, pages, page, 2 heads, width], does not match the configuration;"
-            " make it with init_cache"
+            f"a cache with pages {list(shape)}, [layers, pages, page size, 2 * heads, head_dim], does not match the"
+            " configuration; make it with init_cache"
         )
     (batch, new), rows = tokens.shape, cache.table.shape[0]
     if positions.starts is not None:
@@ -71,11 +71,11 @@ def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, positio
         raise GenerationError(f"tokens have batch={batch} but the cache has {rows} rows")
     pages = cache.pages.shape[1] // rows
     if cache.window is not None and pages < sum(
-        pages_of(cache.capacity, cache.window, cache.sinks, new, cache.pages.shape[2])
+        pages_per_row(cache.capacity, cache.window, cache.sinks, new, cache.pages.shape[2])
     ):
         raise GenerationError(
             f"{new} tokens at once do not fit into the {pages} pages of a row with window={cache.window} and"
-            f" sinks={cache.sinks}; make the cache with at_once={new}"
+            f" sinks={cache.sinks}; make the cache with max_tokens_per_pass={new}"
         )
     filled = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length.max())
     if filled + new > cache.capacity:
@@ -112,8 +112,8 @@ def check_head(config: LlamaConfig, params: Llama) -> None:
 def _shapes(config: LlamaConfig) -> dict[str, tuple[ParamSpec, tuple[int, ...] | None]]:
     """The spec and expected shape at each path; None if the model has no such parameter."""
     absent: dict[str, tuple[ParamSpec, tuple[int, ...] | None]] = {spec.path: (spec, None) for spec in PARAM_SPECS}
-    there = {spec.path: (spec, spec.shape_of_all(config)) for spec in specs_for(config)}
-    return absent | there
+    present = {spec.path: (spec, spec.stacked_shape(config)) for spec in specs_for(config)}
+    return absent | present
 
 
 def _is_padded(shape: tuple[int, ...] | None, wanted: tuple[int, ...] | None) -> bool:

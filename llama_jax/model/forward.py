@@ -28,13 +28,13 @@ from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.hooks import HookCaller
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialize
-from llama_jax.model.rope import scaled_frequencies
+from llama_jax.model.rope import token_frequencies
 from llama_jax.ops import exact
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
 from llama_jax.ops.attention.mask import visible
 from llama_jax.ops.int8 import smooth_keys
 from llama_jax.ops.platform import AnyArray, lowering_platform, tracing_context
-from llama_jax.ops.weights.layers import split_stacked, stays_stacked
+from llama_jax.ops.weights.layers import scan_reads_in_place, split_for_scan
 
 
 def forward(
@@ -83,7 +83,7 @@ def forward(
 def _forward_exactly(
     config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, options: PassOptions
 ) -> tuple[jax.Array, Any]:
-    """`forward` in exact mode: all rows as one ragged batch, padded to whole blocks, with a temporary cache if needed."""
+    """`forward` in exact mode: all rows as one ragged batch, padded to whole blocks, with a cache even if none is passed."""
     (batch, length), positions = tokens.shape, options.positions
     check_exact(params, cache, positions, options.sharding)
     check_arguments(config, params, tokens, cache, positions)
@@ -108,7 +108,7 @@ def _forward_exactly(
 
 
 def _to_column(x: jax.Array, padding: int) -> jax.Array:
-    """Reshape all entries to [T, 1], followed by `padding` zeros."""
+    """Flatten to [T, 1], the shape of a ragged batch, and append `padding` zeros."""
     return jnp.pad(x.reshape(-1, 1), ((0, padding), (0, 0)))
 
 
@@ -128,10 +128,10 @@ class _SharedInputs(NamedTuple):
 
     Attributes:
       rope: for each layer kind, the cosines and sines of the tokens' positions, float32[B, 1, T, 1, H/2].
-      masks: which keys each query attends to, for each distinct size of attention chunks.
+      masks: which keys each query attends to, for each distinct size of attention chunks; not used by paged attention.
       sink_rope: like `rope`, for the scores between queries and sink keys; None without sinks.
       query_scale: factor for the queries, float32[B, 1, T, 1, 1], or None.
-      paged: the pages of each row, without `pages` and `layer`, which are set in every layer; None without a cache.
+      paged: the page table and lengths, without `pages` and `layer`, which every layer sets; None without a cache.
       position_ids: int32[B, T], for hooks; None without hooks.
     """
 
@@ -158,16 +158,16 @@ def run_layers(
     check_parts(config, compute)
     check_hooks(config, params, cache, compute, sharding)
     kinds = config.layer_kinds
-    layer_kind = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
-    chunks = _chunk_sizes(config, tokens, cache, positions)
+    kind_of_layer = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
+    chunk_sizes = _chunk_sizes(config, tokens, cache, positions)
     # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. For 8B on eight v5e, this has less
     # than 1.05 times the minimal HBM traffic; a kernel per device has 1.24 times.
     head_sharding = sharding.head_sharding if positions.starts is None else None
-    attend_layer = _layer_attention(config, compute, sharding, cache, chunks, head_sharding)
-    per_token = ops.apply  # applies per-token operations to all tokens at once, or in exact mode block by block
+    attend_layer = _make_attend_layer(config, compute, sharding, cache, chunk_sizes, head_sharding)
+    map_tokens = ops.map_all_tokens  # applies per-token operations to all tokens at once, or in exact mode block by block
     if compute.exact:
-        per_token = partial(_map_blocks, jnp.asarray(positions.starts)[-1])
-    shared = _shared_inputs(config, tokens, cache, positions, chunks, per_token, params.hooks is not None)
+        map_tokens = partial(_map_blocks, jnp.asarray(positions.starts)[-1])
+    shared = _shared_inputs(config, tokens, cache, positions, chunk_sizes, map_tokens, params.hooks is not None)
     call_outer_hooks = HookCaller(params.hooks, shared.position_ids)
     embedded = ops.embed(params.embedding, sharding.constrain(tokens, "tokens"))
     embedded = _scaled(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
@@ -175,20 +175,22 @@ def run_layers(
         embedded = jnp.where((jnp.arange(len(tokens)) < jnp.asarray(positions.starts)[-1])[:, None, None], embedded, 0)
     hidden = sharding.constrain(call_outer_hooks("embedded", sharding.constrain(embedded, "embedded")), "residual")
 
-    def norm(x: jax.Array, weight: jax.Array | None, checked: bool = False) -> jax.Array:
-        return x if weight is None else _norm(config, x, weight, checked=checked)
+    def norm(x: jax.Array, weight: jax.Array | None, nan_on_overflow: bool = False) -> jax.Array:
+        return x if weight is None else _norm(config, x, weight, nan_on_overflow=nan_on_overflow)
 
     def sublayer_output(x: jax.Array, weight: jax.Array | None) -> jax.Array:
         """The output of attention or feed-forward that is added to the residual stream."""
-        return _scaled(norm(sharding.constrain(x, "sublayer_output"), weight, checked=True), config.residual_multiplier)
+        return _scaled(
+            norm(sharding.constrain(x, "sublayer_output"), weight, nan_on_overflow=True), config.residual_multiplier
+        )
 
     def run_layer(
-        block: Block, hidden: jax.Array, pages: Any, shared: _SharedInputs, index: jax.Array, unrolled_index: int | None
+        block: Block, hidden: jax.Array, pages: Any, shared: _SharedInputs, layer: jax.Array, unrolled_layer: int | None
     ) -> Any:
-        # In a scan over different layers, the layer kind is traced.
-        static_index = unrolled_index if len(kinds) > 1 else 0
-        kind = jnp.asarray(layer_kind)[index] if static_index is None else layer_kind[static_index]
-        call_hooks = HookCaller(params.hooks, shared.position_ids, index)
+        # The kind is an int if all layers have the same one or the layers are unrolled; else it is traced.
+        static_layer = unrolled_layer if len(kinds) > 1 else 0
+        kind = jnp.asarray(kind_of_layer)[layer] if static_layer is None else kind_of_layer[static_layer]
+        call_hooks = HookCaller(params.hooks, shared.position_ids, layer)
 
         def attention_input(hidden: jax.Array) -> jax.Array:
             return sharding.constrain(norm(hidden, block.attention_norm), "sublayer_input")
@@ -211,25 +213,25 @@ def run_layers(
             return sharding.constrain(call_hooks("residual_after", residual + added), "residual")
 
         hidden = call_hooks("residual_before", hidden)
-        qkv = ops.project(per_token(attention_input, hidden), block.attention.qkv)
-        heads = per_token(split_heads, qkv, shared._replace(masks=(), paged=None))
-        pages, view = _write_cache(pages, heads, shared, index, head_sharding)
+        qkv = ops.project(map_tokens(attention_input, hidden), block.attention.qkv)
+        heads = map_tokens(split_heads, qkv, shared._replace(masks=(), paged=None))
+        pages, view = _write_cache(pages, heads, shared, layer, head_sharding)
         attended = call_hooks.at_queries("heads", attend_layer(kind, heads, view, shared.masks, call_hooks))
         attended = attended.swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
-        residual, normed = per_token(feed_forward_input, hidden, ops.project(attended, block.attention.out))
-        outputs = _feed_forward(config, block, normed, sharding, per_token, call_hooks)
-        return per_token(layer_output, residual, outputs), pages, call_hooks.kept
+        residual, normed = map_tokens(feed_forward_input, hidden, ops.project(attended, block.attention.out))
+        outputs = _feed_forward(config, block, normed, sharding, map_tokens, call_hooks)
+        return map_tokens(layer_output, residual, outputs), pages, call_hooks.kept
 
-    def layer_fn(unrolled_index: int | None) -> Callable[..., Any]:
-        run = partial(run_layer, unrolled_index=unrolled_index)
+    def layer_fn(unrolled_layer: int | None) -> Callable[..., Any]:
+        run = partial(run_layer, unrolled_layer=unrolled_layer)
         return run if compute.remat == "none" else rematerialize(compute.remat, run)
 
     carry: Any = hidden, None if cache is None else cache.pages
     unrolled = cache is not None and lowering_platform() == "gpu"
-    reads_in_place = lambda path, leaf: (
-        unrolled or stays_stacked(leaf, is_constant=cache is not None and is_matrix_in_block(path))
+    is_read_in_place = lambda path, leaf: (
+        unrolled or scan_reads_in_place(leaf, is_constant=cache is not None and is_matrix_in_block(path))
     )
-    sliced, layer_params = split_stacked(params.blocks, reads_in_place)
+    sliced, layer_params = split_for_scan(params.blocks, is_read_in_place)
     if unrolled:
         # XLA for GPUs copies the slices of a scan (118 MB per layer of 8B), but reads static slices in place.
         kept_per_layer = []
@@ -240,14 +242,15 @@ def run_layers(
     else:
         scanned_layer = layer_fn(None)
 
-        def scan_layer(carry: Any, layer: Any) -> tuple[Any, Any]:
-            *carry, kept = scanned_layer(layer_params(*layer), *carry, shared, layer[1])
+        def scan_layer(carry: Any, slices_and_layer: Any) -> tuple[Any, Any]:
+            slices, layer = slices_and_layer
+            *carry, kept = scanned_layer(layer_params(slices, layer), *carry, shared, layer)
             return tuple(carry), kept
 
         # The cache is in the carry: as input and output of the scan, it would be copied at every call.
         carry, kept = lax.scan(scan_layer, carry, (sliced, jnp.arange(config.n_layers)))
     hidden, pages = carry
-    hidden = call_outer_hooks("final", per_token(partial(apply_final_norm, config, params), hidden))
+    hidden = call_outer_hooks("final", map_tokens(partial(apply_final_norm, config, params), hidden))
     kept |= call_outer_hooks.kept
     if cache is None:
         return hidden, None, kept
@@ -257,22 +260,23 @@ def run_layers(
 
 
 def _map_blocks(count: jax.Array, function: Callable[..., Any], *trees: Any) -> Any:
+    """`function` of the first `count` tokens, block by block."""
     return exact.map_blocks(function, exact.block_size(matmuls=False), count, *trees)
 
 
 def apply_final_norm(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """The hidden states that `forward` returns, from the residual stream after the last layer."""
-    # An overflow persists in the residual stream, so checking here suffices for pre-norm inputs; norms of sublayer outputs
-    # have their own check.
-    hidden = _norm(config, hidden, params.final_norm, checked=True)
+    # An overflow persists in the residual stream, so checking here covers the norms before sublayers; those after sublayers
+    # check for themselves.
+    hidden = _norm(config, hidden, params.final_norm, nan_on_overflow=True)
     # Scaled here instead of at the logits, so that `unembed` and the losses need not scale.
     return _scaled(hidden, 1 / config.logits_scaling)
 
 
-def _norm(config: LlamaConfig, x: jax.Array, weight: AnyArray, *, checked: bool = False) -> jax.Array:
+def _norm(config: LlamaConfig, x: jax.Array, weight: AnyArray, *, nan_on_overflow: bool = False) -> jax.Array:
     """RMSNorm, or the model's custom norm."""
     if config.parts.norm is None:
-        return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset, checked=checked)
+        return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset, nan_on_overflow=nan_on_overflow)
     if config.norm_offset:
         weight = jnp.asarray(weight).astype(jnp.promote_types(weight.dtype, jnp.float32)) + config.norm_offset
     return call_part("norm", config.parts.norm, x, weight, config.norm_eps)
@@ -282,12 +286,12 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
-def _layer_attention(
+def _make_attend_layer(
     config: LlamaConfig,
     compute: Compute,
     sharding: Sharding,
     cache: KVCache | None,
-    chunks: list[int | None],
+    chunk_sizes: list[int | None],
     head_sharding: HeadSharding | None,
 ) -> Callable[[int | jax.Array, _Heads, KVView | PagedView, tuple[AttentionMask, ...], HookCaller], jax.Array]:
     """A function that computes the attention of a layer of a given kind: [B, K, T, G, H]."""
@@ -303,11 +307,11 @@ def _layer_attention(
     if compute.attention != "auto":
         options["backend"] = compute.attention
     cache_window = None if cache is None else cache.window
-    distinct_chunks = list(dict.fromkeys(chunks))
+    distinct_chunk_sizes = list(dict.fromkeys(chunk_sizes))
     # The window of each layer kind, and the index of its mask; there is one mask per size of attention chunks.
     variants = [
-        (min((w for w in (layer.window, cache_window) if w is not None), default=None), distinct_chunks.index(chunk))
-        for layer, chunk in zip(config.layer_kinds, chunks, strict=True)
+        (min((w for w in (layer.window, cache_window) if w is not None), default=None), distinct_chunk_sizes.index(chunk))
+        for layer, chunk in zip(config.layer_kinds, chunk_sizes, strict=True)
     ]
     distinct_variants = list(dict.fromkeys(variants))
 
@@ -326,7 +330,7 @@ def _layer_attention(
             view,
             scale=config.score_scale,
             window=window,
-            chunk=distinct_chunks[variant[1]],
+            chunk=distinct_chunk_sizes[variant[1]],
             sinks=cache.sinks,
             sink_queries=sink_queries,
             head_sharding=head_sharding,
@@ -357,12 +361,13 @@ def _layer_attention(
 
 def _chunk_sizes(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, positions: Positions) -> list[int | None]:
     """The size of the attention chunks of each layer kind; None if all positions are in the first chunk."""
-    end: int | None = tokens.shape[1]  # an upper bound on the positions, or None if unknown
+    max_positions: int | None = tokens.shape[1]  # an upper bound, or None if unknown
     if cache is not None:
-        end = cache.capacity
-    end = end if positions.position_ids is None else None
+        max_positions = cache.capacity
+    if positions.position_ids is not None:
+        max_positions = None
     return [
-        None if end is not None and layer.chunk is not None and end <= layer.chunk else layer.chunk
+        None if max_positions is not None and layer.chunk is not None and max_positions <= layer.chunk else layer.chunk
         for layer in config.layer_kinds
     ]
 
@@ -377,8 +382,8 @@ def _chunk_mask(config: LlamaConfig, mask: AttentionMask, chunk: int | None, pos
     queries, keys = (x // chunk for x in position_ids)
     if mask.query_segments is not None:
         # Unique ids, from an upper bound on the chunks per document.
-        chunks = -(-max(config.max_seq_len, mask.query_positions.shape[-1]) // chunk)
-        queries, keys = mask.query_segments * chunks + queries, mask.key_segments * chunks + keys
+        max_chunks = -(-max(config.max_seq_len, mask.query_positions.shape[-1]) // chunk)
+        queries, keys = mask.query_segments * max_chunks + queries, mask.key_segments * max_chunks + keys
     return mask.replace(query_segments=queries, key_segments=keys)
 
 
@@ -387,46 +392,47 @@ def _shared_inputs(
     tokens: jax.Array,
     cache: KVCache | None,
     positions: Positions,
-    chunks: list[int | None],
-    per_token: Callable[..., Any],
+    chunk_sizes: list[int | None],
+    map_tokens: Callable[..., Any],
     has_hooks: bool,
 ) -> _SharedInputs:
     length = tokens.shape[1]
-    # int32[B, T]: the index of each token in its row, which is its slot in the cache.
-    paged, slots = None, jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    # int32[B, T]: the index of each token in its row, counting the tokens in the cache.
+    paged, cache_positions = None, jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     if cache is not None:
         paged = cache.view(length, positions.starts)
-        slots = jnp.maximum(paged.tokens(tokens.size)[1], 0).reshape(tokens.shape)
+        cache_positions = jnp.maximum(paged.rows_and_positions(tokens.size)[1], 0).reshape(tokens.shape)
         if positions.starts is not None and positions.rope_lengths is None:
-            positions = positions._replace(rope_lengths=slots + 1)
+            positions = positions._replace(rope_lengths=cache_positions + 1)
     kinds = config.layer_kinds
 
     def rope(position_ids: jax.Array) -> tuple[CosSin, ...]:
-        return per_token(compute_rope, position_ids, slots, positions._replace(starts=None))
+        # Without `starts`, which has no axis of tokens to map over.
+        return map_tokens(compute_rope, position_ids, cache_positions, positions._replace(starts=None))
 
-    def compute_rope(position_ids: jax.Array, slots: jax.Array, positions: Positions) -> tuple[CosSin, ...]:
+    def compute_rope(position_ids: jax.Array, cache_positions: jax.Array, positions: Positions) -> tuple[CosSin, ...]:
         tables: dict[Any, CosSin] = {}
         for layer in kinds:
             key = layer.rope, layer.rope_theta
             if key not in tables:
                 cos, sin = ops.rotary_table(
-                    position_ids, *scaled_frequencies(config, slots, positions, layer)
+                    position_ids, *token_frequencies(config, cache_positions, positions, layer)
                 )  # [B, T, H/2]
                 tables[key] = cos[:, None, :, None], sin[:, None, :, None]
         return tuple(tables[layer.rope, layer.rope_theta] for layer in kinds)
 
-    position_ids = slots if positions.position_ids is None else positions.position_ids
+    position_ids = cache_positions if positions.position_ids is None else positions.position_ids
     token_rope, scale = rope(position_ids), None
     if config.query_scaling is not None:
         scaling = config.query_scaling
         shifted = position_ids + scaling.offset if scaling.offset else position_ids
-        scale = per_token(
+        scale = map_tokens(
             lambda shifted: 1 + scaling.beta * jnp.log1p((shifted // scaling.context).astype(jnp.float32)), shifted
         )
         scale = scale[:, None, :, None, None]
 
     def mask_per_chunk_size(mask: AttentionMask) -> tuple[AttentionMask, ...]:
-        return tuple(_chunk_mask(config, mask, chunk, positions) for chunk in dict.fromkeys(chunks))
+        return tuple(_chunk_mask(config, mask, chunk, positions) for chunk in dict.fromkeys(chunk_sizes))
 
     hook_positions = position_ids if has_hooks else None
     if cache is None:
@@ -434,10 +440,10 @@ def _shared_inputs(
         return _SharedInputs(token_rope, masks, query_scale=scale, position_ids=hook_positions)
     sink_rope = None
     if cache.sinks and cache.window is not None:
-        # StreamingLLM rotates as if the sinks came directly before the window, so that no distance exceeds sinks + window
-        # (Xiao et al. 2023, section 3.2).
-        sink_rope = rope(jnp.minimum(slots, cache.sinks + cache.window - 1))
-    masks = mask_per_chunk_size(AttentionMask(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None]))
+        # StreamingLLM rotates queries as if the sinks came directly before the window, so that no distance to a sink exceeds
+        # sinks + window (Xiao et al. 2023, section 3.2).
+        sink_rope = rope(jnp.minimum(cache_positions, cache.sinks + cache.window - 1))
+    masks = mask_per_chunk_size(AttentionMask(cache_positions, jnp.arange(cache.capacity, dtype=jnp.int32)[None]))
     return _SharedInputs(token_rope, masks, sink_rope, scale, paged, hook_positions)
 
 
@@ -482,10 +488,10 @@ def _split_heads(config: LlamaConfig, block: Block, qkv: jax.Array, shared: _Sha
 def _norm_heads(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
     """RMSNorm of [B, K, T, G, H]: over each head for a weight [H], over all heads of a token for a weight [K, G, H]."""
     if weight.ndim == 1:
-        return _norm(config, x, weight, checked=True)
+        return _norm(config, x, weight, nan_on_overflow=True)
     tokens = x.swapaxes(1, 2)  # [B, T, K, G, H]
     flat = tokens.reshape(*tokens.shape[:2], -1)
-    return _norm(config, flat, weight.reshape(-1), checked=True).reshape(tokens.shape).swapaxes(1, 2)
+    return _norm(config, flat, weight.reshape(-1), nan_on_overflow=True).reshape(tokens.shape).swapaxes(1, 2)
 
 
 def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[CosSin, ...], kind: int | jax.Array) -> jax.Array:
@@ -502,12 +508,12 @@ def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[CosSin, ...], kind: i
     else:
         rotated = call_part("rotary", config.parts.rotary, pairs, cos, sin)
         if not isinstance(kind, int) and any(layer.rope == "none" for layer in config.layer_kinds):
-            rotated = jnp.where(_rotates(config)[kind], rotated, pairs)
+            rotated = jnp.where(_has_rope(config)[kind], rotated, pairs)
     rotated = rotated if rest is None else jnp.concatenate([rotated, rest], axis=-1)
     if config.qk_norm != "l2":
         return rotated
     normed = ops.rms_norm(rotated, jnp.ones(config.head_dim), config.norm_eps)
-    return normed if isinstance(kind, int) else jnp.where(_rotates(config)[kind], normed, rotated)
+    return normed if isinstance(kind, int) else jnp.where(_has_rope(config)[kind], normed, rotated)
 
 
 def _smooth_for_int8(config: LlamaConfig, block: Block, heads: _Heads) -> _Heads:
@@ -515,7 +521,7 @@ def _smooth_for_int8(config: LlamaConfig, block: Block, heads: _Heads) -> _Heads
     bias, sink_queries = None, () if heads.sink_queries is None else (heads.sink_queries,)
     if block.attention.qkv_bias is not None and block.attention.key_norm is None:
         bias = block.attention.qkv_bias[:, -2]
-    keys, *queries = smooth_keys(heads.keys, heads.queries, *sink_queries, bias=bias, rotated=config.rope_dim)
+    keys, *queries = smooth_keys(heads.keys, heads.queries, *sink_queries, bias=bias, rotary_dim=config.rope_dim)
     return _Heads(queries[0], queries[1] if sink_queries else None, keys, heads.values)
 
 
@@ -525,10 +531,10 @@ def _query_scale(config: LlamaConfig, shared: _SharedInputs, kind: int | jax.Arr
         return shared.query_scale
     if isinstance(kind, int):
         return shared.query_scale if config.layer_kinds[kind].rope == "none" else None
-    return jnp.where(_rotates(config)[kind], 1, shared.query_scale)
+    return jnp.where(_has_rope(config)[kind], 1, shared.query_scale)
 
 
-def _rotates(config: LlamaConfig) -> jax.Array:
+def _has_rope(config: LlamaConfig) -> jax.Array:
     """bool[number of layer kinds]: whether layers of a kind have RoPE."""
     return jnp.asarray([layer.rope != "none" for layer in config.layer_kinds])
 
@@ -536,7 +542,7 @@ def _rotates(config: LlamaConfig) -> jax.Array:
 def _write_cache(
     pages: Any, heads: _Heads, shared: _SharedInputs, layer: jax.Array, head_sharding: HeadSharding | None
 ) -> tuple[Any, KVView | PagedView]:
-    """Write the new tokens. Returns the pages, and the keys and values to which the layer attends."""
+    """Write the new keys and values. Returns the pages, and all keys and values to which the layer's queries may attend."""
     if shared.paged is None:
         return None, KVView(heads.keys, heads.values)
     view = shared.paged.replace(layer=layer.astype(jnp.int32))
@@ -559,7 +565,7 @@ def _feed_forward(
     block: Block,
     normed: jax.Array,
     sharding: Sharding,
-    per_token: Callable[..., Any],
+    map_tokens: Callable[..., Any],
     call_hooks: HookCaller,
 ) -> jax.Array:
     """Dense or mixture-of-experts feed-forward."""
@@ -572,7 +578,7 @@ def _feed_forward(
         neurons = call_hooks("neurons", ops.gated_activation(gate, up, config.activation))
         return ops.project(neurons, weights.down)
     if weights.router is None:
-        return ops.feed_forward(normed, *matrices, config.activation, per_token)
+        return ops.feed_forward(normed, *matrices, config.activation, map_tokens)
     from llama_jax.ops.moe import Routing, mixture_of_experts
 
     routing = Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")
@@ -589,10 +595,10 @@ def unembed(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
 
     If the output projection has padding rows for even sharding (`parallel.padding`), their logits are -inf.
     """
-    return unembed_with(HookCaller(params.hooks), config, params, hidden)
+    return unembed_with_hooks(HookCaller(params.hooks), config, params, hidden)
 
 
-def unembed_with(
+def unembed_with_hooks(
     call_hooks: HookCaller, config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
 ) -> Float[Array, "*batch V"]:
     """`unembed` with hooks called by `call_hooks`, which collects the values that hooks keep."""

@@ -32,8 +32,8 @@ class Positions(NamedTuple):
         ("dynamic", "longrope"). None: the length so far, of each document in a packed row. Cached keys keep their rotation:
         chunked prefill must pass the full prompt length from the first chunk on, and while a row grows in decoding, its
         older keys keep the frequencies of a shorter length, as in transformers.
-      starts: int32[R + 1], for ragged batches, only with a cache: the tokens are int32[T, 1], all rows concatenated; row r
-        has the tokens at [starts[r], starts[r + 1]). Tokens from starts[R] on are padding.
+      starts: int32[R + 1] (`cu_seqlens` in FlashAttention), for ragged batches, only with a cache: the tokens are int32[T,
+        1], all rows concatenated; row r has the tokens at [starts[r], starts[r + 1]). Tokens from starts[R] on are padding.
     """
 
     lengths: Any = None

@@ -19,7 +19,7 @@ from llama_jax.model.params import Llama
 from llama_jax.ops.attention import KVView
 
 # The shape of the activation at each point. S is the number of keys of a row; with a cache, of its slots.
-POINTS = {
+HOOK_POINTS = {
     "embedded": "B T D",
     "residual_before": "B T D",
     "queries": "B T N H",
@@ -42,7 +42,7 @@ class At(NamedTuple):
     """Where a hook is called.
 
     Attributes:
-      name: the point, one of `POINTS`.
+      name: the point, one of `HOOK_POINTS`.
       layer: int32[], the index of the layer; None at points outside the layers.
       positions: int32[B, T], the position of each token; None at "logits".
     """
@@ -83,8 +83,8 @@ def with_hooks(params: Llama, hooks: Mapping[str, Hook]) -> Llama:
       ConfigError: an unknown point; a hook that cannot be called.
     """
     for name in hooks:
-        if name not in POINTS:
-            raise ConfigError(f"{name!r} is not a hook point; use one of {', '.join(POINTS)}")
+        if name not in HOOK_POINTS:
+            raise ConfigError(f"{name!r} is not a hook point; use one of {', '.join(HOOK_POINTS)}")
     existing = params.hooks or {}
     all_hooks = existing | {name: (*existing.get(name, ()), _as_tree(hook)) for name, hook in hooks.items()}
     return params.replace(hooks=all_hooks or None)
@@ -126,7 +126,7 @@ class HookCaller:
             types = (f"{getattr(x, 'dtype', type(x).__name__)}{list(getattr(x, 'shape', ()))}" for x in (new, value))
             returned, expected = types
             if returned != expected:
-                raise ConfigError(f"the hook at {name!r} returned {returned}; {expected}, [{POINTS[name]}], is needed")
+                raise ConfigError(f"the hook at {name!r} returned {returned}; {expected}, [{HOOK_POINTS[name]}], is needed")
             if kept is not None and name in self.kept:
                 raise ConfigError(f"two hooks at {name!r} keep values; only one can")
             if kept is not None:

@@ -13,7 +13,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 from llama_jax.model.cache import KVCache
 from llama_jax.model.checks import check_tokens
-from llama_jax.model.forward import PassOptions, forward, run_layers, unembed, unembed_with
+from llama_jax.model.forward import PassOptions, forward, run_layers, unembed, unembed_with_hooks
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.hooks import Hook, HookCaller, with_hooks
 from llama_jax.model.params import Llama
@@ -49,7 +49,7 @@ def observe(
         hidden, cache, kept = run_layers(config, hooked, tokens, cache, PassOptions(positions, compute, sharding))
     with sharding.context():
         call_hooks = HookCaller(hooked.hooks)
-        return unembed_with(call_hooks, config, hooked, hidden), cache, kept | call_hooks.kept
+        return unembed_with_hooks(call_hooks, config, hooked, hidden), cache, kept | call_hooks.kept
 
 
 def logits(

@@ -167,7 +167,7 @@ def build_adapters(
     def leaf(spec: ParamSpec) -> Any:
         if spec.path not in paths:
             return None
-        shape = spec.shape_of_all(config)
+        shape = spec.stacked_shape(config)
         a, b = (jax.ShapeDtypeStruct(one, jnp.dtype(dtype)) for one in _shapes(spec.path, shape, lora.rank))
         magnitude = jax.ShapeDtypeStruct(shape[:-1], jnp.dtype(dtype)) if lora.dora else None
         return pair_of(spec, LowRank(a, b, magnitude))

@@ -2,8 +2,8 @@
 
 Everything that depends on the list of parameters reads the table: `init`, the partition specs, the optimizers' masks, the
 checks, the sizes of `estimate`, and loading and saving in every format (`formats.weight_format` has the names of tensors).
-A parameter that only some models have is a spec with a condition; in other models the tree has None instead. The letters of
-the axes are those of `sizes`.
+A parameter that only some models have is a spec with a condition; in other models the tree has None instead. `axis_sizes`
+explains the letters of the axes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class ParamSpec:
       partition: the mesh axes that shard each axis.
       init: the initialization: "normal", with standard deviation 0.02; "residual", with 0.02 / sqrt(2 L), for projections
         into the residual stream; "ones"; "zeros".
-      rng: (key number, index within one draw); fixed, so that a seed always gives the same model.
+      rng: (number of the random key, index if several parameters are drawn together with it); fixed, so that a seed always
+        gives the same model.
       output_axes: the output axes of a matrix that Muon updates (negative indices; the last axis is the input). None:
         AdamW updates the parameter.
       exists: whether a model with this configuration has the parameter.
@@ -128,8 +129,8 @@ class ParamSpec:
         return self.init in ("normal", "residual")
 
     @property
-    def is_matrix(self) -> bool:
-        """Whether it may be quantized: every matrix except the (small) router."""
+    def is_quantizable(self) -> bool:
+        """Whether it may be quantized: true of every matrix except the (small) router."""
         return self.decays and not self.path.endswith(".router")
 
     @property
@@ -141,8 +142,8 @@ class ParamSpec:
         """The shape in one layer."""
         return shape_of(self.axes, config)
 
-    def shape_of_all(self, config: LlamaConfig) -> tuple[int, ...]:
-        """The shape in the pytree: with a leading axis L if it is a parameter of the layers."""
+    def stacked_shape(self, config: LlamaConfig) -> tuple[int, ...]:
+        """The shape in the pytree: with a leading axis L for a parameter of the layers."""
         return (config.n_layers, *self.shape(config)) if self.in_blocks else self.shape(config)
 
 
@@ -230,7 +231,7 @@ _BY_PATH = {spec.path: spec for spec in reversed(PARAM_SPECS)}
 
 
 @cache
-def sizes(config: LlamaConfig) -> dict[str, int]:
+def axis_sizes(config: LlamaConfig) -> dict[str, int]:
     """The sizes of the axes in `ParamSpec.axes`, by name."""
     c = config
     return {
@@ -250,7 +251,7 @@ def sizes(config: LlamaConfig) -> dict[str, int]:
 
 def shape_of(axes: str, config: LlamaConfig) -> tuple[int, ...]:
     """The shape with these axes: (512, 64) for "V D" and the preset "stories-260k"."""
-    return tuple(sizes(config)[axis] for axis in axes.split())
+    return tuple(axis_sizes(config)[axis] for axis in axes.split())
 
 
 @cache
@@ -263,7 +264,7 @@ def is_matrix_in_block(path: tuple[Any, ...]) -> bool:
     """Whether the leaf at a path in `Llama.blocks` is a matrix, not a component of a quantized or LoRA weight."""
     spec = spec_at((jax.tree_util.GetAttrKey("blocks"), *path))
     names_in_weight = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][spec.path.count(".") :]
-    return spec.is_matrix and all(name in ("base", "parts") for name in names_in_weight)
+    return spec.is_quantizable and all(name in ("base", "parts") for name in names_in_weight)
 
 
 def spec_at(path: tuple[Any, ...]) -> ParamSpec:

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from llama_jax.model.forward_options import Remat
 from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
 from llama_jax.ops.layers import MATMUL_OUTPUT
-from llama_jax.ops.platform import recomputing
+from llama_jax.ops.platform import rematerializing
 
 LAYER_INPUT = "layer_input"
 
@@ -33,7 +33,7 @@ def rematerialize(remat: Remat, layer: Callable[..., Any]) -> Callable[..., Any]
     }[remat]
 
     def named(block: Any, hidden: jax.Array, *rest: Any) -> Any:
-        with recomputing(True):
+        with rematerializing(True):
             return layer(block, checkpoint_name(hidden, LAYER_INPUT), *rest)
 
     # Inside a scan, CSE with the forward pass is impossible, so no barrier is needed.

@@ -14,14 +14,14 @@ from llama_jax.ops.rotary import Frequencies, Length
 def rotary_frequencies(
     config: LlamaConfig, length: Length = None, layer: LayerConfig = LayerConfig()
 ) -> tuple[Frequencies, float]:
-    """Inverse frequencies, and the attention factor that multiplies cos and sin.
+    """The RoPE frequencies of a layer, and the attention factor that multiplies cosines and sines.
 
     They depend only on the configuration and the length, so that training and inference agree. Computed in float64 unless
     the length is a JAX array.
 
     Args:
-      length: the length of the sequence, for scaling that depends on it ("dynamic" and "longrope"): a number, or int[...],
-        such as one per row; None: the original context length.
+      length: length of the sequence, for scaling that depends on it ("dynamic" and "longrope"): a number, or int[...], such
+        as one per row; None: the original context length.
       layer: the layer, in a model whose layers differ; frequencies are zeros for layers without RoPE.
 
     Returns:
@@ -40,16 +40,16 @@ def rotary_frequencies(
     return frequencies.astype(np.float32), attention_factor
 
 
-def scaled_frequencies(
-    config: LlamaConfig, slots: Int[Array, "B T"], positions: Positions, layer: LayerConfig = LayerConfig()
+def token_frequencies(
+    config: LlamaConfig, cache_positions: Int[Array, "B T"], positions: Positions, layer: LayerConfig = LayerConfig()
 ) -> tuple[Frequencies, float]:
-    """`rotary_frequencies` for the tokens at indices `slots` of their rows: [H/2], [B, 1, H/2] or [B, T, H/2]."""
+    """`rotary_frequencies` for tokens at these indices of their rows: [H/2], or by length [B, 1, H/2] or [B, T, H/2]."""
     lengths = positions.rope_lengths
     if config.rope_scaling is not None and lengths is None:
-        from llama_jax.ops.rope_scaling import BY_LENGTH, lengths_of
+        from llama_jax.ops.rope_scaling import LENGTH_DEPENDENT, lengths_of
 
-        if config.rope_scaling.kind in BY_LENGTH:
-            lengths = lengths_of(slots, positions.lengths, positions.position_ids, positions.segment_ids)
+        if config.rope_scaling.kind in LENGTH_DEPENDENT:
+            lengths = lengths_of(cache_positions, positions.lengths, positions.position_ids, positions.segment_ids)
     frequencies, attention_factor = rotary_frequencies(config, lengths, layer)
     if frequencies.ndim == 2:  # one per row, for all its positions
         frequencies = frequencies[:, None]

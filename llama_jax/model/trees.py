@@ -56,7 +56,7 @@ def init(config: LlamaConfig, key: PRNGKeyArray, dtype: jax.typing.DTypeLike = j
         return (std * jax.random.normal(its_key, shape, jnp.float32)).astype(dtype)
 
     def init_leaf(spec: ParamSpec) -> jax.Array:
-        shape = spec.shape_of_all(config)
+        shape = spec.stacked_shape(config)
         if not spec.decays:
             return jnp.full(shape, 1 - config.norm_offset if spec.init == "ones" else 0, dtype)
         std = 0.02 if spec.init == "normal" else 0.02 / math.sqrt(2 * config.n_layers)
@@ -86,7 +86,7 @@ def build(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> Llama:
 
 def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
     """A `Llama` of `jax.ShapeDtypeStruct`: the shapes that `init` would return, without allocating arrays."""
-    return build(config, lambda spec: jax.ShapeDtypeStruct(spec.shape_of_all(config), jnp.dtype(dtype)))
+    return build(config, lambda spec: jax.ShapeDtypeStruct(spec.stacked_shape(config), jnp.dtype(dtype)))
 
 
 def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
@@ -107,7 +107,7 @@ def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
 
     def of_leaf(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
         spec = spec_at(path)
-        if not spec.is_matrix:
+        if not spec.is_quantizable:
             return leaf
         if isinstance(leaf, LowRankWeight):
             return leaf.replace(base=of_leaf(path, leaf.base))
@@ -151,8 +151,8 @@ def in_kinds(leaf: Any, each: Sequence[tuple[Any, ...]], in_kind: Callable[[Any,
     if len(different) == 1:
         return in_kind(leaf, kinds[0])
     layers = {kind: [layer for layer, kind_of_layer in enumerate(kinds) if kind_of_layer == kind] for kind in different}
-    places = tuple((different.index(kind), layers[kind].index(layer)) for layer, kind in enumerate(kinds))
-    return MixedStack(tuple(in_kind(_some_layers(leaf, layers[kind]), kind) for kind in different), places)
+    locations = tuple((different.index(kind), layers[kind].index(layer)) for layer, kind in enumerate(kinds))
+    return MixedStack(tuple(in_kind(_some_layers(leaf, layers[kind]), kind) for kind in different), locations)
 
 
 def _some_layers(leaf: Any, layers: list[int]) -> Any:
@@ -185,10 +185,10 @@ def _parts(leaf: Any, count: int) -> list[Any]:
 
 
 def _planned(leaf: jax.ShapeDtypeStruct, form: QuantFormat) -> QuantizedWeight:
-    places = shardings_of_planes(form, leaf.sharding, len(leaf.shape))
+    shardings = shardings_of_planes(form, leaf.sharding, len(leaf.shape))
     shapes = [
-        jax.ShapeDtypeStruct(plane.shape(leaf.shape), plane.dtype, sharding=place)
-        for plane, place in zip(form.planes, places, strict=True)
+        jax.ShapeDtypeStruct(plane.shape(leaf.shape), plane.dtype, sharding=sharding)
+        for plane, sharding in zip(form.planes, shardings, strict=True)
     ]
     return QuantizedWeight(tuple(shapes), form.name, str(leaf.dtype)).arranged()
 
@@ -219,14 +219,14 @@ def kinds_in_memory(params: Any) -> str:
     numbers: Counter[str] = Counter()
     is_quantized = lambda leaf: isinstance(leaf, QuantizedWeight)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
-        if spec_at(path).is_matrix:
+        if spec_at(path).is_quantizable:
             numbers[leaf.kind if is_quantized(leaf) else str(leaf.dtype)] += math.prod(leaf.shape)
     return " and ".join(kind for kind, _ in numbers.most_common())
 
 
 def parameter_count(config: LlamaConfig) -> int:
     """The number of parameters of a Llama with this configuration, without allocating them."""
-    return sum(math.prod(spec.shape_of_all(config)) for spec in specs_for(config))
+    return sum(math.prod(spec.stacked_shape(config)) for spec in specs_for(config))
 
 
 def layers_of(params: Llama) -> tuple[Block, ...]:
@@ -265,5 +265,5 @@ def _join(leaves: Sequence[Any]) -> Any:
         for form in different
     ]
     stacks = [stack.arranged() if isinstance(stack, QuantizedWeight) else stack for stack in stacks]
-    places = tuple((different.index(form), forms[:layer].count(form)) for layer, form in enumerate(forms))
-    return stacks[0] if len(stacks) == 1 else MixedStack(tuple(stacks), places)
+    locations = tuple((different.index(form), forms[:layer].count(form)) for layer, form in enumerate(forms))
+    return stacks[0] if len(stacks) == 1 else MixedStack(tuple(stacks), locations)

@@ -11,11 +11,10 @@ This module exports what every model uses. Import the rest by module.
 """
 
 from llama_jax.ops.attention import attend, attend_paged, write_paged
-from llama_jax.ops.layers import apply, embed, feed_forward, gated_activation, project, rms_norm
+from llama_jax.ops.layers import embed, feed_forward, gated_activation, map_all_tokens, project, rms_norm
 from llama_jax.ops.rotary import apply_rotary, inverse_frequencies, rotary_table
 
 __all__ = [
-    "apply",
     "apply_rotary",
     "attend",
     "attend_paged",
@@ -23,6 +22,7 @@ __all__ = [
     "feed_forward",
     "gated_activation",
     "inverse_frequencies",
+    "map_all_tokens",
     "project",
     "rms_norm",
     "rotary_table",

@@ -23,10 +23,18 @@ from jaxtyping import Array, Float, Int32
 
 from llama_jax.ops.layers import MATMUL_OUTPUT, project, weight_gradient
 from llama_jax.ops.linear_map import directional, linear_map
-from llama_jax.ops.platform import for_cpu, lowering_platform, native_code, pack_bits, planned_for, recomputing, unpack_bits
+from llama_jax.ops.platform import (
+    for_cpu,
+    lowering_platform,
+    native_code,
+    pack_bits,
+    rematerializing,
+    target_platform,
+    unpack_bits,
+)
 from llama_jax.ops.weights.layers import index_stack, multiply_group
 
-LARGEST_BLOCK, SMALLEST_BLOCK = 512, 32  # rows per matmul
+MAX_BLOCK_ROWS, MIN_BLOCK_ROWS = 512, 32  # rows per matmul
 ROWS_OF_A_GROUP = 8  # rows of a group per row of the smallest block, half of which may be padding
 QUANTIZED_BLOCKS = (512, 256, 128, 64, 16, 4, 1)
 GPU_ROWS = 2  # with at most this many rows per group, rows are multiplied one by one
@@ -57,7 +65,7 @@ def grouped_matmul(
     if hasattr(weight, "project"):
         product = _grouped_project(x, weight, sizes)
     elif gather is not None or x.dtype != weight.dtype:
-        product = _cast_and_gathered((gather, bool(recomputing.value), weight.dtype), x, weight, sizes)
+        product = _cast_and_gathered((gather, bool(rematerializing.value), weight.dtype), x, weight, sizes)
     else:
         product = _multiply("rows", x, weight, sizes, x.dtype)
     return checkpoint_name(product, MATMUL_OUTPUT)
@@ -68,7 +76,7 @@ def _cast_and_gathered(settings: tuple[Any, ...], x: jax.Array, weight: jax.Arra
     """`grouped_matmul` with an array in another dtype or in shards: the weight's gradient is summed in the weight's dtype.
 
     Args:
-      settings: `gather`; whether the cast and gathered weight is saved, see `platform.recomputing`; the weight's dtype.
+      settings: `gather`; whether the cast and gathered weight is saved, see `platform.rematerializing`; the weight's dtype.
     """
     return _forward(settings, x, weight, sizes)[0]
 
@@ -167,7 +175,7 @@ grouped_matmul_p = Primitive("grouped_matmul")
 @grouped_matmul_p.def_impl
 def _compute(a: jax.Array, b: jax.Array, sizes: jax.Array, *, settings: _Settings) -> jax.Array:
     """Lowering happens outside the contexts of tracing, so they are entered again."""
-    with planned_for(settings.platform), native_code(settings.native):
+    with target_platform(settings.platform), native_code(settings.native):
         compute = _by_kernel if settings.platform == "tpu" else _by_loop
         return compute(settings.mode, a.astype(settings.dtype), b.astype(settings.dtype), sizes, settings.out_dtype)
 
@@ -282,8 +290,8 @@ class RowBlocks(NamedTuple):
 
 def _blocks(rows: int, groups: int) -> RowBlocks:
     """Blocks for groups of similar size; about a sixteenth of the computed rows is then padding."""
-    smallest = _power_of_two(min(SMALLEST_BLOCK, max(1, rows // (ROWS_OF_A_GROUP * groups))))
-    largest = _power_of_two(min(LARGEST_BLOCK, max(1, rows)))
+    smallest = _power_of_two(min(MIN_BLOCK_ROWS, max(1, rows // (ROWS_OF_A_GROUP * groups))))
+    largest = _power_of_two(min(MAX_BLOCK_ROWS, max(1, rows)))
     return RowBlocks(tuple(1 << i for i in range(largest.bit_length() - 1, smallest.bit_length() - 2, -1)))
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Shaped
 
 from llama_jax.ops.layers import project
 
-LARGEST_INTEGER = 127  # -128 is not used, so that a row and its negative have the same scale
+INT8_MAX = 127  # symmetric: -128 is not used, so that a row and its negative have the same scale
 
 
 class Quantized(struct.PyTreeNode):
@@ -40,7 +40,7 @@ class Quantized(struct.PyTreeNode):
 
 def quantize(x: Float[Array, "*batch H"]) -> Quantized:
     """Symmetric per-row quantization to [-127, 127]. Rounding errors are at most 1/254 of the row's largest value."""
-    scales = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / LARGEST_INTEGER
+    scales = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / INT8_MAX
     values = jnp.round(x.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None])
     return Quantized(values.astype(jnp.int8), scales)
 
@@ -51,7 +51,7 @@ def dequantize(x: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) -> Float
 
 
 def map_rows(function: Callable[[jax.Array], jax.Array], x: Shaped[Array, "*batch H"] | Quantized) -> Any:
-    """Apply a `function` that only moves rows: to an array, or to the values and scales [..., 1] of a `Quantized`."""
+    """Apply a `function` that only moves rows to an array, or to the values and scales [..., 1] of a `Quantized`."""
     if not isinstance(x, Quantized):
         return function(x)
     return Quantized(function(x.values), function(x.scales[..., None])[..., 0])
@@ -61,7 +61,7 @@ def smooth_keys(
     keys: Float[Array, "B K T H"],
     *queries: Float[Array, "B K T G H"],
     bias: Float[Array, "K H"] | None = None,
-    rotated: int | None = None,
+    rotary_dim: int | None = None,
 ) -> tuple[Float[Array, "B K T *G H"], ...]:
     """Transform queries and keys so that scores are unchanged and keys quantize better.
 
@@ -76,13 +76,13 @@ def smooth_keys(
       keys: after RoPE.
       queries: after RoPE.
       bias: the bias of the keys, added before RoPE.
-      rotated: number of features that RoPE rotates, with pairs i and i + rotated / 2; H by default.
+      rotary_dim: number of features that RoPE rotates, with pairs i and i + rotary_dim / 2; H by default.
 
     Returns:
       The keys, and the queries.
     """
     if bias is not None:
-        factors = _outlier_factors(bias.astype(jnp.float32), rotated or bias.shape[-1])
+        factors = _outlier_factors(bias.astype(jnp.float32), rotary_dim or bias.shape[-1])
         keys = (keys.astype(factors.dtype) / factors[None, :, None]).astype(keys.dtype)
         factors = factors[None, :, None, None]
         queries = tuple((x.astype(factors.dtype) * factors).astype(x.dtype) for x in queries)
@@ -95,13 +95,13 @@ def smooth_keys(
     return new_keys[..., 0, :], *new_queries
 
 
-def _outlier_factors(bias: jax.Array, rotated: int) -> jax.Array:
+def _outlier_factors(bias: jax.Array, rotary_dim: int) -> jax.Array:
     """sqrt(|bias| / mean |bias| of the head), at least 1, equal for both channels of a RoPE pair: [K, H]."""
-    first, second, rest = jnp.split(bias, [rotated // 2, rotated], axis=-1)
+    first, second, rest = jnp.split(bias, [rotary_dim // 2, rotary_dim], axis=-1)
     pair = jnp.hypot(first, second)
-    sizes = jnp.concatenate([pair, pair, jnp.abs(rest)], axis=-1)
-    mean = jnp.mean(sizes, axis=-1, keepdims=True)
-    return jnp.sqrt(jnp.maximum(sizes / jnp.where(mean == 0, 1, mean), 1))
+    magnitudes = jnp.concatenate([pair, pair, jnp.abs(rest)], axis=-1)
+    mean = jnp.mean(magnitudes, axis=-1, keepdims=True)
+    return jnp.sqrt(jnp.maximum(magnitudes / jnp.where(mean == 0, 1, mean), 1))
 
 
 def hadamard(size: int) -> Float32[np.ndarray, "{size} {size}"]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Integer
 
 from llama_jax.ops import exact
 from llama_jax.ops.linear_map import linear_map
-from llama_jax.ops.platform import AnyArray, for_cpu, recomputing
+from llama_jax.ops.platform import AnyArray, for_cpu, rematerializing
 
 F = TypeVar("F", bound=Callable[..., Any])
 Activation = Literal["silu", "gelu"]
@@ -31,7 +31,7 @@ class Weight(Protocol):
         """Project [..., D] onto the rows of this weight [*out, D]: [..., *out]."""
 
 
-def apply(function: Callable[..., Any], *args: Any) -> Any:
+def map_all_tokens(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`: apply a function of tokens to all tokens at once; the alternative to `ops.exact.map_blocks`."""
     return function(*args)
 
@@ -54,8 +54,8 @@ def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtyp
     if not exact.is_exact() or is_batch_invariant(x, weight):
         return _project(x, weight, out_dtype)
     rows = x.reshape(-1, x.shape[-1])
-    in_use = exact.rows_in_use(jnp.all(rows == 0, axis=-1))  # rows of zeros give zeros
-    out = exact.map_blocks(lambda rows: _project(rows, weight, out_dtype), exact.block_size(), in_use, rows)
+    count = exact.rows_in_use(jnp.all(rows == 0, axis=-1))  # the product of a row of zeros is zeros
+    out = exact.map_blocks(lambda rows: _project(rows, weight, out_dtype), exact.block_size(), count, rows)
     return out.reshape(*x.shape[:-1], *out.shape[1:])
 
 
@@ -81,16 +81,21 @@ def embed(table: Any, rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
 
 
 def rms_norm(
-    x: Float[Array, "*batch D"], weight: Float[AnyArray, " D"], eps: float, offset: float = 0.0, *, checked: bool = False
+    x: Float[Array, "*batch D"],
+    weight: Float[AnyArray, " D"],
+    eps: float,
+    offset: float = 0.0,
+    *,
+    nan_on_overflow: bool = False,
 ) -> Float[Array, "*batch D"]:
-    """Divide by the root of the mean square and scale (Zhang & Sennrich 2019, equation 4).
+    """Divide by the root mean square and multiply by the weight (Zhang & Sennrich 2019, equation 4).
 
     Computed in float32 at least: in bfloat16 a sum over D loses the small terms.
 
     Args:
       eps: added to the mean square.
       offset: added to the weight.
-      checked: return NaN instead of zeros if a square overflows (costs one more kernel on a GPU).
+      nan_on_overflow: return NaN instead of zeros if the mean square overflows (costs one more kernel on a GPU).
 
     Returns:
       In the dtype of `x`.
@@ -101,7 +106,7 @@ def rms_norm(
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)  # [..., 1]
         scale = lax.rsqrt(mean_square + eps)
-        if checked:
+        if nan_on_overflow:
             scale = jnp.where(mean_square < jnp.inf, scale, jnp.nan)
         # Rounded before scaling, as in transformers; scaled in float32, so that the weight's gradient is summed in float32.
         rounded = (wide * scale).astype(x.dtype).astype(wide.dtype)
@@ -117,7 +122,7 @@ def feed_forward(
     up: Any,
     down: Any,
     activation: Activation = "silu",
-    per_token: Callable[..., Any] = apply,
+    map_tokens: Callable[..., Any] = map_all_tokens,
 ) -> Float[Array, "*batch D"]:
     """down(activation(gate(x)) * up(x)), called SwiGLU with silu and GeGLU with gelu (Shazeer 2020, equation 6).
 
@@ -125,13 +130,13 @@ def feed_forward(
       gate, up: [F, D], arrays or `Weight`s.
       down: [D, F].
       activation: "silu", or "gelu" by the tanh approximation.
-      per_token: applies the elementwise function between the matmuls; exact programs pass one that runs in blocks.
+      map_tokens: applies the elementwise function between the matmuls; exact programs pass one that runs in blocks.
     """
 
     @remat
     def project_gated(gates: jax.Array, values: jax.Array, down: Any) -> jax.Array:
         """The gated activation is recomputed in the backward pass instead of saved."""
-        return project(per_token(partial(gated_activation, activation=activation), gates, values), down)
+        return project(map_tokens(partial(gated_activation, activation=activation), gates, values), down)
 
     return project_gated(project(x, gate), project(x, up), down)  # of [..., F] and [..., F]
 
@@ -144,11 +149,11 @@ def gated_activation(
     return (jax.nn.silu(gates) if activation == "silu" else jax.nn.gelu(gates, approximate=True)) * values
 
 
-@for_cpu("matmul", to_plan=True)
+@for_cpu("matmul", for_accelerator_targets=True)
 def matmul(x: Float[Array, "*batch D"], weight: Float[Array, "*out D"], out_dtype: Any) -> Float[Array, " ..."]:
     """Contract the last axes of `x` and `weight`: [*batch, *out]."""
     if x.dtype.itemsize < weight.dtype.itemsize and out_dtype == x.dtype:
-        return matmul_cast_weight((bool(recomputing.value), weight.dtype), x, weight)
+        return matmul_cast_weight((bool(rematerializing.value), weight.dtype), x, weight)
     return _matmul(x, weight.astype(x.dtype), out_dtype)
 
 
@@ -166,7 +171,7 @@ def matmul_cast_weight(
     would round it to the dtype of `x` before the sum over devices.
 
     Args:
-      settings: (whether the cast weight is saved for the backward pass, see `platform.recomputing`; the weight's dtype).
+      settings: (whether to save the cast weight for the backward pass, see `platform.rematerializing`; the weight's dtype).
     """
     return _matmul(x, weight.astype(x.dtype), x.dtype)
 

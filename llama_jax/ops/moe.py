@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from llama_jax.ops.grouped import Gather, grouped_matmul
 from llama_jax.ops.layers import feed_forward, gated_activation, project, remat
-from llama_jax.ops.platform import mesh_in_force
+from llama_jax.ops.platform import current_mesh_sizes
 
 
 class ExpertSharding(NamedTuple):
@@ -61,7 +61,7 @@ def mixture_of_experts(
         experts are computed if it is None or the weights are quantized.
     """
     weights, chosen = route(x, router, routing)
-    mesh = {axis: size for axis, size in mesh_in_force().items() if size > 1}
+    mesh = {axis: size for axis, size in current_mesh_sizes().items() if size > 1}
     if mesh and (sharding is None or hasattr(gate, "project")):
         return all_experts(x, weights, chosen, gate, up, down, scale_inputs=routing.scale_inputs)
     if routing.scale_inputs:

@@ -25,17 +25,17 @@ Tree = TypeVar("Tree")
 F = TypeVar("F", bound=Callable[..., Any])
 TPU_LANES = 128  # values of a TPU's vector register along the last axis; blocks of TPU kernels are multiples of it
 
-planned_for = jax.make_user_context(None)
-"""Context: the platform that a program is planned for, if it is compiled for another one; else None.
+target_platform = jax.make_user_context(None)
+"""Context: the platform to trace programs for instead of the devices' own, to compile or analyze them elsewhere; else None.
 
 "accelerator": an unspecified GPU or TPU; no kernel is selected.
 """
 
-recomputing = jax.make_user_context(False)
-"""Context: whether the traced layer is rematerialized.
+rematerializing = jax.make_user_context(False)
+"""Context: whether the traced layer is rematerialized in the backward pass.
 
-If so, the cast weight is a residual (it is recomputed anyway, and gathered once per pass); otherwise the original weight is,
-because it is in memory already.
+If so, a matmul saves its weight cast to the dtype of the computation as a residual (it is recomputed anyway, and gathered
+once per pass); otherwise it saves the original weight, which is in memory already.
 """
 
 native_code = jax.make_user_context(False)
@@ -46,15 +46,15 @@ Decoding programs may. Others, such as training, gain too little to wait for a C
 
 
 def lowering_platform() -> str:
-    """The platform that the program traced now will be lowered for: "cpu", "gpu", "tpu", or what `planned_for` says.
+    """The platform that the program traced now will be lowered for: "cpu", "gpu", "tpu", or the `target_platform`.
 
     It is read from JAX's trace context, which is part of the jit cache keys: the current mesh (`jax.set_mesh`, or
     `jax.sharding.use_abstract_mesh` inside a traced function), whose devices need not exist; else `jax.default_device`;
     else the default backend. Trace a program for another platform under its mesh, as the library's functions do for sharded
     parameters (`inference.sharding.sharding_of`), or under `jax.default_device`, for example in your own `jax.jit`.
     """
-    if planned_for.value is not None:
-        return planned_for.value
+    if target_platform.value is not None:
+        return target_platform.value
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     platform = getattr(device, "platform", None)
     if platform is None:
@@ -88,15 +88,15 @@ def cpu_variants() -> Any:
     return importlib.import_module("llama_jax.ops.cpu")
 
 
-def for_cpu(name: str, *, to_plan: bool = False) -> Callable[[F], F]:
+def for_cpu(name: str, *, for_accelerator_targets: bool = False) -> Callable[[F], F]:
     """When traced for a CPU, call `ops.cpu.<name>(plain, *args)` instead of the decorated function `plain`.
 
     Args:
       name: name of the variant in `ops.cpu`.
-      to_plan: also if a CPU's compiler is used in place of an accelerator's, see `planned_for`, because it could not compile
-        the plain function.
+      for_accelerator_targets: also for the `target_platform` "accelerator". A CPU's compiler compiles such programs, and it
+        could not compile the plain function.
     """
-    platforms = ("cpu", "accelerator") if to_plan else ("cpu",)
+    platforms = ("cpu", "accelerator") if for_accelerator_targets else ("cpu",)
 
     def decorate(plain: F) -> F:
         @functools.wraps(plain)
@@ -148,18 +148,18 @@ def decoding_context(natively: bool) -> AbstractContextManager[Any]:
 
 def lowering_device_kind() -> str:
     """JAX's name of the devices that the program traced now will be lowered for, such as "NVIDIA H100 80GB HBM3"."""
-    if planned_for.value is not None:
-        return planned_for.value
+    if target_platform.value is not None:
+        return target_platform.value
     mesh_kind = getattr(getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None), "device_kind", None)
     return mesh_kind or jax.local_devices(backend=lowering_platform())[0].device_kind
 
 
-def is_divided() -> bool:
-    """Whether the program traced now is for a mesh of several devices."""
+def is_partitioned() -> bool:
+    """Whether the program traced now is for a mesh of several devices, including inside `shard_map`."""
     return jax.sharding.get_abstract_mesh().size > 1
 
 
-def mesh_in_force() -> dict[str, int]:
+def current_mesh_sizes() -> dict[str, int]:
     """Axis names and sizes of the mesh over which XLA partitions the program traced now; empty inside `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     return {} if mesh.empty or mesh.manual_axes else dict(mesh.shape)
@@ -177,7 +177,7 @@ def update_if(condition: jax.Array, update: Callable[[Tree], Tree], tree: Tree) 
     return lax.cond(condition, update, lambda tree: tree, tree)
 
 
-_OBSERVED: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("attention", default=None)
+_RECORDED: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("attention", default=None)
 
 
 @contextlib.contextmanager
@@ -186,18 +186,18 @@ def record_backends() -> Iterator[dict[str, str]]:
 
     Backends are chosen while a program is traced, so programs that were compiled before are not recorded.
     """
-    taken: dict[str, str] = {}
-    before = _OBSERVED.set(taken)
+    backends: dict[str, str] = {}
+    before = _RECORDED.set(backends)
     try:
-        yield taken
+        yield backends
     finally:
-        _OBSERVED.reset(before)
+        _RECORDED.reset(before)
 
 
 def log_backend(name: str, why: str) -> None:
     """Report the backend in use, and why, to the log and to `record_backends`, inside which each is logged once."""
-    taken = _OBSERVED.get()
-    if taken is None or name not in taken:
+    backends = _RECORDED.get()
+    if backends is None or name not in backends:
         logging.getLogger("llama_jax.attention").info("attention: %s (%s)", name, why)
-    if taken is not None:
-        taken.setdefault(name, why)
+    if backends is not None:
+        backends.setdefault(name, why)

@@ -41,7 +41,7 @@ def rotary_table(
 def apply_rotary(
     x: Float[Array, "*batch H"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
 ) -> Float[Array, "*batch H"]:
-    """Rotate each pair of features by the angle for its position (half-split layout).
+    """Rotate each pair of features by its angle at the token's position (half-split layout, `rotate_half` in transformers).
 
     Args:
       x: features i and i + H/2 are a pair, as in Hugging Face's weights. In Meta's and llama2.c's weights 2i and 2i + 1 are

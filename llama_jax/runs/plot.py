@@ -29,7 +29,7 @@ DOTS: dict[str, Any] = {
     "markerfacecolor": "white",
     "markeredgewidth": 1.4,
 }
-MOST_DOTS = 16  # maximum per run; more would hide the line
+MAX_MARKERS = 16  # per run; more would hide the line
 
 
 def smooth(values: np.ndarray, reach: int) -> np.ndarray:
@@ -117,7 +117,7 @@ def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoo
             axes.plot(x, smooth(y, reach), color=color, linestyle=dashes, linewidth=1.6, marker=alone)
         of_rewards = "reward" in run.validation  # the loss is just its negative
         for name in set(run.validation) & set(titles) - ({"loss"} if of_rewards else set()):
-            every = -(-len(run.validation[name]) // MOST_DOTS)
+            every = -(-len(run.validation[name]) // MAX_MARKERS)
             if not every:
                 continue
             panels[name].plot(run.validation[by], run.validation[name], **DOTS, color=color, zorder=3, markevery=every)

@@ -231,7 +231,7 @@ def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, ada
       adapter: int32[R], the index of each row's adapter.
     """
     cache = KVCache(pages, batch.table, batch.lengths)
-    row, position = cache.view(1, batch.starts).tokens(len(batch.tokens))
+    row, position = cache.view(1, batch.starts).rows_and_positions(len(batch.tokens))
     if adapter is not None:
         params = choose_adapters(params, adapter[row])
     positions = Positions(starts=batch.starts, rope_lengths=jnp.maximum(batch.prompts[row], position + 1)[:, None])
@@ -245,7 +245,7 @@ def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, ada
 def _read(
     model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings
 ) -> tuple[ServingState, jax.Array]:
-    row, _ = KVCache(state.pages, batch.table, batch.lengths).view(1, batch.starts).tokens(len(batch.tokens))
+    row, _ = KVCache(state.pages, batch.table, batch.lengths).view(1, batch.starts).rows_and_positions(len(batch.tokens))
     chosen = state.token[jnp.minimum(batch.seats, len(state.token) - 1)]
     batch = batch._replace(tokens=jnp.where(batch.tokens < 0, chosen[row], batch.tokens))
     pages, hidden = read_by(model, params, state.pages, batch, settings.adapter)

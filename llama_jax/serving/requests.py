@@ -13,7 +13,7 @@ from llama_jax.errors import UserError
 from llama_jax.inference.decode import DecodeSettings
 from llama_jax.inference.sampling import Sampling
 
-MOST_ALTERNATIVES = 20  # log-probabilities reported in addition to that of the chosen token
+MAX_ALTERNATIVES = 20  # log-probabilities reported in addition to that of the chosen token
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "failed"]  # "timeout" only above the engine
 

@@ -14,7 +14,7 @@ from llama_jax.inference.decode import DecodeSettings, DecodeState, sample_next
 from llama_jax.inference.sampling import LogitMask
 from llama_jax.model.forward_options import Sharding
 from llama_jax.ops import exact
-from llama_jax.serving.requests import MOST_ALTERNATIVES
+from llama_jax.serving.requests import MAX_ALTERNATIVES
 
 
 class RowSettings(NamedTuple):
@@ -90,12 +90,12 @@ def _permitted(state: DecodeState, settings: RowSettings, barred: jax.Array, voc
 
 
 def most_probable(logits: jax.Array, wanted: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The `MOST_ALTERNATIVES` most probable tokens of each row [B, V] and their log-probabilities; zeros if not `wanted`.
+    """The `MAX_ALTERNATIVES` most probable tokens of each row [B, V] and their log-probabilities; zeros if not `wanted`.
 
     Args:
       rows: int32[], number of rows that are needed.
     """
-    count = min(MOST_ALTERNATIVES, logits.shape[-1])
+    count = min(MAX_ALTERNATIVES, logits.shape[-1])
 
     def find(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores, ids = lax.top_k(logits, count)
@@ -109,7 +109,7 @@ def most_probable(logits: jax.Array, wanted: jax.Array, rows: jax.Array) -> tupl
 
 def packed_width(vocab: int) -> int:
     """The width of packed `ChosenTokens` with this vocabulary size."""
-    return 3 + 2 * min(MOST_ALTERNATIVES, vocab)
+    return 3 + 2 * min(MAX_ALTERNATIVES, vocab)
 
 
 def pack(choice: ChosenTokens) -> jax.Array:

@@ -23,7 +23,7 @@ from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.model.checks import check_tokens
 from llama_jax.serving.drafting import CATCHING_UP, drafting_by
 from llama_jax.serving.options import EngineOptions
-from llama_jax.serving.requests import MOST_ALTERNATIVES, BusyError, GenerationRequest, Ticket
+from llama_jax.serving.requests import MAX_ALTERNATIVES, BusyError, GenerationRequest, Ticket
 from llama_jax.serving.row_sampling import RowSettings
 from llama_jax.serving.rows import LaunchedStep, PagePool, RowPart, ServedRow, batch_of, pages_of, settings_of
 from llama_jax.serving.served_model import STOPS, ServedModel
@@ -101,7 +101,7 @@ def checked(request: GenerationRequest, model: ServedModel, context: int) -> Dec
     for name, lowest, most in (
         ("max_new_tokens", least, 2**31 - 1),
         ("min_new_tokens", 0, request.max_new_tokens),
-        ("alternatives", 0, MOST_ALTERNATIVES),
+        ("alternatives", 0, MAX_ALTERNATIVES),
         ("adapter", -1, model.adapters - 1),
     ):
         value = getattr(request, name)

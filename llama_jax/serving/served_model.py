@@ -17,7 +17,7 @@ from llama_jax.model.forward_options import Compute
 from llama_jax.model.multi_lora import adapters_in
 from llama_jax.model.params import Llama
 from llama_jax.ops.platform import decodes_natively, decoding_context
-from llama_jax.ops.rope_scaling import BY_LENGTH
+from llama_jax.ops.rope_scaling import LENGTH_DEPENDENT
 from llama_jax.serving.programs import Programs, ServingState, StaticModel, StepBatch, programs_for
 from llama_jax.serving.row_sampling import RowSettings
 
@@ -94,7 +94,7 @@ class ServedModel:
     def rope_root(self, length: int) -> int:
         """A value on which keys depend in addition to tokens: the length of the prompt, for some RoPE scalings."""
         scaling = self.config.rope_scaling
-        return length if scaling is not None and scaling.kind in BY_LENGTH else 0
+        return length if scaling is not None and scaling.kind in LENGTH_DEPENDENT else 0
 
     def empty(self, seats: int, count: int) -> ServingState:
         """The state before the first step, with this many seats and pages."""

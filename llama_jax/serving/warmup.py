@@ -21,7 +21,7 @@ from llama_jax.serving.row_sampling import RowSettings
 from llama_jax.serving.rows import batch_of, settings_of
 from llama_jax.serving.served_model import ServedModel
 
-MOST_THREADS = 8  # each compiles one program, and takes the compiler's memory
+MAX_THREADS = 8  # each compiles one program, and takes the compiler's memory
 
 
 def warm(
@@ -103,7 +103,7 @@ def compile_ahead(model: ServedModel, run: Callable[[ServedModel], Any], progres
             compiling.append(threads.submit(contextvars.copy_context().run, compile_or_load))
         return results[key]
 
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "compiling") as threads:
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "compiling") as threads:
         run(model.with_programs(Programs(*(partial(lower, program) for program in model.programs))))
         for done, compiled in enumerate(compiling, 1):
             compiled.result()

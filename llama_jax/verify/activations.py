@@ -35,7 +35,7 @@ from llama_jax.verify.rounding_error import KIND, ROUNDING, Origin, origin_of
 
 ORACLE_FORMAT = "llama_jax oracle 1"
 ORACLE_DTYPES = {"tokens": "<i4", "logits": "<f4", "streams": "<f4", "about": "u1"}
-LARGEST_ORACLE = 4 << 30  # bytes; enough for 512 tokens of a 405B model
+MAX_ORACLE_BYTES = 4 << 30  # bytes; enough for 512 tokens of a 405B model
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ of the duck and gave it to her mother.
 # trained 260K stories model: 0.22 unchanged, 0.23 in Q4_0, 0.60 and 0.69 with the rotary layout wrong either way, 0.94 with
 # transposed output projections. With 50 times the theta it is still 0.26: only an indication.
 SPEAKS = 0.5
-FEWEST = 32  # minimum number of tokens to judge by: the first words of any text are hard to predict
+MIN_TOKENS = 32  # of a text to judge by: the first words of any text are hard to predict
 
 
 class Check(NamedTuple):
@@ -153,7 +153,7 @@ def check_logits(trace: Trace) -> Check:
 
 
 def check_speech(trace: Trace) -> Check:
-    """Check that a text of at least `FEWEST` tokens has a far lower loss under the model than under a uniform guess.
+    """Check that a text of at least `MIN_TOKENS` tokens has a far lower loss under the model than under a uniform guess.
 
     Only an indication: a wrong rotary layout or exchanged weights cost a trained model most of what it knows, but small
     damage goes unnoticed, and a model that was not trained on such text fails.
@@ -223,9 +223,9 @@ def check_room(path: Path, config: LlamaConfig, tokens: int) -> None:
     if path.exists():
         raise UserError(f"{path} already exists; remove it, or choose another name for the oracle")
     size = 4 * tokens * (1 + config.vocab_size + (config.n_layers + 1) * config.dim)
-    if size > LARGEST_ORACLE:
+    if size > MAX_ORACLE_BYTES:
         raise UserError(
-            f"an oracle of {tokens} tokens takes {size} bytes, over the limit of {LARGEST_ORACLE}; use fewer tokens"
+            f"an oracle of {tokens} tokens takes {size} bytes, over the limit of {MAX_ORACLE_BYTES}; use fewer tokens"
         )
 
 
@@ -261,8 +261,8 @@ def read_oracle(path: Path) -> Trace:
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; name an oracle that --write-oracle wrote")
-    if path.stat().st_size > LARGEST_ORACLE:
-        raise CheckpointError(f"{path} has over {LARGEST_ORACLE} bytes, too many for an oracle")
+    if path.stat().st_size > MAX_ORACLE_BYTES:
+        raise CheckpointError(f"{path} has over {MAX_ORACLE_BYTES} bytes, too many for an oracle")
     try:
         with zipfile.ZipFile(path) as archive:
             arrays = {name: _array(archive, f"{name}.npy", dtype) for name, dtype in ORACLE_DTYPES.items()}

@@ -115,7 +115,7 @@ def test_of_equal_tokens_the_first_is_greedy(model, measure):
 
 
 def test_rows_are_few_lengths(model, measure, plain, monkeypatch):
-    monkeypatch.setattr(loglikelihood, "SHORTEST", 16)
+    monkeypatch.setattr(loglikelihood, "MIN_ROW_LENGTH", 16)
     lengths = []
 
     def noting(params, rows):

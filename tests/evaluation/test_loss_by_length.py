@@ -47,7 +47,7 @@ def by_definition(config, params, corpus, length, longest):
 @pytest.fixture
 def in_pieces(monkeypatch):
     """A window ends inside a piece."""
-    monkeypatch.setattr(lengths_module, "LARGEST_PREFILL", 5)
+    monkeypatch.setattr(lengths_module, "MAX_PREFILL_CHUNK", 5)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_trained_model_breaks_beyond_its_context(stories):
 
 
 def test_one_program_for_a_length_and_no_logits_of_a_whole_window(models, monkeypatch):
-    monkeypatch.setattr(lengths_module, "LARGEST_PREFILL", 16)
+    monkeypatch.setattr(lengths_module, "MAX_PREFILL_CHUNK", 16)
     monkeypatch.setattr(lengths_module, "ROWS_OF_LOGITS", 8)
     config, params = models[KIND]
     before = lengths_module._piece_nats._cache_size()
@@ -113,7 +113,7 @@ def test_one_program_for_a_length_and_no_logits_of_a_whole_window(models, monkey
 
 def test_what_is_remembered_is_what_generation_remembers(models, monkeypatch):
     """A window as long as the text changes nothing, a short one does; int8 does little; one cache serves all windows."""
-    monkeypatch.setattr(lengths_module, "LARGEST_PREFILL", 16)
+    monkeypatch.setattr(lengths_module, "MAX_PREFILL_CHUNK", 16)
     config, params = models[KIND]
 
     def by_position(**options):
@@ -129,7 +129,7 @@ def test_what_is_remembered_is_what_generation_remembers(models, monkeypatch):
 
 
 def test_progress_sees_every_piece_and_its_end(models, monkeypatch):
-    monkeypatch.setattr(lengths_module, "LARGEST_PREFILL", 16)
+    monkeypatch.setattr(lengths_module, "MAX_PREFILL_CHUNK", 16)
     ended = []
 
     def progress(numbers):
@@ -184,7 +184,7 @@ def test_buckets_are_the_loss_in_parts(length):
 @given(st.integers(1, 5000))
 def test_pieces_hold_the_length_and_waste_little(length):
     piece, pieces = lengths_module.cut_pieces(length)
-    assert piece <= lengths_module.LARGEST_PREFILL
+    assert piece <= lengths_module.MAX_PREFILL_CHUNK
     assert 0 <= piece * pieces - length < pieces
 
 

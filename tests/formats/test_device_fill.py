@@ -206,7 +206,7 @@ def test_joined_and_turned_rows_come_to_their_places(spec):
         moved = permute_rope(tensor, head, interleave=False) if first < 4 else tensor
         parts.append(Part("x", moved, slice(first, first + width)))
         first += width
-    array = ArrayParts((lead, sum(widths), head, columns), tuple(parts), is_matrix=True, stored=True)
+    array = ArrayParts((lead, sum(widths), head, columns), tuple(parts), is_quantizable=True, stored=True)
     place = sharding(spec)
     wanted, got = fill(array, F32, place), fill_by_rows(array, F32, place)
     np.testing.assert_array_equal(wanted, got)

@@ -246,7 +246,7 @@ def test_a_longrope_as_llama_cpps_converter_writes_it(tmp_path):
     """Without a type: the two tensors say it. Phi-3-128k, Phi-3.5 and Phi-4-mini are such files."""
     scaling = RopeScaling("longrope", 4.0, original_max_seq_len=64, short_factor=[1.1] * 6, long_factor=[2.0] * 6)
     config = replace(CONFIG, head_dim=16, rotary_dim=12, rope_scaling=scaling)
-    assert config.kind == "phi3"
+    assert config.model_type == "phi3"
     save(tmp_path / "model.gguf", config, llama_jax.init(config, jax.random.key(0)))
     fields, tensors = read_file(tmp_path / "model.gguf")
     theirs = {key: value for key, value in fields.items() if key != "phi3.rope.scaling.type" and "llama_jax" not in key}

@@ -110,7 +110,7 @@ def test_shuffled_and_among_others(model, alone):
 
 
 def test_read_in_other_chunks(model, alone, monkeypatch):
-    monkeypatch.setattr(compiled_decode, "LARGEST_PREFILL", 24)
+    monkeypatch.setattr(compiled_decode, "MAX_PREFILL_CHUNK", 24)
     assert continued(model) == alone
 
 

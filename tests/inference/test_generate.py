@@ -152,9 +152,9 @@ def test_the_penalty_sees_prompt_and_continuation(model):
 
 @pytest.mark.slow
 def test_the_cache_grows_through_buckets_and_prompts_are_read_in_pieces(model, monkeypatch):
-    monkeypatch.setattr(module, "SMALLEST_CACHE", 16)
-    monkeypatch.setattr(module, "LARGEST_PREFILL", 8)
-    monkeypatch.setattr(prepare_inputs, "SMALLEST_PREFILL", 4)
+    monkeypatch.setattr(module, "MIN_CACHE_CAPACITY", 16)
+    monkeypatch.setattr(module, "MAX_PREFILL_CHUNK", 8)
+    monkeypatch.setattr(prepare_inputs, "MIN_PREFILL_LENGTH", 4)
     prompts = [PROMPTS[2], PROMPTS[0], list(range(8))]
     for prompt, result in zip(prompts, llama_jax.generate(*model, prompts, max_new_tokens=30), strict=True):
         assert result.tokens == plain_greedy(*model, prompt, 30)

@@ -111,7 +111,7 @@ def test_prompts_are_read_in_pieces(models, monkeypatch):
     options = RolloutOptions(GROUP, 1)
     prompts = asked(config)
     whole = jax.jit(partial(roll_out, config, options=options))(params, prompts)
-    monkeypatch.setattr("llama_jax.inference.rollouts.LARGEST_PREFILL", 3)
+    monkeypatch.setattr("llama_jax.inference.rollouts.MAX_PREFILL_CHUNK", 3)
     pieces = jax.jit(partial(roll_out, config, options=replace(options)))(params, prompts)
     np.testing.assert_array_equal(pieces.tokens, whole.tokens)
     np.testing.assert_allclose(pieces.logprobs, whole.logprobs, atol=2e-5)

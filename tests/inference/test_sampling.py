@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llama_jax import Sampling
 from llama_jax.errors import GenerationError
-from llama_jax.inference.sampling import LogitMask, _argmax, _key, penalize, sample, score_threshold
+from llama_jax.inference.sampling import LogitMask, _argmax, _random_key, penalize, sample, score_threshold
 
 jit_sample = jax.jit(sample)
 jit_threshold = jax.jit(score_threshold)
@@ -137,7 +137,7 @@ def test_the_noise_is_that_of_jax(dtype, partitionable, impl):
     @jax.jit
     def both(seed, step):
         plain = jax.random.fold_in(jax.random.key(seed), step)
-        return [jax.random.gumbel(key, (1001,), dtype) for key in (_key(seed, step), plain)]
+        return [jax.random.gumbel(key, (1001,), dtype) for key in (_random_key(seed, step), plain)]
 
     settings = jax.enable_x64(dtype == "float64"), jax.threefry_partitionable(partitionable), jax.default_prng_impl(impl)
     with ExitStack() as stack:
@@ -153,7 +153,7 @@ def test_the_noise_of_many_rows_is_that_of_jax_in_one_loop():
     seeds, steps = jnp.arange(5, dtype=jnp.uint32), jnp.arange(5)
     draw = lambda key: jax.jit(jax.vmap(lambda seed, step: jax.random.gumbel(key(seed, step), (700,))))
     plain = draw(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))
-    ours = draw(_key)
+    ours = draw(_random_key)
     np.testing.assert_array_equal(ours(seeds, steps), plain(seeds, steps))
     if jax.default_backend() == "cpu":
         loops = [run.lower(seeds, steps).as_text().count("stablehlo.while") for run in (ours, plain)]

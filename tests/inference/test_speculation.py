@@ -139,7 +139,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
 
     @pytest.mark.nightly
     def test_while_the_cache_grows(self, model, force, monkeypatch):
-        monkeypatch.setattr("llama_jax.inference.compiled_decode.SMALLEST_CACHE", 16)
+        monkeypatch.setattr("llama_jax.inference.compiled_decode.MIN_CACHE_CAPACITY", 16)
         force(DRAFTED, DRAFTED, 0)
         run = partial(llama_jax.generate, *model, PROMPTS, max_new_tokens=40, sampling=SAMPLING)
         plain = run()

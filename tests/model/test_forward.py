@@ -17,7 +17,7 @@ from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.logits import logits
 from llama_jax.model.rope import rotary_frequencies
-from llama_jax.ops.platform import planned_for
+from llama_jax.ops.platform import target_platform
 
 KINDS = list(make_goldens.KINDS)
 TOKENS = make_goldens.tokens(make_goldens.KINDS["gqa"])
@@ -64,7 +64,7 @@ def test_scanned_and_unrolled_layers_are_the_same(kind, batch, models):
     config, params = models[kind]
     tokens = TOKENS[:batch]
     want = jit_logits(config, params, tokens)
-    with planned_for("gpu"):  # where layers are unrolled
+    with target_platform("gpu"):  # where layers are unrolled
         found = cached_logits(config, params, tokens, [30, 10], forward=jax.jit(forward, static_argnums=0))
     np.testing.assert_allclose(found, want, atol=1e-5)
 

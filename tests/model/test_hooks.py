@@ -15,7 +15,7 @@ import llama_jax
 from llama_jax import CacheOptions, Compute, Sharding, StepOptions
 from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.inference.speculation import PromptLookup
-from llama_jax.model.hooks import POINTS, with_hooks
+from llama_jax.model.hooks import HOOK_POINTS, with_hooks
 from llama_jax.model.logits import observe
 from llama_jax.model.lora import Lora, adapted, init_adapters
 from llama_jax.model.trees import quantize
@@ -50,7 +50,7 @@ def disturb(strength, value, at):
     return value * (1 + change).astype(value.dtype), None
 
 
-def everywhere(strength, names=tuple(POINTS)):
+def everywhere(strength, names=tuple(HOOK_POINTS)):
     return {name: Partial(disturb, strength) for name in names}
 
 
@@ -69,7 +69,9 @@ def greedy(params, prompt, new=NEW):
 
 
 jit_logits = jax.jit(partial(llama_jax.logits, CONFIG))
-jit_observe = jax.jit(lambda params, tokens, cache=None: observe(CONFIG, params, tokens, dict.fromkeys(POINTS, read), cache))
+jit_observe = jax.jit(
+    lambda params, tokens, cache=None: observe(CONFIG, params, tokens, dict.fromkeys(HOOK_POINTS, read), cache)
+)
 TOKENS = np.asarray([[3, 5, 7, 11, 13, 17, 19, 23], [2, 4, 6, 8, 10, 12, 14, 16]], np.int32)
 
 
@@ -78,9 +80,9 @@ def test_what_is_seen_fits_together(params):
         params = as_float64(params)
         logits, cache, kept = jit_observe(params, TOKENS)
         assert cache is None
-        assert set(kept) == set(POINTS)
+        assert set(kept) == set(HOOK_POINTS)
         sizes = {"B": 2, "T": 8, "S": 8, "D": 32, "N": 4, "K": 2, "H": 8, "F": CONFIG.hidden_dim, "V": CONFIG.vocab_size}
-        for name, axes in POINTS.items():
+        for name, axes in HOOK_POINTS.items():
             inside = () if name in ("embedded", "final", "logits") else (2,)
             assert kept[name].shape == inside + tuple(sizes[axis] for axis in axes.replace("...", "B T").split())
         close = partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
@@ -107,7 +109,7 @@ def test_what_is_seen_fits_together(params):
         close(logits, jit_logits(params, TOKENS))
 
 
-@pytest.mark.parametrize("name", POINTS)
+@pytest.mark.parametrize("name", HOOK_POINTS)
 def test_with_a_cache_and_without_hooks_see_and_change_the_same(params, name):
     # At all points, of which the others change nothing: one program for every name.
     hooked = with_hooks(params, {point: Partial(disturb, 0.1 if point == name else 0.0) for point in POINTS})
@@ -222,7 +224,7 @@ def test_derivatives_with_respect_to_a_hooks_arrays(params, remat):
 
         @jax.jit
         def loss(strength):
-            hooked = with_hooks(params, everywhere(strength, [name for name in POINTS if name != "logits"]))
+            hooked = with_hooks(params, everywhere(strength, [name for name in HOOK_POINTS if name != "logits"]))
             options = llama_jax.LossOptions(compute=Compute(remat=remat))
             return llama_jax.next_token_loss(CONFIG, hooked, llama_jax.Batch(TOKENS), options=options)
 
@@ -308,7 +310,7 @@ def test_errors(params):
     ):
         with raises("hooks"):
             keeps(with_hooks(params, {"final": Partial(disturb, 1.0)}))
-    cache = llama_jax.init_cache(CONFIG, 2, 32, window=16, sinks=2, at_once=8)
+    cache = llama_jax.init_cache(CONFIG, 2, 32, window=16, sinks=2, max_tokens_per_pass=8)
     for name in ("queries", "pattern"):
         with raises("sinks"):
             observe(CONFIG, params, TOKENS, {name: read}, cache)

@@ -9,7 +9,7 @@ from conftest import jit_init
 import llama_jax
 from llama_jax import preset
 from llama_jax.model.trees import count, quantize, restack_layers, unstack_layers
-from llama_jax.ops.platform import planned_for
+from llama_jax.ops.platform import target_platform
 
 
 def test_initialization():
@@ -64,7 +64,7 @@ def test_layers_apart_are_the_same_model(kind):
     jax.tree.map(np.testing.assert_array_equal, restack_layers(apart), params)
     tokens, found = jnp.asarray([[1, 5, 9, 2]]), []
     for one, platform in ((params, None), (params, "gpu"), (apart, "gpu"), (apart, None)):
-        with planned_for(platform):
+        with target_platform(platform):
             cache = llama_jax.init_cache(config, 1, 8)
             found.append(jax.jit(llama_jax.forward, static_argnums=0)(config, one, tokens, cache)[0])
     for other in found[1:]:

@@ -115,7 +115,7 @@ def test_an_attention_excludes_the_librarys_and_a_feed_forward_experts():
     with pytest.raises(ConfigError, match="attention='dense' is for the library's attention, which Parts"):
         llama_jax.logits(attend, params, TOKENS, Compute(attention="dense"))
     with pytest.raises(ConfigError, match="a cache with sinks supports only the built-in paged attention"):
-        forward(attend, params, TOKENS, init_cache(attend, 2, 16, window=4, sinks=1, at_once=12))
+        forward(attend, params, TOKENS, init_cache(attend, 2, 16, window=4, sinks=1, max_tokens_per_pass=12))
     experts = replace(PLAIN, experts=2, experts_per_token=1, parts=Parts(feed_forward=OTHER["feed_forward"]))
     with pytest.raises(ConfigError, match="for models without experts, but this one has 2"):
         llama_jax.logits(experts, jit_init(experts, jax.random.key(0)), TOKENS)

@@ -21,7 +21,7 @@ from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import PrefillState, prefill
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Positions
-from llama_jax.ops.rope_scaling import BY_LENGTH, SCALINGS
+from llama_jax.ops.rope_scaling import LENGTH_DEPENDENT, SCALINGS
 
 jit_forward = jax.jit(forward, static_argnums=0)
 jit_read = jax.jit(prefill, static_argnums=0)
@@ -65,7 +65,7 @@ def test_every_kind_has_its_fields_and_its_function():
         SCALINGS[kind](PLAIN_FREQUENCIES, 1e4, 32, scaling)
         assert scaling.read == fields.keys() | {"factor"}
     by_length = {name.partition("-")[0] for name, config in ROPES.items() if len({*_bytes(config)}) > 1}
-    assert by_length == BY_LENGTH
+    assert by_length == LENGTH_DEPENDENT
 
 
 def _bytes(config):
@@ -224,7 +224,7 @@ def test_generation_reads_a_long_prompt_by_its_whole_length(monkeypatch):
     prompt = np.random.default_rng(6).integers(0, config.vocab_size, 40).tolist()
     hidden, _ = jit_forward(config, params, np.array([prompt], np.int32))
     logprobs = jax.nn.log_softmax(unembed(config, params, hidden[0, -1]))
-    monkeypatch.setattr("llama_jax.inference.compiled_decode.LARGEST_PREFILL", 16)
+    monkeypatch.setattr("llama_jax.inference.compiled_decode.MAX_PREFILL_CHUNK", 16)
     got = llama_jax.generate(config, params, [prompt], max_new_tokens=1)[0]
     assert got.tokens == [int(jnp.argmax(logprobs))]
     np.testing.assert_allclose(got.logprobs[0], float(logprobs.max()), atol=2e-5)

@@ -84,7 +84,7 @@ def tokens(model):
 def test_a_ring_of_pages_is_the_definition(model, tokens, sinks, pieces):
     """However the tokens come, through three rounds of the ring."""
     config, params = model
-    cache = init_cache(config, 2, LENGTH, window=WINDOW, sinks=sinks, at_once=5)
+    cache = init_cache(config, 2, LENGTH, window=WINDOW, sinks=sinks, max_tokens_per_pass=5)
     found, cache = read_in_pieces(config, params, tokens, cache, pieces)
     np.testing.assert_allclose(found, defined(config, params, tokens, window=WINDOW, sinks=sinks), rtol=1e-4, atol=1e-5)
     assert cache.pages.shape[1] == 2 * (2 + (sinks > 0))
@@ -94,7 +94,7 @@ def test_a_ring_of_pages_is_the_definition(model, tokens, sinks, pieces):
 @pytest.mark.slow
 def test_one_row(model, tokens):
     config, params = model
-    cache = init_cache(config, 1, LENGTH, window=WINDOW, sinks=SINKS, at_once=5)
+    cache = init_cache(config, 1, LENGTH, window=WINDOW, sinks=SINKS, max_tokens_per_pass=5)
     found, _ = read_in_pieces(config, params, tokens[:1], cache, [5] * 18)
     expected = defined(config, params, tokens[:1], window=WINDOW, sinks=SINKS)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -104,7 +104,7 @@ def test_ragged_rows(model, tokens):
     """The padding after a row is written over what no window will see again."""
     config, params = model
     expected = defined(config, params, tokens, window=WINDOW, sinks=SINKS)
-    cache = init_cache(config, 2, LENGTH, window=WINDOW, sinks=SINKS, at_once=5)
+    cache = init_cache(config, 2, LENGTH, window=WINDOW, sinks=SINKS, max_tokens_per_pass=5)
     done = np.zeros(2, int)
     for step in range(36):
         lengths = np.minimum([5 if step % 2 else 1, 3 if step % 3 else 0], LENGTH - done)
@@ -143,7 +143,7 @@ def test_int8_of_keys_that_stand_out(tokens, kind, monkeypatch):
 
     def states(dtype, **window):
         jax.clear_caches()
-        cache = init_cache(config, 2, LENGTH, dtype, at_once=14, **window)
+        cache = init_cache(config, 2, LENGTH, dtype, max_tokens_per_pass=14, **window)
         return read_in_pieces(config, params, tokens, cache, [14, 1, 1, 14] * 3)[0]
 
     def errors(**window):
@@ -159,7 +159,7 @@ def test_int8_of_keys_that_stand_out(tokens, kind, monkeypatch):
 @pytest.mark.slow
 def test_int8_in_a_ring(model, tokens):
     config, params = model
-    cache = init_cache(config, 2, LENGTH, jnp.int8, window=WINDOW, sinks=SINKS, at_once=5)
+    cache = init_cache(config, 2, LENGTH, jnp.int8, window=WINDOW, sinks=SINKS, max_tokens_per_pass=5)
     found, _ = read_in_pieces(config, params, tokens, cache, [5, 1] * 15)
     expected = defined(config, params, tokens, window=WINDOW, sinks=SINKS)
     assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
@@ -197,7 +197,7 @@ def test_a_long_prompt_is_read_in_the_same_room(model):
         ({"window": 0}, r"window=0 must be an integer of at least 1"),
         ({"window": 4, "sinks": -1}, r"sinks=-1 must be an integer of at least 0"),
         ({"sinks": 4}, r"sinks=4 are for a cache with a window"),
-        ({"window": 4, "at_once": 0}, r"at_once=0 must be a positive integer"),
+        ({"window": 4, "max_tokens_per_pass": 0}, r"max_tokens_per_pass=0 must be a positive integer"),
         ({"window": 4, "capacity": 2**30}, r"capacity=1073741824: a row of a cache has at most"),
         ({"dtype": jnp.int32}, r"must be a floating-point type, that of the parameters, or int8"),
     ],
@@ -211,7 +211,7 @@ def test_a_ring_takes_only_so_much_at_once(model, tokens):
     config, params = model
     cache = init_cache(config, 2, LENGTH, window=6)
     forward(config, params, tokens[:, :12], cache)  # as many as the pages of one at once happen to have room for
-    with pytest.raises(GenerationError, match=r"13 tokens at once do not fit .* at_once=13"):
+    with pytest.raises(GenerationError, match=r"13 tokens at once do not fit .* max_tokens_per_pass=13"):
         forward(config, params, tokens[:, :13], cache)
     with pytest.raises(GenerationError, match=r"dtype='int4' of the cache must be 'int8'"):
         CacheOptions(dtype="int4")
@@ -219,9 +219,9 @@ def test_a_ring_takes_only_so_much_at_once(model, tokens):
 
 def test_a_window_takes_pages_for_itself_alone(model):
     config, _ = model
-    for window, sinks, at_once in ((6, 2, 1), (40, 17, 8), (100, 0, 64)):
+    for window, sinks, max_tokens_per_pass in ((6, 2, 1), (40, 17, 8), (100, 0, 64)):
         long, longer = (
-            init_cache(config, 2, capacity, window=window, sinks=sinks, at_once=at_once).pages.nbytes
+            init_cache(config, 2, capacity, window=window, sinks=sinks, max_tokens_per_pass=max_tokens_per_pass).pages.nbytes
             for capacity in (1_000, 100_000)
         )
         assert long == longer

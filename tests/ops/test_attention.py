@@ -470,7 +470,7 @@ class TestKernels:
     @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_cudnn_is_given_what_it_means(self, packed, window, monkeypatch):
         """Computed by XLA in cuDNN's place: layout, scale, mask, window and blocks are those of the reference."""
-        monkeypatch.setattr("llama_jax.ops.attention.kernels.LEAST_MASKED_QUERIES", 64)
+        monkeypatch.setattr("llama_jax.ops.attention.kernels.MIN_MASKED_QUERIES", 64)
         given_as = self.by_xla(monkeypatch)
         arrays = operands(0, (2, 2, 270, 3, 8))
         seen = AttentionMask.causal(270, some_segments(2, 270) if packed else None)

@@ -8,7 +8,7 @@ import pytest
 from llama_jax import ops
 from llama_jax.ops.int8 import dequantize, hadamard, quantize, smooth_keys
 
-smoothed = jax.jit(smooth_keys, static_argnames="rotated")
+smoothed = jax.jit(smooth_keys, static_argnames="rotary_dim")
 
 
 @pytest.mark.parametrize("size", [1, 6, 64, 80, 128])
@@ -20,17 +20,17 @@ def test_a_hadamard_matrix_is_symmetric_and_orthogonal(size):
     np.testing.assert_allclose(entries, (size & -size) ** -0.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("rotated", [16, 8])
-def test_products_stay_and_rounding_costs_less(rotated):
-    random, half = np.random.default_rng(0), rotated // 2
+@pytest.mark.parametrize("rotary_dim", [16, 8])
+def test_products_stay_and_rounding_costs_less(rotary_dim):
+    random, half = np.random.default_rng(0), rotary_dim // 2
     bias = random.standard_normal((2, 16), np.float32)
     bias[:, 5] = 200
     angles = random.uniform(0, 6, (7, half)).astype(np.float32)
     keys = random.standard_normal((3, 2, 7, 16), np.float32) + bias[:, None]
     rotate = jax.jit(ops.apply_rotary)
-    keys = np.concatenate([rotate(keys[..., :rotated], np.cos(angles), np.sin(angles)), keys[..., rotated:]], -1)
+    keys = np.concatenate([rotate(keys[..., :rotary_dim], np.cos(angles), np.sin(angles)), keys[..., rotary_dim:]], -1)
     queries, others = random.standard_normal((2, 3, 2, 7, 3, 16), np.float32)
-    found = smoothed(keys, queries, others, bias=bias, rotated=rotated)
+    found = smoothed(keys, queries, others, bias=bias, rotary_dim=rotary_dim)
     product = lambda keys, queries: np.einsum("bktgh,bksh->bktgs", queries, keys)
     for before, after in zip((queries, others), found[1:], strict=True):
         np.testing.assert_allclose(product(found[0], after), product(keys, before), rtol=1e-4, atol=2e-3)

@@ -14,7 +14,7 @@ from test_quantized_weights import random_planes
 from llama_jax.ops import grouped, moe
 from llama_jax.ops.cpu import native
 from llama_jax.ops.moe import Routing, mixture_of_experts
-from llama_jax.ops.platform import native_code, planned_for
+from llama_jax.ops.platform import native_code, target_platform
 from llama_jax.ops.weights.quantized_matmul import QuantizedWeight, quantize_matrix
 
 DIM, HIDDEN = 16, 24
@@ -80,7 +80,7 @@ def test_groups_of_all_sizes(sizes, seed):
 @pytest.mark.parametrize("platform", ["gpu", "accelerator"])
 @pytest.mark.parametrize("sizes", [[0, 1, 0, 2], [3, 0, 90], [300, 5, 0, 700]], ids=str)
 def test_so_they_are_in_the_form_for_other_platforms(platform, sizes):
-    with planned_for(platform):
+    with target_platform(platform):
         assert_grouped(sizes, 0)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
 from llama_jax.ops.attention import HeadSharding
-from llama_jax.ops.attention.paged import PagedView, attend_paged, choose_paged, paged_reference, write_paged
+from llama_jax.ops.attention.paged import PagedView, attend_paged, choose_paged_backend, paged_reference, write_paged
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks
 from llama_jax.ops.attention.paged_kernels import PagedAttentionShape, ragged, triton
 from llama_jax.ops.cpu import native
@@ -106,7 +106,7 @@ def test_rows_of_as_many_new_tokens_are_counted_alike(lengths, each, padding):
     starts = jnp.arange(len(lengths) + 1, dtype=jnp.int32) * each
     view, count = PagedView(None, None, None, jnp.asarray(lengths, jnp.int32), starts), len(lengths) * each + padding
     alike = view.replace(tokens_per_row=each)
-    both = jax.jit(lambda starts: [x.replace(starts=starts).tokens(count) for x in (alike, view)])(starts)
+    both = jax.jit(lambda starts: [x.replace(starts=starts).rows_and_positions(count) for x in (alike, view)])(starts)
     for ours, theirs in zip(*both, strict=True):
         np.testing.assert_array_equal(ours, theirs)
         assert ours.dtype == theirs.dtype
@@ -266,9 +266,9 @@ def test_what_a_kernel_cannot_compute_is_left_to_the_plain_form_with_a_reason():
         shapes = (64, heads, 4, width), (32, pages, 64, 2 * heads, width), (64, entries)
         return PagedAttentionShape(*shapes, jnp.dtype(dtype), jnp.dtype(page_dtype), **more)
 
-    assert choose_paged("tpu", asked()) == ("ragged", "on tpu")
-    assert choose_paged("gpu", asked()) == ("triton", "on gpu")
-    assert choose_paged("gpu", asked(page_dtype=jnp.int8, chunk=64)) == ("triton", "on gpu")
+    assert choose_paged_backend("tpu", asked()) == ("ragged", "on tpu")
+    assert choose_paged_backend("gpu", asked()) == ("triton", "on gpu")
+    assert choose_paged_backend("gpu", asked(page_dtype=jnp.int8, chunk=64)) == ("triton", "on gpu")
     for platform, problem, reason in (
         ("cpu", asked(), "no kernel for cpu"),
         ("tpu", asked(width=64), "multiples of 128; these are 64"),
@@ -284,7 +284,7 @@ def test_what_a_kernel_cannot_compute_is_left_to_the_plain_form_with_a_reason():
         ("tpu", asked(entries=4096), "131072 entries"),
         ("gpu", asked(page_dtype=jnp.int8, pages=600), "32 bits"),
     ):
-        name, why = choose_paged(platform, problem)
+        name, why = choose_paged_backend(platform, problem)
         assert name == "paged blocks"
         assert reason in why
 

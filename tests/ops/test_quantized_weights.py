@@ -23,7 +23,7 @@ from llama_jax.model.params import spec_at
 from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize
 from llama_jax.ops.cpu import native
 from llama_jax.ops.exact import exact_mode
-from llama_jax.ops.platform import native_code, planned_for
+from llama_jax.ops.platform import native_code, target_platform
 from llama_jax.ops.weights import device_layout, nf4
 from llama_jax.ops.weights import quantized_matmul as matmul_module
 from llama_jax.ops.weights.format_spec import INT4, blocks_from_planes, pack_int4, planes_from_blocks, regroup, unpack_int4
@@ -185,7 +185,7 @@ def test_accelerators_multiply_with_the_same_numbers(kind, tokens, monkeypatch):
     """By the forms that are not a CPU's, on a CPU."""
     weight = held_by("gpu", weight_of(kind, rows=37), monkeypatch)
     x = jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (tokens, 512)), np.float32))
-    with planned_for("accelerator"):
+    with target_platform("accelerator"):
         found = jax.jit(lambda x: ops.project(x, weight))(x)
     dense = numbers(weight)
     np.testing.assert_allclose(found, np.asarray(x) @ dense.T, atol=1e-5 * np.abs(dense).max() * 512)
@@ -287,7 +287,7 @@ def test_rows_are_looked_up_on_a_tpu_by_whole_tiles(kind, rows, monkeypatch):
     """Of 8-bit numbers 32 rows lie together, of groups of 4-bit ones 64; a table that has a part of that at its end is taken
     from row by row."""
     table, ids = held_by("tpu", weight_of(kind, rows=rows), monkeypatch), jnp.asarray([[0, 39, 5], [31, 32, 7]])
-    with planned_for("tpu"):
+    with target_platform("tpu"):
         found = jax.jit(ops.embed)(table, ids)
         program = str(jax.make_jaxpr(ops.embed)(table, ids))
         many = jnp.tile(ids, (20, 1))
@@ -318,7 +318,7 @@ def test_groups_of_128_are_stored_first_in_each_layer_for_a_tpu(kind, columns, w
     assert (layout.major_to_minor if layout is not None else tuple(range(len(wanted)))) == wanted
     np.testing.assert_array_equal(numbers(weight), numbers(plain))
     x = jnp.ones((2, columns), jnp.float32)
-    with planned_for("tpu"):
+    with target_platform("tpu"):
         np.testing.assert_allclose(ops.project(x, weight), ops.project(x, plain), rtol=1e-6)
 
 
@@ -329,7 +329,7 @@ def test_as_accelerators_multiply(kind, tokens, platform, monkeypatch):
     """The forms for them, on a CPU: in float32 they give what the decoded numbers give."""
     weight = held_by(platform, weight_of(kind, rows=24), monkeypatch)
     x = jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (tokens, 512)), np.float32))
-    with planned_for(platform):
+    with target_platform(platform):
         found = jax.jit(ops.project)(x, weight)
         program = str(jax.make_jaxpr(ops.project)(x, weight))
     assert found.shape == (tokens, 24)
@@ -346,7 +346,7 @@ def test_a_gpu_decodes_blocks_for_one_token_in_one_kernel(kind):
     """Without a loop over chunks, and with factors made for each number, as no other platform makes them."""
     weight = weight_of(kind)
     x = jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (1, 512)), np.float32))
-    with planned_for("gpu"):
+    with target_platform("gpu"):
         found = jax.jit(ops.project)(x, weight)
         program = str(jax.make_jaxpr(ops.project)(x, weight))
     wanted = np.asarray(x, np.float64) @ numbers(weight).T.astype(np.float64)
@@ -638,7 +638,7 @@ def model_in(kind: str, params):
         return quantize(params, kind)
 
     def blocks(path, leaf):
-        if not spec_at(path).is_matrix:
+        if not spec_at(path).is_quantizable:
             return leaf
         rows = leaf.size // leaf.shape[-1]
         planes = random_planes(kind, rows, leaf.shape[-1])

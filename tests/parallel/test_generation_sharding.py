@@ -223,8 +223,8 @@ def test_groups_of_answers_are_those_of_one_device(text, params):
 @pytest.mark.slow
 def test_prompts_of_a_bucket_over_tensor_have_one_program(load, params, monkeypatch):
     """Whatever laid out its input: the first piece after the prompt, and those after a piece."""
-    monkeypatch.setattr(module, "SMALLEST_CACHE", 8)
-    monkeypatch.setattr(prepare_inputs, "SMALLEST_PREFILL", 4)
+    monkeypatch.setattr(module, "MIN_CACHE_CAPACITY", 8)
+    monkeypatch.setattr(prepare_inputs, "MIN_PREFILL_LENGTH", 4)
     before = module._decode_for("cpu")._cache_size()
     for prompt in ([1, 5, 7], [4, 6]):
         pieces = list(llama_jax.stream(*load("tensor=8"), [prompt], max_new_tokens=NEW))
@@ -441,7 +441,7 @@ def test_pmap_stops_each_row_at_its_own_end(on_all, params, alone):
 @pytest.mark.slow
 def test_pmap_reads_long_prompts_in_pieces(on_all, params, monkeypatch):
     for where in (module, single_program):
-        monkeypatch.setattr(where, "LARGEST_PREFILL", 16)
+        monkeypatch.setattr(where, "MAX_PREFILL_CHUNK", 16)
     prompts = [list(range(length)) for length in (40, 3, 33, 16, 17, 1, 39, 5)]
     want = llama_jax.generate(CONFIG, params, prompts, max_new_tokens=4)
     same(on_all[0](on_all[1], prompts, max_new_tokens=4), want)

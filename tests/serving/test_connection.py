@@ -65,7 +65,7 @@ def test_a_head_without_an_end_is_not_kept(address, begin, unit):
     with connected(address) as found:
         found.sendall(begin)
         with contextlib.suppress(ConnectionError):  # what is sent to a connection that has ended
-            for _ in range(10 * connection.LARGEST_HEAD // len(unit)):  # of what comes with a head nothing is counted
+            for _ in range(10 * connection.MAX_HEAD_BYTES // len(unit)):  # of what comes with a head nothing is counted
                 found.sendall(unit)
             said = found.recv(100)
             assert not said or said.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))

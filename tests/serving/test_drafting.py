@@ -193,7 +193,7 @@ class TestBatch:
 class Other(Drafter):
     tokens = 4
 
-    def propose(self, memory, state, history, count):
+    def propose(self, drafter_state, state, history, count):
         raise NotImplementedError
 
 

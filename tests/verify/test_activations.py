@@ -286,7 +286,7 @@ def test_what_is_no_file_or_too_large(tmp_path):
         with pytest.raises(CheckpointError, match="is not a file"):
             read_oracle(tmp_path / name)
     with (tmp_path / "large").open("wb") as file:
-        file.truncate(activations.LARGEST_ORACLE + 1)
+        file.truncate(activations.MAX_ORACLE_BYTES + 1)
     with pytest.raises(CheckpointError, match="too many for an oracle"):
         read_oracle(tmp_path / "large")
 

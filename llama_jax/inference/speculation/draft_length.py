@@ -18,7 +18,7 @@ PROMISING = 1.25  # tokens per pass; with fewer, drafts rarely pay, and a twenti
 MEMORY = 24  # half-life of an observation in tokens of a row; a reply may copy a hundred tokens
 PATIENCE = 4  # chunks between two tries
 GUESS = 1.1, 0.1  # cost in steps of an unmeasured pass, and of each draft; the first try measures it
-FIRST = 6  # passes that measure the acceptance of a drafter without `count_hits`
+FIRST = 6  # passes that measure the acceptance of a drafter without `count_accepted`
 MARGIN, UNTRIED = 1.05, 1.2  # factors by which drafts must be faster: few tokens are measured; the time is a guess
 SHORT, LONG = 0.04, 0.1  # seconds per chunk; the host works for half a millisecond after each
 SURE = STEPS_PER_CHUNK  # tokens without a correct draft after which drafts are hopeless: short texts have few chunks
@@ -32,7 +32,7 @@ class Pace:
     Attributes:
       numbers: possible numbers of drafted tokens, ascending from 0.
       seconds: seconds per pass with each number, or None if unknown.
-      blind: whether the drafter cannot tell which drafts would have been accepted (no `count_hits`).
+      blind: whether the drafter cannot tell which drafts would have been accepted (no `count_accepted`).
       passes: number of passes with drafts.
       hits, trials: numbers of accepted and of examined drafts; older ones have less weight.
       elapsed, wasted: total seconds, and those that the fastest number would have saved.

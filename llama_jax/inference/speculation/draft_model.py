@@ -77,35 +77,35 @@ class DraftModel(Drafter, struct.PyTreeNode):
     def begin(
         self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions
     ) -> tuple[DraftModel, KVCache]:
-        """See `Drafter.begin`; the memory is the draft model's cache."""
+        """See `Drafter.begin`; the state is the draft model's cache."""
         placed = self.replace(sharding=sharding_of(self.params))
-        return placed, placed._run().prefill_prompts(tokens, lengths, capacity, options).cache
+        return placed, placed._programs().prefill_prompts(tokens, lengths, capacity, options).cache
 
-    def catch_up(self, memory: KVCache, history: Int32[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]) -> KVCache:
+    def catch_up(self, drafter_state: KVCache, history: Int32[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]) -> KVCache:
         """See `Drafter.catch_up`: process the missing tokens, if there are more than `propose` processes."""
-        width = FOLLOWED if memory.window is None else 1 + MAX_DRAFT_TOKENS
-        read = np.asarray(memory.length)
+        width = FOLLOWED if drafter_state.window is None else 1 + MAX_DRAFT_TOKENS
+        read = np.asarray(drafter_state.length)
         ends = np.maximum(lengths - 1, read)
         if (ends - read).max() == 1:
-            return memory
+            return drafter_state
         while (ends > read).any():
             new = np.minimum(ends - read, width)
             columns = np.minimum(read[:, None] + np.arange(width), history.shape[1] - 1)
             part = np.take_along_axis(history, columns, axis=1)
-            memory = _read(self, memory, part, *(x.astype(np.int32) for x in (read, new, lengths)))
+            drafter_state = _read(self, drafter_state, part, *(x.astype(np.int32) for x in (read, new, lengths)))
             read = read + new
-        return memory
+        return drafter_state
 
     def propose(
-        self, memory: KVCache, state: DecodeState, history: Int32[Array, "B S"], count: int
+        self, drafter_state: KVCache, state: DecodeState, history: Int32[Array, "B S"], count: int
     ) -> tuple[Int32[Array, "B {count}"], KVCache]:
         """See `Drafter.propose`."""
         last = state.cache.length
         last_tokens = jax.vmap(lambda row, last: lax.dynamic_slice_in_dim(row, last - 1, 2))(history, last)
-        return self.propose_after(memory, state, last_tokens, count)
+        return self.propose_after(drafter_state, state, last_tokens, count)
 
     def propose_after(
-        self, memory: KVCache, state: DecodeState, last_tokens: Int32[Array, "B 2"], count: int
+        self, drafter_state: KVCache, state: DecodeState, last_tokens: Int32[Array, "B 2"], count: int
     ) -> tuple[Int32[Array, "B {count}"], KVCache]:
         """`propose`, given the last two tokens of each row; the main model has processed the first of them.
 
@@ -125,7 +125,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
             seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(seen, token)
             return shard_cache(cache, self.sharding), seen, token
 
-        cache, seen, first = draw(memory.replace(length=last - 1), last_tokens, state.seen[:, :vocab], state.count)
+        cache, seen, first = draw(drafter_state.replace(length=last - 1), last_tokens, state.seen[:, :vocab], state.count)
 
         def next_one(carry: Any, i: jax.Array) -> tuple[Any, jax.Array]:
             cache, seen, token = carry
@@ -136,11 +136,11 @@ class DraftModel(Drafter, struct.PyTreeNode):
         (cache, _, _), rest = lax.scan(next_one, (cache, seen, first), steps)
         return jnp.concatenate([first[:, None], rest.T], axis=1), cache
 
-    def roll_back(self, memory: KVCache, lengths: Int32[Array, " B"]) -> KVCache:
+    def roll_back(self, drafter_state: KVCache, lengths: Int32[Array, " B"]) -> KVCache:
         """See `Drafter.roll_back`."""
-        return memory.replace(length=jnp.minimum(memory.length, lengths))
+        return drafter_state.replace(length=jnp.minimum(drafter_state.length, lengths))
 
-    def _run(self) -> CompiledDecode:
+    def _programs(self) -> CompiledDecode:
         return CompiledDecode(self.config, self.params, Compute(), self.sharding)
 
     def _rows(self) -> int:

@@ -40,8 +40,8 @@ class PromptLookup(Drafter, struct.PyTreeNode):
         if self.shortest > self.longest:
             raise GenerationError(f"shortest={self.shortest} of a draft exceeds longest={self.longest}")
 
-    def count_hits(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]]:
-        """See `Drafter.count_hits`."""
+    def count_accepted(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]]:
+        """See `Drafter.count_accepted`."""
         rows = [Following(ids[:length].tolist(), self.shortest) for ids, length in zip(tokens, lengths, strict=True)]
 
         def look_back(chunk: TokenChunk) -> tuple[int, int]:
@@ -53,14 +53,14 @@ class PromptLookup(Drafter, struct.PyTreeNode):
         return look_back
 
     def propose(
-        self, memory: Any, state: DecodeState, history: Int32[Array, "B S"], count: int
+        self, drafter_state: Any, state: DecodeState, history: Int32[Array, "B S"], count: int
     ) -> tuple[Int32[Array, "B {count}"], Any]:
         """See `Drafter.propose`."""
 
         def of_row(row: jax.Array, last: jax.Array) -> jax.Array:
             return continued(row, last, count, self.longest, self.shortest)
 
-        return jax.vmap(of_row)(history, state.cache.length), memory
+        return jax.vmap(of_row)(history, state.cache.length), drafter_state
 
 
 class Following:

@@ -24,20 +24,20 @@ from llama_jax.inference.compiled_decode import (
     unpack,
 )
 from llama_jax.inference.decode import STEPS_PER_CHUNK, DecodeState, TokenChunk
-from llama_jax.inference.drafter import MAX_DRAFT_TOKENS, Counts, DraftedChunk, Drafter, PreparedPrompts
+from llama_jax.inference.drafter import MAX_DRAFT_TOKENS, DraftCounts, DraftedChunk, Drafter, PreparedPrompts
 from llama_jax.inference.speculation.draft_length import Pace
 from llama_jax.inference.speculation.verify import Model, PassState, Size, run_passes
 from llama_jax.model.cache import CacheOptions
 from llama_jax.ops.platform import decoding_context
 from llama_jax.xla_flags import decode_options_on_tpu
 
-MOST_PASSES, MOST_CHUNKS = 16, 64  # maximum passes or chunks of steps before the number of drafts may change
+MAX_PASSES, MAX_CHUNKS = 16, 64  # maximum passes or chunks of steps before the number of drafts may change
 HOST = 0.0005  # fixed seconds per chunk on the host, counted as at most half of the chunk's time
 COMPILING = 0.1  # minimum seconds of a program's first chunk if it includes compilation
 
 
 def stream_drafted(
-    run: CompiledDecode, drafter: Drafter, prompts: PreparedPrompts, options: CacheOptions, max_chunks: int
+    programs: CompiledDecode, drafter: Drafter, prompts: PreparedPrompts, options: CacheOptions, max_chunks: int
 ) -> Iterator[TokenChunk]:
     """The chunks of `stream` with a drafter.
 
@@ -53,20 +53,19 @@ def stream_drafted(
             " omit the draft"
         )
     _, lengths, settings = prompts
-    allowed = tokens_before_longrope_switch(run.config, lengths)
-    if (settings.limit > allowed).any():
-        row = int(np.argmax(settings.limit > allowed))
+    before_switch = tokens_before_longrope_switch(programs.config, lengths)
+    if (settings.limit > before_switch).any():
+        row = int(np.argmax(settings.limit > before_switch))
         raise GenerationError(
-            f"draft: a longrope model must prefill row {row} again after {lengths[row] + allowed[row] - 1} tokens, which is"
-            " not supported with a draft; omit the draft, or generate at most"
-            f" {allowed[row]} tokens"
+            f"draft: a longrope model must prefill row {row} again after {lengths[row] + before_switch[row] - 1} tokens,"
+            f" which is not supported with a draft; omit the draft, or generate at most {before_switch[row]} tokens"
         )
-    drafter.check(run.config, run.params, lengths, settings, options)
-    return drafted_chunks(run, drafter, prompts, options, max_chunks)
+    drafter.check(programs.config, programs.params, lengths, settings, options)
+    return drafted_chunks(programs, drafter, prompts, options, max_chunks)
 
 
 def drafted_chunks(
-    run: CompiledDecode,
+    programs: CompiledDecode,
     drafter: Drafter,
     prompts: PreparedPrompts,
     options: CacheOptions,
@@ -80,50 +79,50 @@ def drafted_chunks(
     """
     tokens, lengths, settings = prompts
     capacity = capacity_for(lengths, settings)
-    state, packed = run.begin_decode(run.prefill_prompts(tokens, lengths, capacity, options), *prompts)
-    drafter, memory = drafter.begin(tokens, lengths, capacity, options)
-    model = Model(run.params, run.config, run.compute, run.sharding)
-    count_hits = drafter.count_hits(tokens, lengths)
-    pace = pace or Pace.of(drafter.tokens, count_hits is None)
+    state, packed = programs.begin_decode(programs.prefill_prompts(tokens, lengths, capacity, options), *prompts)
+    drafter, drafter_state = drafter.begin(tokens, lengths, capacity, options)
+    model = Model(programs.params, programs.config, programs.compute, programs.sharding)
+    count_accepted = drafter.count_accepted(tokens, lengths)
+    pace = pace or Pace.of(drafter.tokens, count_accepted is None)
     number, ahead = pace.choose(), None
     if not number:
-        state, ahead = _start(run, state, pace.length(0), max_chunks)
+        state, ahead = _start(programs, state, pace.length(0), max_chunks)
     chunk, done, _ = unpack(packed)
     text = _Text.of(tokens, lengths, capacity).with_chunk(chunk)
-    if count_hits:
-        count_hits(chunk)
+    if count_accepted:
+        count_accepted(chunk)
     met, seen = set[int](), time.perf_counter()
     yield chunk
 
     while not done.all():
         if number:
             width = number + 1
-            count = min(pace.length(number), max(max_chunks * STEPS_PER_CHUNK // width, 1), MOST_PASSES)
+            count = min(pace.length(number), max(max_chunks * STEPS_PER_CHUNK // width, 1), MAX_PASSES)
             text = text.written()
-            memory = drafter.catch_up(memory, text.history, text.lengths)
+            drafter_state = drafter.catch_up(drafter_state, text.history, text.lengths)
             passes = _passes_on(_platform(state))
             started = time.perf_counter()
-            with decoding_context(run.use_native_code), allow_transfers():
-                state, memory, packed = passes(
-                    model, drafter, state, memory, text.history, np.int32(count), Size(number, MOST_PASSES)
+            with decoding_context(programs.use_native_code), allow_transfers():
+                state, drafter_state, packed = passes(
+                    model, drafter, state, drafter_state, text.history, np.int32(count), Size(number, MAX_PASSES)
                 )
         else:
             started = seen if ahead is not None else time.perf_counter()
-            state, packed = (state, ahead) if ahead is not None else _start(run, state, pace.length(0), max_chunks)
+            state, packed = (state, ahead) if ahead is not None else _start(programs, state, pace.length(0), max_chunks)
 
         ahead = None
         if pace.goes_on(number):
-            state, ahead = _start(run, state, STEPS_PER_CHUNK if number else pace.length(0), max_chunks)
+            state, ahead = _start(programs, state, STEPS_PER_CHUNK if number else pace.length(0), max_chunks)
         if number:
             chunk, done, taken, counts, looked_at = _unpack(packed, number)
         else:
             chunk, done, taken = unpack(packed)
             taken *= STEPS_PER_CHUNK
             tokens_of_rows = chunk.valid.sum(axis=1)
-            counts = Counts(tokens_of_rows, np.zeros_like(tokens_of_rows), np.zeros_like(tokens_of_rows))
+            counts = DraftCounts(tokens_of_rows, np.zeros_like(tokens_of_rows), np.zeros_like(tokens_of_rows))
         seen = time.perf_counter()
         if not done.all():  # otherwise nothing more is generated
-            would_be = count_hits(chunk) if count_hits else (0, 0)
+            would_be = count_accepted(chunk) if count_accepted else (0, 0)
             right = (int(counts.accepted.sum()), looked_at) if number else would_be
             seconds = max(seen - started - HOST, (seen - started) / 2)
             counts_for = number in met or seconds < COMPILING
@@ -134,9 +133,11 @@ def drafted_chunks(
         yield DraftedChunk.of(chunk, counts)
 
 
-def _start(run: CompiledDecode, state: DecodeState, steps: int, max_chunks: int) -> tuple[DecodeState, jax.Array]:
+def _start(programs: CompiledDecode, state: DecodeState, steps: int, max_chunks: int) -> tuple[DecodeState, jax.Array]:
     """Start `steps` steps of plain decoding."""
-    return run.decode(state, min(steps // STEPS_PER_CHUNK, max_chunks, MOST_CHUNKS), min(max_chunks, MAX_CHUNKS_PER_CALL))
+    return programs.decode(
+        state, min(steps // STEPS_PER_CHUNK, max_chunks, MAX_CHUNKS), min(max_chunks, MAX_CHUNKS_PER_CALL)
+    )
 
 
 @dataclass(frozen=True)
@@ -175,16 +176,16 @@ class _Text:
 
 
 def _run_packed(
-    model: Model, drafter: Drafter, state: DecodeState, memory: Any, history: jax.Array, passes: jax.Array, size: Size
+    model: Model, drafter: Drafter, state: DecodeState, drafter_state: Any, history: jax.Array, passes: jax.Array, size: Size
 ) -> tuple[DecodeState, Any, jax.Array]:
     """`run_passes` with its results packed into one array, int32[B, 3 * most * (drafted + 1) + 2 * most + 2]."""
-    work, taken, results = run_passes(model, drafter, PassState(state, memory, history), passes, size)
+    work, taken, results = run_passes(model, drafter, PassState(state, drafter_state, history), passes, size)
     counts = jnp.concatenate([results.offered, results.accepted], axis=1)
     packed = jnp.concatenate([counts, pack(results.chunk, work.state.done, taken)], axis=1)
-    return work.state, work.memory, model.sharding.constrain(packed, "replicated")
+    return work.state, work.drafter_state, model.sharding.constrain(packed, "replicated")
 
 
-def _unpack(packed: jax.Array, drafted: int) -> tuple[TokenChunk, np.ndarray, int, Counts, int]:
+def _unpack(packed: jax.Array, drafted: int) -> tuple[TokenChunk, np.ndarray, int, DraftCounts, int]:
     """The chunk, which rows are done, the number of passes, their counts, and how many drafts were examined.
 
     Raises:
@@ -199,7 +200,7 @@ def _unpack(packed: jax.Array, drafted: int) -> tuple[TokenChunk, np.ndarray, in
     chunk = checked_chunk(tokens, logprobs.view(np.float32), valid.astype(bool))
     live = chunk.valid.reshape(len(array), taken, width).any(axis=2)
     offered, accepted = offered[:, :taken], accepted[:, :taken]
-    counts = Counts(live.sum(axis=1), offered.sum(axis=1), accepted.sum(axis=1))
+    counts = DraftCounts(live.sum(axis=1), offered.sum(axis=1), accepted.sum(axis=1))
     # The drafts of a pass up to the first wrong one; a missing draft counts as wrong.
     return chunk, done, taken, counts, int((accepted + (live & (accepted < drafted))).sum())
 

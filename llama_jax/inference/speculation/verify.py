@@ -36,10 +36,10 @@ class Model(struct.PyTreeNode):
 
 
 class PassState(NamedTuple):
-    """The state carried from pass to pass: decode state, drafter's memory, and the rows' tokens (see `Drafter.propose`)."""
+    """The state carried from pass to pass: decode state, drafter's state, and the rows' tokens (see `Drafter.propose`)."""
 
     state: DecodeState
-    memory: Any
+    drafter_state: Any
     history: jax.Array
 
 
@@ -126,7 +126,7 @@ def run_passes(
 ) -> tuple[PassState, Int32[Array, ""], Passes]:
     """Run up to `passes` passes, until all rows are done.
 
-    Cache, memory and history must have room for `passes` * (drafted + 1) more tokens in each row.
+    Cache, drafter state and history must have room for `passes` * (drafted + 1) more tokens in each row.
 
     Args:
       passes: at most `size.most`.
@@ -138,11 +138,11 @@ def run_passes(
     sharding = model.sharding
 
     def one(carry: Any) -> Any:
-        (state, memory, history), taken, tokens, counts = carry
-        drafts, memory = drafter.propose(memory, state, history, size.drafted)
+        (state, drafter_state, history), taken, tokens, counts = carry
+        drafts, drafter_state = drafter.propose(drafter_state, state, history, size.drafted)
         live, last = ~state.done, state.cache.length
         state, chunk = verify(model, state, drafts)
-        memory = drafter.roll_back(memory, state.cache.length)
+        drafter_state = drafter.roll_back(drafter_state, state.cache.length)
         put = lambda row, new, last: lax.dynamic_update_slice_in_dim(row, new, last + 1, 0)
         history = sharding.constrain(jax.vmap(put)(history, chunk.tokens, last), "row")
         tokens = tuple(
@@ -154,7 +154,7 @@ def run_passes(
             lax.dynamic_update_index_in_dim(whole, x.astype(jnp.int32), taken, 1)
             for whole, x in zip(counts, new, strict=True)
         )
-        return PassState(state, memory, history), taken + 1, tokens, counts
+        return PassState(state, drafter_state, history), taken + 1, tokens, counts
 
     def unfinished(carry: Any) -> jax.Array:
         return (carry[1] < passes) & ~jnp.all(carry[0].state.done)

@@ -13,7 +13,7 @@ from llama_jax.errors import ConfigError
 from llama_jax.ops.attention.checks import check_shapes
 from llama_jax.ops.attention.dense import dense_attention
 from llama_jax.ops.attention.mask import AttentionMask, AttentionShape, HeadSharding, KVView
-from llama_jax.ops.platform import log_backend, lowering_device_kind, lowering_platform, mesh_in_force
+from llama_jax.ops.platform import current_mesh_sizes, log_backend, lowering_device_kind, lowering_platform
 
 AttentionBackend = Literal["auto", "reference", "dense", "blockwise", "cudnn", "splash"]
 KERNELS: Mapping[str, AttentionBackend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
@@ -66,7 +66,7 @@ def attend(
         queries.dtype,
         mask.ordered,
         mask.query_segments is not None,
-        mesh_in_force(),
+        current_mesh_sizes(),
         head_sharding,
     )
     name, why = choose_backend(lowering_platform(), lowering_device_kind(), shapes, backend)

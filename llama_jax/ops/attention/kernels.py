@@ -20,10 +20,10 @@ from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
 from llama_jax.ops.attention.mask import AttentionMask, AttentionShape, HeadSharding, visible
 from llama_jax.ops.platform import TPU_LANES
 
-WIDEST = 128  # maximum number of features per head in cuDNN
+MAX_CUDNN_HEAD_DIM = 128
 NO_CUDNN = ("P100", "V100", "T4", "GTX", "Quadro RTX", "TITAN")  # older than compute capability 8.0
 # With a mask, cuDNN is called for blocks of queries: minimum queries per block, maximum blocks per row and per long row.
-LEAST_MASKED_QUERIES, MASKED_BLOCKS = 512, 4
+MIN_MASKED_QUERIES, MASKED_BLOCKS = 512, 4
 LONG_ROWS, MASKED_BLOCKS_OF_LONG_ROWS = 16_384, 8
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, AttentionMask], jax.Array]
 
@@ -37,8 +37,8 @@ def why_not_cudnn(platform: str, device_kind: str, shapes: AttentionShape) -> st
         return f"cudnn's attention needs compute capability 8.0, which {device_kind} does not have"
     if shapes.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cudnn computes in bfloat16 or float16, not in {np.dtype(shapes.dtype)}"
-    if width % 8 or width > WIDEST:
-        return f"cudnn needs heads of at most {WIDEST} features, a multiple of 8; these have {width}"
+    if width % 8 or width > MAX_CUDNN_HEAD_DIM:
+        return f"cudnn needs heads of at most {MAX_CUDNN_HEAD_DIM} features, a multiple of 8; these have {width}"
     masked = shapes.segments or not shapes.ordered
     if masked and (new % 2 or slots % 2):
         return f"cudnn's mask needs even numbers of queries and keys, not {new} x {slots}"
@@ -93,7 +93,7 @@ def cudnn(
         return _dot_product_attention(queries, keys, values, scale, is_causal=True, local_window_size=local)
     new, slots = queries.shape[2], keys.shape[2]
     count = (
-        min(MASKED_BLOCKS_OF_LONG_ROWS if new >= LONG_ROWS else MASKED_BLOCKS, max(new // LEAST_MASKED_QUERIES, 1))
+        min(MASKED_BLOCKS_OF_LONG_ROWS if new >= LONG_ROWS else MASKED_BLOCKS, max(new // MIN_MASKED_QUERIES, 1))
         if mask.ordered
         else 1
     )

@@ -1,4 +1,4 @@
-"""Paged attention: keys and values are in pages; a table lists the pages of each row (Kwon et al. 2023, section 4)."""
+"""Paged attention: keys and values are in pages; a page table lists those of each row (Kwon et al. 2023, section 4)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from llama_jax.ops import exact
 from llama_jax.ops.attention.mask import NO_QUERY, HeadSharding, PagedAttentionShape
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks, is_visible
 from llama_jax.ops.int8 import Quantized, dequantize, map_rows, quantize
-from llama_jax.ops.platform import for_cpu, log_backend, lowering_platform, mesh_in_force
+from llama_jax.ops.platform import current_mesh_sizes, for_cpu, log_backend, lowering_platform
 
 
 class PagedView(struct.PyTreeNode):
-    """Keys and values in pages, and a table of the pages of each row.
+    """Keys and values in pages, the page table, and which tokens of each row are new in this pass.
 
     Attributes:
       pages: [L, P, page, 2K, H], an array or `Quantized`. Each token has the key of head k at 2k and its value at 2k + 1.
@@ -31,8 +31,8 @@ class PagedView(struct.PyTreeNode):
         attends, are not used and may be any valid page number.
       lengths: int32[R], tokens of each row, including the new ones. Tokens beyond the n pages are neither written nor
         attended to.
-      starts: int32[R + 1]. The new tokens at [starts[r], starts[r + 1]) are the last tokens of row r; the range may be
-        empty. Tokens from starts[R] on are padding.
+      starts: int32[R + 1], `cu_q_lens` of JAX's TPU kernel. The new tokens at [starts[r], starts[r + 1]) are the last tokens
+        of row r; the range may be empty. Tokens from starts[R] on are padding.
       tokens_per_row: the number of new tokens per row, if it is the same for all rows; `starts` are then its multiples. A
         static field.
     """
@@ -44,7 +44,7 @@ class PagedView(struct.PyTreeNode):
     starts: Any
     tokens_per_row: int | None = struct.field(pytree_node=False, default=None)
 
-    def tokens(self, count: int) -> tuple[Int32[Array, " {count}"], Int32[Array, " {count}"]]:
+    def rows_and_positions(self, count: int) -> tuple[Int32[Array, " {count}"], Int32[Array, " {count}"]]:
         """The row of each of `count` new tokens, and its position in the row; padding has the last row and position -1."""
         rows = len(self.lengths)
         if self.tokens_per_row is not None:
@@ -69,23 +69,23 @@ def paged_reference(
     sink_queries: Float[Array, "T K G H"] | None = None,
 ) -> Float[Array, "T K G H"]:
     """`attend_paged` by the textbook formula, for tests."""
-    precise = jnp.promote_types(queries.dtype, jnp.float32)
-    row, position = view.tokens(len(queries))
+    acc_dtype = jnp.promote_types(queries.dtype, jnp.float32)
+    row, position = view.rows_and_positions(len(queries))
     gathered: Any = map_rows(lambda x: x[view.layer, view.table[row]], view.pages)  # [T, n, page, 2K, H]
-    dense = dequantize(gathered, precise) if isinstance(gathered, Quantized) else gathered.astype(precise)
-    slots = dense.reshape(len(queries), -1, *dense.shape[3:])
-    query, key = position[:, None], jnp.arange(slots.shape[1])[None]
-    sink = (key < sinks) & (key <= query)
-    allowed = is_visible(query, key, window, chunk) | sink  # [T, S]
-    keys, values = (jnp.where(allowed[..., None, None], slots[:, :, i::2], 0) for i in (0, 1))
+    dense = dequantize(gathered, acc_dtype) if isinstance(gathered, Quantized) else gathered.astype(acc_dtype)
+    keys_values = dense.reshape(len(queries), -1, *dense.shape[3:])  # [T, S, 2K, H]
+    query, key = position[:, None], jnp.arange(keys_values.shape[1])[None]
+    is_sink = (key < sinks) & (key <= query)
+    allowed = is_visible(query, key, window, chunk) | is_sink  # [T, S]
+    keys, values = (jnp.where(allowed[..., None, None], keys_values[:, :, i::2], 0) for i in (0, 1))
 
     def scores_with(queries: jax.Array) -> jax.Array:
-        return jnp.einsum("tkgh,tskh->tkgs", queries.astype(precise), keys) * scale
+        return jnp.einsum("tkgh,tskh->tkgs", queries.astype(acc_dtype), keys) * scale
 
     scores = scores_with(queries)
     if sink_queries is not None:
-        scores = jnp.where(sink[:, None, None], scores_with(sink_queries), scores)
-    scores = jnp.where(allowed[:, None, None], scores, jnp.finfo(precise).min)
+        scores = jnp.where(is_sink[:, None, None], scores_with(sink_queries), scores)
+    scores = jnp.where(allowed[:, None, None], scores, jnp.finfo(acc_dtype).min)
     weights = jnp.where(allowed[:, None, None], jax.nn.softmax(scores, axis=-1), 0)
     return jnp.einsum("tkgs,tskh->tkgh", weights, values).astype(queries.dtype)
 
@@ -145,12 +145,12 @@ def write_paged(
     view: PagedView,
     head_sharding: HeadSharding | None = None,
 ) -> Any:
-    """Write the new tokens' keys and values into their slots; in place if `pages` are donated or carried by a loop.
+    """Write the new tokens' keys and values to their pages; in place if `pages` are donated or carried by a loop.
 
     Args:
       pages: [L, P, page, 2K, H], an array or `Quantized`.
       keys, values: padding is dropped.
-      view: provides the table and the positions; its own pages are not read.
+      view: its page table and positions; its own pages are not used.
       head_sharding: as for `attend_paged`.
 
     Returns:
@@ -173,19 +173,19 @@ def write_paged(
 
 
 def _write(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView) -> Any:
-    layers, count, page, *_ = pages.shape
-    row, position = view.tokens(len(keys))
-    slot = (view.layer * count + view.table[row, position // page]) * page + position % page
-    valid = (position != NO_QUERY) & (position < view.table.shape[1] * page)
-    slot = jnp.where(valid, slot, layers * count * page)  # out of range: dropped
-    keys_values = jnp.stack([keys, values], axis=2).reshape(len(keys), -1, keys.shape[-1])
+    layers, n_pages, page_size, *_ = pages.shape
+    row, position = view.rows_and_positions(len(keys))
+    slot = (view.layer * n_pages + view.table[row, position // page_size]) * page_size + position % page_size
+    valid = (position != NO_QUERY) & (position < view.table.shape[1] * page_size)
+    slot = jnp.where(valid, slot, layers * n_pages * page_size)  # out of range: dropped
+    keys_values = jnp.stack([keys, values], axis=2).reshape(len(keys), -1, keys.shape[-1])  # [T, 2K, H]
     rows = quantize(keys_values) if isinstance(pages, Quantized) else keys_values.astype(pages.dtype)
-    return jax.tree.map(lambda pages, rows: _put_rows(pages, rows, slot), pages, rows)
+    return jax.tree.map(lambda pages, rows: _scatter_rows(pages, rows, slot), pages, rows)
 
 
-@for_cpu("put_rows")
-def _put_rows(pages: jax.Array, rows: jax.Array, indices: jax.Array) -> jax.Array:
-    """Write rows [T, ...] at flat indices int32[T] of pages [L, P, page, ...]; indices out of range are dropped."""
+@for_cpu("scatter_rows")
+def _scatter_rows(pages: jax.Array, rows: jax.Array, indices: jax.Array) -> jax.Array:
+    """Write rows [T, ...] at indices int32[T] of the flat slots [L * P * page, ...]; indices out of range are dropped."""
     return pages.reshape(-1, *pages.shape[3:]).at[indices].set(rows, mode="drop").reshape(pages.shape)
 
 
@@ -198,7 +198,7 @@ class _ShardAxes(NamedTuple):
     @classmethod
     def of(cls, head_sharding: HeadSharding | None, pages: Any, view: PagedView, count: int) -> _ShardAxes | None:
         """The axes, or None on one device or if XLA partitions the program."""
-        mesh = mesh_in_force()
+        mesh = current_mesh_sizes()
         if head_sharding is None or math.prod(mesh.values()) == 1:
             return None
         rows, heads = (
@@ -224,12 +224,12 @@ class _ShardAxes(NamedTuple):
         return jax.tree.map(lambda _: P(None, rows, None, heads), pages), P(rows, heads), view_spec
 
 
-def _local_view(view: PagedView, count: int, rows: tuple[str, ...]) -> PagedView:
-    """The view of one device inside `jax.shard_map`: its tokens and its `count` pages are numbered from 0."""
+def _local_view(view: PagedView, n_pages: int, row_axes: tuple[str, ...]) -> PagedView:
+    """The view of one device inside `jax.shard_map`: its tokens and its `n_pages` pages are numbered from 0."""
     if view.tokens_per_row is None:
         return view
-    first = lax.axis_index(rows) * count if rows else 0
-    table = jnp.clip(view.table - first, 0, count - 1)  # unused entries may be any page number
+    first = lax.axis_index(row_axes) * n_pages if row_axes else 0
+    table = jnp.clip(view.table - first, 0, n_pages - 1)  # unused entries may be any page number
     return view.replace(table=table, starts=jnp.arange(len(view.lengths) + 1, dtype=jnp.int32) * view.tokens_per_row)
 
 
@@ -255,9 +255,9 @@ def _attend(
         view.pages.dtype,
         sinks,
         chunk,
-        math.prod(mesh_in_force().values()),
+        math.prod(current_mesh_sizes().values()),
     )
-    name, why = choose_paged(lowering_platform(), shapes)
+    name, why = choose_paged_backend(lowering_platform(), shapes)
     log_backend(name, why)
     if name == "paged blocks":
         return attend_by_blocks(queries, view, sink_queries=sink_queries, **options)
@@ -270,7 +270,7 @@ def _attend(
 
 def _attend_exactly(queries: jax.Array, view: PagedView, sink_queries: jax.Array | None, **options: Any) -> jax.Array:
     """`_attend` with each query as a separate row, one block of queries at a time."""
-    row, position = view.tokens(len(queries))
+    row, position = view.rows_and_positions(len(queries))
     size = exact.block_size()
 
     def attend(queries: jax.Array, sink_queries: jax.Array | None, row: jax.Array, position: jax.Array) -> jax.Array:
@@ -281,12 +281,12 @@ def _attend_exactly(queries: jax.Array, view: PagedView, sink_queries: jax.Array
     return exact.map_blocks(attend, size, view.starts[-1], queries, sink_queries, row, position)
 
 
-def choose_paged(platform: str, shapes: PagedAttentionShape) -> tuple[str, str]:
+def choose_paged_backend(platform: str, shapes: PagedAttentionShape) -> tuple[str, str]:
     """The backend of paged attention, "ragged", "triton" or "paged blocks", and the reason for it."""
     if platform not in ("gpu", "tpu"):
         return "paged blocks", f"no kernel for {platform}"
     from llama_jax.ops.attention.paged_kernels import why_not_ragged, why_not_triton
 
-    name, reason_against = ("triton", why_not_triton) if platform == "gpu" else ("ragged", why_not_ragged)
-    refusal = reason_against(platform, shapes)
-    return (name, f"on {platform}") if refusal is None else ("paged blocks", refusal)
+    kernel, why_not = ("triton", why_not_triton) if platform == "gpu" else ("ragged", why_not_ragged)
+    reason = why_not(platform, shapes)
+    return (kernel, f"on {platform}") if reason is None else ("paged blocks", reason)

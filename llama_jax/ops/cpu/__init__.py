@@ -43,19 +43,19 @@ from llama_jax.ops.cpu import native
 from llama_jax.ops.cpu.threefry import unrolled_threefry
 from llama_jax.ops.linear_map import flattened, linear_map, replaced
 from llama_jax.ops.platform import (
-    is_divided,
+    current_mesh_sizes,
+    is_partitioned,
     log_backend,
     lowering_platform,
-    mesh_in_force,
     native_code,
     pack_bits,
-    recomputing,
+    rematerializing,
     unpack_bits,
 )
 from llama_jax.ops.weights.layers import LayerWeight
 
 
-def is_short(*arrays: Any) -> bool:
+def has_16_bit_floats(*arrays: Any) -> bool:
     """Whether any of the arrays has 16-bit floating-point numbers."""
     return any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 for x in arrays)
 
@@ -63,9 +63,10 @@ def is_short(*arrays: Any) -> bool:
 # --- matmuls -------------------------------------------------------------------------------------------------------------
 
 
-ROW_PARTS, LEAST_SPLIT, MOST_SPLIT = 8, 2**19, 2**21  # parts of a weight for one row; sizes of weights that are split
-NATIVE_ROWS = {"float32": 32, "bfloat16": 4}  # maximum number of rows for `native` without tiles
-LEAST_NATIVE, ALL_ROWS = 2**16, 2**62  # minimum size of a weight; no maximum number of rows
+# A matmul of one row is split over this many parts of a weight whose size is in this range.
+SPLIT_PARTS, MIN_SPLIT_SIZE, MAX_SPLIT_SIZE = 8, 2**19, 2**21
+MAX_NATIVE_ROWS = {"float32": 32, "bfloat16": 4}  # for native matmuls without tiles
+MIN_NATIVE_SIZE, UNLIMITED_ROWS = 2**16, 2**62  # minimum size of a weight; maximum number of rows with tiles
 
 
 def matmul(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
@@ -77,31 +78,31 @@ def matmul(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out
     if weight.ndim > 2 or x.ndim > 2:
         product = matmul(plain, _flat(x), _flat(weight), out_dtype)
         return product.reshape(*x.shape[:-1], *weight.shape[:-1])
-    if _is_read_once(x, weight):
-        return _multiply_few(x, weight).astype(out_dtype)
-    if not is_short(x):
-        return _multiply_row(plain, x, weight, out_dtype) if x.shape[:-1] == (1,) else plain(x, weight, out_dtype)
+    if _has_native_matmul(x, weight):
+        return _native_matmul(x, weight).astype(out_dtype)
+    if not has_16_bit_floats(x):
+        return _matmul_one_row(plain, x, weight, out_dtype) if x.shape[:-1] == (1,) else plain(x, weight, out_dtype)
     if math.prod(x.shape[:-1]) > 1 or lowering_platform() != "cpu":
-        return _multiply_short(x, weight).astype(out_dtype)
+        return _matmul_16_bit(x, weight).astype(out_dtype)
     rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
-    return _multiply_short(rows, weight)[:1].reshape(*x.shape[:-1], *weight.shape[:-1]).astype(out_dtype)
+    return _matmul_16_bit(rows, weight)[:1].reshape(*x.shape[:-1], *weight.shape[:-1]).astype(out_dtype)
 
 
-def _multiply_row(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
+def _matmul_one_row(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     """[1, D] times [N, D], as a batch of matmuls with parts of the weight."""
-    divisible = weight.ndim == 2 and weight.shape[0] % ROW_PARTS == 0 and LEAST_SPLIT <= weight.size < MOST_SPLIT
-    if not divisible or is_divided() or lowering_platform() != "cpu":
+    divisible = weight.ndim == 2 and weight.shape[0] % SPLIT_PARTS == 0 and MIN_SPLIT_SIZE <= weight.size < MAX_SPLIT_SIZE
+    if not divisible or is_partitioned() or lowering_platform() != "cpu":
         return plain(x, weight, out_dtype)
-    parts = weight.reshape(ROW_PARTS, -1, weight.shape[1])
-    rows = jnp.broadcast_to(x, (ROW_PARTS, *x.shape))  # the batch axis
+    parts = weight.reshape(SPLIT_PARTS, -1, weight.shape[1])
+    rows = jnp.broadcast_to(x, (SPLIT_PARTS, *x.shape))  # the batch axis
     return jax.vmap(lambda row, part: plain(row, part, out_dtype))(rows, parts).reshape(1, -1)
 
 
-def _is_read_once(x: jax.Array | jax.ShapeDtypeStruct, weight: jax.Array | jax.ShapeDtypeStruct) -> bool:
+def _has_native_matmul(x: jax.Array | jax.ShapeDtypeStruct, weight: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether `native` multiplies these rows: the program may use native code and the shapes suit it."""
-    most = _most_rows(x.dtype) if x.dtype == weight.dtype and x.ndim == weight.ndim == 2 else 0
-    wanted = native_code.value and 0 < len(x) <= most and weight.size >= LEAST_NATIVE
-    return bool(wanted) and native.usable(f"floats_{weight.dtype}")
+    max_rows = _max_native_rows(x.dtype) if x.dtype == weight.dtype and x.ndim == weight.ndim == 2 else 0
+    suits = native_code.value and 0 < len(x) <= max_rows and weight.size >= MIN_NATIVE_SIZE
+    return bool(suits) and native.usable(f"floats_{weight.dtype}")
 
 
 def is_batch_invariant(plain: Callable[..., bool], x: jax.Array, weight: Any) -> bool:
@@ -115,79 +116,81 @@ def is_batch_invariant(plain: Callable[..., bool], x: jax.Array, weight: Any) ->
     if hasattr(stack, "project"):
         return plain(x, weight)
     rows, matrix = (jax.ShapeDtypeStruct((math.prod(y.shape[:-1]), y.shape[-1]), y.dtype) for y in (x, weight))
-    return _is_read_once(rows, matrix)
+    return _has_native_matmul(rows, matrix)
 
 
-def _most_rows(dtype: Any) -> int:
-    few = NATIVE_ROWS.get(str(dtype), 0)
-    return ALL_ROWS if few and native.has_tiles() else few
+def _max_native_rows(dtype: Any) -> int:
+    rows = MAX_NATIVE_ROWS.get(str(dtype), 0)
+    return UNLIMITED_ROWS if rows and native.has_tiles() else rows
 
 
 @jax.custom_vjp
-def _multiply_few(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _native_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     return native.multiply_floats(x, weight)
 
 
-def _multiply_few_backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _native_matmul_backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, weight = residuals
     return (gradient @ weight).astype(x.dtype), (gradient.T @ x).astype(weight.dtype)
 
 
-_multiply_few.defvjp(lambda x, weight: (_multiply_few(x, weight), (x, weight)), _multiply_few_backward)
+_native_matmul.defvjp(lambda x, weight: (_native_matmul(x, weight), (x, weight)), _native_matmul_backward)
 
 
-def _multiply_short(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _matmul_16_bit(x: jax.Array, weight: jax.Array) -> jax.Array:
     """[..., D] times [*out, D]: float32[..., *out]."""
-    return _multiply_cast((bool(recomputing.value), weight.dtype), x, weight)
+    return _matmul_cast_weight((bool(rematerializing.value), weight.dtype), x, weight)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _multiply_cast(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
+def _matmul_cast_weight(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
     """`layers.matmul_cast_weight` of matrices, with 16-bit matmuls in its derivative, where JAX would use float32."""
-    return _by_rows(x, weight.astype(x.dtype))
+    return _matmul_to_float32(x, weight.astype(x.dtype))
 
 
-@functools.partial(_multiply_cast.defjvp, symbolic_zeros=True)
-def _multiply_cast_jvp(settings: tuple[bool, Any], primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+@functools.partial(_matmul_cast_weight.defjvp, symbolic_zeros=True)
+def _matmul_cast_weight_jvp(settings: tuple[bool, Any], primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     x, weight = primals
     matrix = weight.astype(x.dtype)
     residuals = pack_bits((x, matrix if settings[0] else weight))
-    backward = functools.partial(_multiply_cast_gradients, settings)
-    return _by_rows(x, matrix), linear_map(_multiply_cast_tangent, backward, residuals, tuple(tangents))
+    backward = functools.partial(_matmul_cast_weight_gradients, settings)
+    return _matmul_to_float32(x, matrix), linear_map(_matmul_cast_weight_tangent, backward, residuals, tuple(tangents))
 
 
-def _multiply_cast_tangent(residuals: Any, tangents: Any) -> jax.Array:
+def _matmul_cast_weight_tangent(residuals: Any, tangents: Any) -> jax.Array:
     x, matrix = unpack_bits(residuals)
-    return _by_rows(tangents[0], matrix.astype(x.dtype)) + _by_rows(x, tangents[1].astype(x.dtype))
+    return _matmul_to_float32(tangents[0], matrix.astype(x.dtype)) + _matmul_to_float32(x, tangents[1].astype(x.dtype))
 
 
-def _multiply_cast_gradients(settings: tuple[bool, Any], residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _matmul_cast_weight_gradients(
+    settings: tuple[bool, Any], residuals: Any, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, matrix = unpack_bits(residuals)
     rows = gradient.astype(x.dtype)
     dx = lax.dot_general(rows, matrix.astype(x.dtype), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    return dx.astype(x.dtype), _outer_short(rows, x, jnp.float32).astype(settings[1])
+    return dx.astype(x.dtype), _weight_gradient_16_bit(rows, x, jnp.float32).astype(settings[1])
 
 
 def weight_gradient(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
     """`layers.weight_gradient`, for 16-bit numbers."""
-    if not is_short(a, b):
+    if not has_16_bit_floats(a, b):
         return plain(a, b, out_dtype)
-    return _outer_short(a, b, out_dtype or jnp.promote_types(a.dtype, jnp.float32))
+    return _weight_gradient_16_bit(a, b, out_dtype or jnp.promote_types(a.dtype, jnp.float32))
 
 
-def _outer_short(a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
+def _weight_gradient_16_bit(a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
     """Transposes the smaller operand. The added row of zeros keeps XLA from merging the transpose into the matmul."""
     batch = tuple(range(a.ndim - 2))
     if lowering_platform() != "cpu":  # planning
         return lax.dot_general(a, b, (((a.ndim - 2,), (b.ndim - 2,)), (batch, batch)), preferred_element_type=out_dtype)
     if a.shape[-1] > b.shape[-1]:
-        return _outer_short(b, a, out_dtype).swapaxes(-1, -2)
+        return _weight_gradient_16_bit(b, a, out_dtype).swapaxes(-1, -2)
     transposed = jnp.pad(a.swapaxes(-1, -2), [*[(0, 0)] * len(batch), (0, 1), (0, 0)])
     dimensions = (((a.ndim - 1,), (a.ndim - 2,)), (batch, batch))
     return lax.dot_general(transposed, b, dimensions, preferred_element_type=out_dtype)[..., :-1, :]
 
 
-def _by_rows(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+def _matmul_to_float32(rows: jax.Array, matrix: jax.Array) -> jax.Array:
     return lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
@@ -196,8 +199,9 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-FINER = 254  # units of an entry's second integer per unit of the first
-LEAST_ROWS = 8  # of an integer matmul: 4,096 x 4,096 weights take 1.16, 1.00, 0.81, 0.76 ms with 2, 4, 8, 16 (Xeon, AMX)
+FINE_PER_COARSE = 254  # units of the second integer of `split_into_int8` per unit of the first
+# Rows of an int8 matmul: 4,096 x 4,096 weights take 1.16, 1.00, 0.81, 0.76 ms with 2, 4, 8, 16 rows (Xeon, AMX).
+MIN_INT8_ROWS = 8
 
 
 def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tuple[jax.Array, ...], form: Any) -> jax.Array:
@@ -205,22 +209,22 @@ def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tu
 
     Otherwise, weights with one scale per row are multiplied as integers. XLA would write weights that are converted to
     floats to memory, and move the conversion out of the loop over tokens, so that the whole model would be dense in memory.
-    Each row of `x` becomes two rows of integers, see `in_integers`. The second one costs nothing, because fewer than eight
-    rows are padded with zeros anyway.
+    Each row of `x` becomes two rows of integers, see `split_into_int8`. The second one costs nothing, because fewer than
+    eight rows are padded with zeros anyway.
     """
     if is_native(form.name):
         return native.multiply(x, planes, form.name)
     if form.name != "int8":
         return plain(x.astype(jnp.float32), planes, form)
     values, scales = planes
-    coarse, fine, factors = in_integers(x)
-    both = jnp.concatenate([coarse, fine])
-    missing = max(0, LEAST_ROWS - len(both))
+    coarse, fine, factors = split_into_int8(x)
+    rows = jnp.concatenate([coarse, fine])
+    padding = max(0, MIN_INT8_ROWS - len(rows))
     dimensions = (((1,), (1,)), ((), ()))
-    padded = jnp.pad(both, ((0, missing), (0, 0)))
-    products = lax.dot_general(padded, values, dimensions, preferred_element_type=jnp.int32)[: len(both)].astype(jnp.float32)
+    padded = jnp.pad(rows, ((0, padding), (0, 0)))
+    products = lax.dot_general(padded, values, dimensions, preferred_element_type=jnp.int32)[: len(rows)].astype(jnp.float32)
     coarse, fine = jnp.split(products, 2)
-    return (coarse + fine / FINER) * factors * scales
+    return (coarse + fine / FINE_PER_COARSE) * factors * scales
 
 
 def multiply_group(
@@ -229,7 +233,7 @@ def multiply_group(
     """`weights.layers.multiply_group`: by `native`, which reads the group's matrix in place. XLA would copy it."""
     if hasattr(weight, "planes") and is_native(weight.kind):
         return native.multiply(x, weight.planes, weight.kind, group).astype(out_dtype)
-    if not hasattr(weight, "project") and _is_read_once(x, jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype)):
+    if not hasattr(weight, "project") and _has_native_matmul(x, jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype)):
         return native.multiply_floats(x, weight, group).astype(out_dtype)
     return plain(x, weight, group, out_dtype)
 
@@ -238,10 +242,11 @@ def blocks_for(plain: Callable[..., Any], weight: Any, rows: int, groups: int) -
     """`grouped`'s blocks. Small groups have blocks that suit `native`, which reads a matrix once for each block."""
     blocks = plain(weight, rows, groups)
     is_float = not hasattr(weight, "project") or not hasattr(getattr(weight, "stack", weight), "project")
-    most = min(_most_rows(weight.dtype), max(NATIVE_ROWS.values())) if native_code.value and is_float else 0
-    if rows > most * groups:
+    max_rows = min(_max_native_rows(weight.dtype), max(MAX_NATIVE_ROWS.values())) if native_code.value and is_float else 0
+    if rows > max_rows * groups:
         return blocks
-    return blocks._replace(lengths=tuple(1 << i for i in range(most.bit_length() - 1, -1, -1)), at_once=True).within(rows)
+    lengths = tuple(1 << i for i in range(max_rows.bit_length() - 1, -1, -1))
+    return blocks._replace(lengths=lengths, at_once=True).within(rows)
 
 
 def is_native(kind: str) -> bool:
@@ -249,7 +254,7 @@ def is_native(kind: str) -> bool:
     return (
         kind in native.NATIVE_FORMATS
         and lowering_platform() == "cpu"
-        and not is_divided()
+        and not is_partitioned()
         and native.usable(f"quantized_{kind}")
     )
 
@@ -258,7 +263,7 @@ def tracing_context(plain: Callable[..., Any], params: Any) -> AbstractContextMa
     """`platform.tracing_context`: with native code if any quantized weight has a native format."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "planes"))
     kinds = {getattr(leaf, "kind", "") for leaf in leaves} & {*native.NATIVE_FORMATS}
-    if not is_divided():
+    if not is_partitioned():
         native.prepare(f"quantized_{kind}" for kind in kinds)  # compiled in parallel
     quantized = any(is_native(kind) for kind in kinds)
     return native_code(native_code.value or quantized)
@@ -271,7 +276,7 @@ def compile_native(kinds: Iterable[str], keys: jax.ShapeDtypeStruct) -> None:
       kinds: formats of its quantized weights; empty for a model of floats.
       keys: [H], in the dtype of the floats.
     """
-    if lowering_platform() == "cpu" and str(keys.dtype) in NATIVE_ROWS:
+    if lowering_platform() == "cpu" and str(keys.dtype) in MAX_NATIVE_ROWS:
         matmuls = [f"quantized_{kind}" for kind in kinds if kind in native.NATIVE_FORMATS] or [f"floats_{keys.dtype}"]
         native.prepare([native.attending(keys), *matmuls, "rows"])  # attention takes longest
 
@@ -288,12 +293,12 @@ def scale_per_group_sum(plain: Callable[..., bool], form: Any, tokens: int) -> b
 
 def layer_weight(plain: Callable[..., Any], stack: Any, layer: int | jax.Array) -> Any:
     """`weights.layers.layer_weight`: XLA would copy a slice; native matmuls take the stack and the layer."""
-    return plain(stack, layer) if isinstance(layer, int) or is_divided() else LayerWeight(stack, layer)
+    return plain(stack, layer) if isinstance(layer, int) or is_partitioned() else LayerWeight(stack, layer)
 
 
-def stays_stacked(plain: Callable[..., bool], leaf: Any, *, is_constant: bool) -> bool:
-    """`weights.layers.stays_stacked`: also all constants and quantized weights."""
-    return plain(leaf, is_constant=is_constant) or (not is_divided() and (is_constant or hasattr(leaf, "planes")))
+def scan_reads_in_place(plain: Callable[..., bool], leaf: Any, *, is_constant: bool) -> bool:
+    """`weights.layers.scan_reads_in_place`: also all constants and quantized weights."""
+    return plain(leaf, is_constant=is_constant) or (not is_partitioned() and (is_constant or hasattr(leaf, "planes")))
 
 
 def decoded_at_once(plain: Callable[[], int]) -> int:
@@ -301,21 +306,21 @@ def decoded_at_once(plain: Callable[[], int]) -> int:
     return min(plain(), 1 << 18)
 
 
-def in_integers(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def split_into_int8(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[..., D] as (int8[..., D] + int8[..., D] / 254) * float32[..., 1].
 
     The error is at most 1.6e-5 of the row's largest entry, the least possible with 16 bits.
     """
-    exact = x.astype(jnp.float32)
-    factors = jnp.max(jnp.abs(exact), axis=-1, keepdims=True) / 127
-    scaled = exact / jnp.where(factors == 0, 1, factors)
+    x = x.astype(jnp.float32)
+    factors = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
+    scaled = x / jnp.where(factors == 0, 1, factors)
     coarse = jnp.round(scaled)
-    return coarse.astype(jnp.int8), jnp.round((scaled - coarse) * FINER).astype(jnp.int8), factors
+    return coarse.astype(jnp.int8), jnp.round((scaled - coarse) * FINE_PER_COARSE).astype(jnp.int8), factors
 
 
 def embed(plain: Callable[..., jax.Array], table: Any, rows: jax.Array) -> jax.Array:
     """`layers.embed`. The barrier makes a 16-bit table depend on the rows, so that XLA converts only these, in the loop."""
-    return plain(*lax.optimization_barrier((table, rows))) if is_short(table) else plain(table, rows)
+    return plain(*lax.optimization_barrier((table, rows))) if has_16_bit_floats(table) else plain(table, rows)
 
 
 # --- several processes ---------------------------------------------------------------------------------------------------
@@ -328,34 +333,34 @@ def block_after_launch(plain: Callable[..., Any], program: Callable[..., Any], *
     return jax.block_until_ready(plain(program, *args))
 
 
-# --- choosing tokens ------------------------------------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------------------------------
 
 
-PART = 64  # scores of a row per part
+ARGMAX_PART = 64  # scores per part of a row
 
 
 def argmax(plain: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Array:
-    """`sampling`'s index of the largest score: first the part that contains it, then its index in the part.
+    """`sampling._argmax`: first the part that contains the largest score, then its index in the part.
 
     XLA would write each row's maximum once per score, compare the two arrays, and then write the indices: 1.8 ms for 64 rows
     of 32,000 scores, instead of 0.4 ms.
     """
-    if scores.shape[-1] % PART or is_divided():
+    if scores.shape[-1] % ARGMAX_PART or is_partitioned():
         return plain(scores)
-    parts = scores.reshape(len(scores), -1, PART)
+    parts = scores.reshape(len(scores), -1, ARGMAX_PART)
     best = plain(jnp.max(parts, axis=-1))
-    return best * PART + plain(jax.vmap(lambda row, part: row[part])(parts, best))
+    return best * ARGMAX_PART + plain(jax.vmap(lambda row, part: row[part])(parts, best))
 
 
-def fused_noise(plain: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
-    """`sampling`'s random key, with the same numbers computed by one fused loop.
+def fused_random_key(plain: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+    """`sampling._random_key`: a key with the same random numbers, computed by one fused loop.
 
     On CPUs, JAX computes threefry's rounds in a loop that writes and reads all numbers in each of five iterations: 0.23 ms
     for a row of 32,000 and 19 ms for 64 rows. Unrolled: 0.07 and 5 ms.
     """
     settings: Any = jax.config
-    same = settings.jax_default_prng_impl == "threefry2x32" and settings.jax_threefry_partitionable
-    return plain(*args, impl=unrolled_threefry()) if same else plain(*args)
+    is_default = settings.jax_default_prng_impl == "threefry2x32" and settings.jax_threefry_partitionable
+    return plain(*args, impl=unrolled_threefry()) if is_default else plain(*args)
 
 
 # --- rotary embedding --------------------------------------------------------------------------------------------------
@@ -368,9 +373,9 @@ def rotary_table(plain: Callable[..., Any], *args: Any) -> tuple[jax.Array, jax.
     for every layer and head: 10% of a prefill of 256 tokens with int8 weights. It does not fuse a matmul; one with the
     identity matrix changes no bit.
     """
-    both = jnp.concatenate(plain(*args), axis=-1)
-    same = jnp.matmul(both, jnp.eye(both.shape[-1], dtype=both.dtype), precision=lax.Precision.HIGHEST)
-    cos, sin = jnp.split(same, 2, axis=-1)
+    cos_sin = jnp.concatenate(plain(*args), axis=-1)
+    identity = jnp.eye(cos_sin.shape[-1], dtype=cos_sin.dtype)
+    cos, sin = jnp.split(jnp.matmul(cos_sin, identity, precision=lax.Precision.HIGHEST), 2, axis=-1)
     return cos, sin
 
 
@@ -387,7 +392,7 @@ class Bits(struct.PyTreeNode):
 def pack_tree(plain: Callable[[Any], Any], tree: Any) -> Any:
     """`platform.pack_bits`: 16-bit floating-point arrays as `Bits`."""
 
-    return jax.tree.map(lambda x: Bits(_as_bits_p.bind(x), x.dtype) if is_short(x) else x, tree)
+    return jax.tree.map(lambda x: Bits(_as_bits_p.bind(x), x.dtype) if has_16_bit_floats(x) else x, tree)
 
 
 _as_bits_p = Primitive("as_bits")
@@ -421,7 +426,7 @@ def remat(
     plain: Callable[..., Any], function: Callable[..., jax.Array], rematerialized: Callable[..., jax.Array], *args: jax.Array
 ) -> jax.Array:
     """`layers.remat`, with the residuals (the arguments) kept as `Bits` if they have 16 bits."""
-    if not is_short(*jax.tree.leaves(args)):
+    if not has_16_bit_floats(*jax.tree.leaves(args)):
         return plain(function, rematerialized, *args)
 
     @jax.custom_jvp
@@ -455,7 +460,7 @@ def remat(
 
 def gated_activation(plain: Callable[..., jax.Array], gates: jax.Array, values: jax.Array, activation: str) -> jax.Array:
     """`layers.gated_activation`: 16-bit values are computed in float32 and rounded once."""
-    if not is_short(gates):
+    if not has_16_bit_floats(gates):
         return plain(gates, values, activation)
     return plain(gates.astype(jnp.float32), values.astype(jnp.float32), activation).astype(gates.dtype)
 
@@ -464,15 +469,15 @@ def gated_activation(plain: Callable[..., jax.Array], gates: jax.Array, values: 
 #
 # The scores of a block, for all rows and heads, should stay in the processor's cache.
 
-SCORES_IN_CACHE, SMALLEST_SIDE, LARGEST_SIDE = 2**21, 128, 512  # measured by experiments/bench_long_context.py
+SCORES_IN_CACHE, MIN_BLOCK_SIDE, MAX_BLOCK_SIDE = 2**21, 128, 512  # measured by experiments/bench_long_context.py
 
 
-def put_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, indices: jax.Array) -> jax.Array:
-    """`paged._put_rows`: natively, in place. XLA would copy all pages to write 16-bit values as float32."""
-    if native_code.value and not _divided_by_xla() and native.usable("rows"):
+def scatter_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, indices: jax.Array) -> jax.Array:
+    """`paged._scatter_rows`: natively, in place. XLA would copy all pages to write 16-bit values as float32."""
+    if native_code.value and not _partitioned_by_xla() and native.usable("rows"):
         return native.put_rows(pages, rows, indices)
-    put = functools.partial(plain, indices=indices)
-    return unpack_bits(jax.tree.map(put, pack_bits(pages), pack_bits(rows)))
+    scatter = functools.partial(plain, indices=indices)
+    return unpack_bits(jax.tree.map(scatter, pack_bits(pages), pack_bits(rows)))
 
 
 def attend_paged(
@@ -480,16 +485,16 @@ def attend_paged(
 ) -> jax.Array:
     """`paged._attend`: natively, reading pages in place. XLA would first copy the pages of each row."""
     dtype = str(view.pages.dtype)
-    wanted = native_code.value and not _divided_by_xla() and not sinks and dtype in ("float32", "bfloat16", "int8")
-    if not (wanted and native.usable(native.attending(getattr(view.pages, "values", view.pages)))):
+    suits = native_code.value and not _partitioned_by_xla() and not sinks and dtype in ("float32", "bfloat16", "int8")
+    if not (suits and native.usable(native.attending(getattr(view.pages, "values", view.pages)))):
         return plain(queries, view, sinks=sinks, sink_queries=sink_queries, **options)
     log_backend("native", "on cpu")
     return native.attend_paged(queries, view, **options).astype(queries.dtype)
 
 
-def _divided_by_xla() -> bool:
+def _partitioned_by_xla() -> bool:
     """Whether XLA partitions the program traced now over devices; false inside `shard_map`."""
-    return math.prod(mesh_in_force().values()) > 1
+    return math.prod(current_mesh_sizes().values()) > 1
 
 
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
@@ -503,4 +508,4 @@ def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) 
 def side_of_blocks(plain: Callable[..., int], heads: int) -> int:
     """`attention.blockwise._side`: scores along one side of a block."""
     fitting = 1 << (int(math.sqrt(SCORES_IN_CACHE / heads)).bit_length() - 1)
-    return min(max(fitting, SMALLEST_SIDE), LARGEST_SIDE)
+    return min(max(fitting, MIN_BLOCK_SIDE), MAX_BLOCK_SIDE)

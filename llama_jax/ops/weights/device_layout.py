@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, Float, Integer, Shaped
 
-from llama_jax.ops.platform import TPU_LANES, is_divided, lowering_platform
+from llama_jax.ops.platform import TPU_LANES, is_partitioned, lowering_platform
 from llama_jax.ops.weights.format_spec import INT4, QuantField, QuantFormat, bits_of, pack_int4, unpack_int4
 
 TILES = {8: 32, 4: 64}  # rows of a TPU's tile, by bits per value
@@ -90,7 +90,7 @@ def take(
 
 def in_runs(embed: Callable[[jax.Array], jax.Array], rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
     """`embed(rows)`; on a TPU for a few rows at a time, because the tiles for 512 tokens would take 67 MB."""
-    if lowering_platform() != "tpu" or rows.size <= ROWS_AT_ONCE or is_divided():
+    if lowering_platform() != "tpu" or rows.size <= ROWS_AT_ONCE or is_partitioned():
         return embed(rows)
     taken = lax.map(embed, rows.reshape(-1), batch_size=ROWS_AT_ONCE)
     return taken.reshape(*rows.shape, *taken.shape[1:])
@@ -108,7 +108,7 @@ def _take_groups(table: jax.Array, rows: jax.Array) -> jax.Array:
     """Rows of a table with groups first in memory: [V, groups, 128], or few groups [V, groups], a TPU's default order."""
     groups, rest = table.shape[1], table.shape[2:]
     tile = TILES.get(bits_of(table.dtype)) if rest else TPU_LANES
-    if tile is None or len(table) % tile or (not rest and groups >= TPU_LANES) or is_divided():
+    if tile is None or len(table) % tile or (not rest and groups >= TPU_LANES) or is_partitioned():
         return table[rows]
     # One axis for groups and tiles, so that the compiler cannot choose another order.
     tiles = jnp.moveaxis(table, 1, 0).reshape(-1, tile, *rest)

@@ -26,16 +26,16 @@ class MixedStack(struct.PyTreeNode):
 
     Attributes:
       stacks: arrays or quantized weights [l, *out, D].
-      places: for each layer (index of its stack, index in that stack).
+      locations: for each layer (index of its stack, index in that stack).
     """
 
     stacks: tuple[Any, ...]
-    places: tuple[tuple[int, int], ...] = struct.field(pytree_node=False)
+    locations: tuple[tuple[int, int], ...] = struct.field(pytree_node=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[L, *out, D]."""
-        return (len(self.places), *self.stacks[0].shape[1:])
+        return (len(self.locations), *self.stacks[0].shape[1:])
 
     @property
     def ndim(self) -> int:
@@ -55,7 +55,9 @@ class MixedStack(struct.PyTreeNode):
     def to_dense(self) -> Any:
         """Dequantized, as one array [L, *out, D]."""
         dense = [stack.to_dense() if hasattr(stack, "to_dense") else stack for stack in self.stacks]
-        return (np if isinstance(dense[0], np.ndarray) else jnp).stack([dense[stack][index] for stack, index in self.places])
+        return (np if isinstance(dense[0], np.ndarray) else jnp).stack(
+            [dense[stack][index] for stack, index in self.locations]
+        )
 
 
 class LayerWeight(struct.PyTreeNode):
@@ -121,8 +123,10 @@ class LayerWeight(struct.PyTreeNode):
 
     def _switch_stack(self, function: Callable[[Any, jax.Array], jax.Array]) -> jax.Array:
         """`function(stack, index)`, with the stack that contains this layer and the layer's index in it."""
-        which, index = (jnp.asarray(numbers, jnp.int32)[self.layer] for numbers in zip(*self.stack.places, strict=True))
-        return lax.switch(which, [partial(function, stack) for stack in self.stack.stacks], index)
+        stack_index, index = (
+            jnp.asarray(numbers, jnp.int32)[self.layer] for numbers in zip(*self.stack.locations, strict=True)
+        )
+        return lax.switch(stack_index, [partial(function, stack) for stack in self.stack.stacks], index)
 
 
 def index_stack(weight: Any, index: Int[Array, ""] | int) -> Any:
@@ -182,38 +186,39 @@ def layer_weight(stack: Any, layer: int | Int[Array, ""]) -> Any:
         return index_stack(stack, layer)
     if not isinstance(layer, int):
         return LayerWeight(stack, layer)
-    which, index = stack.places[layer]
-    return layer_weight(stack.stacks[which], index)
+    stack_index, index = stack.locations[layer]
+    return layer_weight(stack.stacks[stack_index], index)
 
 
-@for_cpu("stays_stacked")
-def stays_stacked(leaf: Any, *, is_constant: bool) -> bool:
-    """Whether the scan over layers indexes this leaf in place instead of slicing it.
+@for_cpu("scan_reads_in_place")
+def scan_reads_in_place(leaf: Any, *, is_constant: bool) -> bool:
+    """Whether a scan over layers closes over this leaf and indexes it by layer, instead of slicing it.
 
     Args:
-      is_constant: whether the leaf is not differentiated. The gradient of an indexed stack would be accumulated in an array
-        of its full size at each iteration.
+      is_constant: whether the leaf is not differentiated. Each iteration would add the gradient of an indexed leaf to an
+        array of its full size.
     """
     return isinstance(leaf, MixedStack)
 
 
-def split_stacked(
-    stacked: Any, reads_in_place: Callable[[tuple[Any, ...], Any], bool]
+def split_for_scan(
+    stacked: Any, is_read_in_place: Callable[[tuple[Any, ...], Any], bool]
 ) -> tuple[list[Any], Callable[[list[Any], int | jax.Array], Any]]:
     """The leaves that a scan over layers slices, and `layer_params(slices, layer)`, which builds the tree of one layer.
 
     Args:
       stacked: a tree of arrays and weights with a leading axis L.
-      reads_in_place: `reads_in_place(path, leaf)` is whether a leaf is indexed by `layer_weight` instead of sliced.
+      is_read_in_place: `is_read_in_place(path, leaf)` is whether a leaf is indexed by `layer_weight` instead of sliced.
     """
     is_leaf = lambda leaf: hasattr(leaf, "planes") or isinstance(leaf, MixedStack)  # a quantized weight or several stacks
     leaves, structure = jax.tree.flatten_with_path(stacked, is_leaf=is_leaf)
-    in_place = [reads_in_place(path, leaf) for path, leaf in leaves]
+    in_place = [is_read_in_place(path, leaf) for path, leaf in leaves]
 
     def layer_params(slices: list[Any], layer: int | jax.Array) -> Any:
-        rest = iter(slices)
+        next_slice = iter(slices)
         layer_leaves = [
-            layer_weight(leaf, layer) if indexed else next(rest) for (_, leaf), indexed in zip(leaves, in_place, strict=True)
+            layer_weight(leaf, layer) if indexed else next(next_slice)
+            for (_, leaf), indexed in zip(leaves, in_place, strict=True)
         ]
         return jax.tree.unflatten(structure, layer_leaves)
 
@@ -227,7 +232,7 @@ def unstack(stack: Any) -> MixedStack:
     larger matrices of a layer, and for int8 four times its bytes). A separate array is read in place.
     """
     if isinstance(stack, MixedStack):
-        layers = [(stack.stacks[which], index) for which, index in stack.places]
+        layers = [(stack.stacks[stack_index], index) for stack_index, index in stack.locations]
     else:
         layers = [(stack, layer) for layer in range(stack.shape[0])]
     separate = tuple(jax.tree.map(partial(_one_layer, layer=index), stacked) for stacked, index in layers)
@@ -243,4 +248,4 @@ def _one_layer(array: Any, layer: int) -> Any:
 
 def get_layer(stacked: Any, layer: int) -> Any:
     """One layer of a tree of arrays and weights with a leading axis L."""
-    return split_stacked(stacked, lambda path, leaf: True)[1]([], layer)
+    return split_for_scan(stacked, lambda path, leaf: True)[1]([], layer)

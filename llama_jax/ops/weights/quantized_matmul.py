@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Integer
 
 from llama_jax.ops.layers import MATMUL_OUTPUT, project
 from llama_jax.ops.linear_map import directional, linear_map
-from llama_jax.ops.platform import AnyArray, for_cpu, is_divided, lowering_device_kind, lowering_platform
+from llama_jax.ops.platform import AnyArray, for_cpu, is_partitioned, lowering_device_kind, lowering_platform
 from llama_jax.ops.weights.device_layout import TILES, arranged, in_runs, take
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, QuantFormat, unpack_halves, unpack_int4
 from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
@@ -252,7 +252,7 @@ def multiply(x: Float[Array, "T D"], planes: tuple[jax.Array, ...], form: QuantF
         if zeros:
             sums -= jnp.sum(groups, axis=-1, dtype=jnp.float32).T[..., None] * zeros[0].T[:, None].astype(jnp.float32)
         return jnp.sum(sums * scales.T[:, None], axis=0)
-    if len(x) == 1 and lowering_platform() == "gpu" and not is_divided():
+    if len(x) == 1 and lowering_platform() == "gpu" and not is_partitioned():
         # No matmul: one kernel dequantizes in registers and sums the products. For several rows XLA would write the weight.
         return jnp.sum(form.decode(*planes) * x.astype(jnp.float32), axis=-1)[None]
     return _by_chunks(x, planes, form)
@@ -317,7 +317,7 @@ def _by_chunks(x: jax.Array, planes: tuple[jax.Array, ...], form: QuantFormat) -
     # Fully overwritten. Initialized from data, because XLA would hoist constant zeros out of the layer loop (2.8 GB for an
     # 8B model). An array that depends only on `x` would be shared among weights and copied for each (117 MB for 14,336 rows
     # and 2,048 tokens).
-    start = 0.0 if is_divided() else x[0, 0].astype(jnp.float32) * planes[-1].reshape(-1)[0].astype(jnp.float32)
+    start = 0.0 if is_partitioned() else x[0, 0].astype(jnp.float32) * planes[-1].reshape(-1)[0].astype(jnp.float32)
     out = lax.fori_loop(0, chunks.parts, put, jnp.full((len(x), *chunks.split), start, jnp.float32))
     return out.reshape(len(x), -1)[:, : len(planes[0])]
 
@@ -350,7 +350,7 @@ class _Chunks(NamedTuple):
         counts = [n for n in range(least, min(2 * least, total) + 1) if total % n == 0] or [least]
         # Parts of whole tiles if possible: otherwise a TPU would write the whole weight, 263 MB for 128,256 rows of `q4_0`.
         count = next((n for n in counts if total // n % TILES[8] == 0), counts[0])
-        chunks = cls(form, planes, columns, -(-total // count), count, is_divided())
+        chunks = cls(form, planes, columns, -(-total // count), count, is_partitioned())
         return chunks._replace(planes=tuple(chunks.divide(_as_bits(plane)) for plane in planes))
 
     @property

@@ -32,7 +32,7 @@ from llama_jax.errors import TrainingError, shown
 from llama_jax.inference.rollouts import Completions, RolloutOptions, RolloutPrompts, roll_out
 from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.model.params import Llama
-from llama_jax.ops.rope_scaling import BY_LENGTH
+from llama_jax.ops.rope_scaling import LENGTH_DEPENDENT
 from llama_jax.parallel.generation_sharding import generation_sharding
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.sharding import training_sharding
@@ -78,7 +78,7 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
     if r.answer > recipe.length:
         raise TrainingError(f"rewards.answer={r.answer} leaves no room for a prompt in length={recipe.length}")
     scaling = recipe.model.rope_scaling
-    if scaling is not None and scaling.kind in BY_LENGTH and recipe.length >= (scaling.original_max_seq_len or 0):
+    if scaling is not None and scaling.kind in LENGTH_DEPENDENT and recipe.length >= (scaling.original_max_seq_len or 0):
         raise TrainingError(
             f"with rope scaling {scaling.kind!r} generation caches different keys than a pass over a row of"
             f" over {scaling.original_max_seq_len} tokens; set a length below that"

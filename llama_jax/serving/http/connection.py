@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from llama_jax.serving.http.errors import ApiError
 
-LARGEST_HEAD = 64 << 10  # bytes of a head, or between the chunks of a body
+MAX_HEAD_BYTES = 64 << 10  # bytes of a head, or between the chunks of a body
 HEAD_SECONDS = 60  # time limit for a client to send a head
 FEED = 16 << 10  # bytes that are parsed at once: their heads block the event loop for a few hundredths of a second
 UNREAD_SECONDS = 60  # time limit for a client that reads nothing
@@ -84,8 +84,8 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserError:
                 self.send_400_response("the request is not HTTP")
                 return
-            if self._unused > LARGEST_HEAD:
-                self._refuse(431, f"the head of the request is larger than {LARGEST_HEAD} bytes; send a smaller one")
+            if self._unused > MAX_HEAD_BYTES:
+                self._refuse(431, f"the head of the request is larger than {MAX_HEAD_BYTES} bytes; send a smaller one")
         if self._unfed:
             self.flow.pause_reading()
 

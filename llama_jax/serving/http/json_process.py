@@ -11,7 +11,7 @@ import marshal
 from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
-MOST_SYMBOLS = 1 << 18  # limit of strings, commas and brackets, which are transferred in less than 0.1 s
+MAX_SYMBOLS = 1 << 18  # limit of strings, commas and brackets, which are transferred in less than 0.1 s
 
 
 class JsonError(ValueError):
@@ -35,7 +35,7 @@ def parse(content: bytes | bytearray) -> Any:
     try:
         text = content.decode("utf-8-sig", "surrogatepass")
         if not _is_small(text):
-            raise JsonError(f"the body has more than {MOST_SYMBOLS} strings, commas and brackets; send a smaller one")
+            raise JsonError(f"the body has more than {MAX_SYMBOLS} strings, commas and brackets; send a smaller one")
         return json.loads(text, parse_constant=_no_number)
     except JsonError:
         raise
@@ -47,15 +47,15 @@ def parse(content: bytes | bytearray) -> Any:
 
 
 def _is_small(text: str) -> bool:
-    """Whether a JSON text has at most MOST_SYMBOLS strings, and commas and brackets outside strings."""
-    if sum(map(text.count, '",[{')) <= MOST_SYMBOLS:
+    """Whether a JSON text has at most MAX_SYMBOLS strings, and commas and brackets outside strings."""
+    if sum(map(text.count, '",[{')) <= MAX_SYMBOLS:
         return True
     bare = text.replace("\\\\", "").replace('\\"', "")  # without escaped quotes
     strings = (bare.count('"') + 1) // 2
-    if strings > MOST_SYMBOLS:
+    if strings > MAX_SYMBOLS:
         return False
     outside = "".join(bare.split('"')[::2])
-    return strings + sum(map(outside.count, ",[{")) <= MOST_SYMBOLS
+    return strings + sum(map(outside.count, ",[{")) <= MAX_SYMBOLS
 
 
 def _no_number(name: str) -> NoReturn:

@@ -13,16 +13,16 @@ from llama_jax.inference.sampling import Sampling
 from llama_jax.serving.http import schema as f
 from llama_jax.serving.http.errors import refused
 from llama_jax.serving.http.schema import Schema
-from llama_jax.serving.requests import MOST_ALTERNATIVES
+from llama_jax.serving.requests import MAX_ALTERNATIVES
 from llama_jax.tokenizers import Message
 
-MOST_STOPS = 16
-MOST_STOP_TOKENS = 8  # in addition to the model's; the engine allows 16
-LONGEST_STOP = 1000  # characters
-LEAST_TEMPERATURE = 1e-6  # below, sampling is greedy
+MAX_STOPS = 16
+MAX_STOP_TOKENS = 8  # in addition to the model's; the engine allows 16
+MAX_STOP_LENGTH = 1000  # characters
+MIN_TEMPERATURE = 1e-6  # below, sampling is greedy
 DEFAULT_COMPLETION = 16  # tokens, as in OpenAI's API
-MOST_TOOLS = 128
-LONGEST_NAME = 64  # characters of a function's name
+MAX_TOOLS = 128
+MAX_NAME_LENGTH = 64  # characters of a function's name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
         "prompt": {"anyOf": [text, ids, texts, lists]},
         **_common_fields(limits, fewest=0),
         "echo": f.boolean(about="Return the prompt before its continuation; with logprobs, also the prompt's logprobs."),
-        "logprobs": f.integer(0, MOST_ALTERNATIVES, about="Return log-probabilities, and this number of alternatives."),
+        "logprobs": f.integer(0, MAX_ALTERNATIVES, about="Return log-probabilities, and this number of alternatives."),
         "best_of": f.integer(1, limits.most_choices, about="Must equal n."),
         "add_special_tokens": f.boolean(True, "Begin a text with the begin-of-sequence token, if the vocabulary has one."),
         "suffix": f.unsupported(""),
@@ -113,8 +113,8 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
         **_common_fields(limits, fewest=1),
         "max_completion_tokens": f.integer(1, limits.context, about="Alias of max_tokens."),
         "logprobs": f.boolean(),
-        "top_logprobs": f.integer(0, MOST_ALTERNATIVES),
-        "tools": f.array(_tool(), most=MOST_TOOLS),
+        "top_logprobs": f.integer(0, MAX_ALTERNATIVES),
+        "tools": f.array(_tool(), most=MAX_TOOLS),
         "tool_choice": {
             "anyOf": [f.enum("none", "auto", "required"), _function(f.object_of({"name": _name()}, "name"))],
             "default": "auto",
@@ -140,9 +140,9 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
 
 
 def _common_fields(limits: Limits, *, fewest: int) -> dict[str, Schema]:
-    stop = f.text(longest=LONGEST_STOP, shortest=1)
+    stop = f.text(longest=MAX_STOP_LENGTH, shortest=1)
     seed = "Random seed, modulo 2**32; choice i uses seed + i. Random by default."
-    below = f"Divisor of the logits; below {LEAST_TEMPERATURE:g} sampling is greedy."
+    below = f"Divisor of the logits; below {MIN_TEMPERATURE:g} sampling is greedy."
     stream_options = {
         "include_usage": f.boolean(),
         "continuous_usage_stats": f.boolean(),
@@ -158,8 +158,8 @@ def _common_fields(limits: Limits, *, fewest: int) -> dict[str, Schema]:
         "min_p": f.number(0, 1, 0.0),
         "repetition_penalty": f.number(0.01, 100, 1.0),
         "seed": f.integer(-(2**63), 2**63 - 1, about=seed),
-        "stop": {"anyOf": [stop, f.array(stop, most=MOST_STOPS)]},
-        "stop_token_ids": f.array(f.integer(0, limits.vocab_size - 1), most=MOST_STOP_TOKENS),
+        "stop": {"anyOf": [stop, f.array(stop, most=MAX_STOPS)]},
+        "stop_token_ids": f.array(f.integer(0, limits.vocab_size - 1), most=MAX_STOP_TOKENS),
         "ignore_eos": f.boolean(about="Continue after tokens that end a text."),
         "min_tokens": f.integer(0, limits.context, 0, "Minimum tokens before a stop token may end a choice."),
         "stream": f.boolean(),
@@ -189,7 +189,7 @@ def _response_format() -> Schema:
 
 
 def _name() -> Schema:
-    return f.text(longest=LONGEST_NAME, shortest=1)
+    return f.text(longest=MAX_NAME_LENGTH, shortest=1)
 
 
 def _function(function: Schema, **others: Schema) -> Schema:
@@ -216,7 +216,7 @@ def _message(longest: int) -> Schema:
     text, name = f.text(longest=longest), f.text(longest=1000)
     part = f.tagged("type", f.object_of({"type": f.enum("text"), "text": text}, "type", "text"))
     content = {"anyOf": [text, f.array(part, most=longest)]}
-    function = {"name": f.text(longest=LONGEST_NAME), "arguments": f.text(longest=1_000_000)}
+    function = {"name": f.text(longest=MAX_NAME_LENGTH), "arguments": f.text(longest=1_000_000)}
     call = _function(f.object_of(function, "name", "arguments"), id=name, index=f.integer(0, 2**31))
     call["required"] += ["id"]
     # Clients send these fields back empty.
@@ -372,7 +372,7 @@ def _common(
     return {name: fields[name] for name in ("model", "n", "ignore_eos", "min_tokens", "stream")} | {
         "max_tokens": max_tokens,
         "sampling": Sampling(
-            temperature=fields["temperature"] if fields["temperature"] >= LEAST_TEMPERATURE else 0.0,
+            temperature=fields["temperature"] if fields["temperature"] >= MIN_TEMPERATURE else 0.0,
             top_p=max(fields["top_p"], 1e-9),  # 1e-9 keeps only the most probable token, as 0 would
             top_k=max(fields["top_k"], 0),
             min_p=fields["min_p"] if fields["min_p"] >= 1e-30 else 0.0,

@@ -33,7 +33,7 @@ from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.chat import Renderer
 
-LONGEST_PROMPT = 1_000_000  # maximum characters of a prompt; more if the context is long
+MAX_PROMPT_LENGTH = 1_000_000  # characters; more if the context is long
 CHARACTERS_OF_A_TOKEN = 16  # maximum average, in a prompt that fills the context
 SHORT = 4000  # characters or tokens converted on the event loop: more would delay other requests
 # Maximum numbers of threads, see `threads_beside_engine`.
@@ -118,7 +118,7 @@ class Service:
         options: ServerOptions = ServerOptions(),
         metrics: ServerMetrics | None = None,
     ) -> None:
-        longest = max(LONGEST_PROMPT, CHARACTERS_OF_A_TOKEN * engine.context)
+        longest = max(MAX_PROMPT_LENGTH, CHARACTERS_OF_A_TOKEN * engine.context)
         self.engine, self.served, self.options = engine, served, options
         self.limits = Limits(
             vocab_size=engine.vocab_size,
