@@ -195,10 +195,11 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
     seen: list[int] = []  # in a thread, also while the main thread is in compiled code
     handled: list[int] = []
     before = signal.getsignal(signal.SIGINT)
+    is_command = before is end_command
 
     def see(number: int) -> None:
         seen.append(number)
-        if seen.count(signal.SIGINT) > 1 and before is end_command:
+        if seen.count(signal.SIGINT) > 1 and is_command:
             end_command()
 
     def press(number: int, frame: FrameType | None) -> None:

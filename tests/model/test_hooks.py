@@ -112,7 +112,7 @@ def test_what_is_seen_fits_together(params):
 @pytest.mark.parametrize("name", HOOK_POINTS)
 def test_with_a_cache_and_without_hooks_see_and_change_the_same(params, name):
     # At all points, of which the others change nothing: one program for every name.
-    hooked = with_hooks(params, {point: Partial(disturb, 0.1 if point == name else 0.0) for point in POINTS})
+    hooked = with_hooks(params, {point: Partial(disturb, 0.1 if point == name else 0.0) for point in HOOK_POINTS})
     whole, _, kept = jit_observe(hooked, TOKENS)
     assert float(jnp.abs(whole - jit_logits(params, TOKENS)).max()) > 1e-3
     cache = llama_jax.init_cache(CONFIG, 2, 16)
