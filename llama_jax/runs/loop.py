@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Result:
     """
 
     step: int
-    state: TrainState
+    state: TrainState = field(repr=False)
     validation: EvalResult | None
     stopped: str | None
 

@@ -66,9 +66,11 @@ def init_state(
         most updates would round to zero. The forward pass can still compute in bfloat16 (`Compute("bfloat16")`).
 
     Raises:
-      ConfigError: parameters with hooks; add hooks with `Sharding.prepare_params`.
+      ConfigError: quantized weights, or parameters with hooks; add hooks with `Sharding.prepare_params`.
     """
     check_no_hooks(params)
+    if not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(params)):
+        raise ConfigError('quantized weights cannot be trained; load the model with dtype="float32", or train adapters')
     is_mixed = lambda leaf: isinstance(leaf, MixedStack)
     if any(map(is_mixed, jax.tree.leaves(params, is_leaf=is_mixed))):
         from llama_jax.model.trees import restack_layers

@@ -12,7 +12,9 @@ from training_options import step_options
 
 import llama_jax
 from llama_jax import preset
+from llama_jax.errors import ConfigError
 from llama_jax.model.forward_options import Sharding
+from llama_jax.model.trees import quantize
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.training.batch import Batch
 from llama_jax.training.loss import LossSumsAndMetrics
@@ -90,6 +92,11 @@ def test_weights_of_16_bits_are_trained_in_float32(stored):
 def test_a_state_of_another_dtype_must_be_asked_for():
     kept = init_state(OPTIMIZER, jit_init(CONFIG, jax.random.key(0), jnp.bfloat16), dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(kept.params)} == {jnp.dtype("bfloat16")}
+
+
+def test_quantized_weights_are_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match='quantized weights cannot be trained; load the model with dtype="float32"'):
+        init_state(OPTIMIZER, quantize(jit_init(CONFIG, jax.random.key(0)), "int8"))
 
 
 def test_the_norm_of_gradients_of_16_bits_is_taken_in_float32():
