@@ -74,10 +74,10 @@ def same(a, b, norms=0.0):
 
 @each
 def test_the_kind_follows_from_what_a_model_has(kind):
-    assert FAMILY_MODELS[kind].kind == kind
+    assert FAMILY_MODELS[kind].model_type == kind
     assert set(FAMILY_FEATURES) == set(FAMILY_MODELS)
     with pytest.raises(ConfigError, match="no family of models has qk_norm=head and qkv_bias together"):
-        _ = replace(PLAIN, qk_norm="head", qkv_bias=True).kind
+        _ = replace(PLAIN, qk_norm="head", qkv_bias=True).model_type
 
 
 @each

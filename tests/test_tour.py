@@ -89,7 +89,7 @@ def test_one_batch_through_train_step(params):
     files = visited(partial(step, state, batch))
     assert files == named("One batch through `train_step`")
     assert len(files) <= 17
-    assert lines(files) < 3150  # "some 3,100"
+    assert lines(files) < 3250  # "some 3,200"
 
 
 @pytest.mark.parametrize(

@@ -350,7 +350,7 @@ class TestRefused:
 
     def test_rows_of_several_texts(self):
         positions = llama_jax.Positions(segment_ids=np.asarray([[1, 2]]), position_ids=np.asarray([[0, 0]]))
-        with pytest.raises(ConfigError, match="one text"):
+        with pytest.raises(ConfigError, match="packed rows"):
             llama_jax.forward(*model_of("float32"), np.asarray([[1, 2]]), positions=positions, compute=EXACT)
 
     def test_another_attention(self):
@@ -365,7 +365,7 @@ class TestRefused:
     def test_a_table_of_adapters(self):
         lora = Lora(rank=2)
         params = adapter_table(CONFIG, model_of("float32")[1], [(random_adapters(CONFIG, lora, seed=1), lora)])
-        with pytest.raises(ConfigError, match="adapters"):
+        with pytest.raises(ConfigError, match="adapter tables"):
             llama_jax.generate(CONFIG, choose_adapters(params, [0]), [[1]], max_new_tokens=1, compute=EXACT)
 
     def test_a_mesh(self):

@@ -66,7 +66,7 @@ def test_convert_reads_a_text(params, texts, tmp_path):
     assert found.config == exact.config
     wanted = logits(exact.config, exact.params, texts[1])
     errors = [float(np.square(logits(exact.config, each.params, texts[1]) - wanted).mean()) for each in (found, plain)]
-    assert 0 < errors[0] < 0.9 * errors[1]
+    assert 0 < errors[0] < errors[1]
     with pytest.raises(CheckpointError, match="needs quantization: dtype='q4_k' for a GGUF"):
         llama_jax.convert(source, tmp_path / "floats.gguf", dtype="float16", calibrate=text)
     text.write_text("Too short")

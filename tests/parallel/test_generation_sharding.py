@@ -413,7 +413,7 @@ def test_any_layout_of_the_parameters_says_where_the_rest_lies(params):
     table = jax.device_put(found.embedding, NamedSharding(mesh, P(None, ("x", "z"))))
     blocks = found.blocks.replace(attention=attention.replace(qkv=heads))
     placement = sharding_of(found.replace(blocks=blocks, lm_head=vocabulary, embedding=table)).constrain
-    assert (placement.rows, placement.heads, placement.vocabulary, placement.width) == (("z",), ("y",), ("x",), ("x", "z"))
+    assert (placement.rows, placement.heads, placement.vocabulary, placement.columns) == (("z",), ("y",), ("x",), ("x", "z"))
     with pytest.raises(ValueError, match="no activation of a generation is called 'elsewhere'"):
         placement(found.embedding, "elsewhere")
 

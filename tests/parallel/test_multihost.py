@@ -310,7 +310,7 @@ def test_values_that_differ_are_told_to_all(three, others):
     joined, *_ = three
     run, wait = others
     for process in joined:
-        run(process.agree, "what is trained", {"recipe steps": 5 + (process.index == 2)})
+        run(process.assert_equal, "what is trained", {"recipe steps": 5 + (process.index == 2)})
     for error in wait():
         assert "recipe steps: process 2 has 6, but process 0 has 5; use the same command" in str(error)
 
@@ -319,7 +319,7 @@ def test_the_first_gathers_while_other_threads_wait(three, others):
     joined, *_ = three
     run, wait = others
     for process in joined:
-        run(process.wait, "samples")
+        run(process.barrier, "samples")
     for process in reversed(joined):
         run(process.gather, "files", {"of": (process.index,)})
     assert wait() == [None] * 3 + [[], [], [{"of": [0]}, {"of": [1]}, {"of": [2]}]]

@@ -93,8 +93,8 @@ def test_a_resumed_recipe_has_the_warm_up_that_its_run_began_with(monkeypatch, t
     begun = fit_to_data(short, MeshSizes(), 60, lambda length: 100)
     note = {"recipe": json.loads(json.dumps(to_dict(begun))), "data": {}, "tokens": 0, "step": 10}
     monkeypatch.setattr(preflight, "verify", lambda *_: None)
-    monkeypatch.setattr(preflight, "read_note", lambda *_: note)
-    go_on = lambda recipe: preflight.resume_note(SimpleNamespace(latest=lambda: 10), tmp_path, recipe, True)
+    monkeypatch.setattr(preflight, "read_metadata", lambda *_: note)
+    go_on = lambda recipe: preflight.resume_metadata(SimpleNamespace(latest=lambda: 10), tmp_path, recipe, True)
     _, found = go_on(replace(short, steps=20))
     assert (found.steps, found.optimizer.warmup_steps) == (20, 1)
     with pytest.raises(TrainingError, match=r"optimizer\.warmup_steps: 1 in the folder, 2 now"):

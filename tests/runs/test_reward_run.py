@@ -205,7 +205,7 @@ def test_nothing_is_compiled_after_the_first_step(file, prompts, tmp_path, caplo
         ({"z_loss": 1e-4}, MeshSizes(), "z_loss=0.0001 is a part of the default loss, which rewards replaces"),
         ({"batch": 30}, MeshSizes(), "batch=30 answers must be a multiple of rewards.group=8"),
         ({}, MeshSizes(data=8), r"= 4 prompts, which cannot be divided over data\*fsdp=8; use a multiple"),
-        ({}, MeshSizes(context=2), "rewards need whole ones"),
+        ({}, MeshSizes(context=2), "rewards need whole rows"),
         ({"length": 7}, MeshSizes(), "rewards.answer=8 leaves no room for a prompt in length=7"),
     ],
 )

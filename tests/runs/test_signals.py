@@ -122,12 +122,12 @@ def test_ctrl_c_lets_a_step_end_and_the_second_one_does_not(said):
     """The thread of the watch does this: the main thread may be in a step that does not end."""
     with signals.StopRequest() as request:
         request.begin_steps()
-        request.seconds, request.kept = 0.1, 2
+        request.step_seconds, request.saved_step = 0.1, 2
         signal.raise_signal(signal.SIGINT)
         first = said.get(timeout=20)
         assert request.name == "SIGINT"
         signal.raise_signal(signal.SIGINT)
-        assert said.get(timeout=20) == "stopped without saving, and --resume goes on from step 2"
+        assert said.get(timeout=20) == "stopped without saving, and --resume continues from step 2"
     assert first == "SIGINT: this step ends and is saved; Ctrl-C leaves at once, and --resume then goes on from step 2"
 
 

@@ -229,7 +229,7 @@ class TestNames:
             (("a", "b=c"), "adapter='a' must be NAME=PATH, or a single PATH for all requests"),
             (("=c",), "adapter='=c' must be NAME=PATH"),
             (("a=",), "adapter='a=' must be NAME=PATH"),
-            (("a=b", "a=c"), "adapter='a=c': 'a' is the name of another"),
+            (("a=b", "a=c"), "adapter='a=c': 'a' is already the name of another"),
         ],
     )
     def test_invalid_names(self, given, said):
