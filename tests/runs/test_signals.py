@@ -128,7 +128,7 @@ def test_ctrl_c_lets_a_step_end_and_the_second_one_does_not(said):
         assert request.name == "SIGINT"
         signal.raise_signal(signal.SIGINT)
         assert said.get(timeout=20) == "stopped without saving, and --resume continues from step 2"
-    assert first == "SIGINT: this step ends and is saved; Ctrl-C leaves at once, and --resume then goes on from step 2"
+    assert first == "SIGINT: finishing and saving this step; Ctrl-C stops at once, and --resume then continues from step 2"
 
 
 @pytest.mark.slow

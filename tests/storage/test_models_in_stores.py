@@ -277,9 +277,7 @@ def test_a_folder_is_whole_when_its_settings_are_there(store, model, tmp_path):
     assert store.changes[-1] == ("PUT", "models/one/config.json")
     assert {"models/one/config.json", "models/one/model.safetensors"} <= store.objects.keys()
     same(llama_jax.load(url).params, params)
-    with pytest.raises(
-        CheckpointError, match=r"s3://bucket/models/one exists; remove it, or replace it with --overwrite"
-    ):
+    with pytest.raises(CheckpointError, match=r"s3://bucket/models/one exists; remove it, or replace it with --overwrite"):
         llama_jax.save(url, config, params)
     store.objects["models/one/model-00001-of-00002.safetensors"] = b"of a larger one"
     store.changes.clear()
