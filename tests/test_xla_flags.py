@@ -37,8 +37,10 @@ def libraries(tmp_path, monkeypatch):
 FAULTS = """
 import resource, sys
 import numpy as np
-from llama_jax.xla_flags import keep_freed_memory
-done = sys.argv[1] == "keep" and keep_freed_memory(("cpu",), {})
+from llama_jax.xla_flags import keep_freed_memory, return_large_blocks
+done = sys.argv[1] != "not" and keep_freed_memory(("cpu",), {})
+if sys.argv[1] == "large":
+    return_large_blocks(1 << 30)
 np.ones(1 << 24)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 np.ones(1 << 24)
@@ -50,9 +52,10 @@ print(done, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_freed_memory_is_kept():
     """Counted in pages that the system has to give once more, of 128 MB; they may be large ones."""
     run = lambda how: subprocess.check_output([sys.executable, "-c", FAULTS, how], text=True).split()
-    (done, kept), (_, given_back) = run("keep"), run("not")
+    (done, kept), (_, given_back), (_, large) = run("keep"), run("not"), run("large")
     assert done == "True"
     assert int(kept) * 10 < int(given_back)
+    assert int(kept) * 10 < int(large)
     assert not keep_freed_memory(("cpu", "gpu"), {})
     assert not keep_freed_memory(("cpu",), {"MALLOC_ARENA_MAX": "2"})
     assert not keep_freed_memory(("cpu",), {"LLAMA_JAX_FLAGS": "off"})

@@ -17,6 +17,7 @@ from llama_jax.data.load_corpus import Progress
 from llama_jax.evaluation.measure import check_batch, check_vocabulary, measuring, run_ahead, target_nats
 from llama_jax.inference.compiled_decode import MAX_PREFILL_CHUNK
 from llama_jax.model.cache import CacheOptions, KVCache, init_cache
+from llama_jax.model.checks import check_exact_length
 from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Compute, Positions
 from llama_jax.model.params import Llama
@@ -236,6 +237,8 @@ def piece_nats(
       The cache, and float32[B, T] as in `target_nats`.
     """
     batch, new = tokens.shape
+    if compute.exact:
+        check_exact_length(config, length)
     positions = Positions(rope_lengths=jnp.full(batch, length, jnp.int32))
     hidden, cache = forward(config, params, tokens, cache, positions=positions, compute=compute)
     with exact.exact_mode(compute.exact):

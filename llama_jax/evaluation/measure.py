@@ -20,7 +20,7 @@ from llama_jax.data import Corpus, DataError
 from llama_jax.data.batches import pack
 from llama_jax.data.load_corpus import Progress
 from llama_jax.inference.sharding import sharding_of
-from llama_jax.model.checks import check_exact_devices
+from llama_jax.model.checks import check_exact_devices, check_exact_length
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding, unconstrained
 from llama_jax.model.logits import exact_logprobs
@@ -249,10 +249,14 @@ def token_nats(
       chunk: positions of each row with logits [B, chunk, V] in memory at a time; no logits are computed for chunks without
         targets, which are only context.
       sharding: see `forward`; `constrain` is called with "hidden", the result of `forward`, and "logits" [B, chunk, V].
+
+    Raises:
+      ConfigError: an exact `compute`, and RoPE frequencies that depend on the length within T tokens.
     """
     tokens, targets, segment_ids, position_ids = map(jnp.asarray, rows)
     positions = Positions(position_ids=position_ids, segment_ids=segment_ids)
     if compute.exact:  # each row is one window
+        check_exact_length(config, tokens.shape[1])
         positions = Positions(rope_lengths=jnp.sum(segment_ids > 0, axis=1, dtype=jnp.int32))
     hidden, _ = forward(config, params, tokens, positions=positions, compute=compute, sharding=sharding)
     hidden = sharding.constrain(hidden, "hidden")

@@ -154,6 +154,18 @@ def check_exact(params: Llama, cache: KVCache | None, positions: Positions, shar
     check_exact_devices(sharding)
 
 
+def check_exact_length(config: LlamaConfig, length: int) -> None:
+    """Raise ConfigError if a pass over `length` tokens has other RoPE frequencies than generation of these tokens."""
+    from llama_jax.ops.rope_scaling import LENGTH_DEPENDENT
+
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind in LENGTH_DEPENDENT and length > (scaling.original_max_seq_len or 0):
+        raise ConfigError(
+            f"exact=True: with rope scaling {scaling.kind!r}, generation caches other keys than a pass over {length} tokens;"
+            f" use at most {scaling.original_max_seq_len}"
+        )
+
+
 def check_exact_devices(sharding: Sharding) -> None:
     """Raise MeshError for several devices, whose order of partial sums is not fixed."""
     if sharding.mesh is not None and sharding.mesh.size > 1:

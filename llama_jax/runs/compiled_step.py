@@ -38,6 +38,7 @@ from llama_jax.training.exact_gradients import check_exact_mesh, check_exact_thr
 from llama_jax.training.loss import LossOptions
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
+from llama_jax.xla_flags import return_large_blocks
 
 
 def make_program(
@@ -162,6 +163,8 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
     compile_start = time.perf_counter()
     with record_backends() as attention:
         compiled = jitted.lower(models, state_shapes, batch_shapes).compile()
+    plan: Any = compiled.memory_analysis()
+    return_large_blocks(0 if plan is None else plan.temp_size_in_bytes)
 
     def init_sharded_state(params: Llama | None) -> TrainState:
         """The state, created sharded: no device ever holds more than its shards."""

@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -62,13 +63,22 @@ def check_exact_threads(shards: int) -> None:
     """Raise TrainingError if, on CPUs, XLA's number of threads in this process is not `exact_threads`."""
     if jax.default_backend() != "cpu":
         return
-    requested = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or str(_cores())
-    threads = max(int(requested), jax.local_device_count())
+    threads = _xla_threads()
     if threads != exact_threads(shards):
         raise TrainingError(
             f"XLA has {threads} threads here, but exact training on this CPU needs {exact_threads(shards)} on every mesh;"
             f" set PJRT_NPROC={exact_threads(shards)} before JAX starts, with at most virtual_shards={shards} devices"
         )
+
+
+def _xla_threads() -> int:
+    """Threads of XLA's matmuls on CPUs: those that run, since a variable may have been set after JAX started; without /proc,
+    those that the environment asks for."""
+    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    if running := sum(name.startswith("tf_XLAEigen") for name in names):
+        return running
+    requested = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or ""
+    return max(int(requested) if requested.isdecimal() else _cores(), jax.local_device_count())
 
 
 def _cores() -> int:

@@ -36,7 +36,8 @@ def token_logprobs(
     Args:
       params: the result of `sharding.prepare_params`, as for `total_loss`.
       options: `z_loss` must be 0, because this is not a loss. With an exact `compute`, the values come from a separate pass
-        and equal those of exact sampling bit for bit; the derivatives are those of the training pass.
+        and equal those of `roll_out` bit for bit; the derivatives are those of the training pass. On a CPU, `generate` has
+        the same bits only without native kernels (`LLAMA_JAX_NATIVE=off`).
       sharding: see `total_loss`; must not divide the tokens of each row over devices.
       temperature: above 0; divides the logits, as in sampling.
 

@@ -20,7 +20,7 @@ import llama_jax
 from llama_jax import CacheOptions, Compute, Sampling
 from llama_jax.data import Corpus
 from llama_jax.errors import ConfigError, MeshError
-from llama_jax.evaluation.measure import cut_windows, measure_windows, measuring, token_nats
+from llama_jax.evaluation.measure import WindowRows, cut_windows, measure_windows, measuring, token_nats
 from llama_jax.inference import compiled_decode
 from llama_jax.inference.rollouts import Completions, RolloutOptions, RolloutPrompts, roll_out
 from llama_jax.inference.speculation import PromptLookup
@@ -29,6 +29,7 @@ from llama_jax.model.forward_options import Sharding
 from llama_jax.model.lora import Lora, adapted
 from llama_jax.model.multi_lora import adapter_table, choose_adapters
 from llama_jax.model.trees import quantize
+from llama_jax.ops.cpu import native
 from llama_jax.parallel.generation_sharding import pad_on_mesh
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.runs.tasks.grpo import answer_rows
@@ -342,7 +343,30 @@ def test_with_the_usual_options_of_the_compiler(tmp_path):
         assert ways["cached tokens"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_native_matmuls_of_any_number_of_rows(dtype, monkeypatch):
+    """Those of a CPU without AVX2 are for few rows."""
+    monkeypatch.setattr(native, "has_tiles", lambda: False)
+    config = replace(CONFIG, norm_eps=2e-5)  # programs of its own
+    params = jit_init(config, jax.random.key(3), dtype)
+    prompts = some_prompts([40, 20, 3, 9, 1, 60])
+    alone = [llama_jax.generate(config, params, [prompt], max_new_tokens=NEW, compute=EXACT)[0] for prompt in prompts[:3]]
+    assert llama_jax.generate(config, params, prompts, max_new_tokens=NEW, compute=EXACT)[:3] == alone
+
+
 class TestRefused:
+    @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+    def test_texts_whose_length_changes_their_frequencies(self, kind):
+        factors = {"short_factor": (1.0,) * 16, "long_factor": (2.0,) * 16} if kind == "longrope" else {}
+        scaling = llama_jax.RopeScaling(kind=kind, factor=4.0, original_max_seq_len=32, **factors)
+        config = replace(CONFIG, rope_scaling=scaling)
+        params = jax.eval_shape(lambda: jit_init(config, jax.random.key(0)))
+        rows = lambda length: WindowRows(*(np.ones((1, length), np.int32),) * 4)
+        with pytest.raises(ConfigError, match=f"{kind}.*use at most 32"):
+            jax.eval_shape(partial(token_nats, config, compute=EXACT), params, rows(33))
+        assert jax.eval_shape(partial(token_nats, config, compute=EXACT), params, rows(32)).shape == (1, 32)
+
     def test_activations(self):
         hooks = {"final": lambda value, at: (value, value)}
         with pytest.raises(ConfigError, match="hooks"):

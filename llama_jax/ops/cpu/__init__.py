@@ -41,6 +41,7 @@ from jax.interpreters import ad, batching, mlir
 
 from llama_jax.ops.cpu import native
 from llama_jax.ops.cpu.threefry import unrolled_threefry
+from llama_jax.ops.exact import is_exact
 from llama_jax.ops.linear_map import flattened, linear_map, replaced
 from llama_jax.ops.platform import (
     current_mesh_sizes,
@@ -121,7 +122,9 @@ def is_batch_invariant(plain: Callable[..., bool], x: jax.Array, weight: Any) ->
 
 def _max_native_rows(dtype: Any) -> int:
     rows = MAX_NATIVE_ROWS.get(str(dtype), 0)
-    return UNLIMITED_ROWS if rows and native.has_tiles() else rows
+    if rows and native.has_tiles():
+        return UNLIMITED_ROWS
+    return 0 if is_exact() else rows  # in an exact program no matmul depends on the number of rows
 
 
 @jax.custom_vjp
