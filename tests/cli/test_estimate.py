@@ -56,9 +56,9 @@ def test_adapters_take_no_state_of_the_model():
     assert memory["parameters"] == 2 * parameter_count(CONFIG) + 4 * learned
     assert memory["optimizer"] == 8 * learned + 4
     assert found["lora"] == 4
-    assert "--lora 4 is for --mode train" in run("stories-260k", "--batch", 2, "--length", 32, "--lora", 4).stderr
+    assert "--lora 4 is only for --mode train" in run("stories-260k", "--batch", 2, "--length", 32, "--lora", 4).stderr
     refused = run(*shape, "--quantize", "int8").stderr
-    assert "--quantize int8 is for --mode decode or --lora: training changes its weights" in refused
+    assert "--quantize int8 is only for --mode decode or --lora: training changes its weights" in refused
 
 
 @pytest.mark.slow
