@@ -124,6 +124,7 @@ class Arguments:
     output: Path = Path("build/first_hour.json")
 
     def run(self) -> None:
+        self.output.parent.mkdir(parents=True, exist_ok=True)
         report = {
             "machine": machine(),
             "versions": versions("jax", "transformers"),
