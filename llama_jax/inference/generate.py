@@ -110,7 +110,7 @@ def stream(
     draft: Drafter | None = None,
     max_chunks: int = 1,
 ) -> Iterator[TokenChunk]:
-    """Yield the tokens of all rows in `TokenChunk`s: the first token, then up to 4 * min(max_chunks, 64) tokens at a time.
+    """Yield the tokens of all rows as `TokenChunk`: the first token, then up to 4 * min(max_chunks, 64) tokens at a time.
 
     Arguments and errors as for `generate`. Invalid arguments raise in the call itself. During iteration, NaN logits raise
     GenerationError, and parameters that do not match the configuration raise ConfigError. A stop token is yielded as the
