@@ -291,7 +291,7 @@ def test_a_save_that_hangs_in_the_main_thread_ends_the_process(start, files, tmp
     assert process.returncode == 2
     last = err.splitlines()[-1]
     assert last.startswith(f"llama-jax: error: {tmp_path / 'run/checkpoints'}: step 200 is not saved: it did not start")
-    assert last.endswith("a device or a disk does not answer; the last good checkpoint is step 100")
+    assert last.endswith("a device or a disk does not respond; the last good checkpoint is step 100")
     assert "Traceback" not in err
     assert verify(tmp_path / "run/checkpoints/100")
 
