@@ -166,7 +166,7 @@ def _cells(
     chosen = np.arange(count) == np.tile(hidden, len(depths))[:, None]
     right = scores[chosen][:, None]
     wrong = scores[~chosen].reshape(-1, count - 1)
-    # Ties and nan rank before the key, so that a model that knows nothing is not ranked first by chance.
+    # Ties and NaN rank above the key: otherwise a model without any knowledge could rank it first by chance.
     ranks = 1 + (~(wrong < right)).sum(axis=1)
     columns = best[chosen], ranks == 1, ranks, right[:, 0], right[:, 0] - wrong.mean(axis=1)
     of_depth = [np.asarray(column, np.float64).reshape(len(depths), trials).mean(axis=1) for column in columns]

@@ -60,8 +60,8 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
     For chats in .jsonl: the same for the assistant's messages. For preferences: how often the chosen answer is the more
     probable one. With --against or --adapter, this is relative to a reference: that model, or PATH without the adapter.
 
-    With --lengths: the loss of the same text in windows of each length, and by position in them. --cache,
-    --window and --sinks apply only then.
+    With --lengths: the loss of the same text in windows of each length, and by position in them.
+    --cache, --window and --sinks apply only then.
     """
 
     SHOWN_FIRST = ("path", "data")
