@@ -1,7 +1,7 @@
 """Correctness and speed on this machine's accelerator, as one JSON file and one table, in under 8 minutes.
 
     python experiments/gpu_report.py                                  (PYTHONPATH=. if the package is not installed)
-    python experiments/gpu_report.py --sections yardsticks decode
+    python experiments/gpu_report.py --sections yardsticks decode --shapes llama-3-8b
 
 Sections, in order of importance, because the time limit cuts from the end:
   training          the library's train step in bfloat16 with AdamW, by remat policy and batch; one process per shape; runs
@@ -10,6 +10,8 @@ Sections, in order of importance, because the time limit cuts from the end:
   correctness       a small model compared with the CPU in float32 and bfloat16; generation compared with `logits`
   decode            greedy tokens/s of the library's compiled decode loop, random bfloat16 weights made on the device
   prefill           tokens/s of the library's compiled prefill
+  serving           whether other requests change a request's tokens; tokens/s of the engine for requests that arrive at once
+  quantized         every format: logits compared with dequantized weights; tokens/s of decoding
   programs          the single-device programs of compile_report: the compiler's plan, with and without the device, and
                     measurements next to it
   attention         every backend of the device, forward and backward, from short to long; the shortest is compared with the
@@ -58,7 +60,9 @@ from gpu_parts.peer_one import transformers_worker
 from gpu_parts.plan import GOAL_SHAPE, LARGE, SMALL
 from gpu_parts.prefill import prefill
 from gpu_parts.programs import programs
+from gpu_parts.quantized import quantized
 from gpu_parts.run import Row, Run, Section, describe, memory_limit
+from gpu_parts.serving import serving
 from gpu_parts.table import table
 from gpu_parts.training import TRAINING_WORKER, best_training, training
 from gpu_parts.training_one import training_worker
@@ -93,6 +97,8 @@ SECTIONS: dict[str, Section] = {
     "correctness": correctness,
     "decode": decode,
     "prefill": prefill,
+    "serving": serving,
+    "quantized": quantized,
     "programs": programs,
     "attention": attention,
     "transformers": transformers,
@@ -106,7 +112,9 @@ class Arguments:
     """Check and measure llama_jax on the default device."""
 
     sections: tuple[str, ...] = ()
-    """Sections to run; all by default. The file contains only these."""
+    """Sections to run, in this order; all by default. The file contains only these."""
+    shapes: tuple[str, ...] = ()
+    """Model shapes to measure, in all sections; all by default."""
     time_limit: float = 460.0
     """Time limit in seconds; a measurement that might not end in time is not started."""
     output_folder: Path = Path("experiments/results")
@@ -122,7 +130,8 @@ def main(arguments: Arguments) -> int:
         return 2
     device = jax.devices()[0]
     sections = arguments.sections or tuple(SECTIONS)
-    run = Run(device, SMALL if device.platform == "cpu" else LARGE, arguments.time_limit, alone=len(sections) == 1)
+    plan = (SMALL if device.platform == "cpu" else LARGE).limited_to(arguments.shapes)
+    run = Run(device, plan, arguments.time_limit, alone=len(sections) == 1)
     name = arguments.device_json or f"gpu_report_{re.sub(r'[^0-9A-Za-z]', '_', device.device_kind)}.json"
     path = arguments.output_folder / name
     settings = {key: value for key, value in vars(run.plan).items() if isinstance(value, int)}

@@ -36,7 +36,8 @@ def correctness(run: Run) -> Iterator[Row]:
     program = jax.jit(llama_jax.logits, static_argnums=0)
 
     def on(device: jax.Device, params: llama_jax.Llama) -> np.ndarray:
-        return np.asarray(program(config, jax.device_put(params, device), jax.device_put(tokens, device)))
+        with jax.default_device(device):  # the platform to trace for
+            return np.asarray(program(config, jax.device_put(params, device), jax.device_put(tokens, device)))
 
     def float32() -> Row:
         # A GPU would otherwise multiply float32 matrices in TensorFloat-32.

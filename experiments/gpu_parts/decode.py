@@ -75,7 +75,7 @@ def decode_state(plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Ll
     limit = np.full(batch, 1 << 30, np.int32)  # never reached: every repetition does the same work
     return DecodeState(
         cache=cache.replace(pages=pages, length=jnp.full(batch, plan.prompt_tokens, jnp.int32)),
-        settings=DecodeSettings(llama_jax.Sampling().per_row(batch), limit, np.full((batch, 4), -1, np.int32)),
+        settings=DecodeSettings(None, limit, np.full((batch, 4), -1, np.int32)),
         token=jnp.ones(batch, jnp.int32),
         seen=jnp.zeros((batch, config.vocab_size), bool),
         count=jnp.ones(batch, jnp.int32),

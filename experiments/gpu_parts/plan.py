@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import llama_jax
 
@@ -43,6 +43,9 @@ class Plan:
     heads: Heads  # for attention
     peer_shapes: tuple[str, ...]  # for transformers
     options_shape: str  # for the compiler options
+    served_shapes: tuple[str, ...]
+    quantized_shape: str
+    formats: tuple[str, ...]
     repetitions: int
     new_tokens: int
     copy_bytes: int
@@ -50,6 +53,23 @@ class Plan:
     small_programs: bool = False
     capacity: int = 256
     prompt_tokens: int = 64
+
+    def limited_to(self, shapes: tuple[str, ...]) -> Plan:
+        """The plan with only these shapes; with all if there are none."""
+        if not shapes:
+            return self
+        unknown = [shape for shape in shapes if shape not in self.shapes]
+        if unknown:
+            raise SystemExit(f"unknown shape {unknown[0]!r}; the shapes are {', '.join(self.shapes)}")
+        return replace(
+            self,
+            shapes={shape: self.shapes[shape] for shape in shapes},
+            trainings=tuple(case for case in self.trainings if case.shape in shapes),
+            peer_shapes=tuple(shape for shape in self.peer_shapes if shape in shapes),
+            served_shapes=tuple(shape for shape in self.served_shapes if shape in shapes),
+            options_shape=self.options_shape if self.options_shape in shapes else shapes[0],
+            quantized_shape=self.quantized_shape if self.quantized_shape in shapes else shapes[0],
+        )
 
 
 # The goal's shape comes first, in case the time runs out.
@@ -66,6 +86,9 @@ LARGE = Plan(
     heads=Heads((2048, 4096, 8192, 16384, 32768), queries=32, keys=8, width=128),  # those of llama-3-8b
     peer_shapes=(GOAL_SHAPE, "tinyllama-1.1b"),
     options_shape="tinyllama-1.1b",
+    served_shapes=("llama-3-8b",),
+    quantized_shape="llama-3-8b",
+    formats=("int8", "q4_0", "q4_k", "int4", "fp8", "q8_0", "nf4"),
     repetitions=5,
     new_tokens=64,
     copy_bytes=1 << 32,
@@ -94,6 +117,9 @@ SMALL = Plan(
     heads=Heads((64, 96), queries=4, keys=2, width=16),
     peer_shapes=("small-gqa",),
     options_shape="small-gqa",
+    served_shapes=("small-gqa",),
+    quantized_shape="small-gqa",
+    formats=("int8", "q4_0"),
     repetitions=3,
     new_tokens=16,
     copy_bytes=1 << 26,

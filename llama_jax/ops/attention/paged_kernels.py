@@ -137,6 +137,7 @@ def triton(
     factors = (view.pages.scales.reshape(-1),) if quantized else ()
     precision = jax.lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
     dtype, flat = queries.dtype, tokens * heads * groups
+    unused = int(interpret)  # a last row, because the interpreter also writes masked entries
 
     def kernel(*refs: Any) -> None:
         layer, table, row_of, start_of, position_of, lengths, q, pages, *more = refs
@@ -198,16 +199,14 @@ def triton(
             running_max, running_sum, acc = jax.lax.fori_loop(*bounds, add_keys, carry)
             if parts == 1:
                 acc = acc / jnp.where(running_sum == 0, 1, running_sum)[:, None]
-            query_row = jnp.where(
-                is_query, part * flat + query_row, parts * flat
-            )  # the interpreter also writes masked entries
+            query_row = jnp.where(is_query, part * flat + query_row, parts * flat if interpret else 0)
             plgpu.store(out.at[query_row[:, None], columns], acc.astype(out.dtype), mask=is_query[:, None])
             plgpu.store(max_out.at[query_row], running_max, mask=is_query)
             plgpu.store(sum_out.at[query_row], running_sum, mask=is_query)
 
     shapes = (
-        jax.ShapeDtypeStruct((parts * flat + 1, head_dim), dtype if parts == 1 else jnp.float32),
-        *[jax.ShapeDtypeStruct((parts * flat + 1,), jnp.float32)] * 2,
+        jax.ShapeDtypeStruct((parts * flat + unused, head_dim), dtype if parts == 1 else jnp.float32),
+        *[jax.ShapeDtypeStruct((parts * flat + unused,), jnp.float32)] * 2,
     )
     results = pl.pallas_call(
         kernel,
@@ -227,12 +226,14 @@ def triton(
         values.reshape(-1, head_dim),
         *factors,
     )
-    acc, maxima, sums = (x[:-1].reshape(parts, flat, *x.shape[1:]) for x in results)
+    acc, maxima, sums = (x[: parts * flat].reshape(parts, flat, *x.shape[1:]) for x in results)
     if parts == 1:
         combined = acc[0]
     else:
         weights = jnp.exp(maxima - jnp.max(maxima, axis=0))
         total = jnp.sum(sums * weights, axis=0)
         combined = jnp.sum(acc * weights[..., None], axis=0) / jnp.where(total == 0, 1, total)[:, None]
-    padding = jnp.arange(tokens) >= view.starts[-1]  # not written by the kernel
-    return jnp.where(padding[:, None, None, None], 0, combined.reshape(queries.shape)).astype(dtype)
+    combined = combined.reshape(queries.shape)
+    if tokens != rows * (view.tokens_per_row or 0):  # there may be padding, which the kernel does not write
+        combined = jnp.where((jnp.arange(tokens) >= view.starts[-1])[:, None, None, None], 0, combined)
+    return combined.astype(dtype)

@@ -95,7 +95,7 @@ static inline XLA_FFI_Error* failure(const XLA_FFI_CallFrame* frame, XLA_FFI_Err
 }
 
 extern "C" XLA_FFI_Error* llama_jax_run(XLA_FFI_CallFrame* frame) {
-  const XLA_FFI_Extension_Base* asked = frame->extension_start;
+  const auto* asked = frame->extension_start;  // its type has other names in other versions of JAX
   if (asked == nullptr || asked->type != XLA_FFI_Extension_Metadata) {
     try {
       run(Call(frame));
