@@ -18,8 +18,8 @@ os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     " --xla_cpu_collective_call_warn_stuck_timeout_seconds=60 --xla_cpu_collective_call_terminate_timeout_seconds=300"
-    # jaxlib 0.12 has no other emitters, and ends a process that names the flag.
-    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib") < "0.12" else ""),
+    # Since 0.11 jaxlib has no other emitters, and ends a process that names the flag.
+    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib") < "0.11" else ""),
 )
 # A test that replaces a part of the library would leave its programs to the next: executables are stored where a test asks.
 os.environ["LLAMA_JAX_EXECUTABLES"] = "off"

@@ -59,6 +59,15 @@ def test_every_section_measures(report, tmp_path, capsys):
         assert all(row["tokens_per_s"] > 0 and row["compile_s"] > 0 for row in sections[name])
     assert all(row["share_of_copy"] > 0 for row in sections["decode"])
     assert all(row["share_of_matrix"] > 0 for row in sections["prefill"])
+    usual, exact, *loads = sections["serving"]
+    assert usual["requests"] == exact["requests"] == 6
+    assert exact["ok"]
+    assert [row["requests"] for row in loads] == [1, 4]
+    assert all(row["tokens_per_s"] > 0 for row in loads)
+    compared = [row for row in sections["quantized"] if "tokens" in row]
+    assert len(compared) == 2 * 2  # formats, numbers of tokens
+    assert all(row["ok"] for row in compared)
+    assert len(sections["quantized"]) == 2 * len(compared)
     assert [row["program"] for row in sections["programs"]] == ["small-train", "small-prefill", "small-decode"]
     assert all(row["ms"] > 0 and row["plan_gb"] > 0 and row["spread"] >= 0 for row in sections["programs"])
     decode = sections["programs"][2]
@@ -139,6 +148,14 @@ def test_no_time_left_skips_everything(report, tmp_path):
     assert list(found["sections"]) == list(report.SECTIONS)
     assert all("skipped" in row for rows in found["sections"].values() for row in rows)
     assert len(found["sections"]["decode"]) == 4
+
+
+def test_only_the_named_shapes_are_measured(report, tmp_path):
+    code, found = run_main(report, tmp_path, time_limit=0, sections=("decode", "training", "serving"), shapes=("small-gqa",))
+    assert code == 0
+    assert {row["shape"] for rows in found["sections"].values() for row in rows if "shape" in row} == {"small-gqa"}
+    with pytest.raises(SystemExit, match="unknown shape 'large'; the shapes are stories-260k, small-gqa"):
+        run_main(report, tmp_path, shapes=("large",))
 
 
 def attentions(monkeypatch, measure, **given):

@@ -44,6 +44,8 @@ class Plan:
     peer_shapes: tuple[str, ...]  # for transformers
     options_shape: str  # for the compiler options
     served_shapes: tuple[str, ...]
+    served_rows: int
+    compared_requests: int
     quantized_shape: str
     formats: tuple[str, ...]
     repetitions: int
@@ -87,6 +89,8 @@ LARGE = Plan(
     peer_shapes=(GOAL_SHAPE, "tinyllama-1.1b"),
     options_shape="tinyllama-1.1b",
     served_shapes=("llama-3-8b",),
+    served_rows=64,
+    compared_requests=24,
     quantized_shape="llama-3-8b",
     formats=("int8", "q4_0", "q4_k", "int4", "fp8", "q8_0", "nf4"),
     repetitions=5,
@@ -118,6 +122,8 @@ SMALL = Plan(
     peer_shapes=("small-gqa",),
     options_shape="small-gqa",
     served_shapes=("small-gqa",),
+    served_rows=4,
+    compared_requests=6,
     quantized_shape="small-gqa",
     formats=("int8", "q4_0"),
     repetitions=3,

@@ -18,18 +18,16 @@ from gpu_parts.weights import Weights, laid_out
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.requests import GenerationRequest
 
-ROWS = 64
-CHECKED = 24  # prompts of the comparison
 Tokens = list[tuple[int, float]]  # ids and log-probabilities
 
 
 def serving(run: Run) -> Iterator[Row]:
     """Compare requests alone and together, with and without exact; then time requests that arrive at once."""
     for exact in (False, True):
-        yield run.attempt({"check": "alone and together", "exact": exact}, lambda exact=exact: compare(exact))
+        yield run.attempt({"check": "alone and together", "exact": exact}, lambda exact=exact: compare(run, exact))
     for shape in run.plan.served_shapes:
         weights = Weights(run.plan.shapes[shape])
-        for requests in (1, ROWS):
+        for requests in (1, run.plan.served_rows):
             case = {"shape": shape, "requests": requests}
             yield run.attempt(case, lambda weights=weights, requests=requests: measure(run, weights, requests))
 
@@ -50,13 +48,13 @@ def random_prompts(config: llama_jax.LlamaConfig, lengths: list[int]) -> list[li
     return [random.integers(0, config.vocab_size, length).tolist() for length in lengths]
 
 
-def compare(exact: bool) -> Row:
+def compare(run: Run, exact: bool) -> Row:
     """Count requests with other tokens, or other bits of log-probabilities, if others are served at the same time."""
     params = laid_out(jax.jit(llama_jax.init, static_argnums=(0, 2))(SMALL_GQA, jax.random.key(0), jnp.bfloat16))
     compute = llama_jax.Compute(exact=exact)
     options = llama_jax.EngineOptions(rows=16, context=512, compute=compute, prefix_bytes=0)
     engine = Engine(SMALL_GQA, params, options)
-    prompts = random_prompts(SMALL_GQA, [1 + 17 * i % 300 for i in range(CHECKED)])
+    prompts = random_prompts(SMALL_GQA, [1 + 17 * i % 300 for i in range(run.plan.compared_requests)])
     try:
         alone = [answers(engine, [prompt], 16)[0] for prompt in prompts]
         together = answers(engine, prompts, 16)
@@ -69,7 +67,7 @@ def compare(exact: bool) -> Row:
     ids = lambda rows: [[token for token, _ in row] for row in rows]
     other = lambda mine, theirs: sum(a != b for a, b in zip(mine, theirs, strict=True))
     row = {
-        "requests": CHECKED,
+        "requests": len(prompts),
         "other_tokens": other(ids(alone), ids(together)),
         "other_bits": other(alone, together),
         "generate_other_tokens": other(ids(alone), ids(offline)),
@@ -81,7 +79,8 @@ def compare(exact: bool) -> Row:
 def measure(run: Run, weights: Weights, requests: int) -> Row:
     """Tokens/s of requests that arrive at once, including their prefill."""
     plan, config = run.plan, weights.config
-    engine = Engine(config, weights.made(), llama_jax.EngineOptions(rows=ROWS, context=plan.capacity, prefix_bytes=0))
+    options = llama_jax.EngineOptions(rows=plan.served_rows, context=plan.capacity, prefix_bytes=0)
+    engine = Engine(config, weights.made(), options)
     try:
         warm_seconds = engine.warm()
         prompts = random_prompts(config, [plan.prompt_tokens] * requests)

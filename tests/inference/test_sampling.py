@@ -103,6 +103,17 @@ def test_zero_temperature_is_greedy_whatever_else_is_set():
     np.testing.assert_array_equal(got[:2], jnp.argmax(logits, -1)[:2])
 
 
+def test_rows_known_to_be_greedy():
+    """Without settings, the result is that of greedy settings, also where tokens are not allowed."""
+    logits, seen, count = jax.random.normal(jax.random.key(0), (3, 100)), np.zeros((3, 100), bool), np.zeros(3, np.int32)
+    settings = Sampling(seed=[1, 2, 3], top_k=4).per_row(3)
+    assert settings.is_greedy()
+    assert not any(Sampling(**other).is_greedy() for other in ({"temperature": [0, 0.1]}, {"repetition_penalty": 1.1}))
+    np.testing.assert_array_equal(jit_sample(logits, None, seen, count), jit_sample(logits, settings, seen, count))
+    mask = LogitMask(jnp.bool_(True), lambda logits: logits.at[:, :50].set(-jnp.inf))
+    np.testing.assert_array_equal(sample(logits, None, seen, count, mask), jnp.argmax(logits[:, 50:], axis=-1) + 50)
+
+
 def test_the_first_of_equal_scores_wins():
     scores = jnp.array([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-np.inf, -np.inf, -np.inf]])
     np.testing.assert_array_equal(_argmax(scores), [1, 0, 0])

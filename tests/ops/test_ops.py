@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from llama_jax import RopeScaling, ops
 from llama_jax.ops.attention import AttentionMask, KVView
 from llama_jax.ops.layers import weight_gradient
+from llama_jax.ops.platform import target_platform
 from llama_jax.ops.rope_layout import half_from_interleaved
 from llama_jax.ops.rope_scaling import SCALINGS
 
@@ -80,6 +81,21 @@ class TestLinear:
         assert "f32[8,1,512] = dot_general" in str(jax.make_jaxpr(ops.project)(x, w))
         np.testing.assert_allclose(ops.project(x, w), plain(x, w), rtol=1e-5, atol=1e-5)
         assert_close(gradients(ops.project, x, w), gradients(plain, x, w), 1e-5)
+
+    def test_a_single_token_on_a_gpu(self):
+        """By sums of products instead of a matmul, to the last bit of bfloat16; other rows and dtypes are matmuls."""
+        short, wide = rounded(normal(0, 1, 1, 96), normal(1, 5, 2, 96))
+        with target_platform("gpu"):
+            program = lambda *operands: str(jax.make_jaxpr(lambda x, w: ops.project(x, w, out_dtype=jnp.float32))(*operands))
+            assert "dot_general" not in program(*short)
+            assert "dot_general" in program(jnp.repeat(short[0], 2, axis=1), short[1])
+            assert "dot_general" in program(*wide)
+            found = jax.jit(ops.project)(*short)
+            of_each = gradients(ops.project, *short)
+        plain = lambda x, w: jnp.einsum("btd,fcd->btfc", x, w)
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_allclose(found.astype(jnp.float32), plain(*wide), rtol=0.005)
+        assert_close(of_each, precise_gradients(plain, *wide), 0.02)
 
     @pytest.mark.parametrize("rows", [1, 7])
     def test_gradients_of_16_bit_operands(self, rows):
