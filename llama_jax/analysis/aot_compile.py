@@ -110,7 +110,7 @@ def missing_compiler(hardware: str) -> str | None:
     if hardware in TPUS:
         return None if util.find_spec("libtpu") else 'libtpu is not installed; pip install -e ".[compile-tpu]" installs it'
     if hardware in GPUS:
-        if util.find_spec("jax_cuda12_plugin"):
+        if _cuda_plugin():
             return None
         return 'the CUDA plugin is not installed; pip install -e ".[compile-gpu]" installs it (docs/devices.md)'
     return f"no compiler is described for {hardware}; use one of {', '.join(NAMES)}"
@@ -118,8 +118,14 @@ def missing_compiler(hardware: str) -> str | None:
 
 def compiler_version(hardware: str) -> str:
     """The name and version of the compiler for this hardware."""
-    package = "libtpu" if hardware in TPUS else "jax-cuda12-plugin"
+    package = "libtpu" if hardware in TPUS else _cuda_plugin() or "jax-cuda12-plugin"
     return f"{package} {metadata.version(package)}"
+
+
+def _cuda_plugin() -> str | None:
+    """The installed package with XLA's compiler for NVIDIA GPUs, for CUDA 12 or 13."""
+    names = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+    return next((name for name in names if util.find_spec(name.replace("-", "_"))), None)
 
 
 def mesh_for(hardware: str, sizes: MeshSizes) -> Mesh:

@@ -123,16 +123,18 @@ class Compile(ExactOption, LoadOptions):
         while True:
             room = min(size, longest) - 1
             prompt = max(1, min(size - 2 * STEPS_PER_CHUNK, room))  # it ends, and its continuation begins, below the size
-            chunks = llama_jax.stream(
-                config,
-                params,
-                [[0] * prompt],
-                max_new_tokens=min(4 * STEPS_PER_CHUNK, config.max_seq_len - prompt),
-                stop_tokens=tokenizer.stop_ids,
-                compute=self.compute(),
-            )
-            for _ in chunks:
-                pass
+            for temperature in (0.0, 1.0):  # greedy decoding has programs of its own
+                chunks = llama_jax.stream(
+                    config,
+                    params,
+                    [[0] * prompt],
+                    max_new_tokens=min(4 * STEPS_PER_CHUNK, config.max_seq_len - prompt),
+                    sampling=llama_jax.Sampling(temperature=temperature),
+                    stop_tokens=tokenizer.stop_ids,
+                    compute=self.compute(),
+                )
+                for _ in chunks:
+                    pass
             yield f"prompts of up to {min(size, longest)} tokens"
             if size >= longest:
                 return

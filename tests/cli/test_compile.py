@@ -16,8 +16,9 @@ def test_what_is_compiled_ahead_is_what_generate_runs(tmp_path, monkeypatch):
     size = sum(file.stat().st_size for file in files)
     assert done.stdout.startswith(f"{len(files)} programs made, {size / 1e6:.1f} MB, in {folder} ")
     assert f"prompts of up to 16 tokens: {len(files)} programs so far" in done.stderr
-    assert run("generate", "Once", "--max-new-tokens", "9").returncode == 0
-    assert sorted(folder.iterdir()) == files
+    for temperature in ("0", "0.8"):  # two programs
+        assert run("generate", "Once", "--max-new-tokens", "9", "--temperature", temperature).returncode == 0
+        assert sorted(folder.iterdir()) == files
     assert run("compile", "--max-tokens", "16").stdout.startswith("0 programs made, 0.0 MB")
 
 

@@ -311,9 +311,10 @@ class RewardBatchSource:
         """Nothing to close."""
 
     def _show(self, number: int, text: str, reward: float) -> None:
-        """Log a held-out prompt, its first answer and the reward."""
+        """Log the end of a held-out prompt, where prompts differ, its first answer and the reward."""
         prompt = self._tokenizer.decode(list(self._held.ids[number]))
-        self._log.line(f"    [{reward:.4g}] {shown(prompt, 80)} -> {shown(text, 400)}")
+        end = prompt if len(prompt) <= 80 else f"...{prompt[-77:]}"
+        self._log.line(f"    [{reward:.4g}] {shown(end, 80)} -> {shown(text, 400)}")
 
     def _sample_and_score(self, model: Llama) -> ScoredAnswers:
         """Rows to train on."""
