@@ -229,10 +229,9 @@ def decode_chunks(
             state, chunk = carry
             state, results = step(state)
             # Not stacked by a scan: XLA for GPUs would write a column by an asynchronous copy, which splits the CUDA graph.
-            chunk = (jnp.where(columns == i, new[:, None], old) for old, new in zip(chunk, results, strict=True))
-            return state, tuple(chunk)
+            here = jnp.arange(STEPS_PER_CHUNK) == i
+            return state, tuple(jnp.where(here, new[:, None], old) for old, new in zip(chunk, results, strict=True))
 
-        columns = jnp.arange(STEPS_PER_CHUNK)
         empty = tuple(jnp.zeros((len(array), STEPS_PER_CHUNK), array.dtype) for array in out)
         state, chunk = lax.fori_loop(0, STEPS_PER_CHUNK, run_step, (state, empty))
         column = chunks_run * STEPS_PER_CHUNK

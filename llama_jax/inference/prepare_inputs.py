@@ -42,5 +42,5 @@ def prepare_inputs(
     tokens = np.zeros((batch, bucket(int(lengths.max()), MIN_PREFILL_LENGTH)), np.int32)
     for i, row in enumerate(ids):
         tokens[i, : len(row)] = row
-    rows = sampling.per_row(batch)
-    return tokens, lengths, DecodeSettings(None if rows.is_greedy() else rows, limit, stop)
+    sampling = sampling.per_row(batch)
+    return tokens, lengths, DecodeSettings(None if sampling.is_greedy() else sampling, limit, stop)

@@ -70,7 +70,7 @@ class Sampling(struct.PyTreeNode):
 
     def is_greedy(self) -> bool:
         """Whether every row takes its most probable token, without a penalty. Only for numbers and NumPy arrays."""
-        return bool(np.all(np.asarray(self.temperature) == 0) and np.all(np.asarray(self.repetition_penalty) == 1))
+        return bool(np.all(np.equal(self.temperature, 0)) and np.all(np.equal(self.repetition_penalty, 1)))
 
 
 class LogitMask(NamedTuple):
