@@ -95,8 +95,7 @@ def sample(
     """Sample one token per row. If all rows are greedy without a penalty, no other [B, V] array is computed.
 
     Args:
-      sampling: arrays [B], from `Sampling.per_row`; None if all rows are known to be greedy without a penalty: on a GPU the
-        host would wait in every step for the choice between the two programs.
+      sampling: arrays [B], from `Sampling.per_row`; None is greedy without a penalty, and no branch: a GPU waits at those.
       seen: tokens that occur in the row (prompt and continuation).
       count: number of tokens generated in the row, which is folded into its random key.
     """
@@ -178,7 +177,7 @@ def _random_key(seed: jax.Array, count: AnyArray, impl: Hashable = None) -> jax.
 
 
 @for_cpu("argmax")
-def _argmax(scores: jax.Array) -> jax.Array:
+def _argmax(scores: AnyArray) -> jax.Array:
     """The first index of the largest score: int32[B]. XLA for CPU vectorizes a max and a min reduction, but not argmax."""
     indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     best = jnp.max(scores, axis=-1, keepdims=True)

@@ -208,7 +208,7 @@ class Scheduler:
         row = ServedRow(ticket, self._seats.pop(), prompt.tolist(), allowed, followed, scoring=request.score_prompt)
         ticket.row = row
         self.rows.append(row)
-        if ticket.arrays.sampling.repetition_penalty[0] != 1:
+        if request.sampling.repetition_penalty != 1:
             seen = np.zeros(model.vocab, bool)
             seen[prompt] = True
             self.state = model.enter(self.state, row.seat, seen)
