@@ -51,7 +51,7 @@ class Arguments:
     """Measurements, for example start or train; all by default."""
     repetitions: int = 9
     """Interleaved repetitions; the first is a warm-up and not counted."""
-    prompt_tokens: int = 256
+    prompt_tokens: int = 192
     new_tokens: int = 64
     batch: int = 8
     length: int = 256
