@@ -78,7 +78,7 @@ FORMULAS = {
     "copy": "2 * bytes / seconds of `x + 1`: every byte is read once and written once",
     "read": "bytes / seconds of `sum(x)`",
     "matrix": "2 * n**3 / seconds of a bfloat16 product with a float32 result",
-    "gb_per_step": "weights (the embedding table only where it is also the head) and the whole capacity of the cache",
+    "gb_per_step": "weights (the embedding table only where it is also the head) and the tokens in the cache",
     "share_of_copy": "gb_per_step / seconds per step / copy bandwidth",
     "tflop": "2 * layer parameters * tokens + 2 * L * N * H * B * T**2 for the causal half of attention; no head",
     "share_of_matrix": "tflop / seconds / matrix rate",
@@ -114,7 +114,7 @@ class Arguments:
     sections: tuple[str, ...] = ()
     """Sections to run, in this order; all by default. The file contains only these."""
     shapes: tuple[str, ...] = ()
-    """Model shapes to measure, in all sections; all by default."""
+    """Model shapes to measure, in sections that have shapes; all by default."""
     time_limit: float = 460.0
     """Time limit in seconds; a measurement that might not end in time is not started."""
     output_folder: Path = Path("experiments/results")

@@ -357,9 +357,9 @@ def ladder(rows: Sequence[dict[str, Any]]) -> str:
         f" {'' if before is None else format(found[name]['bits_per_byte'] - before, '+.4f')} | {found[name]['steps']:,} |"
     )
     head = "| {} | bits per byte | change | steps |\n|---|---|---|---|"
-    clock = "on the clock" if found["baseline"]["clock"] == "wall" else "of processor time on each core"
+    clock = "on the clock" if found["baseline"]["clock"] == "wall" else "of processor time per core"
     table, before = (
-        [f"With {found['baseline']['minutes']:g} minutes {clock} for each:", "", head.format("with this too")],
+        [f"Each ran for {found['baseline']['minutes']:g} minutes {clock}:", "", head.format("with this too")],
         None,
     )
     for name in ("baseline", *IDEAS):

@@ -231,7 +231,8 @@ def _devices(results: Path) -> str:
             ([name, *(said.get((kind, feature), "") for feature in ON_DEVICE)] for kind, name in FAMILIES.items()),
         )
         parts.append(
-            f"{about} ([report](../{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name})):\n\n{table}"
+            f"{about} ([report](../{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name});"
+            f" empty: not run):\n\n{table}"
         )
     return "\n".join(parts) or "No such report is recorded yet: everything above was computed on CPUs or only compiled.\n"
 

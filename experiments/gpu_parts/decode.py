@@ -52,7 +52,7 @@ def measure_decode(
         state = state.replace(cache=state.cache.replace(length=jnp.full(batch, plan.prompt_tokens, jnp.int32)))
     times = times[1:]  # the first loads the program
 
-    step, read = statistics.median(times), step_bytes(config, batch, plan.capacity)
+    step, read = statistics.median(times), step_bytes(config, batch, mean_length(plan))
     copy = run.found("yardsticks", "value", name="copy")
     return {
         "ms_per_step": 1e3 * step,
@@ -83,8 +83,13 @@ def decode_state(plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Ll
     )
 
 
-def step_bytes(config: llama_jax.LlamaConfig, batch: int, capacity: int) -> int:
+def mean_length(plan: Plan) -> int:
+    """Tokens in a row of the cache, on average over the measured steps: those that attention has to read."""
+    return plan.prompt_tokens + plan.new_tokens // 2
+
+
+def step_bytes(config: llama_jax.LlamaConfig, batch: int, length: int) -> int:
     """Bytes that a decode step has to read, in bfloat16."""
     lookup_only = 0 if config.tie_embeddings else config.vocab_size * config.dim
     weights = 2 * (llama_jax.parameter_count(config) - lookup_only)
-    return weights + llama_jax.cache_bytes(config, batch, capacity, jnp.bfloat16)
+    return weights + llama_jax.cache_bytes(config, batch, length, jnp.bfloat16)

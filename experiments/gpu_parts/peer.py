@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from gpu_parts.decode import step_bytes
+from gpu_parts.decode import mean_length, step_bytes
 from gpu_parts.run import RUNNER, Row, Run
 from llama_jax.formats.huggingface import config_to_dict
 
@@ -46,7 +46,7 @@ def measure_transformers(run: Run, shape: str) -> Row:
     row = json.loads(worker.stdout.splitlines()[-1])
     if "skipped" in row:
         return row
-    step, read = row["ms_per_step"] / 1e3, step_bytes(config, 1, plan.capacity)
+    step, read = row["ms_per_step"] / 1e3, step_bytes(config, 1, mean_length(plan))
     copy = run.found("yardsticks", "value", name="copy")
     ours = run.found("decode", "tokens_per_s", shape=shape, batch=1)
     return {

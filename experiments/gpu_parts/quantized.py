@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import llama_jax
-from gpu_parts.decode import measure_decode
+from gpu_parts.decode import mean_length, measure_decode
 from gpu_parts.plan import SMALL_GQA
 from gpu_parts.run import Row, Run, number
 from gpu_parts.weights import noise
@@ -48,7 +48,7 @@ def measure(run: Run, config: llama_jax.LlamaConfig, kind: str, batch: int) -> R
     shapes = quantize(param_shapes(config, jnp.bfloat16), kind)
     row = measure_decode(run, config, noise(shapes), batch)
     looked_up = 0 if shapes.lm_head is None else bytes_in_memory(shapes.embedding)
-    cache = llama_jax.cache_bytes(config, batch, run.plan.capacity, jnp.bfloat16)
+    cache = llama_jax.cache_bytes(config, batch, mean_length(run.plan), jnp.bfloat16)
     row["gb_per_step"] = (bytes_in_memory(shapes) - looked_up + cache) / 1e9
     copy = run.found("yardsticks", "value", name="copy")
     return row | ({} if copy is None else {"share_of_copy": row["gb_per_step"] / row["ms_per_step"] * 1e3 / copy})

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import llama_jax
-from gpu_parts.decode import step_bytes
+from gpu_parts.decode import mean_length, step_bytes
 from gpu_parts.plan import SMALL_GQA
 from gpu_parts.run import Row, Run
 from gpu_parts.timing import seconds, spread
@@ -88,7 +88,7 @@ def measure(run: Run, weights: Weights, requests: int) -> Row:
     finally:
         engine.close()
     taken = statistics.median(times)
-    step, read = taken / plan.new_tokens, step_bytes(config, requests, plan.prompt_tokens + plan.new_tokens // 2)
+    step, read = taken / plan.new_tokens, step_bytes(config, requests, mean_length(plan))
     copy = run.found("yardsticks", "value", name="copy")
     return {
         "tokens_per_s": requests / step,

@@ -100,7 +100,7 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
     model with custom parts, no lower bound on the time is computed."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """Training: what the backward pass recomputes to save memory: nothing (none), everything except matrix products (dots),
-    or whole layers (full, auto). The recipes of fine-tuning have dots."""
+    or whole layers (full, auto). Fine-tuning recipes use dots."""
     packed: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
     """Training: one document per row. By default several are packed into a row, as `train` does."""
     accumulate: Annotated[int, at_least(1)] = 1

@@ -95,7 +95,7 @@ def sample(
     """Sample one token per row. If all rows are greedy without a penalty, no other [B, V] array is computed.
 
     Args:
-      sampling: arrays [B], from `Sampling.per_row`; None is greedy without a penalty, and no branch: a GPU waits at those.
+      sampling: arrays [B], from `Sampling.per_row`. None: greedy without a penalty, without the branch at which a GPU waits.
       seen: tokens that occur in the row (prompt and continuation).
       count: number of tokens generated in the row, which is folded into its random key.
     """

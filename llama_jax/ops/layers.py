@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Integer
 
 from llama_jax.ops import exact
 from llama_jax.ops.linear_map import linear_map
-from llama_jax.ops.platform import AnyArray, for_cpu, lowering_platform, rematerializing
+from llama_jax.ops.platform import AnyArray, for_cpu, is_partitioned, lowering_platform, rematerializing
 
 F = TypeVar("F", bound=Callable[..., Any])
 Activation = Literal["silu", "gelu"]
@@ -158,9 +158,9 @@ def matmul(x: Float[Array, "*batch D"], weight: Float[Array, "*out D"], out_dtyp
 
 
 def _matmul(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
-    if x.size == x.shape[-1] and x.dtype.itemsize == 2 and lowering_platform() == "gpu":
-        # One token, as sums of products: XLA computes gate and up in one kernel, and adds to the residual stream in that of
-        # the next norm. On an H200, a decode step of TinyLlama took 1.07 ms, and 1.17 ms with matmuls.
+    one_token = x.size == x.shape[-1] and x.ndim > 1  # a vector is one of many tokens, in a vmap
+    if one_token and x.dtype.itemsize == 2 and lowering_platform() == "gpu" and not is_partitioned():
+        # XLA fuses sums with more around them. On an H200: 1.07 ms per step of TinyLlama, not 1.17 (docs/notes/compiled.md).
         sums = jnp.sum(x.reshape(-1).astype(jnp.float32) * weight.astype(jnp.float32), axis=-1)
         return sums.astype(out_dtype).reshape(*x.shape[:-1], *sums.shape)
     return jnp.tensordot(x, weight, axes=((-1,), (-1,)), preferred_element_type=out_dtype)

@@ -124,7 +124,7 @@ class Recipe:
       vocabulary: "given" by ``--tokenizer`` or by the weights that training begins with; "byte"; or "bpe", learned from the
         training text, with `model.vocab_size` pieces.
       lora: train adapters with these settings on a frozen model (``--weights``); checkpoints hold only the adapters. None
-        trains the whole model; with lora.rank=16, ``--help`` explains these settings.
+        trains the whole model. Add lora.rank=16 before ``--help`` to see the settings.
       quantize: with `lora`, the matrices of the frozen model are kept in fewer bits, see `model.trees.quantize` ("nf4" is
         QLoRA: Dettmers et al. 2023); "none" keeps them as their files have them, floats in `dtype`.
       seed: seed of the initial parameters and of the order of the data.

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_jax import Sampling
+from llama_jax import Sampling, preset
 from llama_jax.errors import GenerationError
+from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.inference.sampling import LogitMask, _argmax, _random_key, penalize, sample, score_threshold
 
 jit_sample = jax.jit(sample)
@@ -108,8 +109,12 @@ def test_rows_known_to_be_greedy():
     logits, seen, count = jax.random.normal(jax.random.key(0), (3, 100)), np.zeros((3, 100), bool), np.zeros(3, np.int32)
     settings = Sampling(seed=[1, 2, 3], top_k=4).per_row(3)
     assert settings.is_greedy()
-    assert not any(Sampling(**other).is_greedy() for other in ({"temperature": [0, 0.1]}, {"repetition_penalty": 1.1}))
+    prepared = lambda sampling: prepare_inputs(preset("stories-260k"), [[1], [1]], 1, sampling, ())[2].sampling
+    assert prepared(Sampling(seed=1)) is None
+    assert all(prepared(Sampling(**other)) is not None for other in ({"temperature": [0, 0.1]}, {"repetition_penalty": 1.1}))
     np.testing.assert_array_equal(jit_sample(logits, None, seen, count), jit_sample(logits, settings, seen, count))
+    branches = [str(jax.make_jaxpr(sample)(logits, each, seen, count)).count("cond[") for each in (None, settings)]
+    assert branches[0] == 0 < branches[1]  # a GPU's host waits at each of them
     mask = LogitMask(jnp.bool_(True), lambda logits: logits.at[:, :50].set(-jnp.inf))
     np.testing.assert_array_equal(sample(logits, None, seen, count, mask), jnp.argmax(logits[:, 50:], axis=-1) + 50)
 

@@ -231,6 +231,18 @@ def test_the_kernel_for_gpus_is_the_plain_form(rows, page, sizes, limits, dtype)
     check(by_triton, rows, page, sizes, limits, dtype)
 
 
+@pytest.mark.parametrize("padding", [0, 3])
+def test_rows_with_the_same_number_of_tokens_by_triton(padding):
+    """Without padding, the kernel writes all of the result; with padding, what it does not write is zeros."""
+    rows = [(20, 2), (2, 2), (40, 2)]
+    view, apart = paged(rows, 16, 2, 16)
+    queries = some_queries(2, 2, 16, tokens=6 + padding)
+    found = np.asarray(jax.jit(by_triton)(queries, view.replace(tokens_per_row=2)), np.float64)
+    np.testing.assert_allclose(found[:6], by_definition(queries, rows, apart), rtol=1e-5, atol=1e-5)
+    assert len(found) == 6 + padding
+    assert not found[6:].any()
+
+
 @pytest.fixture
 def by_ragged(monkeypatch):
     """By the definition that its authors keep beside it: JAX's interpreter cannot run the kernel itself."""

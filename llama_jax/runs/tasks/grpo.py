@@ -311,7 +311,7 @@ class RewardBatchSource:
         """Nothing to close."""
 
     def _show(self, number: int, text: str, reward: float) -> None:
-        """Log the end of a held-out prompt, where prompts differ, its first answer and the reward."""
+        """Log a held-out prompt (its end, because prompts often begin alike), its first answer and the reward."""
         prompt = self._tokenizer.decode(list(self._held.ids[number]))
         end = prompt if len(prompt) <= 80 else f"...{prompt[-77:]}"
         self._log.line(f"    [{reward:.4g}] {shown(end, 80)} -> {shown(text, 400)}")
