@@ -124,13 +124,13 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Run the sections, write the JSON, print the tables; return the exit code."""
-    unknown = [name for name in arguments.sections if name not in SECTIONS]
-    if unknown:
-        print(f"unknown section {unknown[0]!r}; the sections are {', '.join(SECTIONS)}", file=sys.stderr)
-        return 2
     device = jax.devices()[0]
-    sections = arguments.sections or tuple(SECTIONS)
-    plan = (SMALL if device.platform == "cpu" else LARGE).limited_to(arguments.shapes)
+    plan = SMALL if device.platform == "cpu" else LARGE
+    for what, given, known in (("section", arguments.sections, SECTIONS), ("shape", arguments.shapes, plan.shapes)):
+        if unknown := [name for name in given if name not in known]:
+            print(f"unknown {what} {unknown[0]!r}; the {what}s are {', '.join(known)}", file=sys.stderr)
+            return 2
+    sections, plan = arguments.sections or tuple(SECTIONS), plan.limited_to(arguments.shapes)
     run = Run(device, plan, arguments.time_limit, alone=len(sections) == 1)
     name = arguments.device_json or f"gpu_report_{re.sub(r'[^0-9A-Za-z]', '_', device.device_kind)}.json"
     path = arguments.output_folder / name

@@ -18,6 +18,7 @@ from gpu_parts.timing import spread, temporary_memory
 from gpu_parts.weights import for_every_shape
 from llama_jax.inference import compiled_decode as library
 from llama_jax.inference.decode import STEPS_PER_CHUNK, DecodeSettings, DecodeState
+from llama_jax.model.trees import bytes_in_memory
 
 
 def decode(run: Run) -> Iterator[Row]:
@@ -52,7 +53,7 @@ def measure_decode(
         state = state.replace(cache=state.cache.replace(length=jnp.full(batch, plan.prompt_tokens, jnp.int32)))
     times = times[1:]  # the first loads the program
 
-    step, read = statistics.median(times), step_bytes(config, batch, mean_length(plan))
+    step, read = statistics.median(times), step_bytes(config, params, batch, mean_length(plan))
     copy = run.found("yardsticks", "value", name="copy")
     return {
         "ms_per_step": 1e3 * step,
@@ -88,8 +89,7 @@ def mean_length(plan: Plan) -> int:
     return plan.prompt_tokens + plan.new_tokens // 2
 
 
-def step_bytes(config: llama_jax.LlamaConfig, batch: int, length: int) -> int:
-    """Bytes that a decode step has to read, in bfloat16."""
-    lookup_only = 0 if config.tie_embeddings else config.vocab_size * config.dim
-    weights = 2 * (llama_jax.parameter_count(config) - lookup_only)
-    return weights + llama_jax.cache_bytes(config, batch, length, jnp.bfloat16)
+def step_bytes(config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int, length: int) -> int:
+    """Bytes that a decode step has to read: parameters, or their shapes, and `length` tokens per row of a bfloat16 cache."""
+    lookup_only = 0 if params.lm_head is None else bytes_in_memory(params.embedding)
+    return bytes_in_memory(params) - lookup_only + llama_jax.cache_bytes(config, batch, length, jnp.bfloat16)

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import jax.numpy as jnp
+
 from gpu_parts.decode import mean_length, step_bytes
 from gpu_parts.run import RUNNER, Row, Run
 from llama_jax.formats.huggingface import config_to_dict
+from llama_jax.model.trees import param_shapes
 
 WORKER = "--transformers-worker"
 
@@ -46,7 +49,7 @@ def measure_transformers(run: Run, shape: str) -> Row:
     row = json.loads(worker.stdout.splitlines()[-1])
     if "skipped" in row:
         return row
-    step, read = row["ms_per_step"] / 1e3, step_bytes(config, 1, mean_length(plan))
+    step, read = row["ms_per_step"] / 1e3, step_bytes(config, param_shapes(config, jnp.bfloat16), 1, mean_length(plan))
     copy = run.found("yardsticks", "value", name="copy")
     ours = run.found("decode", "tokens_per_s", shape=shape, batch=1)
     return {

@@ -60,9 +60,6 @@ class Plan:
         """The plan with only these shapes; with all if there are none."""
         if not shapes:
             return self
-        unknown = [shape for shape in shapes if shape not in self.shapes]
-        if unknown:
-            raise SystemExit(f"unknown shape {unknown[0]!r}; the shapes are {', '.join(self.shapes)}")
         return replace(
             self,
             shapes={shape: self.shapes[shape] for shape in shapes},

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import llama_jax
-from gpu_parts.decode import mean_length, measure_decode
+from gpu_parts.decode import measure_decode
 from gpu_parts.plan import SMALL_GQA
 from gpu_parts.run import Row, Run, number
 from gpu_parts.weights import noise
-from llama_jax.model.trees import bytes_in_memory, dequantize, param_shapes, quantize
+from llama_jax.model.trees import dequantize, param_shapes, quantize
 
 # int8 activations round to 7 bits, and 4-bit weights make each such error larger, relative to the largest logit.
 TOLERANCE = 0.05
@@ -46,9 +46,4 @@ def compare(kind: str, tokens: int) -> Row:
 def measure(run: Run, config: llama_jax.LlamaConfig, kind: str, batch: int) -> Row:
     """Time decode steps with random weights: their values do not affect the speed."""
     shapes = quantize(param_shapes(config, jnp.bfloat16), kind)
-    row = measure_decode(run, config, noise(shapes), batch)
-    looked_up = 0 if shapes.lm_head is None else bytes_in_memory(shapes.embedding)
-    cache = llama_jax.cache_bytes(config, batch, mean_length(run.plan), jnp.bfloat16)
-    row["gb_per_step"] = (bytes_in_memory(shapes) - looked_up + cache) / 1e9
-    copy = run.found("yardsticks", "value", name="copy")
-    return row | ({} if copy is None else {"share_of_copy": row["gb_per_step"] / row["ms_per_step"] * 1e3 / copy})
+    return measure_decode(run, config, noise(shapes), batch)

@@ -88,7 +88,7 @@ def measure(run: Run, weights: Weights, requests: int) -> Row:
     finally:
         engine.close()
     taken = statistics.median(times)
-    step, read = taken / plan.new_tokens, step_bytes(config, requests, mean_length(plan))
+    step, read = taken / plan.new_tokens, step_bytes(config, weights.made(), requests, mean_length(plan))
     copy = run.found("yardsticks", "value", name="copy")
     return {
         "tokens_per_s": requests / step,

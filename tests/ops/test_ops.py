@@ -90,6 +90,8 @@ class TestLinear:
             assert "dot_general" not in program(*short)
             assert "dot_general" in program(jnp.repeat(short[0], 2, axis=1), short[1])
             assert "dot_general" in program(*wide)
+            over_tokens = jax.vmap(lambda x, w: ops.project(x, w), in_axes=(0, None))
+            assert "dot_general" in str(jax.make_jaxpr(over_tokens)(jnp.ones((7, 96), jnp.bfloat16), short[1]))
             found = jax.jit(ops.project)(*short)
             of_each = gradients(ops.project, *short)
         plain = lambda x, w: jnp.einsum("btd,fcd->btfc", x, w)
