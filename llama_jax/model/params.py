@@ -180,7 +180,7 @@ PARAM_SPECS: tuple[ParamSpec, ...] = (
     ParamSpec(
         "blocks.feed_forward.down", "D F", P("fsdp", "tensor"), "residual", rng=(4,), output_axes=(-2,), exists=_dense
     ),
-    ParamSpec("blocks.feed_forward.router", "E D", P(None, "fsdp"), "normal", rng=(6,), output_axes=(-2,), exists=_sparse),
+    ParamSpec("blocks.feed_forward.router", "E D", P(None, "fsdp"), "normal", rng=(6,), exists=_sparse),
     ParamSpec(
         "blocks.feed_forward.gate",
         "E F D",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from llama_jax.model.params import Llama, spec_at
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
+ADAMW_RMS = 0.2  # the usual root mean square of AdamW's updates (Liu et al. 2025, section 2.2)
 WARMUP_DIVISOR = 10  # the default warm-up is at most 1 / 10 of all steps
 
 
@@ -22,7 +24,7 @@ class OptimizerSettings:
     """Settings of the optimizer.
 
     Attributes:
-      name: "adamw", or "muon" for the matrices inside the layers and AdamW for the rest.
+      name: "adamw", or "muon" for the matrices inside the layers, except routers of experts, and AdamW for the rest.
       learning_rate: the peak of the schedule.
       schedule: the learning rate after the warm-up: "cosine" decays over all remaining steps; "wsd" (warm-up, stable, decay:
         Hu et al. 2024, section 4) is constant and then decays linearly; "constant".
@@ -160,13 +162,57 @@ def adamw(
 
 def _muon(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024) with updates as large as AdamW's (Liu et al. 2025, section 2.2)."""
-    return optax.contrib.muon(
-        schedule,
-        beta=settings.momentum,
-        weight_decay=settings.weight_decay,
-        muon_weight_dimension_numbers=_muon_dimension_numbers,
-        consistent_rms=0.2,
+    return optax.chain(
+        _scale_by_muon(settings.momentum),
+        optax.add_decayed_weights(settings.weight_decay),
+        optax.scale_by_learning_rate(schedule),
     )
+
+
+def _scale_by_muon(momentum: float) -> optax.GradientTransformation:
+    """Momentum with each matrix orthogonalized, and scaled to the RMS of AdamW's updates.
+
+    Queries, keys and values are three matrices, although one array holds them: orthogonalized together, the update of each
+    would depend on the size of the other two.
+    """
+    muon = optax.contrib.scale_by_muon(beta=momentum, weight_dimension_numbers=_muon_dimension_numbers)
+
+    def scale(update: jax.Array, axes: optax.contrib.MuonDimensionNumbers) -> jax.Array:
+        outputs = math.prod(update.shape[axis] for axis in axes.output_axis)
+        return update * (ADAMW_RMS * max(update.shape[axes.reduction_axis], outputs) ** 0.5)
+
+    def update(gradients: Llama, state: Any, params: Llama | None = None) -> tuple[Llama, Any]:
+        del params
+        updates, state = muon.update(_split_qkv(gradients), state._replace(mu=_split_qkv(state.mu)))
+        updates = jax.tree.map(scale, updates, _muon_dimension_numbers(updates))
+        return _join_qkv(updates), state._replace(mu=_join_qkv(state.mu))
+
+    return optax.GradientTransformation(muon.init, update)
+
+
+class _Projections(NamedTuple):
+    """The parts of `Attention.qkv`."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+
+
+def _split_qkv(params: Llama) -> Llama:
+    """The parameters with `_Projections` in place of ``qkv`` [..., K, G + 2, H, D]."""
+
+    def split(path: tuple[Any, ...], leaf: jax.Array) -> Any:
+        if spec_at(path).path != "blocks.attention.qkv":
+            return leaf
+        return _Projections(*jax.lax.split(leaf, (leaf.shape[-3] - 2, 1, 1), axis=leaf.ndim - 3))
+
+    return jax.tree_util.tree_map_with_path(split, params)
+
+
+def _join_qkv(params: Llama) -> Llama:
+    """The inverse of `_split_qkv`."""
+    is_split = lambda node: isinstance(node, _Projections)
+    return jax.tree.map(lambda node: jnp.concatenate(node, axis=-3) if is_split(node) else node, params, is_leaf=is_split)
 
 
 def _muon_dimension_numbers(params: Llama) -> Llama:
@@ -179,10 +225,17 @@ def _muon_dimension_numbers(params: Llama) -> Llama:
 
 
 def _optimizer_labels(params: Llama) -> Llama:
-    """The optimizer of each parameter: "muon" for the matrices inside the layers, "adamw" for the rest."""
+    """The optimizer of each parameter: "muon" for the matrices inside the layers, "adamw" for the rest.
+
+    Raises:
+      ConfigError: the parameters are adapters.
+    """
 
     def label(path: tuple[Any, ...], _: Any) -> OptimizerName:
-        return "adamw" if spec_at(path).output_axes is None else "muon"
+        spec = spec_at(path)
+        if path[-1] != jax.tree_util.GetAttrKey(spec.path.rpartition(".")[2]):  # inside a weight
+            raise ConfigError("name='muon' is for whole matrices; train adapters with adamw")
+        return "adamw" if spec.output_axes is None else "muon"
 
     return jax.tree_util.tree_map_with_path(label, params)
 

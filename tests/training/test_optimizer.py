@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
@@ -117,19 +118,82 @@ def test_muon_makes_every_layers_matrix_nearly_orthogonal(params, muon_update):
     """The singular values of an update are equal within what five Newton-Schulz steps reach (Jordan et al. 2024)."""
     blocks = muon_update.blocks
     c = CONFIG
+    qkv = blocks.attention.qkv  # [L, K, G + 2, H, D]
     matrices = {
-        "qkv": blocks.attention.qkv.reshape(c.n_layers, -1, c.dim),
+        "queries": qkv[:, :, :-2],
+        "keys": qkv[:, :, -2],
+        "values": qkv[:, :, -1],
         "out": blocks.attention.out,
         "gate": blocks.feed_forward.gate,
         "up": blocks.feed_forward.up,
         "down": blocks.feed_forward.down,
     }
+    matrices = {name: stack.reshape(c.n_layers, -1, stack.shape[-1]) for name, stack in matrices.items()}
     for name, stack in matrices.items():
         for matrix in stack:
             values = np.linalg.svd(matrix, compute_uv=False) / (0.2 * np.sqrt(max(matrix.shape)))
             # Of a square random matrix the smallest is near 0, and five steps do not bring it up.
             assert np.quantile(values, 0.1) > 0.5, name
             assert values.max() < 1.5, name
+
+
+def test_muon_updates_queries_keys_and_values_as_three_matrices(params):
+    """optax's Muon on each of them as an array of its own is the oracle. The keys' gradients are 30 times as large."""
+    settings = OptimizerSettings(name="muon", learning_rate=0.1, warmup_steps=2, weight_decay=0.1, clip_norm=0.0)
+    optimizer = make_optimizer(settings, STEPS)
+
+    def matrices(params):
+        qkv = params.blocks.attention.qkv  # [L, K, G + 2, H, D]
+        parts = {"queries": qkv[:, :, :-2], "keys": qkv[:, :, -2], "values": qkv[:, :, -1]}
+        return {name: part.reshape(CONFIG.n_layers, -1, CONFIG.dim) for name, part in parts.items()}
+
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
+    oracle = optax.contrib.muon(
+        learning_rate_schedule(settings, STEPS),
+        beta=settings.momentum,
+        weight_decay=settings.weight_decay,
+        muon_weight_dimension_numbers=dict.fromkeys(("queries", "keys", "values"), axes),
+        consistent_rms=0.2,
+    )
+
+    @jax.jit
+    def step(seed, params, state, apart, apart_state):
+        random = lambda a: jax.random.normal(jax.random.key(seed), a.shape, a.dtype)
+        gradients = jax.tree.map(random, params)
+        attention = gradients.blocks.attention
+        attention = attention.replace(qkv=attention.qkv.at[:, :, -2].multiply(30))
+        gradients = gradients.replace(blocks=gradients.blocks.replace(attention=attention))
+        updates, state = optimizer.update(gradients, state, params)
+        apart_updates, apart_state = oracle.update(matrices(gradients), apart_state, apart)
+        return (
+            optax.apply_updates(params, updates),
+            state,
+            optax.apply_updates(apart, apart_updates),
+            apart_state,
+        )
+
+    after, apart = params, matrices(params)
+    state, apart_state = optimizer.init(after), oracle.init(apart)
+    for seed in range(3):
+        after, state, apart, apart_state = step(seed, after, state, apart, apart_state)
+    for name, matrix in matrices(after).items():
+        np.testing.assert_allclose(matrix, apart[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_muon_leaves_routers_to_adamw():
+    config = replace(CONFIG, experts=4, experts_per_token=2)
+    params = jit_init(config, jax.random.key(0))
+    settings = OptimizerSettings(name="muon", learning_rate=1.0, schedule="constant", weight_decay=0.0, clip_norm=0.0)
+    optimizer = make_optimizer(settings, STEPS)
+    updates, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+    np.testing.assert_allclose(updates.blocks.feed_forward.router, -np.sign(params.blocks.feed_forward.router), atol=1e-3)
+    assert np.sqrt(np.mean(np.square(updates.blocks.feed_forward.down))) < 0.3
+
+
+def test_muon_refuses_adapters():
+    adapters = random_adapters(CONFIG, Lora(rank=2, targets=("q_proj", "o_proj")))
+    with pytest.raises(llama_jax.ConfigError, match="adamw"):
+        make_optimizer(OptimizerSettings(name="muon"), STEPS).init(adapters)
 
 
 def test_muon_leaves_the_rest_to_adamw(params, muon_update):
