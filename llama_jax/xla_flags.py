@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import util
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from llama_jax.errors import UserError, shown
+
+if TYPE_CHECKING:
+    import jax
 
 SWITCH = "LLAMA_JAX_FLAGS"
 # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX and M_TOP_PAD of glibc: no block gets its own mapping, nothing is returned to
@@ -92,22 +96,57 @@ class FlagChanges:
     unknown: tuple[str, ...] = ()
 
 
-def compiler_options(platform: str, *, training: bool) -> dict[str, bool | str]:
-    """The flags of a platform that the installed compiler has, for `jax.stages.Lowered.compile`; empty if flags are off.
+def compiler_options(platform: str, *, training: bool, device: jax.Device | None = None) -> dict[str, bool | str]:
+    """The flags of a platform that the installed compiler accepts, for `jax.stages.Lowered.compile`; empty if flags are off.
 
-    For compilation without devices, or if the environment cannot be changed.
+    For compilation without devices, or if the environment cannot be changed. A compiler may have a flag for the environment
+    that is no option of a compilation, so the options are tried.
+
+    Args:
+      device: the device to compile for, real or described; by default the first of this process. Options of a TPU are tried
+        only with a TPU's compiler: others have none of them.
     """
     if os.environ.get(SWITCH) == "off":
         return {}
-    options = [flag for flag in flags_for(platform, training=training) if flag.name != flag.variable and _is_known(flag)]
-    return {flag.name: flag.value == "true" if flag.value in ("true", "false") else flag.value for flag in options}
+    flags = [flag for flag in flags_for(platform, training=training) if flag.name != flag.variable and _is_known(flag)]
+    options = {flag.name: flag.value == "true" if flag.value in ("true", "false") else flag.value for flag in flags}
+    return _accepted_options(options, platform, device)
 
 
 def decode_options_on_tpu() -> dict[str, int] | None:
     """The compiler option for programs that decode on a TPU; None if it is unknown, set by the user, or flags are off."""
     if os.environ.get(SWITCH) == "off" or _is_set(_KEEP_CACHE, os.environ) or not _is_known(_KEEP_CACHE):
         return None
-    return {_KEEP_CACHE.name: int(_KEEP_CACHE.value)}
+    return _accepted_options({_KEEP_CACHE.name: int(_KEEP_CACHE.value)}, "tpu") or None
+
+
+def _accepted_options(options: dict[str, Any], platform: str, device: jax.Device | None = None) -> dict[str, Any]:
+    """The options without those that the compiler of a device refuses, by default of the first device of this process."""
+    import jax
+
+    device = jax.devices()[0] if device is None else device
+    if platform == "tpu" != device.platform:
+        return options
+    refused = _refused_option(tuple(options.items()), device)
+    if refused is None:
+        return options
+    return _accepted_options({name: value for name, value in options.items() if name != refused}, platform, device)
+
+
+@lru_cache(maxsize=64)
+def _refused_option(options: tuple[tuple[str, Any], ...], device: jax.Device) -> str | None:
+    """The first option that the compiler of a device does not have, found by compiling an empty program."""
+    import jax
+
+    program = jax.jit(lambda: 0, out_shardings=jax.sharding.SingleDeviceSharding(device)).lower()
+    try:
+        program.compile(compiler_options=dict(options))
+    except jax.errors.JaxRuntimeError as error:
+        unknown = re.search(r"No such compile option: '(\w+)'", str(error))
+        if unknown is None:
+            raise
+        return unknown[1]
+    return None
 
 
 def set_flags(

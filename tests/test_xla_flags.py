@@ -2,6 +2,7 @@ import ctypes
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from llama_jax import xla_flags as flags
@@ -145,6 +146,20 @@ def test_a_flag_that_this_xla_does_not_have_is_left_out(libraries):
     library.unlink()
     flags._holds.cache_clear()
     assert compiler_options("gpu", training=True) == {}
+
+
+def test_an_option_that_the_compiler_refuses_is_left_out(libraries, monkeypatch):
+    """The compiler's library contains the name, as the one of jax 0.11.2 contains that of an option of jax 0.10.2."""
+    removed = flags.Flag("XLA_FLAGS", "xla_gpu_removed_option", "true")
+    monkeypatch.setitem(FLAGS, "gpu", (*FLAGS["gpu"], removed))
+    for library in libraries.glob("*/*.so"):
+        library.write_bytes(library.read_bytes() + b"xla_gpu_removed_option\0")
+    flags._holds.cache_clear()
+    monkeypatch.delenv("LLAMA_JAX_FLAGS", raising=False)
+    options = compiler_options("gpu", training=True)
+    assert len(options) == sum(flag.name != flag.variable for flag in FLAGS["gpu"]) - 1
+    assert removed.name not in options
+    jax.jit(lambda: 0).lower().compile(compiler_options=options)
 
 
 def test_after_jax_has_started_nothing_would_be_read(libraries, monkeypatch):

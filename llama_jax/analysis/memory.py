@@ -125,7 +125,10 @@ class Program:
           DoesNotFitError: the program exceeds the device's memory, if its compiler plans for that, as a TPU's does.
         """
         if not accelerator or self.platform != "cpu":
-            options = compiler_options(self.platform, training=self.known.gradients > 0) if flags else None
+            options = None
+            if flags:
+                device = self.mesh.devices.flat[0]
+                options = compiler_options(self.platform, training=self.known.gradients > 0, device=device)
             try:
                 return self.lower().compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:

@@ -26,7 +26,8 @@ from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
 
 FEW_TOKENS = 16  # with at most this many tokens, per-group dot products are computed first and scaled afterwards
 FEW_TOKENS_OF_TPU = 64  # the same on a TPU
-DECODED_AT_ONCE = 1 << 22  # weights dequantized per chunk
+DECODED_AT_ONCE = 1 << 22  # weights dequantized per chunk: 8 MB in 16 bits, which fit the VMEM of a TPU v5e (128 MB)
+DECODED_AT_ONCE_ON_GPU = 1 << 24  # 32 MB, which fit the L2 cache of an H100 (50 MB); each chunk launches several kernels
 GPUS_WITH_FP8 = ("H100", "H200", "H20", "B100", "B200", "B300", "L4", "L40", "RTX 40", "RTX 50", "RTX PRO", "Ada")
 
 
@@ -307,6 +308,8 @@ def multiply_transposed(
 
 def _by_chunks(x: jax.Array, planes: tuple[jax.Array, ...], form: QuantFormat) -> jax.Array:
     """`multiply` with one part of the rows dequantized at a time."""
+    if lowering_platform() == "gpu":  # otherwise weights of one chunk would be dequantized together with other layers'
+        x, planes = lax.optimization_barrier((x, planes))
     chunks = _Chunks.of(form, planes)
 
     def put(index: jax.Array, out: jax.Array) -> jax.Array:
@@ -324,8 +327,8 @@ def _by_chunks(x: jax.Array, planes: tuple[jax.Array, ...], form: QuantFormat) -
 
 @for_cpu("decoded_at_once")
 def decoded_at_once() -> int:
-    """Weights dequantized per chunk: 8 MB in 16 bits, which fit the caches of an H100 (50 MB) and a v5e TPU (128 MB)."""
-    return DECODED_AT_ONCE
+    """Weights dequantized per chunk."""
+    return DECODED_AT_ONCE_ON_GPU if lowering_platform() == "gpu" else DECODED_AT_ONCE
 
 
 class _Chunks(NamedTuple):
