@@ -116,7 +116,7 @@ def rms_norm(
     return normalize(x, weight)
 
 
-def add_bias(x: Float[Array, "..."], bias: Float[AnyArray, "..."] | None) -> Float[Array, "..."]:
+def add_bias(x: Float[Array, " ..."], bias: Float[AnyArray, " ..."] | None) -> Float[Array, " ..."]:
     """Add a bias [*out] to [*batch, *out], in the dtype of `x`; None adds nothing."""
     return x if bias is None else x + bias.astype(x.dtype)
 
