@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from make_goldens import GOLDENS, random_tensors
@@ -75,6 +77,7 @@ GGUF = {
     "up": "blk.{}.ffn_up.weight",
     "down": "blk.{}.ffn_down.weight",
 }
+GGUF |= {f"{part}_bias": GGUF[part].replace(".weight", ".bias") for part in ("q", "k", "v", "out", "gate", "up", "down")}
 
 
 def renamed(config: LlamaConfig, tensors: dict[str, np.ndarray], names: dict[str, str]) -> dict[str, np.ndarray]:
@@ -84,9 +87,9 @@ def renamed(config: LlamaConfig, tensors: dict[str, np.ndarray], names: dict[str
         for i in range(config.n_layers if "{}" in name else 1):
             if name.format(i) in tensors:
                 weight = tensors[name.format(i)]
-                if part in ("q", "k"):
-                    heads = weight.reshape(-1, 2, config.head_dim // 2, config.dim)
-                    weight = heads.transpose(0, 2, 1, 3).reshape(weight.shape)
+                if part.removesuffix("_bias") in ("q", "k"):
+                    heads = weight.reshape(-1, 2, config.head_dim // 2, *weight.shape[1:])
+                    weight = heads.swapaxes(1, 2).reshape(weight.shape)
                 found[names[part].format(i)] = np.ascontiguousarray(weight)
     return found
 
@@ -150,8 +153,15 @@ def write_training(path: Path, config: LlamaConfig, tensors: dict[str, np.ndarra
     torch.save(checkpoint | dict(best_val_loss=torch.tensor(1.5), config={"device": "cpu", "compile": True}), path)
 
 
-def write_gguf(path: Path, config: LlamaConfig, tensors: dict[str, np.ndarray], kind: str = "F32", **more) -> None:
-    """Write with the gguf package, as llama.cpp's conversion does."""
+def write_gguf(
+    path: Path,
+    config: LlamaConfig,
+    tensors: dict[str, np.ndarray],
+    kind: str = "F32",
+    extra: Mapping[str, np.ndarray] = MappingProxyType({}),
+    **more,
+) -> None:
+    """Write with the gguf package, as llama.cpp's conversion does, and with additional tensors and settings."""
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 
     writer = GGUFWriter(path, "llama")
@@ -166,8 +176,9 @@ def write_gguf(path: Path, config: LlamaConfig, tensors: dict[str, np.ndarray], 
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
     for key, value in more.items():
-        {bool: writer.add_bool, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
-    for name, a in renamed(config, tensors, GGUF).items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](key, value)
+    for name, a in (renamed(config, tensors, GGUF) | extra).items():
         stored = GGMLQuantizationType["F32" if a.ndim == 1 else kind]
         writer.add_tensor(name, quants.quantize(a, stored), raw_dtype=stored)
     writer.write_header_to_file()

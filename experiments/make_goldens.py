@@ -50,6 +50,7 @@ KINDS = {
         rope_theta=500.0,
         rope_scaling=RopeScaling("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32),
     ),
+    "biases": _config(qkv_bias=True, out_bias=True, mlp_bias=True),
 }
 
 # Every kind of RoPE scaling in transformers, with its variants; contexts are shorter than the tokens.
@@ -113,9 +114,12 @@ def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
         "up": (c.hidden_dim, c.dim),
         "down": (c.dim, c.hidden_dim),
     }
+    biases = ("q", "k", "v") * c.qkv_bias + ("out",) * c.out_bias + ("gate", "up", "down") * c.mlp_bias
     for i in range(c.n_layers):
         for part, shape in shapes.items():
             tensors[NAMES[part].format(i)] = normal(*shape)
+        for part in biases:
+            tensors[NAMES[f"{part}_bias"].format(i)] = normal(shapes[part][0])
         for part in ("attention_norm", "ffn_norm"):
             tensors[NAMES[part].format(i)] = 1 + normal(c.dim)
     return tensors

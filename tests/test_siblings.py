@@ -473,9 +473,9 @@ def test_released_config_json(name):
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported; a qwen2 has"),
-        ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported; a qwen3 has"),
+        ("qwen2", {"max_window_layers": None}, "max_window_layers=None must be an integer"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* must be 'full_attention'"),
+        ("qwen3_moe", {"layer_types": ["sliding_attention"] * 2}, "layer_types=.* must be 'full_attention'"),
         ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types=.* must be 'sliding_attention'"),
         ("mistral", {"sliding_window": 0}, "window=0 must be a positive integer"),
         ("mixtral", {"num_experts_per_tok": 5}, "experts_per_token=5 must be at most experts=4"),

@@ -193,13 +193,14 @@ def _files_of(tensor: Any) -> list[Location]:
 
 NORMS = {"post": "after attention and feed-forward", "both": "before and after attention and feed-forward"}
 QK_NORMS = {"head": "of each head", "all": "of all heads together", "l2": "of each head after RoPE, without weights"}
+BIASES = {"qkv_bias": "query, key and value biases", "out_bias": "output bias", "mlp_bias": "feed-forward biases"}
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
 
 def _only_in_siblings(c: Mapping[str, Any]) -> list[list[str]]:
     """The parts of a model that no Llama has."""
     rows = [["attention window", f"{c['window']:,} tokens"]] if c["window"] else []
-    rows += [["query, key and value biases", "yes"]] if c["qkv_bias"] else []
+    rows += [[name, "yes"] for field, name in BIASES.items() if c[field]]
     rows += [["query and key norms", QK_NORMS[c["qk_norm"]]]] if c["qk_norm"] else []
     kinds = Counter(_attention_of(c["layers"][i % len(c["layers"])]) for i in range(c["n_layers"] if c["layers"] else 0))
     rows += [["attention", f"{count:,} layers {words}"] for words, count in kinds.items()]

@@ -26,17 +26,24 @@ ModelType = Literal[
 
 # The features of each family beyond Llama, by the names that `features` returns.
 FAMILY_FEATURES: dict[ModelType, set[str]] = {
-    "llama": set(),
+    "llama": {"attention_bias", "mlp_bias"},
     "mistral": {"window"},
-    "qwen2": {"qkv_bias"},
-    "qwen3": {"qk_norm=head"},
+    "cwm": {"window", "layers with a window", "mlp_bias"},
+    "smollm3": {"layers without rope", "window", "layers with a window", "attention_bias", "mlp_bias"},
+    "qwen2": {"qkv_bias", "window", "layers with a window"},
+    "qwen3": {"qk_norm=head", "window", "layers with a window", "attention_bias"},
     "mixtral": {"window", "experts"},
-    "qwen3_moe": {"qk_norm=head", "experts", "normalize_expert_weights=False"},
-    "cwm": {"layers with a window"},
-    "smollm3": {"layers without rope", "layers with a window"},
+    "qwen3_moe": {"qk_norm=head", "experts", "normalize_expert_weights=False", "window", "attention_bias"},
     "ministral3": {"query_scaling", "window"},
-    "olmo2": {"norm=post", "qk_norm=all"},
-    "olmo3": {"norm=post", "qk_norm=all", "window", "layers with a window", "layers with unscaled rope"},
+    "olmo2": {"norm=post", "qk_norm=all", "attention_bias"},
+    "olmo3": {
+        "norm=post",
+        "qk_norm=all",
+        "window",
+        "layers with a window",
+        "layers with unscaled rope",
+        "attention_bias",
+    },
     "gemma3_text": {
         "norm=both",
         "norm_offset",
@@ -47,8 +54,16 @@ FAMILY_FEATURES: dict[ModelType, set[str]] = {
         "window",
         "layers with a window",
         "layers with unscaled rope",
+        "attention_bias",
     },
-    "granite": {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
+    "granite": {
+        "embedding_multiplier",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logits_scaling",
+        "attention_bias",
+        "mlp_bias",
+    },
     "phi3": {"window", "rotary_dim"},
     "llama4_text": {
         "experts with sigmoid scores and a shared expert",
@@ -56,9 +71,10 @@ FAMILY_FEATURES: dict[ModelType, set[str]] = {
         "query_scaling with offset=1 and rotated=False",
         "layers without rope",
         "layers with chunks",
+        "attention_bias",
     },
 }
-_FIELDS = ("window", "qkv_bias", "norm_offset", "rotary_dim", "attention_multiplier")
+_FIELDS = ("window", "mlp_bias", "norm_offset", "rotary_dim", "attention_multiplier")
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
@@ -66,6 +82,10 @@ def features(config: Any) -> set[str]:
     """The features of this configuration beyond Llama, by the names in `FAMILY_FEATURES`."""
     found = {name for name in _FIELDS if getattr(config, name)}
     found |= {name for name in _MULTIPLIERS if getattr(config, name) != 1}
+    if config.qkv_bias and config.out_bias:
+        found.add("attention_bias")  # transformers' setting for both
+    else:
+        found |= {name for name in ("qkv_bias", "out_bias") if getattr(config, name)}
     found |= {f"norm={config.norm}"} if config.norm != "pre" else set()
     found |= {f"qk_norm={config.qk_norm}"} if config.qk_norm else set()
     found |= {"activation"} if config.activation != "silu" else set()

@@ -110,6 +110,8 @@ class LlamaConfig:
       tie_embeddings: the embedding is also the output projection.
       window: as in `LayerConfig`, for all layers (Mistral: Jiang et al. 2023, section 2).
       qkv_bias: a bias after the projections of queries, keys and values (Qwen2).
+      out_bias: a bias after the output projection of attention; with `qkv_bias`, the `attention_bias` of transformers.
+      mlp_bias: biases after the projections of the feed-forward; for models without experts.
       layers: if layers differ in their attention, the period that is repeated over the depth: layer i is
         ``layers[i % len(layers)]``, and `window` is None. Empty if all layers are the same.
       qk_norm: RMSNorm of queries and keys: "head", of each head before RoPE (Qwen3); "all", of all heads together before
@@ -150,6 +152,8 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     window: int | None = None
     qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: Literal["head", "all", "l2"] | None = None
     experts: int = 0
     experts_per_token: int = 0

@@ -18,6 +18,8 @@ SHAPE_FIELDS = (
     "head_dim",
     "hidden_dim",
     "qkv_bias",
+    "out_bias",
+    "mlp_bias",
     "qk_norm",
     "norm",
     "experts",

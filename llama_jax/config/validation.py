@@ -43,7 +43,7 @@ def check_sizes(config: Any) -> None:
         require_positive_int(name, getattr(config, name))
     require_number("norm_eps", config.norm_eps, above=0.0)
     require_number("rope_theta", config.rope_theta, above=1.0)
-    for name in ("tie_embeddings", "qkv_bias", "normalize_expert_weights", "shared_expert"):
+    for name in ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "normalize_expert_weights", "shared_expert"):
         if not isinstance(getattr(config, name), bool):
             raise ConfigError(f"{name}={shown(getattr(config, name), 40)} must be True or False")
     if config.n_heads % config.n_kv_heads:
@@ -57,6 +57,8 @@ def check_sizes(config: Any) -> None:
             raise ConfigError(f"experts_per_token={config.experts_per_token} must be at most experts={config.experts}")
         if config.activation != "silu":
             raise ConfigError(f"activation={config.activation!r} is not supported with experts; 'silu' is")
+        if config.mlp_bias:
+            raise ConfigError("mlp_bias=True is not supported with experts; leave it out")
     else:
         for name, usual in (("normalize_expert_weights", True), ("expert_scores", "softmax"), ("shared_expert", False)):
             if getattr(config, name) != usual:

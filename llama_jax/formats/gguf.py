@@ -27,8 +27,8 @@ from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.lazy_tensors import FLOATS, Dense, Offset, Tensor, TensorInfo, blocks_of, kind_of, read_bytes
 from llama_jax.formats.model_folder import about_from_fields, about_to_fields
 from llama_jax.formats.quantize_on_load import ENCODED_AT_ONCE
-from llama_jax.formats.rope_conversion import settings_and_tensors, with_scaling
-from llama_jax.formats.weight_format import TENSOR_NAMES, Opened, WeightFormat
+from llama_jax.formats.rope_conversion import ROPE_TENSORS, settings_and_tensors, with_scaling
+from llama_jax.formats.weight_format import TENSOR_NAMES, Opened, WeightFormat, describe_ignored, ignored_tensors
 from llama_jax.gguf_header import MAX_ENTRIES, Header, is_gguf, open_header, short_decimal
 from llama_jax.model.mixtures import base_kind, kind_of_part
 from llama_jax.ops.weights.format_spec import blocks_from_planes
@@ -156,8 +156,8 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
 
 NAMES = {part: names.gguf for part, names in TENSOR_NAMES.items()}
 NORM_SUFFIX = "norm.weight"
+BIASES = {"qkv_bias": "q_bias", "out_bias": "out_bias", "mlp_bias": "gate_bias"}  # a tensor of each, which no setting tells
 PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
-IGNORED_TENSORS = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|factors_short)\.weight")
 SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -187,7 +187,8 @@ def open_file(path: Location) -> Opened:
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
     architecture = ARCHITECTURES[fields["general.architecture"]]
-    tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED_TENSORS.fullmatch(name)}
+    ignored = ignored_tensors(tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in ROPE_TENSORS and name not in ignored}
     tensors = split_fused(config, tensors, architecture.fused, NAMES)
     if architecture.norm_shift:
         shift = -architecture.norm_shift
@@ -201,6 +202,7 @@ def open_file(path: Location) -> Opened:
         interleaved=architecture.interleaved,
         tokenizer=partial(_tokenizer, fields, path, config.vocab_size),
         about=lambda: about_from_fields(_with_texts(fields, path)),
+        notes=describe_ignored(ignored),
     )
 
 
@@ -230,18 +232,25 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
         raise ConfigError("this is a vocabulary without weights; pass a model, and this as its tokenizer (--tokenizer)")
     if table is None:
         raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
-    n_layers = need("block_count")
-    require_positive_int(f"{architecture}.block_count", n_layers)
-    if n_layers > MAX_ENTRIES:  # bounds lists that have an entry per layer
-        raise ConfigError(f"{architecture}.block_count={n_layers} must be at most {MAX_ENTRIES}")
+    block_count, mtp_layers = need("block_count"), maybe("nextn_predict_layers", 0)
+    require_positive_int(f"{architecture}.block_count", block_count)
+    if block_count > MAX_ENTRIES:  # bounds lists that have an entry per layer
+        raise ConfigError(f"{architecture}.block_count={block_count} must be at most {MAX_ENTRIES}")
+    if type(mtp_layers) is not int or not 0 <= mtp_layers < block_count:
+        raise ConfigError(
+            f"{architecture}.nextn_predict_layers={shown(mtp_layers, 40)} must be below block_count={block_count}"
+        )
+    n_layers = block_count - mtp_layers
     fields = fields | {
-        key: _uniform(key, fields[key], n_layers) for name in PER_LAYER if (key := f"{architecture}.{name}") in fields
+        key: _uniform(key, fields[key], block_count) for name in PER_LAYER if (key := f"{architecture}.{name}") in fields
     }
     dim, n_heads = need("embedding_length"), need("attention.head_count")
     for name, value in (("embedding_length", dim), ("attention.head_count", n_heads)):
         require_positive_int(f"{architecture}.{name}", value)
     head_dim = maybe("attention.key_length", 0)
     more = dict(FAMILIES[own.kinds[0]].constants) | own.fields(maybe, n_layers)
+    if own.biases:
+        more |= {field: NAMES[part].format(0) in tensors for field, part in BIASES.items()}
     sizes = LlamaConfig(
         vocab_size=table.shape[0],
         dim=dim,
@@ -374,6 +383,11 @@ def write_file(
     architecture = architecture_of(c.model_type)
     own = ARCHITECTURES[architecture]
     names, todo = NAMES, tensors_to_write(opened, interleaved=own.interleaved)
+    if (c.out_bias or c.mlp_bias) and not own.biases:
+        raise CheckpointError(
+            f"out_bias={c.out_bias} and mlp_bias={c.mlp_bias} cannot be stored in GGUF, whose readers ignore them in"
+            f" {architecture}; write safetensors"
+        )
     if own.fused:
         todo, fused_names = fuse(todo, own.fused)
         names = names | fused_names

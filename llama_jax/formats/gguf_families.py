@@ -36,6 +36,7 @@ class Architecture:
       fused: tensors that hold several parts of a layer, as in `huggingface.FUSED`.
       norm_shift: the constant that files add to norm weights.
       whole_yarn: whether all yarn settings are read; they are fixed in other architectures.
+      biases: whether readers add the biases of projections that a file has.
     """
 
     kinds: tuple[ModelType, ...]
@@ -46,6 +47,7 @@ class Architecture:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     norm_shift: float = 0.0
     whole_yarn: bool = False
+    biases: bool = False
 
 
 def _windows(maybe: Maybe, n_layers: int, period: int) -> list[int | None]:
@@ -71,6 +73,16 @@ def _only_window_settings(config: LlamaConfig) -> dict[str, Any]:
     return {} if config.window is None else {WINDOW_KEY: config.window}
 
 
+def _no_window_settings(config: LlamaConfig) -> dict[str, Any]:
+    window = next((layer.window for layer in config.layer_kinds if layer.window is not None), None)
+    if window is not None:
+        raise CheckpointError(
+            f"window={window} cannot be stored in GGUF, whose readers support none in {architecture_of(config.model_type)};"
+            " write safetensors"
+        )
+    return {}
+
+
 def _llama(maybe: Maybe, n_layers: int) -> dict[str, Any]:
     counts = {"experts": maybe("expert_count", 0), "experts_per_token": maybe("expert_used_count", 0)}
     return _only_window(maybe, n_layers) | counts
@@ -93,7 +105,8 @@ def _qwen3moe(maybe: Maybe, n_layers: int) -> dict[str, Any]:
 def _qwen3moe_settings(config: LlamaConfig) -> dict[str, Any]:
     if not config.normalize_expert_weights:
         raise CheckpointError("llama.cpp normalizes qwen3moe's expert weights; write safetensors")
-    return dict(zip(EXPERT_KEYS, (config.experts, config.experts_per_token, config.hidden_dim), strict=True))
+    counts = dict(zip(EXPERT_KEYS, (config.experts, config.experts_per_token, config.hidden_dim), strict=True))
+    return counts | _no_window_settings(config)
 
 
 LLAMA4 = (*[LayerConfig(chunk=8192)] * 3, LayerConfig(rope="none"))
@@ -215,13 +228,9 @@ def _mistral3(maybe: Maybe, n_layers: int) -> dict[str, Any]:
 
 
 def _mistral3_settings(config: LlamaConfig) -> dict[str, Any]:
-    scaling = config.query_scaling
-    if config.window is not None:
-        raise CheckpointError(
-            f"window={config.window} cannot be stored in GGUF, whose readers support none in mistral3; write safetensors"
-        )
+    scaling, none = config.query_scaling, _no_window_settings(config)
     if scaling is None:
-        return {}
+        return none
     if config.rope_scaling is None or config.rope_scaling.original_max_seq_len != scaling.context:
         raise CheckpointError(f"query_scaling.context={scaling.context} must be the original context of the rope scaling")
     return {"attention.temperature_scale": float(scaling.beta)}
@@ -235,14 +244,16 @@ def _phi3(maybe: Maybe, n_layers: int) -> dict[str, Any]:
 
 PHI3_FUSED = {"blk.{}.attn_qkv.weight": ("q", "k", "v"), "blk.{}.ffn_up.weight": ("gate", "up")}
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(("llama", "mistral", "mixtral"), True, ("expert_count", WINDOW_KEY), _llama, _llama_settings),
-    "qwen2": Architecture(("qwen2",)),
-    "qwen3": Architecture(("qwen3",)),
+    "llama": Architecture(
+        ("llama", "mistral", "mixtral"), True, ("expert_count", WINDOW_KEY), _llama, _llama_settings, biases=True
+    ),
+    "qwen2": Architecture(("qwen2",), settings=_no_window_settings),
+    "qwen3": Architecture(("qwen3",), settings=_no_window_settings),
     "qwen3moe": Architecture(("qwen3_moe",), False, EXPERT_KEYS[:1], _qwen3moe, _qwen3moe_settings),
     "smollm3": Architecture(("smollm3",), True, (), lambda maybe, n: {"layers": SMOLLM3}, _smollm3_settings),
     "olmo2": Architecture(("olmo2", "olmo3"), False, (WINDOW_KEY,), _olmo2, _window_settings),
     "gemma3": Architecture(("gemma3_text",), False, (WINDOW_KEY,), _gemma3, _gemma3_settings, norm_shift=1.0),
-    "granite": Architecture(("granite",), True, tuple(GRANITE), _granite, _granite_settings),
+    "granite": Architecture(("granite",), True, tuple(GRANITE), _granite, _granite_settings, biases=True),
     "mistral3": Architecture(
         ("ministral3",), True, ("attention.temperature_scale",), _mistral3, _mistral3_settings, whole_yarn=True
     ),

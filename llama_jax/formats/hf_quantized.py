@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -52,8 +52,8 @@ class Scheme:
     zeros_less_one: bool = False
 
 
-def scheme_from_dict(found: Any) -> Scheme:
-    """The scheme that a parsed ``quantization_config`` describes."""
+def scheme_from_dict(found: Any) -> Scheme | None:
+    """The scheme that a parsed ``quantization_config`` describes; None if it quantizes only the cache."""
     if not isinstance(found, Mapping):
         raise ConfigError(f"quantization_config={shown(found, 40)} must be an object")
     method = found.get("quant_method")
@@ -142,8 +142,10 @@ COMPRESSED: dict[str, tuple[str, int, Literal["packed", "int8", "fp8"]]] = {
 }
 
 
-def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
+def _compressed_tensors(found: Mapping[str, Any]) -> Scheme | None:
     groups = found.get("config_groups")
+    if groups == {} and found.get("kv_cache_scheme") is not None:
+        return None
     if not isinstance(groups, Mapping) or len(groups) != 1 or not isinstance(scheme := next(iter(groups.values())), Mapping):
         raise _unsupported("config_groups", groups, "it must be one group for all linear layers")
     format = scheme.get("format") or found.get("format")
@@ -152,7 +154,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
     sparsity = found.get("sparsity_config") or {}
     if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
         raise _unsupported("sparsity_config", sparsity, "only dense weights are supported")
-    _need(found, "weights", kv_cache_scheme=(None,), transform_config=(None, {}))
+    _need(found, "weights", transform_config=(None, {}))
     _need(scheme, "weights", output_activations=(None,))
     weights = scheme.get("weights")
     if not isinstance(weights, Mapping):
@@ -173,7 +175,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
     return Scheme(COMPRESSED_TENSORS, layout, block=block)
 
 
-METHODS = {
+METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme | None]] = {
     COMPRESSED_TENSORS: _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,
@@ -421,14 +423,12 @@ ENDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
         (".weight.nested_absmax", ".weight.nested_quant_map"),
     ),
 }
-# Scales of quantized activations, unused here: activations are computed in full precision.
-ACTIVATION_ENDS = (".input_scale", ".input_zero_point", ".activation_scale")
 
 
 def with_weights(where: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
     """The tensors of a folder; those of a quantized weight become one tensor under the weight's name."""
     signs, needed, optional = ENDS[scheme.layout]
-    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(ACTIVATION_ENDS)}
+    found = dict(tensors)
     stems = [name.removesuffix(sign) for sign in signs for name in tensors if name.endswith(sign)]
     for stem in stems:
         parts: dict[str, Any] = {}

@@ -7,24 +7,26 @@ import math
 import os.path
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llama_jax.config import LlamaConfig, Parts, RopeScaling, RopeScalingKind
+from llama_jax.config import FAMILY_FEATURES, LlamaConfig, ModelType, Parts, RopeScaling, RopeScalingKind
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
-from llama_jax.formats.build_params import WrittenTensor, fuse, split_fused, tensors_to_write
-from llama_jax.formats.hf_quantized import scheme_from_dict, with_weights
-from llama_jax.formats.huggingface_families import FAMILIES, object_in
+from llama_jax.formats.build_params import WrittenTensor, fuse, plan, split_fused, tensors_to_write
+from llama_jax.formats.hf_quantized import Scheme, scheme_from_dict, with_weights
+from llama_jax.formats.huggingface_families import FAMILIES, RENAMED, object_in
 from llama_jax.formats.lazy_tensors import (
     FLOATS,
     ArrayTensor,
@@ -39,7 +41,15 @@ from llama_jax.formats.lazy_tensors import (
 from llama_jax.formats.model_folder import About, read_about, token_ids, write_about
 from llama_jax.formats.rope_conversion import SCALING_NOTE, in_known_kinds, note_of, with_note
 from llama_jax.formats.torch_pickle import is_torch, read_tensors
-from llama_jax.formats.weight_format import TENSOR_NAMES, Opened, WeightFormat, shares_in
+from llama_jax.formats.weight_format import (
+    TENSOR_NAMES,
+    Opened,
+    WeightFormat,
+    describe_ignored,
+    ignored_tensors,
+    shares_in,
+    shares_of,
+)
 from llama_jax.model.params import BLOCKS, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import layers_of
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
@@ -63,6 +73,8 @@ SIZES = {
 # Names of settings in messages.
 SETTING_NAMES = SIZES | {
     "window": "sliding_window",
+    "qkv_bias": "attention_bias",
+    "out_bias": "attention_bias",
     "experts": "num_local_experts",
     "experts_per_token": "num_experts_per_tok",
 }
@@ -70,8 +82,6 @@ SETTING_NAMES = SIZES | {
 # token ids and a trainer's settings, do not matter here.
 SUPPORTED = {
     "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "sliding_window": None,
     "attn_logit_softcapping": None,
@@ -82,11 +92,12 @@ SUPPORTED = {
     "logits_scaling": 1.0,
     "num_local_experts": None,
     "use_qk_norm": False,
-    "use_sliding_window": False,
     "use_mrope": False,
     "use_bidirectional_attention": False,
     "clip_qkv": None,
 }
+# Settings that only some families read, and their fields; transformers ignores them in the other families.
+BIASES = {"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)}
 # Our names for settings of a rope scaling whose names differ from those in the file.
 ROPE_NAMES = {"original_max_position_embeddings": "original_max_seq_len"}
 # The settings of each kind of rope scaling, in addition to its name and theta; and those that may be missing.
@@ -136,8 +147,11 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         shared = {name: found[name] for name in ("quantization_config", "tie_word_embeddings") if name in found}
         found = shared | dict(text)
     kind = found.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(f"model_type={shown(kind)} is not supported; llama_jax supports {', '.join(FAMILIES)}")
+    if not isinstance(kind, str) or kind not in FAMILIES | RENAMED:
+        known = ", ".join((*FAMILIES, *RENAMED))
+        raise ConfigError(f"model_type={shown(kind)} is not supported; llama_jax supports {known}")
+    if kind in RENAMED:
+        return config_from_dict(RENAMED[kind](found))
     family = FAMILIES[kind]
     for name, supported in SUPPORTED.items():
         if found.get(name, supported) not in (supported, None) and name not in family.reads:
@@ -158,6 +172,9 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     found = family.rope(found)
     theta, scaling = _rope(found)
     more = dict(family.constants) | family.fields(found | {"theta": theta, "scaled": scaling is not None})
+    for setting, names in BIASES.items():
+        if setting in FAMILY_FEATURES[cast(ModelType, kind)]:
+            more |= dict.fromkeys(names, found.get(setting) or False)
     # A dynamic scaling applies beyond the file's context, where it begins.
     extended = scaling.extended_max_seq_len if scaling is not None and scaling.kind == "dynamic" else None
     note = found.get(SCALING_NOTE)
@@ -274,8 +291,8 @@ def _plain_settings(config: LlamaConfig) -> dict[str, Any]:
         "max_position_embeddings": context,
         "rope_parameters": parameters,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        "attention_bias": config.qkv_bias and config.out_bias,
+        "mlp_bias": config.mlp_bias,
         **({PARTS_KEY: config.parts.missing} if config.parts else {}),
     } | family.settings(config, parameters)
 
@@ -286,8 +303,6 @@ FUSED = {
     "model.layers.{}.self_attn.qkv_proj.weight": ("q", "k", "v"),
     "model.layers.{}.mlp.gate_up_proj.weight": ("gate", "up"),
 }
-# Buffers that old versions of transformers saved with the weights; the configuration implies them.
-IGNORED_TENSORS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # The two ways to store the weights, the preferred one first: name of a single file, and of the index of several.
 SAFETENSORS = "model.safetensors", "model.safetensors.index.json"
 CONFIG_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -304,47 +319,119 @@ def open_folder(path: Location) -> Opened:
         (SAFETENSORS, read_safetensors, "safetensors"),
         (PICKLED, read_tensors, "pytorch_model.bin"),
     ):
-        if (folder / index).exists():
-            tensors = _read_indexed(folder / index, read)
-        elif (folder / single).is_file():
-            tensors = read(folder / single)
+        if (folder / single).is_file():  # before an index, as in transformers
+            stored = _Stored(read(folder / single))
+        elif (folder / index).exists():
+            stored = _read_indexed(folder / index, read)
         else:
             continue
-        tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED_TENSORS.fullmatch(name)}
-        tensors = _language_model_tensors(tensors)
-        tensors = split_fused(config, tensors, FUSED, NAMES)
-        if scheme is not None:
-            if what != "safetensors":
-                raise CheckpointError(f"{folder} has quantized weights in {what}; save them as safetensors")
-            tensors = with_weights(str(folder), tensors, scheme)
-        return Opened(
-            format=f"Hugging Face {what}" + (f", {scheme.method}" if scheme else ""),
-            path=folder,
-            config=config,
-            tensors=_check_experts(folder, config, _join_experts(folder, tensors)),
-            names=names_of(config),
-            interleaved=is_interleaved(config),
-            tokenizer=partial(find_tokenizer, folder, config.vocab_size),
-            about=partial(read_about, folder),
-        )
+        if scheme is not None and what != "safetensors":
+            raise CheckpointError(f"{folder} has quantized weights in {what}; save them as safetensors")
+        open_tensors = partial(_open_tensors, folder, config, scheme, what)
+        unlisted = dict.fromkeys(stored.unlisted, f"tensors that are not in {index}") | ignored_tensors(stored.unlisted)
+        try:
+            opened = open_tensors(stored.tensors, {**stored.ignored, **unlisted})
+            if stored.missing is not None or stored.unlisted:
+                plan(opened)
+        except CheckpointError:
+            if stored.missing is not None:
+                raise stored.missing from None
+            if not stored.unlisted:
+                raise
+            return open_tensors({**stored.tensors, **stored.unlisted}, stored.ignored)
+        return opened
     raise CheckpointError(f"{folder} has a config.json, but no weights: {', '.join(SAFETENSORS + PICKLED)}")
 
 
-LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(lm_head\.|.*)")
-OTHER_PARTS = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector)\.")
+def _open_tensors(
+    folder: Location,
+    config: LlamaConfig,
+    scheme: Scheme | None,
+    what: str,
+    tensors: Mapping[str, Tensor],
+    ignored: Mapping[str, str],
+) -> Opened:
+    """The model in the tensors of a folder's files.
+
+    Args:
+      ignored: names of other tensors and entries of an index, and what they are.
+    """
+    reasons, notes = ignored_tensors(tensors), []
+    tensors = _standard_names(folder, {name: tensor for name, tensor in tensors.items() if name not in reasons})
+    names = names_of(config)
+    has_out_bias = any(names["out_bias"].format(layer) in tensors for layer in range(config.n_layers))
+    if config.out_bias and config.model_type == "llama" and not has_out_bias:  # a Qwen under the names of a Llama
+        config = replace(config, out_bias=False)
+        notes.append("attention_bias is true, but no layer has o_proj.bias: it is zero, as in transformers")
+    tensors = split_fused(config, tensors, FUSED, NAMES)
+    if scheme is not None:
+        tensors = with_weights(str(folder), tensors, scheme)
+        if scheme.method == "gptq":
+            zeros = _unused_zero_biases(config, tensors, names)
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in zeros}
+            reasons |= dict.fromkeys(zeros, "zero biases of GPTQ")
+    table, head = (tensors.get(names[part]) for part in ("embedding", "lm_head"))
+    if config.tie_embeddings and table is not None and head is not None and not _are_equal(table, head):
+        config = replace(config, tie_embeddings=False)
+        notes.append("lm_head.weight differs from the embedding: tie_word_embeddings is ignored, as in transformers")
+    return Opened(
+        format=f"Hugging Face {what}" + (f", {scheme.method}" if scheme else ""),
+        path=folder,
+        config=config,
+        tensors=_check_experts(folder, config, _join_experts(folder, tensors)),
+        names=names,
+        interleaved=is_interleaved(config),
+        tokenizer=partial(find_tokenizer, folder, config.vocab_size),
+        about=partial(read_about, folder),
+        notes=(*describe_ignored({**reasons, **ignored}), *notes),
+    )
 
 
-def _language_model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the language model of a multimodal one, under the names of a text-only model."""
-    found = {name: tensor for name, tensor in tensors.items() if not OTHER_PARTS.match(name)}
-    if len(found) == len(tensors):
-        return found
+# Modules that wrap others without a prefix of their own: torch.compile, FSDP, activation checkpointing.
+WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+IN_ATTENTION = re.compile(r"((?:.*\.)?)layers\.\d+\.self_attn\.")
+IN_BACKBONE = re.compile(r"(?:embed_tokens|layers|norm)\.")
 
-    def renamed(name: str) -> str:
-        match = LANGUAGE_MODEL.fullmatch(name)
-        return name if match is None else match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"
 
-    return {renamed(name): tensor for name, tensor in found.items()}
+def _standard_names(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names of a causal language model, if all layers have another prefix than "model.".
+
+    A backbone that was saved alone has none. Wrappers, such as DDP ("module."), PEFT ("base_model.model.") and multimodal
+    models ("language_model."), add one.
+    """
+    plain = {WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
+    prefixes = {match[1] for name in plain if (match := IN_ATTENTION.match(name))}
+    prefix = prefixes.pop() if len(prefixes) == 1 else "model."
+
+    def standard_name(name: str) -> str:
+        before, head, rest = name.partition("lm_head.")
+        if head and prefix.startswith(before):
+            return head + rest
+        in_backbone = name.startswith(prefix) and IN_BACKBONE.match(name, len(prefix))
+        return f"model.{name.removeprefix(prefix)}" if in_backbone else name
+
+    found = {standard_name(name): tensor for name, tensor in plain.items()}
+    if len(found) < len(tensors):
+        raise CheckpointError(f"{folder} has tensors whose names differ only in a prefix; keep one copy of each tensor")
+    return found
+
+
+def _unused_zero_biases(config: LlamaConfig, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> set[str]:
+    """Names of biases that the model does not have, and that are zero: GPTQ's packages add them to every matrix."""
+    parts = {share.name for spec in specs_for(config) for share in shares_of(spec)}
+    unused = [name for part, name in names.items() if part.endswith("_bias") and part not in parts]
+    stored = {name.format(layer) for name in unused for layer in range(config.n_layers)} & tensors.keys()
+    return {
+        name for name in stored if len(tensors[name].shape) == 1 and not tensors[name].read(0, tensors[name].shape[0]).any()
+    }
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two matrices have the same shape and values."""
+    if a == b or a.shape != b.shape:
+        return a.shape == b.shape
+    rows, step = a.shape[0], max(1, (1 << 22) // max(1, math.prod(a.shape[1:])))
+    return all(np.array_equal(a.read(i, min(i + step, rows)), b.read(i, min(i + step, rows))) for i in range(0, rows, step))
 
 
 QWEN_EXPERTS = {"router": "model.layers.{}.mlp.gate.weight"}
@@ -446,17 +533,19 @@ def files(names: Collection[str], read: Callable[[str], bytes], place: str) -> l
     if "config.json" not in names:
         return None
     for single, index in (SAFETENSORS, PICKLED):
-        if index in names:
-            return [index, *_index_files(read(index), names, f"{place}/{index}")]
         if single in names:
             return [single]
+        if index in names:
+            return [index, *_index_files(read(index), names, f"{place}/{index}")]
     return None
 
 
 def _index_files(content: bytes, there: Collection[str], index: str) -> list[str]:
-    """The files that an index of weights lists."""
+    """The files that an index of weights lists, without those that hold only tensors that are ignored."""
     try:
-        names = sorted(set(json.loads(content)["weight_map"].values()))
+        weight_map = json.loads(content)["weight_map"]
+        used = weight_map.keys() - ignored_tensors(weight_map)
+        names = sorted({weight_map[tensor] for tensor in used} | set(weight_map.values()) & set(there))
         missing = [name for name in names if name not in there]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{index} is not an index of weights; choose another revision") from None
@@ -571,31 +660,48 @@ def _local_header(path: Location, size: int) -> Iterator[Path]:
         yield Path(file.name)
 
 
-def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of all files that an index lists, after checking it against each file's contents."""
-    folder = index.parent
+class _Stored(NamedTuple):
+    """The tensors of a folder.
+
+    Attributes:
+      tensors: those of a single file, or those that an index lists.
+      unlisted: others in the files that the index lists.
+      ignored: names in the files or the index that stand for no tensor of the model, and what they are.
+      missing: the error if a tensor of the model is missing, and a file that the index lists is missing.
+    """
+
+    tensors: Mapping[str, Tensor]
+    unlisted: Mapping[str, Tensor] = MappingProxyType({})
+    ignored: Mapping[str, str] = MappingProxyType({})
+    missing: CheckpointError | None = None
+
+
+def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]) -> _Stored:
+    """The tensors of the files that an index lists. Of copies of a tensor, that of the listed file counts."""
+    folder, missing = index.parent, None
     found = read_object(index, CheckpointError)
     try:
         weight_map = found["weight_map"]
         names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of weights ({shown(error, 80)}); copy it again") from None
+    files: dict[str, dict[str, Tensor]] = {}
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index} names {shown(name, 80)}, which is not in the same folder")
-        there = folder / name
+        file = folder / name
         # Path.is_file raises for invalid file names.
-        if not (there.is_file() if isinstance(there, StoredPath) else os.path.isfile(there)):
-            raise CheckpointError(f"{index} names {shown(name, 80)}, which is missing from {folder}; copy it there")
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        held = read(folder / name)
-        listed = {tensor for tensor, file in weight_map.items() if file == name}
-        if held.keys() != listed:
-            odd = sorted(held.keys() ^ listed)[0]
-            raise CheckpointError(f"{index} and {name} disagree on tensor {shown(odd, 80)}; copy both from one release")
-        tensors |= held
-    return tensors
+        if file.is_file() if isinstance(file, StoredPath) else os.path.isfile(file):
+            files[name] = read(file)
+        else:
+            missing = CheckpointError(f"{index} names {shown(name, 80)}, which is missing from {folder}; copy it there")
+    stored = {tensor: held for content in files.values() for tensor, held in content.items()}
+    listed = {tensor: files[file][tensor] for tensor, file in weight_map.items() if tensor in files.get(file, {})}
+    unlisted = {tensor: held for tensor, held in stored.items() if tensor not in listed}
+    stale = dict.fromkeys(weight_map.keys() - stored.keys(), f"names in {index.name} without a tensor")
+    count = Counter(tensor for content in files.values() for tensor in content)
+    copies = dict.fromkeys((tensor for tensor in listed if count[tensor] > 1), "copies of a tensor in another file")
+    return _Stored(listed, unlisted, stale | copies, missing)
 
 
 def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None, about: About = About()) -> Opened:

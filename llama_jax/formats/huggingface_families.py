@@ -112,9 +112,12 @@ def _ropes(found: ConfigJson) -> list[int]:
     return ropes
 
 
+def _used_window(found: ConfigJson) -> Any:
+    return found.get("sliding_window") if found.get("use_sliding_window") else None
+
+
 def _smollm3(found: ConfigJson) -> dict[str, Any]:
-    ropes = _ropes(found)
-    window = found.get("sliding_window") if found.get("use_sliding_window") else None
+    ropes, window = _ropes(found), _used_window(found)
     kinds = _layer_types(found, lambda i: SLIDING if window is not None and not ropes[i] else FULL)
     return {
         "layers": tuple(
@@ -135,14 +138,12 @@ def _smollm3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     }
 
 
-def _mixed_windows(usual: Callable[[int], str]) -> Callable[[ConfigJson], dict[str, Any]]:
+def _mixed_windows(found: ConfigJson, window: Any, usual: Callable[[int], str]) -> dict[str, Any]:
     """Layers with a window and layers without, otherwise alike."""
-
-    def fields(found: ConfigJson) -> dict[str, Any]:
-        window = found.get("sliding_window")
-        return {"layers": tuple(LayerConfig(window if t == SLIDING else None) for t in _layer_types(found, usual))}
-
-    return fields
+    types = _layer_types(found, usual)
+    if window is None and SLIDING in types:
+        raise ConfigError(f"layer_types={shown(types)} needs a sliding_window, or must be {FULL!r} for all layers")
+    return {"layers": tuple(LayerConfig(window if layer_type == SLIDING else None) for layer_type in types)}
 
 
 def _mixed_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
@@ -277,7 +278,7 @@ def _qwen3_moe(found: ConfigJson) -> dict[str, Any]:
     for name, supported in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if found.get(name, supported) not in (supported, None):
             raise ConfigError(f"{name}={shown(found[name], 40)} is not supported: all layers must have experts")
-    return _alike(found) | {
+    return _windowed({**found, "sliding_window": _used_window(found)}) | {
         "hidden_dim": found["moe_intermediate_size"],
         "experts": found.get("num_experts") or found["num_local_experts"],
         "experts_per_token": found["num_experts_per_tok"],
@@ -286,7 +287,7 @@ def _qwen3_moe(found: ConfigJson) -> dict[str, Any]:
 
 
 def _qwen3_moe_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
-    return _no_window(config, rope) | {
+    return _qwen_settings(config, rope) | {
         "intermediate_size": config.hidden_dim * config.experts_per_token,  # without experts: as in released models
         "moe_intermediate_size": config.hidden_dim,
         "num_experts": config.experts,
@@ -339,13 +340,39 @@ def _llama4_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     }
 
 
-def _no_window(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
-    return {"use_sliding_window": False}
+def _qwen(found: ConfigJson) -> dict[str, Any]:
+    window, first = _used_window(found), found["max_window_layers"]
+    if type(first) is not int:
+        raise ConfigError(f"max_window_layers={shown(first, 40)} must be an integer")
+    return _mixed_windows(found, window, lambda i: SLIDING if window is not None and i >= first else FULL)
+
+
+def _qwen_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    if (window := _window_of(config)) is None:
+        return {"use_sliding_window": False}
+    types = _types_of(config)
+    windows = {"sliding_window": window, "max_window_layers": types.index(SLIDING), "layer_types": types}
+    return {"use_sliding_window": True} | windows
+
+
+def _internlm(found: ConfigJson) -> ConfigJson:
+    """InternLM 1, a Llama with biases. Its dynamic rope scaling by 1 changes nothing within the context."""
+    rotary = {"type": "dynamic", "base": 10_000.0, "scaling_factor": 1.0} | object_in(found, "rotary")
+    if rotary["type"] not in ("dynamic", "origin"):
+        raise ConfigError(f"rotary={shown(rotary, 80)} is not supported; an internlm has type 'dynamic' or 'origin'")
+    scaled = rotary["type"] == "dynamic" and rotary["scaling_factor"] != 1
+    scaling = {"type": "dynamic", "factor": rotary["scaling_factor"]} if scaled else None
+    rope = {"rope_theta": rotary["base"], "rope_scaling": scaling}
+    return dict(found) | rope | {"model_type": "llama", "attention_bias": found.get("bias", True)}
+
+
+# Families that differ from one of `FAMILIES` only in their settings, which a function translates.
+RENAMED: dict[str, Callable[[ConfigJson], ConfigJson]] = {"internlm": _internlm}
 
 
 _MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 _WIDE = _MISTRAL | {"head_dim": 128, "rms_norm_eps": 1e-5}
-_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
+_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "max_window_layers": 28}
 _SMALL = {"num_key_value_heads": 4, "max_position_embeddings": 32_768}
 _HEADS = {"head_dim": 128}
 _OLMO = {"norm": "post", "qk_norm": "all"}
@@ -358,10 +385,9 @@ FAMILIES: dict[str, Family] = {
         _windowed,
         _own_window,
     ),
-    # Qwen reads sliding_window only with use_sliding_window, which is rejected.
-    "qwen2": Family("Qwen2ForCausalLM", _QWEN, ("sliding_window",), _alike, _no_window, constants={"qkv_bias": True}),
+    "qwen2": Family("Qwen2ForCausalLM", _QWEN, ("sliding_window",), _qwen, _qwen_settings, constants={"qkv_bias": True}),
     "qwen3": Family(
-        "Qwen3ForCausalLM", _QWEN | _HEADS, ("sliding_window",), _alike, _no_window, constants={"qk_norm": "head"}
+        "Qwen3ForCausalLM", _QWEN | _HEADS, ("sliding_window",), _qwen, _qwen_settings, constants={"qk_norm": "head"}
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -381,7 +407,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         _SMALL | {"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
-        ("sliding_window", "use_sliding_window"),
+        ("sliding_window",),
         _smollm3,
         _smollm3_settings,
     ),
@@ -400,7 +426,7 @@ FAMILIES: dict[str, Family] = {
             },
         },
         ("sliding_window",),
-        _mixed_windows(lambda i: SLIDING if i % 4 else FULL),
+        lambda found: _mixed_windows(found, found.get("sliding_window"), lambda i: SLIDING if i % 4 else FULL),
         _mixed_settings,
     ),
     "ministral3": Family(

@@ -7,10 +7,9 @@ or theta: the code that reads and writes them uses 1e-5 and 10,000.
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from llama_jax.formats.build_params import WrittenTensor, tensors_to_write
 from llama_jax.formats.lazy_tensors import FLOATS, Dense, Tensor, read_bytes
 from llama_jax.formats.model_folder import read_about
 from llama_jax.formats.torch_pickle import is_torch, read_pickled, tensors_of
-from llama_jax.formats.weight_format import Opened, WeightFormat, shares_of
+from llama_jax.formats.weight_format import Opened, WeightFormat, describe_ignored, ignored_tensors, shares_of
 from llama_jax.model.params import shape_of, specs_for
 from llama_jax.model.rope import rotary_frequencies
 from llama_jax.storage import Location
@@ -57,9 +56,7 @@ IN_LAYER = ("attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "down", 
 LEGACY = ("embedding", *IN_LAYER, "final_norm", "cos", "sin", "lm_head")
 NORMS = ("attention_norm", "ffn_norm", "final_norm")
 VERSIONED = (*NORMS, "embedding", "q", "k", "v", "out", "gate", "down", "up", "lm_head")
-# In a ckpt.pt: the prefix that torch.compile adds to names, and the mask that attention without a kernel registers.
-COMPILED_PREFIX = "_orig_mod."
-MASK_TENSOR = re.compile(r"layers\.\d+\.attention\.mask")
+COMPILED_PREFIX = "_orig_mod."  # in a ckpt.pt, added to names by torch.compile
 
 
 @dataclass(frozen=True)
@@ -229,11 +226,9 @@ def _open_training(path: Location) -> Opened:
     args = found.get("model_args")
     if not isinstance(args, dict):
         raise CheckpointError(f"{path}: 'model_args' is missing; this is not llama2.c's ckpt.pt")
-    tensors = {
-        name.removeprefix(COMPILED_PREFIX): tensor
-        for name, tensor in tensors_of(found.get("model"), path).items()
-        if not MASK_TENSOR.fullmatch(name.removeprefix(COMPILED_PREFIX))
-    }
+    stored = tensors_of(found.get("model"), path)
+    ignored = ignored_tensors(stored)
+    tensors = {name.removeprefix(COMPILED_PREFIX): tensor for name, tensor in stored.items() if name not in ignored}
     names = meta.NAMES
     table, gate, head = (tensors.get(names[part].format(0)) for part in ("embedding", "gate", "lm_head"))
     if table is None or gate is None:
@@ -255,7 +250,7 @@ def _open_training(path: Location) -> Opened:
         )
     except (KeyError, ConfigError) as error:
         raise CheckpointError(f"{path}: model_args do not describe a Llama ({error}); copy it again") from None
-    return _opened("llama2.c ckpt.pt", path, config, tensors, names)
+    return replace(_opened("llama2.c ckpt.pt", path, config, tensors, names), notes=describe_ignored(ignored))
 
 
 def write_file(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,7 @@ from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
 
+_log = logging.getLogger("llama_jax.formats")
 BUNDLED_NAME = "the bundled stories model"
 
 
@@ -166,6 +168,7 @@ def load(
     split_layers = shardings is None and lowering_platform() == "gpu"
     opened = open_checkpoint(bundled() if path is None else path)
     config = opened.config
+    log_notes(opened)
     if quantize == "keep":
         check_kept(list(opened.tensors.values()), opened.path)
     elif quantize is None and dtype is None:
@@ -242,6 +245,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened | OrbaxCheckpoint:
     """
     with reading(path, CheckpointError):
         return _open(locate(path))
+
+
+def log_notes(opened: Opened | OrbaxCheckpoint) -> None:
+    """Log what a user should know about how the files are read, such as which of their tensors are ignored."""
+    for note in opened.notes if isinstance(opened, Opened) else ():
+        _log.warning("%s: %s", opened.path, note)
 
 
 def check_names(opened: Opened | OrbaxCheckpoint) -> None:

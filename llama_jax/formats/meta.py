@@ -17,7 +17,7 @@ from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.lazy_tensors import Joined, Tensor
 from llama_jax.formats.model_folder import read_about
 from llama_jax.formats.torch_pickle import is_torch, read_tensors
-from llama_jax.formats.weight_format import TENSOR_NAMES, Opened, WeightFormat
+from llama_jax.formats.weight_format import TENSOR_NAMES, Opened, WeightFormat, describe_ignored, ignored_tensors
 from llama_jax.storage import Location
 from llama_jax.storage.paths import read_object
 from llama_jax.tokenizers import find_tokenizer
@@ -25,8 +25,6 @@ from llama_jax.tokenizers import find_tokenizer
 NAMES = {part: names.meta for part, names in TENSOR_NAMES.items() if names.meta}
 # Axis along which the ranks' parts are concatenated; every rank has all of the tensors that are not listed (norms).
 SPLIT_AXES = dict.fromkeys(("q", "k", "v", "gate", "up", "lm_head"), 0) | dict.fromkeys(("out", "down"), 1)
-# Buffers that some releases store; the configuration implies them.
-IGNORED_TENSORS = re.compile(r"rope\.freqs|layers\.\d+\.attention\.(inner_attention\.rope\.freqs|mask|cache_[kv])")
 # Required settings of params.json, and all known ones.
 REQUIRED_SETTINGS = ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps")
 KNOWN_SETTINGS = {*REQUIRED_SETTINGS, "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "max_seq_len", "max_batch_size"}
@@ -36,8 +34,9 @@ KNOWN_SETTINGS |= {"rope_theta", "use_scaled_rope", "rope_scaling_factor", "rope
 def open_folder(path: Location) -> Opened:
     """The model in a folder, or in the folder of one of its files; its weights are not read."""
     folder = path if path.is_dir() else path.parent
-    stored = map(read_tensors, _files(folder))
-    ranks = [{name: rank[name] for name in rank if not IGNORED_TENSORS.fullmatch(name)} for rank in stored]
+    stored = list(map(read_tensors, _files(folder)))
+    ignored = ignored_tensors(stored[0])
+    ranks = [{name: rank[name] for name in rank if name not in ignored} for rank in stored]
     tensors: dict[str, Tensor] = {}
     axes = {template: SPLIT_AXES.get(part) for part, template in NAMES.items()}
     for name in ranks[0]:
@@ -68,6 +67,7 @@ def open_folder(path: Location) -> Opened:
         interleaved=True,
         tokenizer=partial(find_tokenizer, folder, config.vocab_size),
         about=partial(read_about, folder),
+        notes=describe_ignored(ignored),
     )
 
 

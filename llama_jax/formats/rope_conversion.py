@@ -81,6 +81,7 @@ def same_rotation(a: LlamaConfig, b: LlamaConfig) -> bool:
 
 LLAMA3_FACTORS = "rope_freqs.weight"  # the divisors of the frequencies of Llama 3.1's scaling, which has no key
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_TENSORS = (LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 NOTE_KEY = f"{SCALING_NOTE}.rope_scaling"  # a JSON text
 LLAMA3_KEYS = {  # Llama 3.1's parameters, since a GGUF stores only their factors, and their defaults
     f"{SCALING_NOTE}.rope.low_freq_factor": ("low_freq_factor", 1.0),

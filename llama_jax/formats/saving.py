@@ -23,7 +23,7 @@ from llama_jax.formats.gguf import NAMES as GGUF_NAMES
 from llama_jax.formats.gguf import Blocks, kinds_in
 from llama_jax.formats.huggingface import from_params
 from llama_jax.formats.lazy_tensors import FLOATS
-from llama_jax.formats.loading import FORMATS, load, open_checkpoint
+from llama_jax.formats.loading import FORMATS, load, log_notes, open_checkpoint
 from llama_jax.formats.model_folder import (
     About,
     all_settings,
@@ -197,6 +197,7 @@ def convert(
         opened = replace(opened, tokenizer=lambda: given)
     sources = [locate(source), opened.path]
     if calibrate is None and not isinstance(opened, orbax_format.OrbaxCheckpoint) and FORMATS[format].write is not None:
+        log_notes(opened)
         _write(locate(path), opened, format, dtype, overwrite, progress, sources)
         return
     check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=sources)

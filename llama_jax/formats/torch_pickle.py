@@ -24,6 +24,7 @@ import numpy as np
 
 from llama_jax.errors import CheckpointError, reason_of, shown
 from llama_jax.formats.lazy_tensors import Dense, Derived, Tensor, read_bytes
+from llama_jax.formats.weight_format import ignored_tensors
 from llama_jax.storage import Location, StoredPath
 
 # The dtype of each of torch's storage classes; parameters are floats.
@@ -94,9 +95,12 @@ def tensors_of(found: Any, path: Location) -> dict[str, Tensor]:
     """The dictionary that a pickle holds, checked to map names to tensors."""
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}; expected a dictionary of tensors by name")
-    for name, tensor in found.items():
-        if not isinstance(name, str) or not isinstance(tensor, Dense | Strided):
-            raise CheckpointError(f"{path}: {shown(name, 80)} is a {type(tensor).__name__}; expected a tensor")
+    others = [name for name, tensor in found.items() if not isinstance(name, str) or not isinstance(tensor, Dense | Strided)]
+    ignored = ignored_tensors(filter(lambda name: isinstance(name, str), others))
+    for name in others:
+        if name not in ignored:
+            raise CheckpointError(f"{path}: {shown(name, 80)} is a {type(found[name]).__name__}; expected a tensor")
+    found = {name: tensor for name, tensor in found.items() if name not in ignored}
     # Twice, since a tied model may store its embedding under both names.
     total, size = sum(tensor.nbytes for tensor in found.values()), path.stat().st_size
     if total > 2 * size:
@@ -321,8 +325,9 @@ def _call(function: Any, arguments: tuple) -> Any:
         raise ValueError(
             f"a tensor has {len(shape)} axes" if len(shape) > MAX_TORCH_AXES else "a tensor's shape is too large"
         )
+    span = replace(storage.numbers, offset=storage.numbers.offset + first * storage.numbers.dtype.itemsize)
     if math.prod(shape) == 0:
-        raise ValueError("a tensor is empty")
+        return replace(span, shape=shape)
     reach = first + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if max(reach, math.prod(shape)) > storage.numbers.shape[0]:
         raise ValueError("a tensor reaches beyond its storage")
@@ -331,7 +336,6 @@ def _call(function: Any, arguments: tuple) -> Any:
     for size, stride in zip(shape[::-1], strides[::-1], strict=True):
         in_order &= size == 1 or stride == expected
         expected *= size
-    span = replace(storage.numbers, offset=storage.numbers.offset + first * storage.numbers.dtype.itemsize)
     if in_order:
         return replace(span, shape=shape)
     return Strided(replace(span, shape=(reach - first,)), shape, strides)

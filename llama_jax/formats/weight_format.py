@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from llama_jax.config import LlamaConfig
+from llama_jax.errors import shown
 from llama_jax.formats.lazy_tensors import Tensor, TensorInfo
 from llama_jax.formats.model_folder import About
 from llama_jax.model.params import ParamSpec, shape_of
@@ -30,6 +32,7 @@ class Opened:
       interleaved: whether the rows of q and k are in the interleaved rotary layout (as in Meta, llama2.c and GGUF files).
       tokenizer: reads the vocabulary inside the file or next to it; returns None if there is none.
       about: reads the descriptions next to the weights.
+      notes: lines to log when the model is read, such as which tensors of the files it does not use.
     """
 
     format: str
@@ -40,6 +43,7 @@ class Opened:
     interleaved: bool
     tokenizer: Callable[[], Tokenizer | None]
     about: Callable[[], About] = About
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ TENSOR_NAMES = {
         ("q_bias", "self_attn.q_proj.bias", "attn_q.bias", ""),
         ("k_bias", "self_attn.k_proj.bias", "attn_k.bias", ""),
         ("v_bias", "self_attn.v_proj.bias", "attn_v.bias", ""),
+        ("out_bias", "self_attn.o_proj.bias", "attn_output.bias", ""),
         ("query_norm", "self_attn.q_norm.weight", "attn_q_norm.weight", ""),
         ("key_norm", "self_attn.k_norm.weight", "attn_k_norm.weight", ""),
         ("out", "self_attn.o_proj.weight", "attn_output.weight", "attention.wo.weight"),
@@ -131,6 +136,9 @@ TENSOR_NAMES = {
         ("gate", "mlp.gate_proj.weight", "ffn_gate.weight", "feed_forward.w1.weight"),
         ("up", "mlp.up_proj.weight", "ffn_up.weight", "feed_forward.w3.weight"),
         ("down", "mlp.down_proj.weight", "ffn_down.weight", "feed_forward.w2.weight"),
+        ("gate_bias", "mlp.gate_proj.bias", "ffn_gate.bias", ""),
+        ("up_bias", "mlp.up_proj.bias", "ffn_up.bias", ""),
+        ("down_bias", "mlp.down_proj.bias", "ffn_down.bias", ""),
         ("router", "block_sparse_moe.gate.weight", "ffn_gate_inp.weight", ""),
         ("expert_gate", "block_sparse_moe.experts.w1.weight", "ffn_gate_exps.weight", ""),
         ("expert_up", "block_sparse_moe.experts.w3.weight", "ffn_up_exps.weight", ""),
@@ -152,11 +160,15 @@ WHOLE_TENSORS = {
     ("blocks.attention.key_norm", "H"): "key_norm",
     ("blocks.attention_post_norm", "D"): "attention_post_norm",
     ("blocks.attention.out", "D N*H"): "out",
+    ("blocks.attention.out_bias", "D"): "out_bias",
     ("blocks.ffn_norm", "D"): "ffn_norm",
     ("blocks.ffn_post_norm", "D"): "ffn_post_norm",
     ("blocks.feed_forward.gate", "F D"): "gate",
     ("blocks.feed_forward.up", "F D"): "up",
     ("blocks.feed_forward.down", "D F"): "down",
+    ("blocks.feed_forward.gate_bias", "F"): "gate_bias",
+    ("blocks.feed_forward.up_bias", "F"): "up_bias",
+    ("blocks.feed_forward.down_bias", "D"): "down_bias",
     ("blocks.feed_forward.router", "E D"): "router",
     ("blocks.feed_forward.gate", "E F D"): "expert_gate",
     ("blocks.feed_forward.up", "E F D"): "expert_up",
@@ -195,3 +207,43 @@ def shares_in(row: ParamSpec, config: LlamaConfig) -> Iterator[tuple[Share, slic
         last = first + (shape_of(share.width, config)[0] if share.width else 0)
         yield share, slice(first, last) if share.width else None
         first = last
+
+
+MTP = "tensors of layers that predict several tokens (MTP)"
+# What tensors are that files have besides the parameters, and their names in all formats. They do not change what is
+# computed: the configuration implies them, the cache and activations are not quantized, or another model uses them.
+IGNORED_TENSORS = {
+    reason: re.compile(pattern)
+    for reason, pattern in {
+        "frequencies of RoPE": r"(.*\.)?rotary_emb(_local)?\.\w+|(.*\.)?rope\.freqs|blk\.\d+\.attn_rot_embd\.weight",
+        "attention masks": r"(.*\.)?(self_attn|attn|attention)\.(bias|masked_bias|mask)",
+        "empty caches": r"layers\.\d+\.attention\.cache_[kv]",
+        "scales of a quantized cache": r".*\.((q|k|v|kv|prob)_scale|[qkv]_zero_point|output_scale|output_zero_point)",
+        "scales of quantized activations": r".*\.(input_scale|input_zero_point|activation_scale)",
+        MTP: r"(.*\.)?mtp(_\w+)?\..*",
+        "tensors for images": r"(.*\.)?(vision_tower|vision_model|multi_modal_projector)\..*",
+        "states of Transformer Engine": r".*\._extra_state(/.*)?",
+        "vocabularies": r"tokenizer\..*|spiece_model|tekken_model",
+    }.items()
+}
+# A tensor that marks its whole layer as one of MTP, which follows those of the model (DeepSeek-V3).
+MTP_LAYER = re.compile(r"(.*\blayers\.\d+\.|blk\.\d+\.)(?:nextn|eh_proj|enorm|hnorm|shared_head)\.")
+
+
+def ignored_tensors(names: Iterable[str]) -> dict[str, str]:
+    """The names of tensors that no model uses, and what they are."""
+    names = list(names)
+    mtp_layers = tuple({match[1] for name in names if (match := MTP_LAYER.match(name))})
+    reasons = {
+        name: next((reason for reason, pattern in IGNORED_TENSORS.items() if pattern.fullmatch(name)), None)
+        or (MTP if name.startswith(mtp_layers) else None)
+        for name in names
+    }
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def describe_ignored(ignored: Mapping[str, str]) -> tuple[str, ...]:
+    """A line that counts ignored names by what they are; none if there are no names."""
+    names = {reason: [name for name in ignored if ignored[name] == reason] for reason in dict.fromkeys(ignored.values())}
+    counts = [f"{reason} ({len(group)}, such as {shown(min(group), 80)})" for reason, group in names.items()]
+    return (f"ignored {', '.join(counts)}",) if counts else ()

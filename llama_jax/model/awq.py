@@ -111,7 +111,8 @@ def _scaled(
     factors = _best(inputs, {"blocks.attention.out": attention.out}, quantized, shared)
     attention = _attention_with(attention, factors.reshape(heads)[:, 0])
     factors = _best(recorded.feed_forward.down.inputs[layer], {"blocks.feed_forward.down": ffn.down}, quantized)
-    ffn = ffn.replace(up=ffn.up / factors[:, None], down=ffn.down * factors)
+    up_bias = None if ffn.up_bias is None else ffn.up_bias / factors
+    ffn = ffn.replace(up=ffn.up / factors[:, None], up_bias=up_bias, down=ffn.down * factors)
     offset, norms = config.norm_offset, {}
     if block.attention_norm is not None:
         factors = _best(recorded.attention.qkv.inputs[layer], {"blocks.attention.qkv": attention.qkv}, quantized)

@@ -215,6 +215,8 @@ def check_parts(config: LlamaConfig, compute: Compute) -> None:
         raise ConfigError(f"attention={compute.attention!r} is for the library's attention, which {parts} replaces")
     if parts.feed_forward is not None and config.experts:
         raise ConfigError(f"feed_forward of {parts} is for models without experts, but this one has {config.experts}")
+    if parts.feed_forward is not None and config.mlp_bias:
+        raise ConfigError(f"feed_forward of {parts} is for models without mlp_bias, but this one has mlp_bias=True")
 
 
 def call_part(name: str, function: Any, x: jax.Array, *args: Any, **options: Any) -> jax.Array:

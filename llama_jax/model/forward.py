@@ -178,11 +178,10 @@ def run_layers(
     def norm(x: jax.Array, weight: jax.Array | None, nan_on_overflow: bool = False) -> jax.Array:
         return x if weight is None else _norm(config, x, weight, nan_on_overflow=nan_on_overflow)
 
-    def sublayer_output(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+    def sublayer_output(x: jax.Array, bias: jax.Array | None, norm_weight: jax.Array | None) -> jax.Array:
         """The output of attention or feed-forward that is added to the residual stream."""
-        return _scaled(
-            norm(sharding.constrain(x, "sublayer_output"), weight, nan_on_overflow=True), config.residual_multiplier
-        )
+        x = ops.add_bias(sharding.constrain(x, "sublayer_output"), bias)
+        return _scaled(norm(x, norm_weight, nan_on_overflow=True), config.residual_multiplier)
 
     def run_layer(
         block: Block, hidden: jax.Array, pages: Any, shared: _SharedInputs, layer: jax.Array, unrolled_layer: int | None
@@ -204,13 +203,15 @@ def run_layers(
             return _smooth_for_int8(config, block, heads) if cache is not None and is_quantized(cache) else heads
 
         def feed_forward_input(hidden: jax.Array, attended: jax.Array) -> tuple[jax.Array, jax.Array]:
-            residual = hidden + call_hooks("attention", sublayer_output(attended, block.attention_post_norm))
+            added = sublayer_output(attended, block.attention.out_bias, block.attention_post_norm)
+            residual = hidden + call_hooks("attention", added)
             residual = call_hooks("residual_between", residual)
             return residual, sharding.constrain(norm(residual, block.ffn_norm), "sublayer_input")
 
         def layer_output(residual: jax.Array, x: jax.Array) -> jax.Array:
-            added = call_hooks("feed_forward", sublayer_output(x, block.ffn_post_norm))
-            return sharding.constrain(call_hooks("residual_after", residual + added), "residual")
+            added = sublayer_output(x, block.feed_forward.down_bias, block.ffn_post_norm)
+            residual = residual + call_hooks("feed_forward", added)
+            return sharding.constrain(call_hooks("residual_after", residual), "residual")
 
         hidden = call_hooks("residual_before", hidden)
         qkv = ops.project(map_tokens(attention_input, hidden), block.attention.qkv)
@@ -465,9 +466,7 @@ class _Heads(NamedTuple):
 def _split_heads(config: LlamaConfig, block: Block, qkv: jax.Array, shared: _SharedInputs, kind: int | jax.Array) -> _Heads:
     """Queries, keys and values from the projection [B, T, K, G + 2, H], with bias, norm and RoPE."""
     weights = block.attention
-    if weights.qkv_bias is not None:
-        qkv = qkv + weights.qkv_bias.astype(qkv.dtype)
-    qkv = qkv.swapaxes(1, 2)  # [B, K, T, G + 2, H]
+    qkv = ops.add_bias(qkv, weights.qkv_bias).swapaxes(1, 2)  # [B, K, T, G + 2, H]
     # `split`, not indexing: its gradient is one concatenation; gradients of slices would be zero-padded and added.
     groups = config.queries_per_kv_head
     pre_rope, values = jnp.split(qkv, [groups + 1], axis=-2)
@@ -568,17 +567,17 @@ def _feed_forward(
     map_tokens: Callable[..., Any],
     call_hooks: HookCaller,
 ) -> jax.Array:
-    """Dense or mixture-of-experts feed-forward."""
+    """Dense or mixture-of-experts feed-forward, without the bias of its last matmul."""
     weights = block.feed_forward
-    matrices = weights.gate, weights.up, weights.down
+    matrices, biases = (weights.gate, weights.up, weights.down), (weights.gate_bias, weights.up_bias)
     if config.parts.feed_forward is not None:
         return call_part("feed_forward", config.parts.feed_forward, normed, *matrices)
     if call_hooks.has("neurons"):
-        gate, up = ops.project(normed, weights.gate), ops.project(normed, weights.up)
+        gate, up = (ops.add_bias(ops.project(normed, matrix), bias) for matrix, bias in zip(matrices, biases, strict=False))
         neurons = call_hooks("neurons", ops.gated_activation(gate, up, config.activation))
         return ops.project(neurons, weights.down)
     if weights.router is None:
-        return ops.feed_forward(normed, *matrices, config.activation, map_tokens)
+        return ops.feed_forward(normed, *matrices, config.activation, map_tokens, biases)
     from llama_jax.ops.moe import Routing, mixture_of_experts
 
     routing = Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")

@@ -30,13 +30,14 @@ class Attention(struct.PyTreeNode):
     Attributes:
       qkv: [K, G + 2, H, D]: for each key/value head, the projections of its G query heads, its key and its value.
       out: [D, N * H].
-      qkv_bias: [K, G + 2, H], or None.
+      qkv_bias, out_bias: [K, G + 2, H] and [D], or None.
       query_norm, key_norm: [H] (`qk_norm` "head"), or [K, G, H] and [K, 1, H] ("all"), or None.
     """
 
     qkv: Leaf
     out: Leaf
     qkv_bias: Leaf | None = None
+    out_bias: Leaf | None = None
     query_norm: Leaf | None = None
     key_norm: Leaf | None = None
 
@@ -49,6 +50,7 @@ class FeedForward(struct.PyTreeNode):
       down: [D, F].
       router: [E, D], or None. With a router, gate, up and down have a leading axis E (experts).
       shared_gate, shared_up, shared_down: the shared expert, which every token uses, or None.
+      gate_bias, up_bias, down_bias: [F], [F] and [D], or None.
     """
 
     gate: Leaf
@@ -58,6 +60,9 @@ class FeedForward(struct.PyTreeNode):
     shared_gate: Leaf | None = None
     shared_up: Leaf | None = None
     shared_down: Leaf | None = None
+    gate_bias: Leaf | None = None
+    up_bias: Leaf | None = None
+    down_bias: Leaf | None = None
 
 
 class Block(struct.PyTreeNode):
@@ -171,6 +176,7 @@ PARAM_SPECS: tuple[ParamSpec, ...] = (
     ParamSpec("blocks.attention.query_norm", "K G H", P("tensor"), "ones", exists=lambda config: config.qk_norm == "all"),
     ParamSpec("blocks.attention.key_norm", "K 1 H", P("tensor"), "ones", exists=lambda config: config.qk_norm == "all"),
     ParamSpec("blocks.attention.out", "D N*H", P("fsdp", "tensor"), "residual", rng=(2,), output_axes=(-2,)),
+    ParamSpec("blocks.attention.out_bias", "D", P(), "zeros", exists=lambda config: config.out_bias),
     ParamSpec("blocks.attention_post_norm", "D", P(), "ones", exists=lambda config: config.norm != "pre"),
     ParamSpec("blocks.ffn_norm", "D", P(), "ones", exists=lambda config: config.norm != "post"),
     ParamSpec(
@@ -180,6 +186,9 @@ PARAM_SPECS: tuple[ParamSpec, ...] = (
     ParamSpec(
         "blocks.feed_forward.down", "D F", P("fsdp", "tensor"), "residual", rng=(4,), output_axes=(-2,), exists=_dense
     ),
+    ParamSpec("blocks.feed_forward.gate_bias", "F", P("tensor"), "zeros", exists=lambda config: config.mlp_bias),
+    ParamSpec("blocks.feed_forward.up_bias", "F", P("tensor"), "zeros", exists=lambda config: config.mlp_bias),
+    ParamSpec("blocks.feed_forward.down_bias", "D", P(), "zeros", exists=lambda config: config.mlp_bias),
     ParamSpec("blocks.feed_forward.router", "E D", P(None, "fsdp"), "normal", rng=(6,), exists=_sparse),
     ParamSpec(
         "blocks.feed_forward.gate",

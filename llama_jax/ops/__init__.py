@@ -11,10 +11,11 @@ This module exports what every model uses. Import the rest by module.
 """
 
 from llama_jax.ops.attention import attend, attend_paged, write_paged
-from llama_jax.ops.layers import embed, feed_forward, gated_activation, map_all_tokens, project, rms_norm
+from llama_jax.ops.layers import add_bias, embed, feed_forward, gated_activation, map_all_tokens, project, rms_norm
 from llama_jax.ops.rotary import apply_rotary, inverse_frequencies, rotary_table
 
 __all__ = [
+    "add_bias",
     "apply_rotary",
     "attend",
     "attend_paged",

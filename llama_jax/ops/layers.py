@@ -116,6 +116,11 @@ def rms_norm(
     return normalize(x, weight)
 
 
+def add_bias(x: Float[Array, " ..."], bias: Float[AnyArray, " ..."] | None) -> Float[Array, " ..."]:
+    """Add a bias [*out] to [*batch, *out], in the dtype of `x`; None adds nothing."""
+    return x if bias is None else x + bias.astype(x.dtype)
+
+
 def feed_forward(
     x: Float[Array, "*batch D"],
     gate: Any,
@@ -123,6 +128,7 @@ def feed_forward(
     down: Any,
     activation: Activation = "silu",
     map_tokens: Callable[..., Any] = map_all_tokens,
+    biases: tuple[jax.Array | None, jax.Array | None] = (None, None),
 ) -> Float[Array, "*batch D"]:
     """down(activation(gate(x)) * up(x)), called SwiGLU with silu and GeGLU with gelu (Shazeer 2020, equation 6).
 
@@ -131,14 +137,19 @@ def feed_forward(
       down: [D, F].
       activation: "silu", or "gelu" by the tanh approximation.
       map_tokens: applies the elementwise function between the matmuls; exact programs pass one that runs in blocks.
+      biases: [F], added to the results of gate and up.
     """
 
     @remat
-    def project_gated(gates: jax.Array, values: jax.Array, down: Any) -> jax.Array:
+    def project_gated(gates: jax.Array, values: jax.Array, down: Any, biases: Any) -> jax.Array:
         """The gated activation is recomputed in the backward pass instead of saved."""
-        return project(map_tokens(partial(gated_activation, activation=activation), gates, values), down)
 
-    return project_gated(project(x, gate), project(x, up), down)  # of [..., F] and [..., F]
+        def gated(gates: jax.Array, values: jax.Array) -> jax.Array:
+            return gated_activation(add_bias(gates, biases[0]), add_bias(values, biases[1]), activation)
+
+        return project(map_tokens(gated, gates, values), down)
+
+    return project_gated(project(x, gate), project(x, up), down, biases)  # of [..., F] and [..., F]
 
 
 @for_cpu("gated_activation")

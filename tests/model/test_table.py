@@ -28,6 +28,7 @@ KINDS = {
     "tied": TIED,
     "untied": UNTIED,
     "qwen2": replace(UNTIED, qkv_bias=True),
+    "biases": replace(UNTIED, qkv_bias=True, out_bias=True, mlp_bias=True),
     "qwen3": replace(TIED, qk_norm="head"),
     "mixtral": replace(UNTIED, experts=4, experts_per_token=2),
     "olmo2": replace(UNTIED, norm="post", qk_norm="all"),
@@ -50,7 +51,17 @@ SPECS = {
 PARTS = {"embedding", "attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "up", "down", "final_norm", "lm_head"}
 
 SIBLINGS = {"q_bias", "k_bias", "v_bias", "query_norm", "key_norm", "router", "expert_gate", "expert_up", "expert_down"}
-SIBLINGS |= {"attention_post_norm", "ffn_post_norm", "shared_gate", "shared_up", "shared_down"}
+SIBLINGS |= {
+    "out_bias",
+    "gate_bias",
+    "up_bias",
+    "down_bias",
+    "attention_post_norm",
+    "ffn_post_norm",
+    "shared_gate",
+    "shared_up",
+    "shared_down",
+}
 
 
 def paths_of(tree):

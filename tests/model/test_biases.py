@@ -1,0 +1,237 @@
+"""Biases of the projections of attention and feed-forward, through all subpackages.
+
+Logits, gradients and round trips of a model with all biases are those of transformers: `make_goldens.KINDS["biases"]`.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import make_format_goldens as formats
+import make_goldens
+import numpy as np
+import pytest
+from adapters import random_adapters
+from conftest import jit_dequantize, jit_logits, params_of, same, write_hf_folder
+from family_models import FAMILY_MODELS, PLAIN, random_params
+from training_options import step_options
+
+import llama_jax
+from llama_jax.config import FAMILY_FEATURES, Parts
+from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.formats import load_adapter, open_checkpoint, save_adapter
+from llama_jax.formats.huggingface import config_from_dict, config_to_dict
+from llama_jax.model.forward_options import Compute
+from llama_jax.model.logits import observe
+from llama_jax.model.lora import Lora, adapted, merge
+from llama_jax.model.trees import quantize
+from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.parallel.sharding import step_over
+from llama_jax.training.batch import Batch
+from llama_jax.training.optimizer import OptimizerSettings, adamw, make_optimizer
+from llama_jax.training.step import init_state
+
+CONFIG = replace(PLAIN, qkv_bias=True, out_bias=True, mlp_bias=True)
+TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20), dtype=np.int32)
+SETTINGS = {"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)}
+read = lambda value, at: (value, value)
+jit_observe = jax.jit(
+    lambda params, *points: observe(CONFIG, params, TOKENS, dict.fromkeys(points, read))[2], static_argnums=(1, 2, 3)
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(CONFIG)
+
+
+def biases_of(params):
+    """Every bias by its name, with the layers' axis first."""
+    attention, feed_forward = params.blocks.attention, params.blocks.feed_forward
+    found = {name: getattr(attention, name) for name in ("qkv_bias", "out_bias")}
+    return found | {name: getattr(feed_forward, name) for name in ("gate_bias", "up_bias", "down_bias")}
+
+
+def with_bias(params, name, value):
+    part = "attention" if name in ("qkv_bias", "out_bias") else "feed_forward"
+    changed = getattr(params.blocks, part).replace(**{name: value})
+    return params.replace(blocks=params.blocks.replace(**{part: changed}))
+
+
+@pytest.mark.parametrize(("name", "point"), [("out_bias", "attention"), ("down_bias", "feed_forward")])
+def test_a_bias_of_an_output_is_added_once(name, point, params):
+    bias = biases_of(params)[name]
+    kept = [jit_observe(p, "attention", "feed_forward", "neurons") for p in (params, with_bias(params, name, 0 * bias))]
+    found = kept[0][point][0] - kept[1][point][0]  # of the first layer, whose inputs are the same
+    np.testing.assert_allclose(found, np.broadcast_to(bias[0], found.shape), atol=1e-5)
+
+
+def test_neurons_by_definition(params):
+    kept = jit_observe(params, "residual_between", "neurons", "feed_forward")
+    weights, x = params.blocks.feed_forward, np.asarray(kept["residual_between"], np.float64)
+    normed = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + CONFIG.norm_eps) * params.blocks.ffn_norm[:, None, None]
+    project = lambda x, matrix, bias: np.einsum("lbtd,lfd->lbtf", x, matrix) + np.asarray(bias)[:, None, None]
+    gate = project(normed, weights.gate, weights.gate_bias)
+    neurons = gate / (1 + np.exp(-gate)) * project(normed, weights.up, weights.up_bias)
+    np.testing.assert_allclose(kept["neurons"], neurons, atol=1e-4)
+    wanted = project(neurons, weights.down, weights.down_bias)
+    np.testing.assert_allclose(kept["feed_forward"], wanted, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_an_exact_pass_has_them(params):
+    found = jit_logits(CONFIG, params, TOKENS, Compute(exact=True))
+    np.testing.assert_allclose(found, jit_logits(CONFIG, params, TOKENS), atol=1e-4)
+
+
+def test_they_stay_floats_and_do_not_decay(params):
+    quantized = quantize(params, "int8")
+    same(biases_of(quantized), biases_of(params))
+    np.testing.assert_allclose(
+        jit_logits(CONFIG, jit_dequantize(quantized), TOKENS), jit_logits(CONFIG, quantized, TOKENS), atol=0.05
+    )
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    for name in ("adamw", "muon"):
+        rule = make_optimizer(OptimizerSettings(name=name, weight_decay=0.5, schedule="constant"), 20)
+        updates, _ = jax.jit(rule.update)(nothing, rule.init(params), params)
+        assert not any(np.asarray(update).any() for update in biases_of(updates).values())
+        assert np.asarray(updates.blocks.attention.out).any()
+
+
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_over_a_mesh_tokens_are_those_of_one_device(params, tensor, tmp_path):
+    """With tensor=4, heads are copied. Each device adds a part of a projection's sum, but not the bias."""
+    llama_jax.save(tmp_path / "model", CONFIG, params)
+    prompts = TOKENS[:, :7].tolist()
+    wanted = [row.tokens for row in llama_jax.generate(CONFIG, params, prompts, max_new_tokens=8)]
+    config, sharded, _ = llama_jax.load(tmp_path / "model", mesh=MeshSizes(tensor=tensor))
+    assert [row.tokens for row in llama_jax.generate(config, sharded, prompts, max_new_tokens=8)] == wanted
+
+
+@pytest.mark.slow
+def test_a_step_over_a_mesh_is_that_of_one_device():
+    found = []
+    for sizes in (MeshSizes(), MeshSizes(fsdp=2, tensor=2)):
+        state = init_state(adamw(1e-3), random_params(CONFIG))
+        step = jax.jit(partial(step_over(CONFIG, make_mesh(sizes)), adamw(1e-3), options=step_options(remat="full")))
+        state, metrics = step(state, Batch(TOKENS[:, :17]))
+        found.append((metrics["loss"], metrics["grad_norm"], state.opt_state))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        assert np.linalg.norm(a - b) <= 2e-5 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_adapters_leave_them_alone(params, dora, tmp_path):
+    lora = Lora(rank=3, alpha=5.0, dora=dora)
+    save_adapter(tmp_path / "adapter", CONFIG, random_adapters(CONFIG, lora), lora)
+    adapters = load_adapter(tmp_path / "adapter", CONFIG).params
+    merged = merge(params, adapters, lora)
+    same(biases_of(merged), biases_of(params))
+    np.testing.assert_allclose(
+        jit_logits(CONFIG, merged, TOKENS), jit_logits(CONFIG, adapted(params, adapters, lora), TOKENS), atol=1e-3
+    )
+
+
+def test_what_does_not_go_with_biases():
+    with pytest.raises(ConfigError, match="mlp_bias=True is not supported with experts"):
+        replace(CONFIG, experts=4, experts_per_token=2)
+    config = replace(CONFIG, parts=Parts(feed_forward=lambda x, gate, up, down: x))
+    with pytest.raises(ConfigError, match="for models without mlp_bias"):
+        jax.eval_shape(partial(llama_jax.logits, config), random_params(CONFIG), TOKENS)
+
+
+# -- files ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_format_gives_the_same(params, tmp_path):
+    llama_jax.save(tmp_path / "orbax", CONFIG, params, format="orbax")
+    llama_jax.convert(tmp_path / "orbax", tmp_path / "model.gguf")
+    llama_jax.convert(tmp_path / "model.gguf", tmp_path / "folder")
+    llama_jax.convert(tmp_path / "folder", tmp_path / "blocks.gguf", dtype="q8_0")
+    for path in ("orbax", "model.gguf", "folder"):
+        loaded = llama_jax.load(tmp_path / path)
+        assert loaded.config == CONFIG
+        same(loaded.params, params)
+    same(biases_of(llama_jax.load(tmp_path / "blocks.gguf", "float32").params), biases_of(params))
+
+
+def test_a_gguf_as_llama_cpp_converts_it(models, tmp_path):
+    """The biases of queries and keys have their rows in the interleaved layout, like the matrices."""
+    config, params = models["biases"]
+    tensors = make_goldens.random_tensors(config)
+    formats.write_gguf(tmp_path / "model.gguf", config, tensors)
+    loaded = llama_jax.load(tmp_path / "model.gguf")
+    assert loaded.config == config
+    same(loaded.params, params)
+    # A Qwen under the name of a Llama has no bias of the output projection.
+    some = {name: array for name, array in tensors.items() if "o_proj.bias" not in name and "mlp" not in name}
+    some |= {name: array for name, array in tensors.items() if "mlp" in name and name.endswith("weight")}
+    formats.write_gguf(tmp_path / "qwen.gguf", config, some)
+    loaded = llama_jax.load(tmp_path / "qwen.gguf")
+    assert loaded.config == replace(config, out_bias=False, mlp_bias=False)
+    same(loaded.params, params_of(loaded.config, some))
+    assert loaded.config.model_type == "qwen2"
+    del some["model.layers.1.self_attn.k_proj.bias"]
+    formats.write_gguf(tmp_path / "damaged.gguf", config, some)
+    with pytest.raises(CheckpointError, match=r"'blk.1.attn_k.bias' is missing"):
+        llama_jax.load(tmp_path / "damaged.gguf")
+
+
+@pytest.mark.parametrize("kind", FAMILY_MODELS)
+def test_settings_mean_what_they_mean_to_transformers(kind, tmp_path):
+    """A family whose model in transformers has no such biases ignores the setting, and refuses their tensors."""
+    config = FAMILY_MODELS[kind]
+    for setting, names in SETTINGS.items():
+        found = config_from_dict(config_to_dict(config) | {setting: True})
+        assert found == (replace(config, **dict.fromkeys(names, True)) if setting in FAMILY_FEATURES[kind] else config)
+        assert config_from_dict(config_to_dict(found)) == found
+        assert found.model_type == kind
+    biased = replace(config, qkv_bias=True, out_bias=True)
+    if "attention_bias" not in FAMILY_FEATURES[kind] or kind in ("llama", "granite"):
+        return
+    with pytest.raises(CheckpointError, match=r"out_bias=True .* cannot be stored in GGUF, whose readers ignore them"):
+        llama_jax.save(tmp_path / "model.gguf", biased, random_params(biased))
+
+
+def folder_of(folder, config, drop="", **settings):
+    """A folder of a model, without the tensors whose names end in `drop`."""
+    tensors = {name: a for name, a in make_goldens.random_tensors(config).items() if not drop or not name.endswith(drop)}
+    return write_hf_folder(folder, config, tensors, **settings)
+
+
+def test_a_qwen_as_a_llama(tmp_path, caplog):
+    """transformers has a bias of the output projection as well, and takes zeros where the files have none."""
+    config = replace(make_goldens.KINDS["biases"], mlp_bias=False)
+    loaded = llama_jax.load(folder_of(tmp_path / "model", config, drop="o_proj.bias"))
+    assert loaded.config == replace(config, out_bias=False)
+    assert "no layer has o_proj.bias" in caplog.text
+    with_zeros = params_of(config, make_goldens.random_tensors(config))
+    with_zeros = with_bias(with_zeros, "out_bias", 0 * with_zeros.blocks.attention.out_bias)
+    tokens = make_goldens.tokens(config)
+    np.testing.assert_allclose(
+        jit_logits(loaded.config, loaded.params, tokens), jit_logits(config, with_zeros, tokens), atol=1e-5
+    )
+    for name in ("layers.1.self_attn.o_proj.bias", "layers.0.self_attn.k_proj.bias"):
+        with pytest.raises(CheckpointError, match=f"{name}' is missing"):
+            llama_jax.load(folder_of(tmp_path / name, config, drop=name))
+
+
+def test_an_internlm(tmp_path):
+    config = replace(make_goldens.KINDS["biases"], mlp_bias=False, n_kv_heads=4)
+    internlm = {
+        "model_type": "internlm",
+        "bias": True,
+        "rotary": {"base": 10_000, "type": "dynamic"},
+        "attention_bias": None,
+    }
+    loaded = llama_jax.load(folder_of(tmp_path / "model", config, rope_parameters=None, **internlm))
+    assert loaded.config == config
+    same(loaded.params, params_of(config, make_goldens.random_tensors(config)))
+    assert open_checkpoint(tmp_path / "model").config.model_type == "llama"
+    settings = config_to_dict(config) | internlm | {"rope_parameters": None}
+    longer = config_from_dict(settings | {"rotary": {"base": 5e5, "type": "dynamic", "scaling_factor": 2.0}})
+    assert (longer.rope_theta, longer.rope_scaling.kind, longer.rope_scaling.factor) == (5e5, "dynamic", 2.0)
+    assert config_from_dict(settings | {"bias": False}) == replace(config, qkv_bias=False, out_bias=False)
+    with pytest.raises(ConfigError, match="an internlm has type 'dynamic' or 'origin'"):
+        config_from_dict(settings | {"rotary": {"type": "yarn"}})
