@@ -232,7 +232,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         """Predicted tokens of a row of whole examples."""
         from llama_jax.evaluation.measure import MAX_DEFAULT_WINDOW
 
-        return min(config.max_seq_len, MAX_DEFAULT_WINDOW) if self.length is None else self.length
+        return min(config.default_context, MAX_DEFAULT_WINDOW) if self.length is None else self.length
 
     def _by_window(
         self, config: LlamaConfig, reference: LlamaConfig | None, shorter: LlamaConfig, corpus: Corpus, _: Sequence[int]

@@ -56,6 +56,7 @@ def extends_context(model: LlamaConfig, original: LlamaConfig) -> bool:
         rope_scaling=original.rope_scaling,
         rope_theta=original.rope_theta,
         max_seq_len=original.max_seq_len,
+        unscaled_max_seq_len=original.unscaled_max_seq_len,
         parts=original.parts,
     )
 

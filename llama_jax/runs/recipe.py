@@ -48,6 +48,7 @@ BOOKKEEPING = frozenset(
     | {"rewards.held", "rewards.samples"}
     | {"distill.teacher", "rewards.functions"}  # paths: their contents are compared by digests
     | {"optimizer.max_warmup_steps"}  # `fit_to_data` has replaced it by `optimizer.warmup_steps`
+    | {"model.max_seq_len", "model.unscaled_max_seq_len"}  # limits, which files of --weights state since later versions
 )
 
 
@@ -240,7 +241,10 @@ class Recipe:
                     f"{name}={getattr(self, name)} is a part of the default loss, which {losses[0]} replaces; omit one"
                 )
         if self.length > self.model.max_seq_len:
-            raise TrainingError(f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}")
+            raise TrainingError(
+                f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}; lower it, or extend"
+                " the context with model.max_seq_len and model.rope_scaling"
+            )
         if self.exact_shards:
             self._check_exact()
         elif self.virtual_shards != VIRTUAL_SHARDS:
