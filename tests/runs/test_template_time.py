@@ -70,11 +70,11 @@ def data(tmp_path_factory):
     def said(role, content):
         return [{"role": role, "content": content}]
 
-    rows = {"sft": [], "dpo": [], "kto": [], "grpo": []}
+    rows = {"sft": [], "sigmoid": [], "kto": [], "grpo": []}
     for i in range(40):
         ask = said("user", f"question {i}")
         rows["sft"].append({"messages": ask + said("assistant", "yes")})
-        rows["dpo"].append({"prompt": ask, "chosen": said("assistant", "yes"), "rejected": said("assistant", "no")})
+        rows["sigmoid"].append({"prompt": ask, "chosen": said("assistant", "yes"), "rejected": said("assistant", "no")})
         rows["kto"].append({"prompt": ask, "completion": said("assistant", "yes"), "label": i % 2 == 0})
         rows["grpo"].append({"prompt": ask})
     for name, of_kind in rows.items():
@@ -122,7 +122,7 @@ def test_a_run_that_did_not_record_its_date_names_what_it_needs(tmp_path, zone, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "distill"])
+@pytest.mark.parametrize("kind", ["sigmoid", "kto", "grpo", "distill"])
 def test_so_it_is_in_every_kind_of_training(kind, tmp_path, zone, vocabulary, data):
     base = tmp_path / "base"
     zone(WEST)
