@@ -217,7 +217,7 @@ def test_a_dynamic_scaling_generates_beyond_the_context_in_the_file(length, tmp_
 
 
 def vllm_context(config):
-    """The longest context of a transformers configuration as vLLM derives it (`_get_and_verify_max_len`, config/model.py)."""
+    """The context that vLLM derives from a configuration of transformers (`_get_and_verify_max_len`, config/model.py)."""
     ropes, context = config.rope_parameters, config.max_position_embeddings
     ropes = {"": ropes} if "rope_type" in ropes else ropes
     if "gemma3" in config.model_type:

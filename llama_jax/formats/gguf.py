@@ -262,8 +262,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
             raise ConfigError(
                 f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported with head_dim={sizes.head_dim}"
             )
-    scaled_context = FAMILIES[own.kinds[0]].scaled_context
-    return with_scaling(fields, sizes, tensors, architecture, whole_yarn=own.whole_yarn, scaled_context=scaled_context)
+    return with_scaling(fields, sizes, tensors, architecture, whole_yarn=own.whole_yarn)
 
 
 def _uniform(key: str, value: Any, n_layers: int) -> Any:
@@ -413,10 +412,7 @@ def write_file(
             raise CheckpointError(f"{piece.label} is in {stored.lower()}, which is only read; set another dtype: {made}")
     matrices = Counter(stored for piece, stored in zip(todo, kinds, strict=True) if len(piece.tensor.shape) > 1)
     most = matrices.most_common(1)[0][0]
-    scaled_context = FAMILIES[c.model_type].scaled_context
-    rope, rope_tensors = settings_and_tensors(
-        c, architecture, whole_yarn=own.whole_yarn, scaled_context=scaled_context
-    )
+    rope, rope_tensors = settings_and_tensors(c, architecture, whole_yarn=own.whole_yarn)
 
     sizes = {
         "vocab_size": c.vocab_size,

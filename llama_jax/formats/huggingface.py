@@ -174,7 +174,7 @@ def config_from_dict(found: Mapping[str, Any], *, scaled_context: bool = False) 
     found = family.rope(found)
     theta, scaling = _rope(found)
     more = dict(family.constants) | family.fields(found | {"theta": theta, "scaled": scaling is not None})
-    note, scaled_context = found.get(SCALING_NOTE), scaled_context or family.scaled_context
+    note = found.get(SCALING_NOTE)
     n_heads = found["num_attention_heads"]
     n_kv_heads = found.get("num_key_value_heads")
     config = LlamaConfig(
@@ -288,7 +288,7 @@ def _plain_settings(config: LlamaConfig, scaled_context: bool) -> dict[str, Any]
         "model_type": config.model_type,
         "architectures": [family.architecture],
         **{setting: getattr(config, field) for field, setting in SIZES.items()},
-        "max_position_embeddings": stated_context(config, scaled_context=scaled_context or family.scaled_context),
+        "max_position_embeddings": stated_context(config, scaled_context=scaled_context),
         "rope_parameters": parameters,
         "hidden_act": "silu",
         "attention_bias": False,

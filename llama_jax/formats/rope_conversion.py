@@ -20,6 +20,7 @@ from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.config.rope import scaled_length, unscaled_length
 from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.lazy_tensors import Tensor
 from llama_jax.gguf_header import short_decimal
 from llama_jax.model.rope import rotary_frequencies
@@ -29,43 +30,38 @@ from llama_jax.ops.rotary import inverse_frequencies
 SCALING_NOTE = "llama_jax"  # its key in a file
 
 
-def with_context(config: LlamaConfig, *, scaled_context: bool) -> LlamaConfig:
+def with_context(config: LlamaConfig, *, scaled_context: bool = False) -> LlamaConfig:
     """The configuration of a file, in which `max_seq_len` is the context that the file states, with the extended context.
 
     As in vLLM (`_get_and_verify_max_len` in vllm/config/model.py): the original context times the factor for yarn, the
     stated one times the factor for linear and dynamic; other scalings do not change it. transformers has no limit.
 
     Args:
-      scaled_context: whether the stated context includes the factor, see `Family`; never for dynamic, whose frequencies
-        depend on the original one.
+      scaled_context: whether the stated context includes the factor, also in families where it does not (`Family`). That
+        of dynamic never does: its frequencies depend on the original one.
     """
     scaling, stated = config.rope_scaling, config.max_seq_len
-    if scaling is None or (scaled_context and scaling.kind != "dynamic"):
+    if scaling is None or scaling.kind in ("llama3", "longrope", "ntk"):
         return config
-    if scaling.kind in ("dynamic", "by_parts", "yarn"):
-        context = scaling.extended_max_seq_len
-    elif scaling.kind == "linear":
-        context = scaled_length(stated, scaling.factor)
-    else:
+    if scaling.kind != "dynamic" and (scaled_context or FAMILIES[config.model_type].scaled_context):
         return config
-    assert context is not None
+    context = scaling.extended_max_seq_len or scaled_length(stated, scaling.factor)
     return replace(config, max_seq_len=context, unscaled_max_seq_len=stated)
 
 
-def stated_context(config: LlamaConfig, *, scaled_context: bool) -> int:
+def stated_context(config: LlamaConfig, *, scaled_context: bool = False) -> int:
     """The context that a file states for a configuration; see `with_context`, which may extend it to another one."""
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "dynamic":
-        assert scaling.original_max_seq_len is not None
-        return scaling.original_max_seq_len
-    if scaling is None or scaled_context:
+        return scaling.original_max_seq_len or config.max_seq_len
+    if scaling is None or scaled_context or FAMILIES[config.model_type].scaled_context:
         return config.max_seq_len
     if scaling.kind == "linear" and config.unscaled_max_seq_len is None:
         return unscaled_length(config.max_seq_len, scaling.factor)
     return config.default_context
 
 
-def read_back(config: LlamaConfig, *, scaled_context: bool) -> LlamaConfig:
+def read_back(config: LlamaConfig, *, scaled_context: bool = False) -> LlamaConfig:
     """The configuration that a file without our note gives."""
     known = in_known_kinds(config)
     stated = stated_context(known, scaled_context=scaled_context)
@@ -98,12 +94,12 @@ def note_of(config: LlamaConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in NOTED} | {"rope_scaling": scaling}
 
 
-def with_note(found: LlamaConfig, note: Any, *, scaled_context: bool) -> LlamaConfig:
+def with_note(found: LlamaConfig, note: Any, *, scaled_context: bool = False) -> LlamaConfig:
     """The configuration of a file from its settings, with the extended context, and our note."""
     try:
-        # Older notes have no unscaled_max_seq_len.
-        noted = replace(found, **{"unscaled_max_seq_len": None} | note | {"rope_scaling": RopeScaling(**note["rope_scaling"])})
-        whole = set(NOTED) - {"unscaled_max_seq_len"} <= note.keys() <= set(NOTED)
+        fields = {"unscaled_max_seq_len": None} | note  # which older notes do not have
+        noted = replace(found, **fields | {"rope_scaling": RopeScaling(**fields["rope_scaling"])})
+        whole = fields.keys() == set(NOTED)
     except (KeyError, TypeError):
         whole = False
     if not whole:
@@ -154,24 +150,22 @@ def with_scaling(
     architecture: str,
     *,
     whole_yarn: bool = False,
-    scaled_context: bool = False,
 ) -> LlamaConfig:
     """The configuration with the rope scaling that settings and tensors describe.
 
     Args:
       architecture: the prefix of the keys.
       whole_yarn: whether the architecture reads all yarn settings.
-      scaled_context: see `with_context`.
     """
-    found = replace(plain, rope_scaling=_found(fields, plain, tensors, f"{architecture}.rope.scaling.", whole_yarn))
-    found = with_context(found, scaled_context=scaled_context)
+    scaling = _found(fields, plain, tensors, f"{architecture}.rope.scaling.", whole_yarn)
+    found = with_context(replace(plain, rope_scaling=scaling))
     if NOTE_KEY not in fields:
         return found
     note = fields[NOTE_KEY]
     if isinstance(note, str) and len(note) <= MAX_NOTE:
         with suppress(ValueError, RecursionError):
             note = json.loads(note)
-    return with_note(found, note, scaled_context=scaled_context)
+    return with_note(found, note)
 
 
 def _found(
@@ -246,17 +240,17 @@ def _found(
 
 
 def settings_and_tensors(
-    config: LlamaConfig, architecture: str, *, whole_yarn: bool = False, scaled_context: bool = False
+    config: LlamaConfig, architecture: str, *, whole_yarn: bool = False
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The context, theta and the rope scaling as a file stores them: settings by key, and tensors float32[H/2] by name."""
     plain, scaling, prefix = in_known_kinds(config), config.rope_scaling, f"{architecture}.rope.scaling."
     known = plain.rope_scaling
     settings: dict[str, Any] = {
-        f"{architecture}.context_length": stated_context(plain, scaled_context=scaled_context),
+        f"{architecture}.context_length": stated_context(plain),
         f"{architecture}.rope.freq_base": float(plain.rope_theta),
     }
-    is_known = scaling is None or scaling.kind in ("linear", "llama3")
-    if not is_known or read_back(config, scaled_context=scaled_context) != config:
+    is_stored = scaling is None or scaling.kind in ("linear", "llama3")
+    if not is_stored or read_back(config) != config:
         settings[NOTE_KEY] = json.dumps(note_of(config))
     if scaling is None or known is None:
         return settings, {}

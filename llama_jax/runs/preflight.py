@@ -251,9 +251,7 @@ def check_data(metadata: dict[str, Any] | None, task: Task, *, reweigh: bool) ->
         )
 
 
-def fix_template_time(
-    recipe: Recipe, tokenizer: Tokenizer, metadata: dict[str, Any] | None, processes: Processes
-) -> Recipe:
+def fix_template_time(recipe: Recipe, tokenizer: Tokenizer, metadata: dict[str, Any] | None, processes: Processes) -> Recipe:
     """The recipe with the time that its chat template writes, if it writes one and the recipe sets none: that of the resumed
     run, or the current time of process 0."""
     name, settings = _chat_settings(recipe)

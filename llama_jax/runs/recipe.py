@@ -247,8 +247,8 @@ class Recipe:
                 )
         if self.length > self.model.max_seq_len:
             raise TrainingError(
-                f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}; lower it, or extend"
-                " the context with model.max_seq_len and model.rope_scaling"
+                f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}; lower it, or"
+                " extend the context with model.max_seq_len and model.rope_scaling"
             )
         if self.exact_shards:
             self._check_exact()

@@ -66,9 +66,7 @@ def _limit_memory(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def rendered(
-    template: str, values: Mapping[str, Any], marks: Sequence[str] = ("", ""), time: str | None = None
-) -> str:
+def rendered(template: str, values: Mapping[str, Any], marks: Sequence[str] = ("", ""), time: str | None = None) -> str:
     """The rendered text; a faulty template may raise any exception.
 
     Args:

@@ -268,4 +268,3 @@ def test_a_long_prompt_is_continued_and_a_longer_one_told_how(tmp_path):
     with pytest.raises(GenerationError, match="exceed the model's context of 64; ") as refused:
         llama_jax.generate(config, params, [[5] * 41], max_new_tokens=10_000)
     assert "--rope" not in str(refused.value), "no scaling helps"
-

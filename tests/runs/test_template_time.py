@@ -9,7 +9,16 @@ from datetime import datetime
 
 import mortal_run
 import pytest
-from running import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
+from running import (  # noqa: F401  # caches is a fixture
+    EAST,
+    WEST,
+    StopAt,
+    caches,
+    lines,
+    same,
+    write_dated_vocabulary,
+    write_dialogs,
+)
 
 from llama_jax.data import ChatReading, open_chats
 from llama_jax.errors import DataError, TrainingError
@@ -18,16 +27,10 @@ from llama_jax.runs import preflight
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
 from llama_jax.tokenizers import load_tokenizer
-from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.preference_loss import PreferenceOptions
 
-WEST, EAST = "AAA12", "BBB-14"  # 26 hours apart: never the same date
 DATE = "%Y-%m-%d"
-TEMPLATE = (
-    "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
 SFT = replace(
     mortal_run.recipe(),
     steps=4,
@@ -55,11 +58,7 @@ def zone(monkeypatch):
 
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vocabulary")
-    byte_tokenizer().save(folder)
-    settings = folder / "tokenizer_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
-    return folder
+    return write_dated_vocabulary(tmp_path_factory.mktemp("tokens") / "vocabulary")
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +69,16 @@ def data(tmp_path_factory):
     def said(role, content):
         return [{"role": role, "content": content}]
 
-    rows = {"sft": [], "sigmoid": [], "kto": [], "grpo": []}
+    rows = {"sigmoid": [], "kto": [], "grpo": []}
     for i in range(40):
         ask = said("user", f"question {i}")
-        rows["sft"].append({"messages": ask + said("assistant", "yes")})
         rows["sigmoid"].append({"prompt": ask, "chosen": said("assistant", "yes"), "rejected": said("assistant", "no")})
         rows["kto"].append({"prompt": ask, "completion": said("assistant", "yes"), "label": i % 2 == 0})
         rows["grpo"].append({"prompt": ask})
     for name, of_kind in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_kind))
-    return {name: folder / f"{name}.jsonl" for name in rows} | {"distill": folder / "sft.jsonl"}
+    dialogs = write_dialogs(folder / "dialogs.jsonl")
+    return {name: folder / f"{name}.jsonl" for name in rows} | {"sft": dialogs, "distill": dialogs}
 
 
 def begin_and_resume(recipe, folder, zone, file, **options):
