@@ -194,6 +194,7 @@ def test_a_dynamic_scaling_generates_beyond_the_context_in_the_file(length, tmp_
 
     scaling = RopeScaling("dynamic", 4.0, original_max_seq_len=16)
     config = replace(make_goldens.KINDS["gqa"], head_dim=16, rope_theta=500.0, rope_scaling=scaling, max_seq_len=64)
+    config = replace(config, unscaled_max_seq_len=16)
     model = make_goldens.transformers_model(config, make_goldens.random_tensors(config))
     model.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
@@ -213,6 +214,72 @@ def test_a_dynamic_scaling_generates_beyond_the_context_in_the_file(length, tmp_
     np.testing.assert_allclose(got.logprobs, theirs.numpy(), atol=2e-4, rtol=0)
     with pytest.raises(GenerationError, match="exceed the model's context of 64"):
         llama_jax.generate(found, params, [prompt], max_new_tokens=new + 1)
+
+
+def vllm_context(config):
+    """The context that vLLM derives from a configuration of transformers (`_get_and_verify_max_len`, config/model.py)."""
+    ropes, context = config.rope_parameters, config.max_position_embeddings
+    ropes = {"": ropes} if "rope_type" in ropes else ropes
+    if "gemma3" in config.model_type:
+        return context
+    factor = 1.0
+    for rope in ropes.values():
+        if rope["rope_type"] not in ("su", "longrope", "llama3"):
+            factor = rope.get("factor", factor)
+            if rope["rope_type"] == "yarn":
+                context = rope["original_max_position_embeddings"]
+    return int(context * factor)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+SLIDING = {"rope_type": "default", "rope_theta": 10_000.0}
+ONE_ROPE = [
+    ("Qwen2", 16, YARN),
+    ("Qwen3", 20, YARN),
+    ("Llama", 16, {"rope_type": "yarn", "factor": 4.0}),
+    ("Llama", 64, YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}),
+    ("Llama", 16, LINEAR),
+    ("Llama", 16, {"rope_type": "dynamic", "factor": 4.0}),
+]
+ROPES_BY_LAYER = [  # only in transformers 5
+    ("Olmo3", 16, {"full_attention": YARN, "sliding_attention": SLIDING}),
+    ("Gemma3Text", 64, {"full_attention": LINEAR, "sliding_attention": SLIDING}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stated", "rope", "old"),
+    [(*case, False) for case in ONE_ROPE + ROPES_BY_LAYER] + [(*case, True) for case in ONE_ROPE],
+)
+def test_a_folder_as_published_has_the_extended_context(kind, stated, rope, old, tmp_path):
+    """vLLM's context, also in what is written again; and transformers' logits within the original context and beyond it."""
+    import torch
+    import transformers
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": stated}
+    sizes |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    given = {name: {"rope_theta": 500.0} | of_layers for name, of_layers in rope.items() if isinstance(of_layers, dict)}
+    settings = getattr(transformers, f"{kind}Config")(**sizes, rope_parameters=given or {"rope_theta": 500.0} | rope)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(settings).float().eval()
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    written = json.loads(path.read_text())
+    if old:
+        written |= {"rope_scaling": rope, "rope_theta": written.pop("rope_parameters")["rope_theta"]}
+        path.write_text(json.dumps(written))
+    config, params, _ = llama_jax.load(tmp_path / "model", "float32")
+    assert config.max_seq_len == vllm_context(transformers.AutoConfig.from_pretrained(tmp_path / "model")) == 64
+    llama_jax.save(tmp_path / "again", config, params)
+    assert vllm_context(transformers.AutoConfig.from_pretrained(tmp_path / "again")) == 64
+    assert llama_jax.load(tmp_path / "again").config == config
+    for length in (12, 60):
+        tokens = make_goldens.tokens(config, batch=1, length=length)
+        with torch.inference_mode():
+            want = model(torch.from_numpy(tokens).long()).logits.numpy()
+        np.testing.assert_allclose(jit_logits(config, params, tokens), want, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -526,7 +526,7 @@ def test_whatever_windows_layers_have_a_model_that_is_read_is_written_as_it_was(
         written |= {"layer_types": types[kinds], "sliding_window": 7}
     elif kinds != "mixed":
         written |= {"sliding_window": window}
-    for more in ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}):
+    for more in ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "llama_jax": None}):
         config = config_from_dict(written | more)
         if kinds != "mixed":
             assert {layer.window for layer in config.layer_kinds} == {window}

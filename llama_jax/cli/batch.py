@@ -17,6 +17,7 @@ import llama_jax
 from llama_jax.cli.generate import PromptLine, read_lines
 from llama_jax.cli.options import AdapterOptions, CacheOption, DraftOptions, SamplingOptions, StopOptions
 from llama_jax.cli.terminal import note
+from llama_jax.config import suggest_context
 from llama_jax.errors import GenerationError, UserError, reading, shown
 from llama_jax.progress import progress_bar
 from llama_jax.settings import at_least
@@ -45,12 +46,16 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
     """Maximum number of tokens per prompt, limited by the model's context."""
     rows: int = 16
     """Number of prompts that are continued concurrently."""
+    context: int | None = None
+    """Maximum number of tokens of a prompt and its continuation. The default is the model's context; if RoPE scaling extends
+    it, as much of that as a cache for the context without it holds."""
     prefix_cache: Annotated[int, at_least(0)] = 256
     """Size of the cache of shared prompt prefixes, in megabytes; 0 turns it off."""
 
     def run(self) -> None:
         options = llama_jax.EngineOptions(
             rows=self.rows,
+            context=self.context,
             prefix_bytes=self.prefix_cache * 2**20,
             cache=self.cache_options(),
             compute=self.compute(),
@@ -118,6 +123,7 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
             if room < 1:
                 raise GenerationError(
                     f"{self.prompts}: prompt {line} has {len(ids)} tokens, but the context is {engine.context}; shorten it"
+                    f"{suggest_context(engine.model.config, len(ids) + self.max_new_tokens)}"
                 )
             request = GenerationRequest(
                 prompt=ids,

@@ -17,6 +17,7 @@ import llama_jax
 from llama_jax.cli.generate import draft_statistics, draft_summary
 from llama_jax.cli.options import ModelOptions
 from llama_jax.cli.terminal import note, printable
+from llama_jax.config import suggest_context
 from llama_jax.errors import GenerationError, UserError
 from llama_jax.interrupts import end_command, watch_signals
 from llama_jax.settings import at_least
@@ -68,7 +69,10 @@ class Chat(ModelOptions):
         draft = self.drafter(tokenizer)
         context = config.max_seq_len if self.context is None else self.context
         if context > config.max_seq_len:
-            raise GenerationError(f"context={context} exceeds the model's context of {config.max_seq_len}; lower it")
+            raise GenerationError(
+                f"context={context} exceeds the model's context of {config.max_seq_len}; lower it"
+                f"{suggest_context(config, context)}"
+            )
         reply_room = min(USUAL_REPLY, max(1, context // 2)) if self.max_new_tokens is None else self.max_new_tokens
         if reply_room >= context:
             raise GenerationError(
@@ -146,7 +150,8 @@ def fit(
             return ids, kept
         if len(kept) == 1:
             raise GenerationError(
-                f"the message and the system prompt have {len(ids)} tokens, but the reply leaves only {room}; shorten it"
+                f"the message and the system prompt have {len(ids)} tokens, but the reply leaves only {room}; shorten it, or"
+                " chat with a longer context (--context, or --rope yarn:FACTOR)"
             )
         kept = kept[2:]
 

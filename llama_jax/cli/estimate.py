@@ -296,7 +296,7 @@ def devices_to_plan_for(hardware: str | None, sizes: MeshSizes) -> tuple[Mesh, s
 def read_config(model: str) -> LlamaConfig:
     """The configuration of a preset, or of a model's files without their weights."""
     from llama_jax.config.presets import PRESETS
-    from llama_jax.formats import huggingface
+    from llama_jax.formats import huggingface, orbax_format
     from llama_jax.formats.loading import open_checkpoint
     from llama_jax.storage import locate
 
@@ -306,7 +306,7 @@ def read_config(model: str) -> LlamaConfig:
     if not path.exists():
         raise ConfigError(f"{model!r} is neither a preset nor a path; the presets are {', '.join(PRESETS)}")
     settings = path if path.name == "config.json" else path / "config.json"
-    if settings.is_file():  # the weights need not be there
+    if settings.is_file() and not orbax_format.recognizes(path):  # the weights need not be there
         return huggingface.read_config(settings.parent)
     return open_checkpoint(path).config
 

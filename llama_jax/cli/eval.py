@@ -85,6 +85,9 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
     3."""
     too_long: Literal["cut", "drop"] = "cut"
     """For chats and preferences: how to treat examples longer than --length tokens."""
+    template_time: str | None = None
+    """For chats and preferences: the time that a chat template writes, for example 2026-07-31; chats.template_time in the
+    recipe.json of a run. The default is the current time."""
     against: ModelPath | None = None
     """A reference model: print divergence, ratio of perplexities, and how often the most probable token agrees. It may be
     PATH itself; --quantize and --rope apply to PATH only, --dtype to both. Both models are in memory."""
@@ -221,7 +224,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
             with ending_in_order("stopped"):
                 corpus = open_corpus(self.data, tokenizer, reading=reading, progress=progress_bar("tokenizing", "MB"))
         else:
-            chats = ChatReading(self.format, self.too_long)
+            chats = ChatReading(self.format, self.too_long, template_time=self.template_time)
             corpus, counts = open_chats(self.data, tokenizer, self._length(config), chats)
             settings["examples"] = asdict(counts)
         if self.max_documents is not None:
@@ -232,7 +235,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         """Predicted tokens of a row of whole examples."""
         from llama_jax.evaluation.measure import MAX_DEFAULT_WINDOW
 
-        return min(config.max_seq_len, MAX_DEFAULT_WINDOW) if self.length is None else self.length
+        return min(config.default_context, MAX_DEFAULT_WINDOW) if self.length is None else self.length
 
     def _by_window(
         self, config: LlamaConfig, reference: LlamaConfig | None, shorter: LlamaConfig, corpus: Corpus, _: Sequence[int]
@@ -313,7 +316,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         if not 1 <= length <= context:
             raise UserError(f"length={length} must be at least 1 and within the context of {context}")
         check_batch(batch, length)
-        reading = ChatReading(self.format, self.too_long)
+        reading = ChatReading(self.format, self.too_long, template_time=self.template_time)
         chosen, rejected, counts = open_preferences(self.data, tokenizer, length, reading)
         pairs = Pairs(chosen, rejected)
         pairs = pairs.select(np.arange(pairs.count)[: self.max_documents])
@@ -334,7 +337,8 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
 
     def _check_kind(self, kind: str) -> None:
         """Raise UserError for options that do not apply to this kind of data."""
-        unread = ("format", "too_long") if kind == "text" else ("lengths", "separator", "longest", "token_type", "stride")
+        texts = ("format", "too_long", "template_time")
+        unread = texts if kind == "text" else ("lengths", "separator", "longest", "token_type", "stride")
         for name in unread:
             value = getattr(self, name)
             if value != getattr(type(self), name):

@@ -16,7 +16,7 @@ import tyro
 
 import llama_jax
 from llama_jax.cli.options import ModelOptions, StopOptions
-from llama_jax.config import LlamaConfig
+from llama_jax.config import LlamaConfig, suggest_context
 from llama_jax.errors import GenerationError, UserError, reading, shown
 from llama_jax.settings import at_least
 from llama_jax.tokenizers.interface import Text
@@ -136,6 +136,7 @@ class Generate(ModelOptions, StopOptions):
             raise GenerationError(
                 f"{which} has {length} tokens, but the model's context is {config.max_seq_len}; shorten the prompt, or let"
                 f" the model see only a window, for example with --window {config.max_seq_len // 2} --sinks 4"
+                f"{suggest_context(config, length + (self.max_new_tokens or 256))}"
             )
         if self.max_new_tokens is not None:
             return self.max_new_tokens

@@ -119,6 +119,8 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
         f"the sizes of {one['name']}, but not {', '.join(one['differs'])}" if one["differs"] else one["name"]
         for one in facts["presets"]
     ]
+    stated = c["unscaled_max_seq_len"]
+    unscaled = "" if stated is None else f", {stated:,} without the RoPE scaling"
     rows = [
         ["layers", f"{c['n_layers']:,}"],
         ["embedding width", f"{c['dim']:,}"],
@@ -127,7 +129,7 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
         ["head dimension", f"{c['head_dim']:,}"],
         ["feed-forward width", f"{c['hidden_dim']:,}"],
         ["vocabulary size", f"{c['vocab_size']:,}"],
-        ["context length", f"{c['max_seq_len']:,}"],
+        ["context length", f"{c['max_seq_len']:,}{unscaled}"],
         ["RoPE theta", f"{c['rope_theta']:,.12g}"],
         ["RoPE scaling", _scaling(c["rope_scaling"])],
         ["RMSNorm epsilon", f"{c['norm_eps']:g}"],

@@ -18,6 +18,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 import llama_jax
 from llama_jax.config import ROPE_FIELDS, LlamaConfig, RopeScaling, RopeScalingKind
+from llama_jax.config.rope import scaled_length
 from llama_jax.errors import ConfigError, GenerationError, MeshError, UserError, shown
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import Format, Tokenizer
@@ -488,9 +489,9 @@ def with_rope(config: LlamaConfig, text: str) -> LlamaConfig:
     """
     if not text:
         return config
-    original = _trained(config)
+    original = config.base_context
     if text == "none":
-        return replace(config, rope_scaling=None, max_seq_len=original)
+        return replace(config, rope_scaling=None, max_seq_len=config.unscaled_max_seq_len or original)
     first, *rest = SPLIT.split(text)
     kind, colon, number = first.partition(":")
     fields = ROPE_FIELDS.get(kind)
@@ -509,16 +510,8 @@ def with_rope(config: LlamaConfig, text: str) -> LlamaConfig:
     if "original_max_seq_len" in fields:
         values.setdefault("original_max_seq_len", original)
     scaling = RopeScaling(cast("RopeScalingKind", kind), _value(text, number), **values)  # a key of the table
-    context = scaling.extended_max_seq_len or int(original * scaling.factor)
-    return replace(config, rope_scaling=scaling, max_seq_len=context)
-
-
-def _trained(config: LlamaConfig) -> int:
-    """Tokens of the context without the model's rope scaling."""
-    scaling = config.rope_scaling
-    if scaling is None:
-        return config.max_seq_len
-    return scaling.original_max_seq_len or max(int(config.max_seq_len / scaling.factor), 1)
+    context = scaling.extended_max_seq_len or scaled_length(original, scaling.factor)
+    return replace(config, rope_scaling=scaling, max_seq_len=context, unscaled_max_seq_len=None)
 
 
 def _value(text: str, value: str) -> Any:

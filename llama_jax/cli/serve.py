@@ -80,7 +80,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
     whole context. When it is full, the newest requests are suspended and continue later."""
     context: int | None = None
     """Maximum number of tokens of prompt and continuation together. The default is the model's context, or less if memory is
-    scarce."""
+    scarce; if RoPE scaling extends it, as much of that as a cache for the context without it holds."""
     prefill_chunk: int | None = None
     """Prompt tokens per step, a multiple of 16. In each step, every running request also gets a token. The default is 32 on
     a CPU and 256 elsewhere."""
@@ -279,11 +279,12 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
         mesh += f" over {joined.count} processes" if joined.count > 1 else ""
         weights = f"{kinds_in_memory(params)}, {bytes_in_memory(params) / 1e6:,.1f} MB"
+        longest = f" of the model's {config.max_seq_len} (--context)" if engine.context < config.max_seq_len else ""
         notes = [
             f"{jax.default_backend()} ({jax.devices()[0].device_kind}){mesh} · {params.embedding.dtype}"
             f" · attention {' and '.join(attention)} · weights {weights}",
             f"{served.name} · {f'chat by {served.chat}' if served.chat else 'no chat: it completes texts'}"
-            f" · context {engine.context} tokens · {options.rows} rows"
+            f" · context {engine.context} tokens{longest} · {options.rows} rows"
             f" · a cache of {engine.scheduler.pages.count * PAGE_SIZE:,} tokens",
         ]
         if served.adapters:

@@ -1,7 +1,7 @@
 """The configuration of a Llama: its sizes, validated once. Published configurations are in `presets`."""
 
 from llama_jax.config.families import FAMILY_FEATURES, ModelType
-from llama_jax.config.llama import LayerConfig, LlamaConfig, QueryScaling, period
+from llama_jax.config.llama import LayerConfig, LlamaConfig, QueryScaling, period, suggest_context
 from llama_jax.config.parts import Parts
 from llama_jax.config.rope import REQUIRED, ROPE_FIELDS, RopeScaling, RopeScalingKind
 
@@ -17,4 +17,5 @@ __all__ = [
     "RopeScaling",
     "RopeScalingKind",
     "period",
+    "suggest_context",
 ]

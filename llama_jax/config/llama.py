@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from llama_jax.config.families import ModelType, model_type_of
 from llama_jax.config.parts import Parts
-from llama_jax.config.rope import RopeScaling, check_fits
+from llama_jax.config.rope import RopeScaling, check_fits, unscaled_length
 from llama_jax.config.validation import check_heads, check_sizes, require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
+
+MAX_SUGGESTED_FACTOR = 64  # of a RoPE scaling in messages; models were trained with up to 40
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,9 @@ class LlamaConfig:
       expert_scores: "softmax": outputs of experts are weighted by their softmax scores; "sigmoid": inputs of experts are
         multiplied by the sigmoid of their scores (Llama 4).
       shared_expert: one more expert of the same width, whose output is added for every token (Llama 4).
+      unscaled_max_seq_len: context length without the extension by `rope_scaling`, if the model's file states it (Qwen's
+        YaRN settings, Vicuna 16k): servers and evaluations plan for it by default, see `default_context`. None for a model
+        without an extension, or trained with it; it becomes None if it is not below `max_seq_len`.
 
     Raises:
       ConfigError: an invalid size; the message names it.
@@ -171,6 +177,7 @@ class LlamaConfig:
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0
     parts: Parts = Parts()
+    unscaled_max_seq_len: int | None = None
 
     def __post_init__(self) -> None:
         for name, cls in (("rope_scaling", RopeScaling), ("query_scaling", QueryScaling)):
@@ -193,6 +200,10 @@ class LlamaConfig:
             uniform = layers == (LayerConfig(layers[0].window),)
             object.__setattr__(self, "layers", () if uniform else layers)
             object.__setattr__(self, "window", layers[0].window if uniform else None)
+        if self.unscaled_max_seq_len is not None:
+            require_positive_int("unscaled_max_seq_len", self.unscaled_max_seq_len)
+            if self.rope_scaling is None or self.unscaled_max_seq_len >= self.max_seq_len:
+                object.__setattr__(self, "unscaled_max_seq_len", None)
 
     @property
     def model_type(self) -> ModelType:
@@ -202,6 +213,21 @@ class LlamaConfig:
           ConfigError: no family has these features; such a model can be trained, but not saved for other libraries.
         """
         return model_type_of(self)
+
+    @property
+    def default_context(self) -> int:
+        """The context length to plan for by default: `max_seq_len` without an extension that the model was not trained
+        with."""
+        return self.unscaled_max_seq_len or self.max_seq_len
+
+    @property
+    def base_context(self) -> int:
+        """The context length that another `rope_scaling` extends: the original one of the model's own."""
+        scaling = self.rope_scaling
+        if scaling is None:
+            return self.max_seq_len
+        original = scaling.original_max_seq_len or self.unscaled_max_seq_len
+        return original or unscaled_length(self.max_seq_len, scaling.factor)
 
     def layer(self, index: int) -> LayerConfig:
         """The attention settings of layer `index`."""
@@ -226,3 +252,18 @@ class LlamaConfig:
     def queries_per_kv_head(self) -> int:
         """G, the query heads that share one key/value head."""
         return self.n_heads // self.n_kv_heads
+
+
+def suggest_context(config: LlamaConfig, tokens: int) -> str:
+    """The end of a message about more tokens than the context: how to set a longer one, within the model's context or with
+    another RoPE scaling, if one might help."""
+    if tokens <= config.max_seq_len:
+        return f"; or set a longer context, at most {config.max_seq_len} (--context, EngineOptions(context=...))"
+    base = config.base_context
+    factor = math.ceil(tokens / base)
+    if factor > MAX_SUGGESTED_FACTOR:
+        return ""
+    return (
+        f"; or extend the context by RoPE scaling: --rope yarn:{factor}, or in the configuration max_seq_len={factor * base}"
+        f" and rope_scaling=RopeScaling('yarn', {factor}, original_max_seq_len={base})"
+    )

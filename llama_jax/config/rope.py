@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -114,12 +115,22 @@ class RopeScaling:
     def extended_max_seq_len(self) -> int | None:
         """The context length with the scaling; None if the original one is unknown."""
         original = self.original_max_seq_len
-        return None if original is None else int(original * self.factor)
+        return None if original is None else scaled_length(original, self.factor)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The fields that the kind uses, by name."""
         return {"factor": self.factor} | {name: getattr(self, name) for name in ROPE_FIELDS[self.kind]}
+
+
+def scaled_length(length: int, factor: float) -> int:
+    """A context length times the factor of a scaling, rounded down; exact if the factor is a rounded quotient of lengths."""
+    return int(length * factor + 1e-6)
+
+
+def unscaled_length(length: int, factor: float) -> int:
+    """The shortest context length that `scaled_length` extends to at least `length`."""
+    return math.ceil(length / factor - 1e-6)
 
 
 def _checked(name: str, value: Any) -> Any:

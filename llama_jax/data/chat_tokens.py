@@ -7,6 +7,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -33,18 +34,32 @@ class ChatReading:
         end, "drop" omits it. Both are counted.
       special: whether ``<|eot_id|>`` and the like are special tokens in prompts and completions that are texts, as in files
         with rendered chats; by default they are text. In messages they are always text.
+      template_time: the time that a chat template writes (`strftime_now`), in ISO 8601; None for the current local time. A
+        run that trains on such chats records that of its start, and keeps it when it is resumed.
 
     Raises:
-      DataError: another `too_long`.
+      DataError: another `too_long`, or an invalid time.
     """
 
     format: Format = "auto"
     too_long: TooLong = "cut"
     special: bool = False
+    template_time: str | None = None
 
     def __post_init__(self) -> None:
+        check_time(self.template_time)
         if self.too_long not in ("cut", "drop"):
             raise DataError(f"too_long={self.too_long!r} must be cut or drop")
+
+
+def check_time(template_time: str | None) -> None:
+    """Raise DataError for a time that is not in ISO 8601."""
+    try:
+        datetime.fromisoformat(template_time or "2026-01-01")
+    except (TypeError, ValueError):
+        raise DataError(
+            f"template_time={shown(template_time, 40)} must be a date or a time such as 2026-07-31T12:00:00"
+        ) from None
 
 
 @dataclass
@@ -197,7 +212,7 @@ def _read(
     desirable: list[bool | None] = []
     special = special_pattern(tokenizer.special_tokens)
     spelled = ""  # the first text that spells a special token
-    with ReplyEncoder(tokenizer, reading.format) as encoder:
+    with ReplyEncoder(tokenizer, reading.format, reading.template_time) as encoder:
         for file, example in examples_of(paths, read):
             where = f"{file}, line {example.line}"
             if not isinstance(example.answers[0], str):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llama_jax.data.chat_jsonl import read_prompts
-from llama_jax.data.chat_tokens import examples_of
+from llama_jax.data.chat_tokens import check_time, examples_of
 from llama_jax.data.corpus import check_seed, hold_out, row_order, unseen
 from llama_jax.data.data_files import Paths, find_files
 from llama_jax.errors import DataError, GenerationError, TokenizerError
@@ -28,10 +28,18 @@ class PromptReading:
     Attributes:
       format: chat format for prompts that are messages, see `tokenizers.resolve_format`. Texts have none.
       special: whether "<|eot_id|>" and the like are special tokens in texts; by default they are text.
+      template_time: see `ChatReading`.
+
+    Raises:
+      DataError: an invalid time.
     """
 
     format: Format = "auto"
     special: bool = False
+    template_time: str | None = None
+
+    def __post_init__(self) -> None:
+        check_time(self.template_time)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +110,7 @@ def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: Prom
     ids: list[tuple[int, ...]] = []
     columns: dict[str, list[Any]] = {}
     sizes: list[int] = []
-    with ReplyEncoder(tokenizer, reading.format) as encoder:
+    with ReplyEncoder(tokenizer, reading.format, reading.template_time) as encoder:
         for file, example in examples_of(paths, read_prompts):
             if not isinstance(example.prompt, str):
                 _ = encoder.format  # a missing format is not the line's fault

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from llama_jax.config import LlamaConfig
+from llama_jax.config import LlamaConfig, suggest_context
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.batches import pack
 from llama_jax.data.load_corpus import Progress
@@ -194,9 +194,12 @@ def choose_sizes(
     config: LlamaConfig, corpus: Corpus, *, length: int | None, stride: int | None, batch: int | None
 ) -> WindowSizes:
     """The sizes of `perplexity.evaluate`, with its defaults; see there for arguments and errors."""
-    length = min(config.max_seq_len, MAX_DEFAULT_WINDOW) if length is None else length
+    length = min(config.default_context, MAX_DEFAULT_WINDOW) if length is None else length
     if not 1 <= length <= config.max_seq_len:
-        raise DataError(f"length={length} must be at least 1 and within the model's context of {config.max_seq_len}")
+        suggestion = suggest_context(config, length) if length > config.max_seq_len else ""
+        raise DataError(
+            f"length={length} must be at least 1 and within the model's context of {config.max_seq_len}{suggestion}"
+        )
     stride = max(length // 2, 1) if stride is None else stride
     if not 1 <= stride <= length:
         raise DataError(f"stride={stride} must be at least 1 and at most length={length}; otherwise tokens would be skipped")

@@ -118,7 +118,7 @@ class TextModel:
                 f"the tokenizer has {tokenizer.vocab_size} tokens, but the model only {config.vocab_size}; pass the model's"
                 " tokenizer"
             )
-        self.context = options.context_of(config)
+        self.context = min(options.context_of(config), options.context or config.default_context)
         self.tokenizer = tokenizer
         self.cut = 0
         self._config, self._params = config, params

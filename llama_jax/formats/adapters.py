@@ -276,7 +276,7 @@ def _open_step(step: Path) -> OpenedAdapter | None:
     if settings is None:
         return None
     base = _base_name(read_object(step / ABOUT / METADATA_FILE, CheckpointError).get("base", {}).get("path"))
-    return OpenedAdapter(base, read_config(step / ABOUT), partial(_read_step, step, settings, base))
+    return OpenedAdapter(base, read_config(step / ABOUT, scaled_context=True), partial(_read_step, step, settings, base))
 
 
 def _read_fetched(fetched: FetchedStep, opened: OpenedAdapter, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
@@ -303,7 +303,7 @@ def _read_step(
                 " adapter's base?"
             )
     verify(step, {ABOUT, name})
-    _warn_of_another_base(step, read_config(step / ABOUT), config)
+    _warn_of_another_base(step, read_config(step / ABOUT, scaled_context=True), config)
     target = target_dtype(step, dtype, jnp.dtype(jnp.float32))
     wanted = jax.tree.map(lambda leaf: OrbaxArrayInfo(leaf.shape, target), shapes)
     found: Any = with_short_errors(step / name, lambda: read_arrays(step, name, wanted))
@@ -315,7 +315,8 @@ def _warn_of_another_base(step: Path, before: LlamaConfig, config: LlamaConfig) 
     for field in fields(LlamaConfig):
         old, new = getattr(before, field.name), getattr(config, field.name)
         same = math.isclose(old, new, rel_tol=1e-6) if isinstance(old, float) and isinstance(new, float) else old == new
-        if not same and field.name not in ("parts", "max_seq_len", "vocab_size", "tie_embeddings"):
+        no_effect = ("parts", "max_seq_len", "unscaled_max_seq_len", "vocab_size", "tie_embeddings")
+        if not same and field.name not in no_effect:
             _log.warning("%s: its base had %s=%s, this one has %s", step, field.name, shown(old, 60), shown(new, 60))
 
 

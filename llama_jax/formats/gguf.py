@@ -430,7 +430,6 @@ def write_file(
 
     sizes = {
         "vocab_size": c.vocab_size,
-        "context_length": c.max_seq_len,
         "embedding_length": c.dim,
         "block_count": c.n_layers,
         "feed_forward_length": c.hidden_dim,

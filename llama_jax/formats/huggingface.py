@@ -39,7 +39,14 @@ from llama_jax.formats.lazy_tensors import (
     read_bytes,
 )
 from llama_jax.formats.model_folder import About, read_about, token_ids, write_about
-from llama_jax.formats.rope_conversion import SCALING_NOTE, in_known_kinds, note_of, with_note
+from llama_jax.formats.rope_conversion import (
+    SCALING_NOTE,
+    in_known_kinds,
+    note_of,
+    stated_context,
+    with_context,
+    with_note,
+)
 from llama_jax.formats.torch_pickle import is_torch, read_tensors
 from llama_jax.formats.weight_format import (
     TENSOR_NAMES,
@@ -120,29 +127,38 @@ ROPE_SETTINGS = {
 }
 OPTIONAL_ROPE = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
 # Settings that are accepted because they have no effect.
-IGNORED_ROPE = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
+IGNORED_ROPE = (
+    *(("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False)),
+    *(("attn_factor", 1), ("extrapolation_factor", 1)),
+)
 PARTS_KEY = "llama_jax_parts"  # the names in `LlamaConfig.parts`, which other libraries do not read
 MAX_LAYERS = 10_000
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
-def read_config(folder: Location) -> LlamaConfig:
-    """The configuration in ``folder/config.json``."""
+def read_config(folder: Location, *, scaled_context: bool = False) -> LlamaConfig:
+    """The configuration in ``folder/config.json``; see `config_from_dict`."""
     path = folder / "config.json"
     try:
-        return config_from_dict(read_object(path, CheckpointError))
+        return config_from_dict(read_object(path, CheckpointError), scaled_context=scaled_context)
     except ConfigError as error:
         in_file = re.sub(r"\b(\w+)(?==)", lambda name: SETTING_NAMES.get(name[0], name[0]), str(error))
         raise CheckpointError(f"{path}: {in_file}") from None
 
 
-def write_config(folder: Path, config: LlamaConfig, **more: Any) -> None:
-    """Write ``config.json``, with additional settings such as token ids."""
-    (folder / "config.json").write_text(json.dumps(config_to_dict(config) | more, indent=2) + "\n")
+def write_config(folder: Path, config: LlamaConfig, *, scaled_context: bool = False, **more: Any) -> None:
+    """Write ``config.json``, with additional settings such as token ids; see `config_from_dict`."""
+    settings = config_to_dict(config, scaled_context=scaled_context) | more
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
-    """The configuration that a parsed ``config.json`` describes; absent fields take the values transformers documents."""
+def config_from_dict(found: Mapping[str, Any], *, scaled_context: bool = False) -> LlamaConfig:
+    """The configuration that a parsed ``config.json`` describes; absent fields take the values transformers documents.
+
+    Args:
+      scaled_context: whether `max_position_embeddings` includes the factor of a linear or YaRN scaling, as in orbax
+        checkpoints; else, for most families, the scaling extends it (`rope_conversion.with_context`).
+    """
     if isinstance(text := found.get("text_config"), Mapping):  # a multimodal model
         shared = {name: found[name] for name in ("quantization_config", "tie_word_embeddings") if name in found}
         found = shared | dict(text)
@@ -175,8 +191,6 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     for setting, names in BIASES.items():
         if setting in FAMILY_FEATURES[cast(ModelType, kind)]:
             more |= dict.fromkeys(names, found.get(setting) or False)
-    # A dynamic scaling applies beyond the file's context, where it begins.
-    extended = scaling.extended_max_seq_len if scaling is not None and scaling.kind == "dynamic" else None
     note = found.get(SCALING_NOTE)
     n_heads = found["num_attention_heads"]
     n_kv_heads = found.get("num_key_value_heads")
@@ -188,7 +202,7 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
         head_dim=found.get("head_dim") or 0,
         hidden_dim=more.pop("hidden_dim", found["intermediate_size"]),
-        max_seq_len=extended or found.get("max_position_embeddings", 2048),
+        max_seq_len=found.get("max_position_embeddings", 2048),
         norm_eps=found.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -196,7 +210,8 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         parts=_parts(object_in(found, PARTS_KEY)),
         **more,
     )
-    return config if note is None else with_note(config, note)
+    config = with_context(config, scaled_context=scaled_context)
+    return config if note is None else with_note(config, note, scaled_context=scaled_context)
 
 
 def _parts(found: Mapping[str, Any]) -> Parts:
@@ -219,13 +234,13 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_SETTINGS:
         raise ConfigError(f"rope scaling {shown(kind, 40)} is not supported; use {', '.join(map(repr, ROPE_SETTINGS))}")
+    context = found.get("max_position_embeddings", 2048)
     extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE_SETTINGS[kind])]
     for name in extra:
-        if (name, scaling[name]) not in IGNORED_ROPE:
+        if (name, scaling[name]) not in (*IGNORED_ROPE, ("original_max_position_embeddings", context)):
             raise ConfigError(f"rope scaling {kind!r} with {name}={shown(scaling[name], 40)} is not supported")
     if kind == "default":
         return theta, None
-    context = found.get("max_position_embeddings", 2048)
     if kind in ("yarn", "longrope"):  # defaults of transformers
         original = found.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings", context)
         scaling["original_max_position_embeddings"] = original
@@ -254,16 +269,20 @@ def _plain(scaling: Mapping[str, Any]) -> dict[str, Any]:
     return rest | {"kind": scaling.get("rope_type", scaling.get("type", "default"))}
 
 
-def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
+def config_to_dict(config: LlamaConfig, *, scaled_context: bool = False) -> dict[str, Any]:
     """The settings of ``config.json`` for a configuration, in the spelling that old and new transformers read.
 
-    A rope scaling that transformers lacks is written as an equivalent one, with a note of its kind here.
+    A rope scaling that transformers lacks is written as an equivalent one, with a note of its kind here; so is a context
+    that other libraries would not infer.
+
+    Args:
+      scaled_context: see `config_from_dict`.
     """
     config = replace(config, parts=config.parts.names)
-    found = _plain_settings(in_known_kinds(config))
-    if config_from_dict(found) != config and config.rope_scaling is not None:
+    found = _plain_settings(in_known_kinds(config), scaled_context)
+    if config_from_dict(found, scaled_context=scaled_context) != config and config.rope_scaling is not None:
         found[SCALING_NOTE] = note_of(config)
-    back = config_from_dict(found)
+    back = config_from_dict(found, scaled_context=scaled_context)
     for name in (field.name for field in fields(config)):
         if getattr(back, name) != getattr(config, name):
             value = shown(getattr(config, name))
@@ -271,24 +290,22 @@ def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
     return found
 
 
-def _plain_settings(config: LlamaConfig) -> dict[str, Any]:
+def _plain_settings(config: LlamaConfig, scaled_context: bool) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
-    context: Any
-    context, scaling = config.max_seq_len, config.rope_scaling
+    scaling, family = config.rope_scaling, FAMILIES[config.model_type]
     if scaling is not None:
         settings = {name: list(value) if isinstance(value, tuple) else value for name, value in scaling.settings.items()}
         names = {ours: theirs for theirs, ours in ROPE_NAMES.items()}
         rope = {"rope_type": scaling.kind}
         if scaling.kind == "dynamic":
-            context = settings.pop("original_max_seq_len")
+            del settings["original_max_seq_len"]  # transformers has the stated context
         rope |= {names.get(name, name): value for name, value in settings.items() if value is not None}
-    family = FAMILIES[config.model_type]
     parameters = rope | {"rope_theta": config.rope_theta}
     return {
         "model_type": config.model_type,
         "architectures": [family.architecture],
         **{setting: getattr(config, field) for field, setting in SIZES.items()},
-        "max_position_embeddings": context,
+        "max_position_embeddings": stated_context(config, scaled_context=scaled_context),
         "rope_parameters": parameters,
         "hidden_act": "silu",
         "attention_bias": config.qkv_bias and config.out_bias,

@@ -31,6 +31,8 @@ class Family:
       rope: rewrites rope settings into Llama's form, and others as `fields` reads them.
       interleaved: whether pairs of adjacent features are rotated, so that the rows of q and k are stored interleaved;
         otherwise the halves of a head are rotated.
+      scaled_context: whether files state the context with the factor of the rope scaling, see
+        `rope_conversion.with_context`.
     """
 
     architecture: str
@@ -40,6 +42,7 @@ class Family:
     settings: Callable[[LlamaConfig, ConfigJson], dict[str, Any]] = lambda config, rope: {}
     rope: Callable[[dict[str, Any]], dict[str, Any]] = lambda found: found
     interleaved: bool = False
+    scaled_context: bool = False
     constants: ConfigJson = field(default_factory=dict)
 
 
@@ -481,6 +484,7 @@ FAMILIES: dict[str, Family] = {
         _gemma3,
         _gemma3_settings,
         _rope_by_kind("rope_local_base_freq"),
+        scaled_context=True,
         constants={"norm": "both", "norm_offset": 1.0, "qk_norm": "head", "activation": "gelu"},
     ),
     "granite": Family("GraniteForCausalLM", dict.fromkeys(MULTIPLIERS, 1.0), MULTIPLIERS, _granite, _granite_settings),

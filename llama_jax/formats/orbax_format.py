@@ -352,7 +352,7 @@ def open_folder(folder: Path) -> OrbaxCheckpoint:
         about, arrays = folder / ABOUT, (folder, EMA if (folder / EMA).is_dir() else PARAMS)
     else:
         about, arrays = folder, (folder / PARAMS, "state")
-    config = read_config(about)
+    config = read_config(about, scaled_context=True)
     kinds, dtype = ({}, "float32") if of_run else read_kinds(folder)
     found = describe(*arrays)
     stored = OrbaxCheckpoint(
@@ -457,7 +457,7 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
     """
     from orbax.checkpoint import v1 as ocp
 
-    write_config(folder, config)
+    write_config(folder, config, scaled_context=True)
     params = restack_layers(params)
     weights = jax.tree.leaves_with_path(params, is_leaf=is_weight)
     if kinds := {name_of(path): kind_in_file(leaf) for path, leaf in weights if is_weight(leaf)}:

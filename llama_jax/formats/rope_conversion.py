@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.config.rope import scaled_length, unscaled_length
 from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.lazy_tensors import Tensor
 from llama_jax.gguf_header import short_decimal
 from llama_jax.model.rope import rotary_frequencies
@@ -26,6 +28,44 @@ from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
 from llama_jax.ops.rotary import inverse_frequencies
 
 SCALING_NOTE = "llama_jax"  # its key in a file
+
+
+def with_context(config: LlamaConfig, *, scaled_context: bool = False) -> LlamaConfig:
+    """The configuration of a file, in which `max_seq_len` is the context that the file states, with the extended context.
+
+    As in vLLM (`_get_and_verify_max_len` in vllm/config/model.py): the original context times the factor for yarn, the
+    stated one times the factor for linear and dynamic; other scalings do not change it. transformers has no limit.
+
+    Args:
+      scaled_context: whether the stated context includes the factor, also in families where it does not (`Family`). That
+        of dynamic never does: its frequencies depend on the original one.
+    """
+    scaling, stated = config.rope_scaling, config.max_seq_len
+    if scaling is None or scaling.kind in ("llama3", "longrope", "ntk"):
+        return config
+    if scaling.kind != "dynamic" and (scaled_context or FAMILIES[config.model_type].scaled_context):
+        return config
+    context = scaling.extended_max_seq_len or scaled_length(stated, scaling.factor)
+    return replace(config, max_seq_len=context, unscaled_max_seq_len=stated)
+
+
+def stated_context(config: LlamaConfig, *, scaled_context: bool = False) -> int:
+    """The context that a file states for a configuration; see `with_context`, which may extend it to another one."""
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "dynamic":
+        return scaling.original_max_seq_len or config.max_seq_len
+    if scaling is None or scaled_context or FAMILIES[config.model_type].scaled_context:
+        return config.max_seq_len
+    if scaling.kind == "linear" and config.unscaled_max_seq_len is None:
+        return unscaled_length(config.max_seq_len, scaling.factor)
+    return config.default_context
+
+
+def read_back(config: LlamaConfig, *, scaled_context: bool = False) -> LlamaConfig:
+    """The configuration that a file without our note gives."""
+    known = in_known_kinds(config)
+    stated = stated_context(known, scaled_context=scaled_context)
+    return with_context(replace(known, max_seq_len=stated, unscaled_max_seq_len=None), scaled_context=scaled_context)
 
 
 def in_known_kinds(config: LlamaConfig) -> LlamaConfig:
@@ -44,25 +84,28 @@ def in_known_kinds(config: LlamaConfig) -> LlamaConfig:
     return config
 
 
+NOTED = ("max_seq_len", "rope_theta", "rope_scaling", "unscaled_max_seq_len")
+
+
 def note_of(config: LlamaConfig) -> dict[str, Any]:
     """The JSON note that `with_note` restores the configuration from."""
     assert config.rope_scaling is not None
     scaling = {name: value for name, value in asdict(config.rope_scaling).items() if value is not None}
-    return {"max_seq_len": config.max_seq_len, "rope_theta": config.rope_theta, "rope_scaling": scaling}
+    return {name: getattr(config, name) for name in NOTED} | {"rope_scaling": scaling}
 
 
-def with_note(found: LlamaConfig, note: Any) -> LlamaConfig:
-    """The configuration of a file from its settings and our note."""
+def with_note(found: LlamaConfig, note: Any, *, scaled_context: bool = False) -> LlamaConfig:
+    """The configuration of a file from its settings, with the extended context, and our note."""
     try:
-        scaling = RopeScaling(**note["rope_scaling"])
-        noted = replace(found, max_seq_len=note["max_seq_len"], rope_theta=note["rope_theta"], rope_scaling=scaling)
-        whole = isinstance(note, Mapping) and len(note) == 3
+        fields = {"unscaled_max_seq_len": None} | note  # which older notes do not have
+        noted = replace(found, **fields | {"rope_scaling": RopeScaling(**fields["rope_scaling"])})
+        whole = fields.keys() == set(NOTED)
     except (KeyError, TypeError):
         whole = False
     if not whole:
         raise ConfigError(f"{SCALING_NOTE}={shown(note, 80)} is not a note of this library; remove it")
-    # For a dynamic scaling, other libraries store only the original context.
-    same_context = found.max_seq_len == (scaling.extended_max_seq_len if scaling.kind == "dynamic" else noted.max_seq_len)
+    back = read_back(noted, scaled_context=scaled_context)
+    same_context = (found.max_seq_len, found.unscaled_max_seq_len) == (back.max_seq_len, back.unscaled_max_seq_len)
     if not same_context or not same_rotation(found, noted):
         raise ConfigError(
             f"{SCALING_NOTE}={shown(note, 200)} contradicts the other rope settings; remove it, or correct them"
@@ -115,7 +158,8 @@ def with_scaling(
       architecture: the prefix of the keys.
       whole_yarn: whether the architecture reads all yarn settings.
     """
-    found = replace(plain, rope_scaling=_found(fields, plain, tensors, f"{architecture}.rope.scaling.", whole_yarn))
+    scaling = _found(fields, plain, tensors, f"{architecture}.rope.scaling.", whole_yarn)
+    found = with_context(replace(plain, rope_scaling=scaling))
     if NOTE_KEY not in fields:
         return found
     note = fields[NOTE_KEY]
@@ -199,11 +243,15 @@ def _found(
 def settings_and_tensors(
     config: LlamaConfig, architecture: str, *, whole_yarn: bool = False
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Theta and the rope scaling as a file stores them: settings by key, and tensors float32[H/2] by name."""
+    """The context, theta and the rope scaling as a file stores them: settings by key, and tensors float32[H/2] by name."""
     plain, scaling, prefix = in_known_kinds(config), config.rope_scaling, f"{architecture}.rope.scaling."
     known = plain.rope_scaling
-    settings: dict[str, Any] = {f"{architecture}.rope.freq_base": float(plain.rope_theta)}
-    if scaling is not None and scaling.kind not in ("linear", "llama3"):
+    settings: dict[str, Any] = {
+        f"{architecture}.context_length": stated_context(plain),
+        f"{architecture}.rope.freq_base": float(plain.rope_theta),
+    }
+    is_stored = scaling is None or scaling.kind in ("linear", "llama3")
+    if not is_stored or read_back(config) != config:
         settings[NOTE_KEY] = json.dumps(note_of(config))
     if scaling is None or known is None:
         return settings, {}

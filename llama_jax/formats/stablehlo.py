@@ -249,7 +249,7 @@ def check_exportable(
         import flatbuffers  # type: ignore[import-untyped]  # noqa: F401  # jax.export writes with it
     except ImportError:
         raise UserError('jax.export needs the package flatbuffers: pip install -e ".[export]"') from None
-    context = min(config.max_seq_len, DEFAULT_CONTEXT) if context is None else context
+    context = min(config.default_context, DEFAULT_CONTEXT) if context is None else context
     for name, value in (("context", context), ("batch", batch), ("chunk", chunk)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise GenerationError(f"{name}={value!r} must be a positive integer")

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32, Integer, Shaped
 
-from llama_jax.config import LlamaConfig
+from llama_jax.config import LlamaConfig, suggest_context
 from llama_jax.errors import GenerationError, shown
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.checks import check_tokens
@@ -56,11 +56,12 @@ def check_context(
             " window the whole context is seen"
         )
     longest = int(np.argmax(lengths + limit))
-    if cache.window is None and lengths[longest] + limit[longest] > config.max_seq_len:
+    total = int(lengths[longest]) + int(limit[longest])
+    if cache.window is None and total > config.max_seq_len:
         raise GenerationError(
             f"a prompt of {lengths[longest]} tokens and max_new_tokens={limit[longest]} exceed the model's context of "
             f"{config.max_seq_len}; shorten the prompt or generate at most {max(config.max_seq_len - lengths[longest], 0)},"
-            " or use a sliding window (--window, CacheOptions(window=...))"
+            f" or use a sliding window (--window, CacheOptions(window=...)){suggest_context(config, total)}"
         )
 
 

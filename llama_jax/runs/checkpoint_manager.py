@@ -425,7 +425,7 @@ class _About:
     async def _write(self, directory: Any) -> None:
         folder = Path(await directory.await_creation())
         if _is_first():
-            write_config(folder, self.config)
+            write_config(folder, self.config, scaled_context=True)
             (folder / METADATA_FILE).write_text(self.metadata + "\n", encoding="utf-8")
             if self.tokenizer is not None:
                 self.tokenizer.save(folder)

@@ -168,6 +168,7 @@ def train(
             pretrained=task_kind(recipe).tokenizer(recipe) if pretrained is None else pretrained.tokenizer(),
             resumed_run=run_folder.place if metadata else None,
         )
+        recipe = preflight.fix_template_time(recipe, run_tokenizer, metadata, processes)
         prompts = preflight.encode_prompts(recipe, run_tokenizer)
         if not processes.first_of_host:  # the first process writes the tokenized text to the cache
             processes.barrier("text tokenized")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from llama_jax.analysis.hardware import find_hardware
 from llama_jax.config import LlamaConfig
+from llama_jax.data import ChatReading
 from llama_jax.data.data_files import FoundData
 from llama_jax.data.documents import TOKENS, kind_of, read_documents
 from llama_jax.data.load_corpus import examine
@@ -34,7 +36,7 @@ from llama_jax.runs.compiled_step import check_mesh
 from llama_jax.runs.locks import run_of
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import METRICS, read_lines
-from llama_jax.runs.recipe import FITTED_SETTINGS, RECIPE_FILE, Recipe, differences, to_dict
+from llama_jax.runs.recipe import FITTED_SETTINGS, RECIPE_FILE, Recipe, RewardSettings, differences, to_dict
 from llama_jax.runs.run_folder import RunFolder
 from llama_jax.runs.tasks import distillation, grpo, language_modeling, preferences
 from llama_jax.runs.tasks.interface import Backend, Task, TaskKind
@@ -56,6 +58,7 @@ def extends_context(model: LlamaConfig, original: LlamaConfig) -> bool:
         rope_scaling=original.rope_scaling,
         rope_theta=original.rope_theta,
         max_seq_len=original.max_seq_len,
+        unscaled_max_seq_len=original.unscaled_max_seq_len,
         parts=original.parts,
     )
 
@@ -237,7 +240,8 @@ def check_data(metadata: dict[str, Any] | None, task: Task, *, reweigh: bool) ->
     for name, digest in task.digests.items():
         if metadata["data"].get(name) != digest:
             what = f"{name} data" if name in ("train", "validation") else name
-            raise TrainingError(f"the {what} is not what this run began with; resume with the same files")
+            more = _other_template_time(metadata, task.recipe)
+            raise TrainingError(f"the {what} is not what this run began with; resume with the same files{more}")
     before = metadata["data"].get("mixture", [[0, None]])[-1][1]
     if before != task.mixture and not reweigh:
         old, new = (", ".join(f"{name} {share}" for name, share in (of or {}).items()) for of in (before, task.mixture))
@@ -245,6 +249,46 @@ def check_data(metadata: dict[str, Any] | None, task: Task, *, reweigh: bool) ->
             f"the shares of the data were {old}, but are {new} now; resume with the same weights, or accept the new ones"
             " with --reweigh (reweigh=True)"
         )
+
+
+def fix_template_time(recipe: Recipe, tokenizer: Tokenizer, metadata: dict[str, Any] | None, processes: Processes) -> Recipe:
+    """The recipe with the time that its chat template writes, if it writes one and the recipe sets none: that of the resumed
+    run, or the current time of process 0."""
+    name, settings = _chat_settings(recipe)
+    if settings is None or settings.template_time is not None or "strftime_now" not in (tokenizer.chat_template or ""):
+        return recipe
+    template_time = _stored_template_time(metadata, name)
+    if template_time is None:
+        template_time = datetime.now().isoformat(timespec="seconds")
+        if processes.count > 1 and processes.index == 0:
+            processes.tell(template_time.encode())
+        elif processes.count > 1:
+            template_time = processes.hear().decode()
+    return replace(recipe, **{name: replace(settings, template_time=template_time)})
+
+
+def _chat_settings(recipe: Recipe) -> tuple[str, ChatReading | RewardSettings | None]:
+    """The settings for reading chats, and their name in the recipe; None for a recipe that reads texts."""
+    return ("rewards", recipe.rewards) if recipe.chats is None else ("chats", recipe.chats)
+
+
+def _stored_template_time(metadata: dict[str, Any] | None, name: str) -> str | None:
+    """The time in the metadata of a checkpoint; None if an earlier version saved it, or for a new run."""
+    return None if metadata is None else (metadata["recipe"].get(name) or {}).get("template_time")
+
+
+def _other_template_time(metadata: dict[str, Any], recipe: Recipe) -> str:
+    """The end of a message about changed data, if a chat template writes another time than before."""
+    name, settings = _chat_settings(recipe)
+    stored = _stored_template_time(metadata, name)
+    if settings is None or settings.template_time == stored:
+        return ""
+    if stored is not None:
+        return f" and {name}.template_time={stored}"
+    return (
+        f" and {name}.template_time=DATE, the day on which the run began: its chat template writes the date, which earlier"
+        " versions did not record"
+    )
 
 
 def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:

@@ -13,6 +13,7 @@ from llama_jax.config import LlamaConfig, Parts
 from llama_jax.config.parts import name_of
 from llama_jax.config.validation import require_number
 from llama_jax.data import ChatReading, DocumentFormat
+from llama_jax.data.chat_tokens import check_time
 from llama_jax.errors import TrainingError, shown
 from llama_jax.model.checks import check_parts
 from llama_jax.model.forward_options import Compute, Remat
@@ -47,7 +48,9 @@ BOOKKEEPING = frozenset(
     {"evaluate_every", "evaluate_tokens", "save_every", "keep_last", "keep_best", "log_every", "prompts", "sample_tokens"}
     | {"rewards.held", "rewards.samples"}
     | {"distill.teacher", "rewards.functions"}  # paths: their contents are compared by digests
+    | {"chats.template_time", "rewards.template_time"}  # compared by the digests of the data
     | {"optimizer.max_warmup_steps"}  # `fit_to_data` has replaced it by `optimizer.warmup_steps`
+    | {"model.max_seq_len", "model.unscaled_max_seq_len"}  # limits, which files of --weights state since later versions
 )
 
 
@@ -70,11 +73,12 @@ class RewardSettings:
         either way they count in their group's mean.
       format: chat format for prompts that are messages, see `tokenizers.resolve_format`.
       special: whether "<|eot_id|>" and the like are special tokens in prompts that are texts; by default they are text.
+      template_time: the time that a chat template writes, see `data.ChatReading`.
       held: number of held-out prompts to answer in an evaluation, `group` times each; 0 for all.
       samples: number of these answers to show in the log.
 
     Raises:
-      TrainingError, ConfigError: an invalid value.
+      TrainingError, ConfigError, DataError: an invalid value.
     """
 
     functions: tuple[str, ...] = ()
@@ -91,11 +95,13 @@ class RewardSettings:
     truncated: Truncated = "count"
     format: Format = "auto"
     special: bool = False
+    template_time: str | None = None
     held: NonNegative = 32
     samples: NonNegative = 2
 
     def __post_init__(self) -> None:
         check_bounds(self, TrainingError, "rewards.")
+        check_time(self.template_time)
         require_number("rewards.temperature", self.temperature, above=0)
         for weight in self.weights:
             require_number("rewards.weights", weight)
@@ -240,7 +246,10 @@ class Recipe:
                     f"{name}={getattr(self, name)} is a part of the default loss, which {losses[0]} replaces; omit one"
                 )
         if self.length > self.model.max_seq_len:
-            raise TrainingError(f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}")
+            raise TrainingError(
+                f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}; lower it, or"
+                " extend the context with model.max_seq_len and model.rope_scaling"
+            )
         if self.exact_shards:
             self._check_exact()
         elif self.virtual_shards != VIRTUAL_SHARDS:

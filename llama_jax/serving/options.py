@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from llama_jax.config import LlamaConfig
+from llama_jax.config import LlamaConfig, suggest_context
 from llama_jax.errors import GenerationError, UserError, shown
 from llama_jax.inference.speculation import DraftModel, PromptLookup
 from llama_jax.model.cache import PAGE_SIZE, CacheOptions, cache_bytes
@@ -44,7 +44,8 @@ class EngineOptions:
       rows: maximum number of requests served concurrently.
       cache_tokens: capacity of the cache in tokens, for all requests and cached prefixes together; None for 512 per row, and
         at least one whole context. If it is full, requests wait, and the youngest are preempted and prefilled again later.
-      context: maximum number of tokens of prompt and continuation together; None for the model's context length.
+      context: maximum number of tokens of prompt and continuation together; None for the model's context length, but no more
+        than the cache holds if RoPE scaling extends it (`LlamaConfig.default_context`): the cache does not grow by that.
       prefill_chunk: tokens of a prompt that are prefilled per step, in which every other row gets a token. The prefix cache
         holds whole chunks, all of which are prefilled by one program. A multiple of 16, the page size; None for 32 on a
         CPU, where the time of a step is proportional to its tokens, and 256 elsewhere.
@@ -97,8 +98,16 @@ class EngineOptions:
           GenerationError: more than the context of the model or of the draft model.
         """
         if self.context is not None and self.context > config.max_seq_len:
-            raise GenerationError(f"context={self.context} must be at most the model's context of {config.max_seq_len}")
-        context = self.context or config.max_seq_len
+            raise GenerationError(
+                f"context={self.context} must be at most the model's context of {config.max_seq_len}"
+                f"{suggest_context(config, self.context)}"
+            )
+        context = self.context
+        if context is None:
+            planned, longest = config.default_context, config.max_seq_len
+            if isinstance(self.draft, DraftModel):
+                longest = min(longest, max(planned, self.draft.config.max_seq_len))
+            context = min(longest, max(planned, self.cache_tokens or self.rows * min(TOKENS_OF_ROW, planned)))
         if isinstance(self.draft, DraftModel) and context > self.draft.config.max_seq_len:
             raise GenerationError(
                 f"the draft model's context is {self.draft.config.max_seq_len} tokens, but the engine's {context}; set"
@@ -133,7 +142,7 @@ class EngineOptions:
         context = self.context_of(config)
         tokens = self.cache_tokens
         if tokens is None:
-            tokens = max(self.rows * min(TOKENS_OF_ROW, context), context)
+            tokens = max(self.rows * min(TOKENS_OF_ROW, context, config.default_context), context)
         if tokens < context:
             raise GenerationError(
                 f"cache_tokens={tokens} must be at least the context of {context}; increase it, or set a shorter context"

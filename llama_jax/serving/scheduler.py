@@ -14,7 +14,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from llama_jax.config import LlamaConfig
+from llama_jax.config import LlamaConfig, suggest_context
 from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.checks import checked_prompts, longrope_switch_length, token_ids, tokens_before_longrope_switch
 from llama_jax.inference.decode import DecodeSettings
@@ -108,10 +108,10 @@ def checked(request: GenerationRequest, model: ServedModel, context: int) -> Dec
         if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= most:
             raise GenerationError(f"{name}={shown(value, 40)} must be an integer from {lowest} to {most}")
     if len(prompt) + request.max_new_tokens > context:
-        room = max(context - len(prompt), 0)
+        room, total = max(context - len(prompt), 0), len(prompt) + request.max_new_tokens
         raise GenerationError(
             f"a prompt of {len(prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed the context of {context};"
-            f" shorten the prompt or generate at most {room}"
+            f" shorten the prompt or generate at most {room}{suggest_context(model.config, total)}"
         )
     if request.max_new_tokens > (room := room_of(model.config, context, len(prompt))):
         raise GenerationError(

@@ -200,9 +200,13 @@ class Renderer:
 
     The process (`template_worker`, which imports Jinja and nothing of this library) is killed if a chat takes longer than
     RENDER_SECONDS. On Linux its memory is limited to RENDER_MEMORY bytes, plus a few for each byte of the request.
+
+    Args:
+      time: the time that templates write (`strftime_now`), in ISO 8601; None for the local time of each rendering.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, time: str | None = None) -> None:
+        self._time = time
         script, limits = Path(__file__).with_name("template_worker.py"), (str(RENDER_SECONDS), str(RENDER_MEMORY))
         command, environment = isolated(script, RENDER_PACKAGES, *limits)
         self._child = ChildProcess(
@@ -240,7 +244,7 @@ class Renderer:
             "tools": list(tools) or None,
             "documents": None,
         }
-        payload = {"template": template, "values": values, "marks": marks}
+        payload = {"template": template, "values": values, "marks": marks, "time": self._time}
         try:
             request = json.dumps(payload, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from itertools import accumulate, pairwise
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -47,16 +48,17 @@ class ReplyEncoder:
     after that. A token that is partly the assistant's text is a target.
     """
 
-    def __init__(self, tokenizer: Tokenizer, format: Format = "auto") -> None:
+    def __init__(self, tokenizer: Tokenizer, format: Format = "auto", template_time: str | None = None) -> None:
         """Prepare for a vocabulary.
 
         Args:
           format: chat format, see `resolve_format`; it is resolved for the first chat.
+          template_time: the time that the template writes into every chat, in ISO 8601; None for the current local time.
         """
         self.tokenizer = tokenizer
         self._asked = format
         self._resolved: Format | None = None
-        self._renderer = Renderer()
+        self._renderer = Renderer(template_time or datetime.now().isoformat())
         self._bytes = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
 
     def __enter__(self) -> ReplyEncoder:

@@ -46,7 +46,7 @@ def begin(source: BinaryIO, seconds: str, memory: str) -> Callable[[bytes], byte
 def _answer(payload: bytes) -> bytes:
     try:
         request = json.loads(payload.decode("utf-8", "surrogatepass"))
-        text = rendered(request["template"], request["values"], request["marks"])
+        text = rendered(request["template"], request["values"], request["marks"], request["time"])
         if len(text) > max(MAX_CHARACTERS, 4 * len(payload)):
             raise TemplateError(f"it writes {len(text)} characters")
         return b"t" + text.encode("utf-8", "surrogatepass")
@@ -66,13 +66,15 @@ def _limit_memory(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def rendered(template: str, values: Mapping[str, Any], marks: Sequence[str] = ("", "")) -> str:
+def rendered(template: str, values: Mapping[str, Any], marks: Sequence[str] = ("", ""), time: str | None = None) -> str:
     """The rendered text; a faulty template may raise any exception.
 
     Args:
       marks: written before and after the content of ``{% generation %}``.
+      time: that of `strftime_now`, in ISO 8601; None for the current local time.
     """
-    return _compiled(template, *marks).render(**values)
+    now = datetime.now() if time is None else datetime.fromisoformat(time)
+    return _compiled(template, *marks).render(strftime_now=now.strftime, **values)
 
 
 @lru_cache(maxsize=4)  # a process usually renders one template, and compiling it takes most of the time
@@ -81,7 +83,7 @@ def _compiled(template: str, first: str, last: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.marks = first, last  # type: ignore[attr-defined]
-    environment.globals |= {"raise_exception": _raise, "strftime_now": lambda format: datetime.now().strftime(format)}
+    environment.globals["raise_exception"] = _raise
     environment.filters["tojson"] = _tojson
     return environment.from_string(template)
 

@@ -34,7 +34,7 @@ COARSE = 0.7 / TIMES  # with a rounding error above this, such a mistake would p
 LOGITS_ABSOLUTE, LOGITS_RELATIVE = 1e-3, 1e-4
 
 # Fields that may differ without any effect on the results.
-NO_EFFECT = ("max_seq_len", "tie_embeddings")
+NO_EFFECT = ("max_seq_len", "unscaled_max_seq_len", "tie_embeddings")
 
 Differences = tuple[tuple[str, Any, Any], ...]  # of two configurations: name, value here, value there
 

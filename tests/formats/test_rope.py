@@ -56,12 +56,14 @@ def test_config_json_says_it_in_transformers_words(name):
     written = json.loads(json.dumps(config_to_dict(config)))
     assert config_from_dict(written) == config
     noted = written.pop("llama_jax", None)
-    assert (noted is not None) == (config.rope_scaling.kind in ("ntk", "by_parts"))
+    # linear and dynamic: that the whole context is the default one.
+    assert (noted is not None) == (config.rope_scaling.kind in ("ntk", "by_parts", "linear", "dynamic"))
     theirs = config_from_dict(written)
+    assert theirs.max_seq_len == config.max_seq_len
     assert theirs.rope_scaling is None or theirs.rope_scaling.kind in make_goldens.ROPES
     assert same_rotation(theirs, config)
-    if config.rope_scaling.kind == "dynamic":  # of which the file names the original context alone, as transformers does
-        assert (written["max_position_embeddings"], theirs.max_seq_len) == (64, 256)
+    extends = config.rope_scaling.kind in ("linear", "dynamic")  # the file states the context without the factor
+    assert written["max_position_embeddings"] == (64 if extends else 256)
 
 
 @pytest.mark.parametrize(

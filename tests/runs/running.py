@@ -19,9 +19,15 @@ from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
+from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import init_state
 
+WEST, EAST = "AAA12", "BBB-14"  # values of TZ, 26 hours apart: never the same date
+DATED = (
+    "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 COUNTED = ("loss", "learning_rate", "grad_norm", "tokens", "skipped")
 
 
@@ -127,6 +133,23 @@ def check_same_lines(folder, other):
             [(line["step"], *(line[name] for name in names)) for line in lines(f, kind)] for f in (folder, other)
         )
         assert found == wanted
+
+
+def write_dated_vocabulary(folder):
+    """A vocabulary of bytes whose chat template writes the date."""
+    folder.mkdir()
+    byte_tokenizer().save(folder)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": DATED}))
+    return folder
+
+
+def write_dialogs(file, count=40):
+    """Chats with a question and an answer."""
+    for_roles = (("user", "question {}"), ("assistant", "yes"))
+    chats = [[{"role": role, "content": text.format(i)} for role, text in for_roles] for i in range(count)]
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return file
 
 
 def download(store, folder: Path) -> Path:

@@ -19,6 +19,8 @@ import object_server
 import pytest
 from mortal_run import recipe
 from running import (  # noqa: F401  # two are fixtures
+    EAST,
+    WEST,
     all_lines,
     check_same_lines,
     download,
@@ -27,6 +29,8 @@ from running import (  # noqa: F401  # two are fixtures
     same,
     state_in,
     text_fixture,
+    write_dated_vocabulary,
+    write_dialogs,
 )
 
 import llama_jax
@@ -64,6 +68,7 @@ def started(text, environment):
         data=text,
         program=RUN,
         hosts=(),
+        zones=(),
     ):
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
@@ -75,6 +80,7 @@ def started(text, environment):
                 command += ["--resume"] * resume + [*joining, *(["--process-id", index] if joining else [])]
                 command += [own[index]] if own[index % 2] else []
                 variables = {"JAX_NUM_CPU_DEVICES": str((devices or [8 // count] * count)[index])}
+                variables |= {"TZ": zones[index]} if zones else {}
                 if hosts:  # paths below this one are the same on both, and other folders
                     variables |= {"LLAMA_JAX_TEST_HOST": hosts[index].name, "TMPDIR": "/proc/self/cwd"}
                     variables |= {"LLAMA_JAX_CACHE": str(hosts[index])}
@@ -212,6 +218,20 @@ def test_two_processes_train_into_a_store(started, environment, tmp_path, monkey
     assert [line["step"] for line in lines(tmp_path / "run", "train")] == list(range(1, 7))
     state, _ = state_in(tmp_path / "run", *changes)
     assert int(state.step) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_processes_on_both_sides_of_midnight_render_one_date(started, tmp_path):
+    """That of the first process at the start of the run, also when it is resumed on another date."""
+    vocabulary, data = write_dated_vocabulary(tmp_path / "vocabulary"), write_dialogs(tmp_path / "dialogs.jsonl")
+    chats = ("vocabulary=given", "chats.format=template", "length=40", "optimizer.schedule=constant")
+    for steps, zones in ((3, (WEST, EAST)), (6, (EAST, WEST))):
+        changes = (*SHORT, *chats, f"steps={steps}", "--tokenizer", vocabulary, "--mesh", "data=8")
+        with started(tmp_path / "run", *changes, data=data, zones=zones) as running:
+            (first, second) = ended(running)
+        assert first[0] == second[0] == 0, first[2] + second[2]
+    assert "resumed at step 3" in first[1]
 
 
 OVER_HOSTS = ("steps=12", "evaluate_every=6", "save_every=3")
