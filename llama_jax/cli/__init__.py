@@ -9,6 +9,7 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -67,6 +68,7 @@ def main() -> None:
     """Run the command that the arguments name. Exit codes: 2 for what the user can fix, 130 for Ctrl-C."""
     _collect_seldom()
     interrupts.install()
+    warnings.formatwarning = lambda message, *_: f"llama-jax: {' '.join(str(message).split())}\n"
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show must not end a command

@@ -192,7 +192,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         """The model without its weights, with the rope scaling of the options, and its vocabulary.
 
         Raises:
-          UserError: no vocabulary, or one of another model.
+          UserError: no vocabulary.
         """
         from llama_jax.formats.adapters import with_adapter_parts
         from llama_jax.formats.loading import open_checkpoint
@@ -200,13 +200,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         opened = open_checkpoint(self.path)
         config = with_adapter_parts(opened.config, () if self.adapter is None else [self.adapter])
         config = with_rope(config, self.rope)
-        tokenizer = stored_tokenizer(self.path, opened) if self.tokenizer is None else load_tokenizer(self.tokenizer)
-        if tokenizer.vocab_size > config.vocab_size:
-            raise UserError(
-                f"{self.tokenizer or self.path} has a vocabulary of {tokenizer.vocab_size}, but the model's has"
-                f" {config.vocab_size}; pass the model's tokenizer with --tokenizer"
-            )
-        return config, tokenizer
+        return config, stored_tokenizer(self.path, opened) if self.tokenizer is None else load_tokenizer(self.tokenizer)
 
     def _corpus(
         self, config: LlamaConfig, tokenizer: Tokenizer, kind: str, lengths: tuple[int, ...]
@@ -217,6 +211,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
 
         from llama_jax.data import open_corpus
         from llama_jax.data.chat_tokens import ChatReading, open_chats
+        from llama_jax.data.corpus import check_corpus_rows
 
         settings: dict[str, Any] = {}
         if kind == "text":
@@ -229,6 +224,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
             settings["examples"] = asdict(counts)
         if self.max_documents is not None:
             corpus = corpus.select(np.arange(corpus.document_count)[: self.max_documents])
+        check_corpus_rows(corpus, config.vocab_size, tokenizer)
         return corpus, settings
 
     def _length(self, config: LlamaConfig) -> int:
@@ -320,6 +316,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         chosen, rejected, counts = open_preferences(self.data, tokenizer, length, reading)
         pairs = Pairs(chosen, rejected)
         pairs = pairs.select(np.arange(pairs.count)[: self.max_documents])
+        pairs.check_rows(config.vocab_size, tokenizer)
         bar = progress_bar("evaluating", "batches")
         score = partial(pair_logprobs, pairs=pairs, length=length, batch=batch, compute=self.compute(), progress=bar)
 

@@ -83,11 +83,6 @@ def describe(opened: Opened | OrbaxCheckpoint) -> dict[str, Any]:
     tokenizer = found(opened.tokenizer)
     is_known = len(problems) == before
     found(lambda: _check_sums(opened))
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        problems.append(
-            f"{opened.path}: the vocabulary has {tokenizer.vocab_size} pieces, but the embedding {config.vocab_size} rows;"
-            " are both of one model?"
-        )
     return {
         "path": str(opened.path),
         "format": opened.format,

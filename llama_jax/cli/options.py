@@ -55,8 +55,15 @@ def stored_tokenizer(path: Location, opened: Opened | OrbaxCheckpoint) -> Tokeni
     """The vocabulary that is stored with a model; UserError if there is none."""
     tokenizer = opened.tokenizer()
     if tokenizer is None:
-        raise UserError(f"no vocabulary is stored with {path}; pass one with --tokenizer")
+        raise UserError(no_vocabulary(path))
     return tokenizer
+
+
+def no_vocabulary(path: Location) -> str:
+    """The message for a model without a vocabulary."""
+    from llama_jax.tokenizers.load import unsupported_files
+
+    return f"no vocabulary is stored with {path}{unsupported_files(path)}; pass one with --tokenizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +305,7 @@ class LoadOptions(AttentionOption, WeightOptions):
     def load_beside(
         self, adapter: Location | None = None, adapters: Sequence[Location] = (), progress: Progress | None = None
     ) -> tuple[LlamaConfig, llama_jax.Llama, Tokenizer]:
-        """The model and its vocabulary; GenerationError where there is none, or one that is not the model's.
+        """The model and its vocabulary; GenerationError where there is none.
 
         Args:
           adapter, adapters: for all rows, or a table of them, see `formats.load`.
@@ -336,14 +343,7 @@ class LoadOptions(AttentionOption, WeightOptions):
             size = llama_jax.parameter_count(opened.config) / 1e6
             print(f"model: {BUNDLED_NAME} ({size:.1f}M parameters, TinyStories); pass another with --model", file=sys.stderr)
         if tokenizer is None:
-            raise GenerationError(
-                f"{path} has no vocabulary of at most {config.vocab_size} pieces; pass one with --tokenizer"
-            )
-        if tokenizer.vocab_size > config.vocab_size:
-            raise GenerationError(
-                f"{self.tokenizer} has {tokenizer.vocab_size} pieces, but the model's vocabulary has {config.vocab_size};"
-                " pass the model's tokenizer"
-            )
+            raise GenerationError(no_vocabulary(path))
         return replace(with_rope(config, self.rope), parts=own.parts), params, tokenizer
 
 
@@ -451,12 +451,12 @@ class DraftOptions(ExactOption, LoadOptions):
         dtype = unless_auto(self.dtype)
         config, params, own = llama_jax.load(name, dtype, mesh=self.mesh_sizes(), progress=loading_bar)
         if own is not None:
-            pieces = [(each.vocab_size, *map(each.token_bytes, range(each.vocab_size))) for each in (tokenizer, own)]
-            different = next((i - 1 for i, (a, b) in enumerate(zip(*pieces, strict=False)) if a != b), None)
+            ids = range(config.vocab_size)
+            different = next((i for i in ids if tokenizer.token_bytes(i) != own.token_bytes(i)), None)
             if different is not None:
-                what = "has another size" if different < 0 else f"differs at token {different}"
                 raise GenerationError(
-                    f"the vocabulary of --draft {shown(name, 80)} {what}; use a draft with the model's tokenizer"
+                    f"the vocabulary of --draft {shown(name, 80)} differs at token {different}; use a draft with the model's"
+                    " tokenizer"
                 )
         if config.parts and self.parts is not None:
             config = llama_jax.with_parts(config, self.parts)

@@ -175,7 +175,7 @@ class Verify(PartsOption, CompileOptions):
         """What to read, int32[T], and in words what it is."""
         import numpy as np
 
-        from llama_jax.model.checks import check_tokens
+        from llama_jax.tokenizers.interface import check_rows
 
         count = min(TOKENS, config.max_seq_len) if self.tokens is None else self.tokens
         if count > config.max_seq_len:
@@ -188,7 +188,7 @@ class Verify(PartsOption, CompileOptions):
         ids = np.array(tokenizer.encode(self._text())[:count], np.int32)
         if len(ids) < 2:
             raise UserError(f"{self.text} has {len(ids)} tokens; use a text of at least 2")
-        check_tokens(config, ids)
+        check_rows(tokenizer, ids, config.vocab_size, "the text")
         return ids, f"{len(ids)} tokens of {'the built-in text' if self.text is None else self.text}"
 
     def _text(self) -> str:

@@ -10,7 +10,9 @@ import numpy as np
 
 from llama_jax.errors import DataError
 from llama_jax.tokenizers import Tokenizer
+from llama_jax.tokenizers.interface import describe_missing_row
 
+BLOCK_TOKENS = 1 << 22  # tokens to examine at a time
 EXCESS = 1.25  # maximum tokens of whole validation documents, relative to their share
 
 
@@ -57,6 +59,29 @@ class Corpus:
         return replace(
             self, starts=self.starts[documents], stops=self.stops[documents], byte_counts=self.byte_counts[documents]
         )
+
+
+def check_corpus_rows(corpus: Corpus, rows: int, tokenizer: Tokenizer | None = None) -> None:
+    """Raise DataError for a document with a token that has no row in a model's embedding.
+
+    Args:
+      rows: V of the model, which may be smaller than the corpus's.
+      tokenizer: the corpus's tokenizer, to name the token.
+    """
+    if corpus.vocab_size <= rows:
+        return
+    order = np.argsort(corpus.starts, kind="stable")
+    starts, stops = corpus.starts[order], corpus.stops[order]
+    for begin in range(0, len(corpus.tokens), BLOCK_TOKENS):
+        places = begin + np.flatnonzero(corpus.tokens[begin : begin + BLOCK_TOKENS] >= rows)
+        documents = np.searchsorted(starts, places, "right") - 1
+        is_inside = (documents >= 0) & (places < stops[documents])
+        if is_inside.any():
+            first = int(is_inside.argmax())
+            token = describe_missing_row(int(corpus.tokens[places[first]]), rows, tokenizer)
+            raise DataError(
+                f"document {order[documents[first]] + 1} contains {token}; remove it, or use the model's tokenizer"
+            )
 
 
 # --- order ---------------------------------------------------------------------------------------------------------------

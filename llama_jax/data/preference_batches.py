@@ -9,8 +9,9 @@ from functools import lru_cache, partial
 import numpy as np
 
 from llama_jax.data.batches import HostBatches, fill_whole, pack_shuffled
-from llama_jax.data.corpus import Corpus, fingerprints, hold_out, row_order, unseen
+from llama_jax.data.corpus import Corpus, check_corpus_rows, fingerprints, hold_out, row_order, unseen
 from llama_jax.errors import DataError
+from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.preference_batch import PairBatch
 
 
@@ -42,6 +43,11 @@ class Pairs:
         """SHA-256 of the tokens and targets of both, and of `desirable`."""
         good = b"" if self.desirable is None else np.packbits(self.desirable).tobytes()
         return hashlib.sha256(f"{self.first.digest} {self.second.digest} ".encode() + good).hexdigest()
+
+    def check_rows(self, rows: int, tokenizer: Tokenizer) -> None:
+        """See `check_corpus_rows`."""
+        for corpus in (self.first, self.second):
+            check_corpus_rows(corpus, rows, tokenizer)
 
     def select(self, numbers: np.ndarray) -> Pairs:
         """The pairs with these indices, in this order."""

@@ -13,8 +13,9 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
+from llama_jax.data.corpus import check_corpus_rows
 from llama_jax.data.load_corpus import Progress
-from llama_jax.evaluation.measure import check_batch, check_vocabulary, measuring, run_ahead, target_nats
+from llama_jax.evaluation.measure import check_batch, measuring, run_ahead, target_nats
 from llama_jax.inference.compiled_decode import MAX_PREFILL_CHUNK
 from llama_jax.model.cache import CacheOptions, KVCache, init_cache
 from llama_jax.model.checks import check_exact_length
@@ -162,7 +163,7 @@ def choose_lengths(
             raise DataError(f"length={length} must be at least 1 token")
         if list(lengths).count(length) > 1:
             raise DataError(f"length={length} is given twice")
-    check_vocabulary(config, corpus)
+    check_corpus_rows(corpus, config.vocab_size)
     longest = int((corpus.stops - corpus.starts).max(initial=0))
     if max(lengths) >= longest:
         raise DataError(

@@ -18,6 +18,7 @@ from jax import lax
 from llama_jax.config import LlamaConfig, suggest_context
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.batches import pack
+from llama_jax.data.corpus import check_corpus_rows
 from llama_jax.data.load_corpus import Progress
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.checks import check_exact_devices, check_exact_length
@@ -203,7 +204,7 @@ def choose_sizes(
     stride = max(length // 2, 1) if stride is None else stride
     if not 1 <= stride <= length:
         raise DataError(f"stride={stride} must be at least 1 and at most length={length}; otherwise tokens would be skipped")
-    check_vocabulary(config, corpus)
+    check_corpus_rows(corpus, config.vocab_size)
     if not (corpus.stops - corpus.starts > 1).any() or (corpus.targets is not None and not corpus.targets.any()):
         raise DataError(
             f"{corpus.document_count} documents have no token to predict: each needs at least 2 tokens, or a target;"
@@ -225,15 +226,6 @@ def check_batch(batch: int, length: int) -> None:
 def default_batch() -> int:
     """The default number of rows per forward pass, see `perplexity.evaluate`."""
     return 1 if jax.default_backend() == "cpu" else 8
-
-
-def check_vocabulary(config: LlamaConfig, corpus: Corpus) -> None:
-    """Raise DataError for a corpus with tokens that the model does not have."""
-    if corpus.vocab_size > config.vocab_size:
-        raise DataError(
-            f"the corpus has a vocabulary of {corpus.vocab_size}, but the model one of {config.vocab_size};"
-            " encode the files with the model's tokenizer"
-        )
 
 
 def token_nats(

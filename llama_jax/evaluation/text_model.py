@@ -18,7 +18,7 @@ from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import GenerationRequest
 from llama_jax.tokenizers import Format, Message, Tokenizer, resolve_format
 from llama_jax.tokenizers.chat import Renderer, chat_parts, check_messages
-from llama_jax.tokenizers.interface import Text
+from llama_jax.tokenizers.interface import Text, check_rows
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # if several are set, the first counts
 USUAL_LIMIT = 256  # tokens of a continuation, if the task sets none
@@ -109,15 +109,10 @@ class TextModel:
           options: options of the engine that generates; its `compute` and context length are used for scoring too.
 
         Raises:
-          GenerationError: a vocabulary with neither a begin- nor an end-of-sequence token, or a larger one than the model's.
+          GenerationError: a vocabulary with neither a begin- nor an end-of-sequence token.
         """
         if max(tokenizer.bos_id, tokenizer.eos_id) < 0:
             raise GenerationError("the vocabulary has neither a bos nor an eos token; name one in tokenizer_config.json")
-        if tokenizer.vocab_size > config.vocab_size:
-            raise GenerationError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, but the model only {config.vocab_size}; pass the model's"
-                " tokenizer"
-            )
         self.context = min(options.context_of(config), options.context or config.default_context)
         self.tokenizer = tokenizer
         self.cut = 0
@@ -138,12 +133,17 @@ class TextModel:
         """Ids of a text to be continued."""
         name = self._names.get(self.tokenizer.bos_id)
         bos = self._bos and self.tokenizer.add_bos and not (name and text.startswith(name))
-        return self.tokenizer.encode(text, bos=bos, eos=False, special=True)
+        return self._encode(text, bos)
 
     def alone(self, text: str) -> list[int]:
         """Ids of a text preceded only by `prefix`."""
-        ids = self.tokenizer.encode(text, bos=False, eos=False, special=True)
+        ids = self._encode(text, False)
         return ids[1:] if ids[:1] == [self.prefix] else ids
+
+    def _encode(self, text: str, bos: bool) -> list[int]:
+        ids = self.tokenizer.encode(text, bos=bos, eos=False, special=True)
+        check_rows(self.tokenizer, ids, self._config.vocab_size, f"the text {shown(text, 40)}")
+        return ids
 
     def pair(self, context: str, continuation: str) -> Continuation:
         """The ids of a text and its continuation, encoded together and then split.

@@ -35,7 +35,7 @@ from llama_jax.ops.weights.format_spec import blocks_from_planes
 from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
-from llama_jax.tokenizers.load import warn_if_small
+from llama_jax.tokenizers.load import warn_of_size
 
 # Tensor types by number: name, values per block, bytes per block.
 TYPES = {
@@ -302,7 +302,7 @@ def _tokenizer(fields: Mapping[str, Any], path: Location, vocab_size: int) -> To
     from llama_jax.tokenizers.gguf import from_metadata
 
     found = from_metadata(_with_texts(fields, path), str(path))
-    warn_if_small(found, vocab_size, path)
+    warn_of_size(found, vocab_size, path)
     return found
 
 
@@ -369,7 +369,8 @@ def write_file(
     """Write a model as GGUF version 3, tensor by tensor, as llama.cpp reads it.
 
     Args:
-      tokenizer: stored in the file; None gives a file that runs only on token ids.
+      tokenizer: stored in the file, except for tokens without a row in the embedding, which llama.cpp rejects; None gives a
+        file that runs only on token ids.
       kind: type of the matrices: "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K" or "Q6_K", mixed as in
         `model.mixtures` unless it ends in "-pure"; None keeps blocks of quantized tensors and gives the others the type of
         the embedding. Vectors are float32, as llama.cpp's kernels require.

@@ -629,7 +629,8 @@ def write_folder(
     ids: dict[str, Any] = {"pad_token_id": None}  # overrides transformers' default
     if tokenizer is not None:
         tokenizer.save(folder)
-        ids |= token_ids(tokenizer)
+        # transformers cannot build an embedding without a row for the padding token.
+        ids |= {name: token for name, token in token_ids(tokenizer).items() if token < opened.config.vocab_size}
     write_about(folder, opened.about())
     write_config(folder, opened.config, dtype=CONFIG_DTYPES[kinds[0]], **ids)
 

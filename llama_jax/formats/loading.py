@@ -42,7 +42,7 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.padding import padded_config
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
-from llama_jax.tokenizers.load import warn_if_small
+from llama_jax.tokenizers.load import warn_of_size
 
 _log = logging.getLogger("llama_jax.formats")
 BUNDLED_NAME = "the bundled stories model"
@@ -185,7 +185,7 @@ def load(
     read_tokenizer, read_about = opened.tokenizer, opened.about
     if tokenizer is not None:
         given = load_tokenizer(tokenizer)
-        warn_if_small(given, opened.config.vocab_size, tokenizer)
+        warn_of_size(given, opened.config.vocab_size, tokenizer)
         read_tokenizer = lambda: given
     elif isinstance(opened, OrbaxCheckpoint):  # a run may remove the step later
         stored_tokenizer, stored_about = opened.tokenizer(), opened.about()

@@ -65,7 +65,8 @@ def tokenizer(folder, prefix):
     from sentencepiece import SentencePieceProcessor
 
     pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    return lambda text: prefix + pieces.encode(text), pieces.decode
+    known = lambda ids: [i for i in ids if i < len(pieces)]  # the others are padding of the embedding
+    return lambda text: prefix + pieces.encode(text), lambda ids: pieces.decode(known(ids))
 
 
 def main(folder):

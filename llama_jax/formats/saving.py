@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,8 @@ from llama_jax.parallel.padding import unpad_params
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.storage.atomic_write import remove
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
-from llama_jax.tokenizers.load import warn_if_small
+from llama_jax.tokenizers.interface import check_rows, token_name
+from llama_jax.tokenizers.load import warn_of_size
 
 WrittenFormat = Literal["safetensors", "gguf", "llama2c", "orbax"]
 WrittenDtype = Literal["float32", "bfloat16", "float16", Blocks]
@@ -108,7 +110,6 @@ def save(
         if format != "gguf" or not isinstance(model, Opened) or model.names is not GGUF_NAMES:
             raise CheckpointError(f"like={os.fspath(like)!r} is only for format='gguf'; omit it")
         kinds = kinds_in(model.path)
-    _check_vocabulary(tokenizer, config)
     _check_leaves(params)
     check_no_hooks(params)
     params = unpad_params(config, params)
@@ -129,7 +130,10 @@ def _log_lost(path: object, before: Mapping[str, Any], written: Location) -> Non
     """Log the settings that the format of a written model cannot store."""
     if before:
         again = open_checkpoint(written)
-        if missing := missing_settings(before, all_settings(again.tokenizer(), again.about())):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of the source's vocabulary, about the temporary path
+            after = all_settings(again.tokenizer(), again.about())
+        if missing := missing_settings(before, after):
             _log.warning(describe_missing(path, missing))
 
 
@@ -192,8 +196,7 @@ def convert(
     opened = open_checkpoint(source)
     if tokenizer is not None:
         given = load_tokenizer(tokenizer)
-        _check_vocabulary(given, opened.config)
-        warn_if_small(given, opened.config.vocab_size, tokenizer)
+        warn_of_size(given, opened.config.vocab_size, tokenizer)
         opened = replace(opened, tokenizer=lambda: given)
     sources = [locate(source), opened.path]
     if calibrate is None and not isinstance(opened, orbax_format.OrbaxCheckpoint) and FORMATS[format].write is not None:
@@ -222,6 +225,7 @@ def _calibration(text: str | os.PathLike[str], config: LlamaConfig, tokenizer: T
         raise CheckpointError(f"calibrate={os.fspath(text)!r}: the model has no vocabulary to encode a text with")
     with reading(text, CheckpointError), locate(text).open("rb") as file:
         found = tokenizer.encode(file.read(16 * CALIBRATION).decode("utf-8", "ignore"))[:CALIBRATION]
+    check_rows(tokenizer, found, config.vocab_size, os.fspath(text))
     length = min(len(found), 512, config.max_seq_len)
     if length < 16:
         raise CheckpointError(f"calibrate={os.fspath(text)!r} has {len(found)} tokens; at least a few hundred are needed")
@@ -309,8 +313,12 @@ def _write(
         for each in written:
             remove(each)
         raise
+    rows = opened.config.vocab_size
     if format == "gguf" and tokenizer is None:
         _log.warning("%s has no vocabulary, so llama.cpp cannot open it; set one as tokenizer (--tokenizer)", path)
+    elif format == "gguf" and tokenizer is not None and tokenizer.vocab_size > rows:
+        first = shown(token_name(tokenizer, rows), 80)
+        _log.warning("%s has no tokens from %s (id %d) on, as llama.cpp requires: they have no row", path, first, rows)
 
 
 def _check(path: str | os.PathLike[str], format: WrittenFormat, dtype: WrittenDtype | None) -> None:
@@ -330,14 +338,6 @@ def _check(path: str | os.PathLike[str], format: WrittenFormat, dtype: WrittenDt
         raise CheckpointError(
             f"dtype={dtype!r}: the {format} format supports only {', '.join(own.dtypes)}; choose format={others}, or another"
             " dtype"
-        )
-
-
-def _check_vocabulary(tokenizer: Tokenizer | None, config: LlamaConfig) -> None:
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer has {tokenizer.vocab_size} pieces, but the model's vocabulary has {config.vocab_size};"
-            " pass the model's tokenizer"
         )
 
 

@@ -31,6 +31,14 @@ def checked_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]]) -> li
     return rows
 
 
+def checked_stop_tokens(config: LlamaConfig, stop_tokens: Sequence[int]) -> Integer[np.ndarray, " n"]:
+    """The ids that can end a row, without those that the model has no row for: they are never generated."""
+    ids = token_ids("stop_tokens", stop_tokens)
+    if (ids < 0).any():
+        raise GenerationError(f"stop token {ids.min()} is outside the vocabulary of {config.vocab_size}")
+    return ids[ids < config.vocab_size]
+
+
 def checked_limits(max_new_tokens: int | Sequence[int], batch: int) -> Int32[np.ndarray, " {batch}"]:
     """`max_new_tokens` as int32[B], from one number or one per row."""
     if isinstance(max_new_tokens, np.ndarray | jax.Array):

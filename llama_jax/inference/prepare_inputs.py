@@ -8,11 +8,10 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
-from llama_jax.inference.checks import check_context, checked_limits, checked_prompts, token_ids
+from llama_jax.inference.checks import check_context, checked_limits, checked_prompts, checked_stop_tokens
 from llama_jax.inference.decode import DecodeSettings, PromptLengths, PromptTokens
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import CacheOptions, bucket
-from llama_jax.model.checks import check_tokens
 
 MIN_PREFILL_LENGTH = 16  # shorter prompts are padded to this many tokens
 
@@ -35,8 +34,7 @@ def prepare_inputs(
     limit = checked_limits(max_new_tokens, batch)
     lengths = np.array([len(row) for row in ids], np.int32)
     check_context(config, lengths, limit, cache)
-    stop_ids = token_ids("stop_tokens", stop_tokens)
-    check_tokens(config, stop_ids, "stop token")
+    stop_ids = checked_stop_tokens(config, stop_tokens)
     stop = np.full((batch, bucket(len(stop_ids), 4)), -1, np.int32)
     stop[:, : len(stop_ids)] = stop_ids
     tokens = np.zeros((batch, bucket(int(lengths.max()), MIN_PREFILL_LENGTH)), np.int32)

@@ -510,7 +510,5 @@ def sample_prompts(
     )
     texts = []
     for ids, result in zip(prompts, results, strict=False):
-        # The model's vocabulary may be larger than the tokenizer's; early in training, ids without a text may be sampled.
-        known = [token for token in result.tokens if token < tokenizer.vocab_size]
-        texts.append(tokenizer.decode([*ids, *known]))
+        texts.append(tokenizer.decode([*ids, *result.tokens]))
     return texts

@@ -43,6 +43,8 @@ from llama_jax.runs.tasks.interface import Backend, Task, TaskKind
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
+from llama_jax.tokenizers.interface import check_rows
+from llama_jax.tokenizers.load import warn_of_size
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer, train_bpe
 from llama_jax.training.optimizer import OptimizerSettings, learning_rate_schedule
 
@@ -301,6 +303,7 @@ def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
                 f"prompts: {shown(prompt, 40)} is {len(ids)} tokens; a sample needs at least 1 and fewer than the model's"
                 f" context of {context}"
             )
+        check_rows(tokenizer, ids, recipe.model.vocab_size, f"prompts: {shown(prompt, 40)}")
     return found
 
 
@@ -348,7 +351,9 @@ def choose_tokenizer(
             )
         return found
     if given is not None:
-        return load_tokenizer(given)
+        found = load_tokenizer(given)
+        warn_of_size(found, recipe.model.vocab_size, given)
+        return found
     if pretrained is not None:
         return pretrained
     match recipe.vocabulary:

@@ -30,14 +30,14 @@ class Grammars:
 
     Args:
       tokenizer: a tokenizer with V' ids.
-      vocab_size: V of the model, at least V'.
+      vocab_size: V of the model.
       ends: tokens that end a text; only they are allowed after it is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._ends = tuple(ends)
+        self._ends = tuple(token for token in ends if token < vocab_size)
         self._lock = Lock()
         self._vocabulary: Any = None  # a `GrammarVocabulary`
         self._tables: Any = None
@@ -56,7 +56,7 @@ class Grammars:
     def _prepare(self) -> None:
         if self._tables is None and self._ends:
             _library()
-            self._vocabulary = _vocabulary(self._tokenizer, self._ends)
+            self._vocabulary = _vocabulary(self._tokenizer, min(self._tokenizer.vocab_size, self._vocab_size), self._ends)
             self._tables = self._vocabulary.tables()
 
     def json_schema(self, schema: dict[str, Any]) -> GrammarConstraint:
@@ -153,13 +153,13 @@ class GrammarConstraint:
         return words
 
 
-def _vocabulary(tokenizer: Tokenizer, ends: Sequence[int]) -> Any:
-    """The vocabulary for llguidance, which encodes text like the tokenizer."""
+def _vocabulary(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> Any:
+    """The first `size` tokens as a vocabulary for llguidance, which encodes text like the tokenizer if it can."""
     from llama_jax.serving.grammar_check import GrammarVocabulary
 
     before = tokenizer.encode_parts([MARK]) if tokenizer.space_prefix else []
     names = {token: name.encode() for name, token in tokenizer.special_tokens.items()}
-    special = {*names, *ends}
+    special = {token for token in (*names, *ends) if token < size}
 
     class TokenizerVocabulary(GrammarVocabulary):
         def __call__(self, text: str) -> list[int]:
@@ -167,9 +167,10 @@ def _vocabulary(tokenizer: Tokenizer, ends: Sequence[int]) -> Any:
             if not isinstance(text, str):
                 raise TypeError("text")
             ids = tokenizer.encode_parts([MARK + text if before else text])[len(before) :]
-            return ids if b"".join(self.tokens[i] for i in ids) == text.encode() else super().__call__(text)
+            is_same = max(ids, default=0) < size and b"".join(self.tokens[i] for i in ids) == text.encode()
+            return ids if is_same else super().__call__(text)
 
-    tokens = [names.get(i, b"<%d>" % i) if i in special else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+    tokens = [names.get(i, b"<%d>" % i) if i in special else tokenizer.token_bytes(i) for i in range(size)]
     return TokenizerVocabulary(tokens, sorted(special), ends)
 
 

@@ -16,11 +16,15 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig, suggest_context
 from llama_jax.errors import GenerationError, shown
-from llama_jax.inference.checks import checked_prompts, longrope_switch_length, token_ids, tokens_before_longrope_switch
+from llama_jax.inference.checks import (
+    checked_prompts,
+    checked_stop_tokens,
+    longrope_switch_length,
+    tokens_before_longrope_switch,
+)
 from llama_jax.inference.decode import DecodeSettings
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import PAGE_SIZE
-from llama_jax.model.checks import check_tokens
 from llama_jax.serving.drafting import CATCHING_UP, drafting_by
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import MAX_ALTERNATIVES, BusyError, GenerationRequest, Ticket
@@ -121,8 +125,7 @@ def checked(request: GenerationRequest, model: ServedModel, context: int) -> Dec
         )
     if not isinstance(request.sampling, Sampling):
         raise GenerationError(f"sampling={shown(request.sampling, 40)} must be a Sampling")
-    ends = token_ids("stop_tokens", request.stop_tokens)
-    check_tokens(model.config, ends, "stop token")
+    ends = checked_stop_tokens(model.config, request.stop_tokens)
     if len(ends) > STOPS:
         raise GenerationError(f"{len(ends)} stop tokens are too many; a request may have at most {STOPS}")
     stop = np.full((1, STOPS), -1, np.int32)

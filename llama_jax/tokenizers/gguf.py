@@ -13,7 +13,7 @@ from typing import Any
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.huggingface import BYTE_TOKEN, CHARACTER_BYTES, HuggingFaceTokenizer, spell
-from llama_jax.tokenizers.interface import END_NAMES, SPACE, Tokenizer, ending_names, library_errors
+from llama_jax.tokenizers.interface import END_NAMES, PADDING_TOKEN, SPACE, Tokenizer, ending_names, library_errors
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
 from llama_jax.tokenizers.sentencepiece import BYTES, Entry, EntryKind, SentencePieceTokenizer, valid_text, write_model
 from llama_jax.tokenizers.tiktoken import TiktokenTokenizer, merges
@@ -22,7 +22,6 @@ from llama_jax.tokenizers.tokenizer_config import Settings, pad_id_of
 REMEDY = "load or convert the model with its own tokenizer.json (--tokenizer tokenizer.json)"
 LOOKED_FOR = (EntryKind.CONTROL, EntryKind.UNKNOWN, EntryKind.USER_DEFINED)  # found in a text before it is split
 UNKNOWN_PIECE = "\ufdd0<unk>\ufdd1"  # never occurs in a text
-PADDING_TOKEN = "[PAD{}]"  # name by llama.cpp's converter of an id without a token
 DEFAULT_ENDS = {"llama": (1, 2), "gpt2": (11, 11), "gemma4": (None, None)}  # bos and eos if no field has them
 # Pre-tokenizers with special rules.
 NO_DEFAULT_BOS = ("chatglm-bpe", "glm4", "glm5")
@@ -348,13 +347,18 @@ def _pairs(reader: _Reader, required: bool) -> list[tuple[str, str]]:
     texts = dict.fromkeys(reader.values("merges", str))
     found = []
     for text in texts:
-        middle = text.find(" ", 1)  # the first token may begin with a space
-        if middle < 0:
+        if " " not in text[1:]:
             raise reader.error("merges", text, "two tokens with a space between them")
-        found.append((text[:middle], text[middle + 1 :]))
+        found.append(_halves(text))
     if is_utf_8("".join(texts)):
         return found
     return [pair for pair in found if is_utf_8("".join(pair))]
+
+
+def _halves(merge: str) -> tuple[str, str]:
+    """The two tokens of a merge; the first may begin with a space."""
+    middle = merge.index(" ", 1)
+    return merge[:middle], merge[middle + 1 :]
 
 
 def is_utf_8(text: str) -> bool:
@@ -370,7 +374,7 @@ def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str
     """The metadata for `from_metadata` and llama.cpp; for a vocabulary from a GGUF file, its original metadata.
 
     Args:
-      vocab_size: the model's, if larger than the vocabulary: llama.cpp requires a token for every row.
+      vocab_size: the model's: llama.cpp requires a token for every row of the embedding, and no others.
     """
     if isinstance(tokenizer, SentencePieceTokenizer | HuggingFaceTokenizer) and tokenizer.metadata is not None:
         named = {key: list(value) if isinstance(value, list | array) else value for key, value in tokenizer.metadata.items()}
@@ -381,9 +385,30 @@ def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str
         for name, value in (("tokens", PADDING_TOKEN.format(i)), ("scores", 0.0), ("token_type", int(EntryKind.UNUSED))):
             if f"tokenizer.ggml.{name}" in named:
                 named[f"tokenizer.ggml.{name}"].append(value)
+    if vocab_size is not None and len(named["tokenizer.ggml.tokens"]) > vocab_size:
+        named = _only_first(named, vocab_size)
     if tokenizer.chat_template is not None:
         named["tokenizer.chat_template"] = tokenizer.chat_template
     return named
+
+
+def _only_first(named: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The metadata of the first `count` tokens."""
+    first = dict(named)
+    dropped = set(named["tokenizer.ggml.tokens"][count:])
+    for name in ("tokens", "scores", "token_type"):
+        if f"tokenizer.ggml.{name}" in first:
+            first[f"tokenizer.ggml.{name}"] = first[f"tokenizer.ggml.{name}"][:count]
+    for key in [key for key, value in first.items() if key.endswith("_token_id") and value >= count]:
+        del first[key]
+        if (add := key.replace("ggml.", "ggml.add_").removesuffix("_id")) in first:
+            first[add] = False
+    if stops := [token for token in first.pop(STOPS_KEY, []) if token < count]:
+        first[STOPS_KEY] = stops
+    if (merges_key := "tokenizer.ggml.merges") in first:
+        parts = ((text, *_halves(text)) for text in first[merges_key])
+        first[merges_key] = [text for text, left, right in parts if dropped.isdisjoint((left, right, left + right))]
+    return first
 
 
 def _fields(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from llama_jax.tokenizers.interface import (
     SPACE,
     Part,
     PartsTokenizer,
-    check_ids,
     check_text,
     ending_ids,
+    is_template_token,
     library_errors,
     order_matters,
     special_pattern,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import tokenizers
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 # Two noncharacters, inserted into a special token's name that is text, and removed by the normalizer: the library searches
 # for special tokens before it normalizes, so it finds none there and still encodes the text as a whole.
 TEXT_MARK = "\ufdd0\ufdd1"
@@ -172,9 +171,7 @@ class HuggingFaceTokenizer(PartsTokenizer):
             found = self._library.encode_batch_fast(list(map(self._as_text, texts)), add_special_tokens=False)
         return [self._within(encoding.ids) for encoding in found]
 
-    def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 that a token adds to those before it; it may begin or end inside a character."""
-        check_ids(self.vocab_size, token)
+    def _token_bytes(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token]
         piece = self._library.id_to_token(token) or ""  # ids may have gaps
@@ -240,14 +237,18 @@ def _adds(library: tokenizers.Tokenizer, settings: Settings, bos: int, eos: int)
 
 
 def _add_tokens(library: tokenizers.Tokenizer, settings: Settings) -> None:
-    """Add the tokens that only the settings files have, in transformers' order; existing ones are not changed."""
+    """Add the tokens that only the settings files have, in transformers' order.
+
+    An existing token becomes special if it is marked so here or there; by being listed without flags only a new one.
+    """
     from tokenizers import AddedToken
 
+    special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
     library.add_tokens(
         [
             AddedToken(
                 token.text,
-                special=token.special,
+                special=token.special or token.text in special,
                 lstrip=token.lstrip,
                 rstrip=token.rstrip,
                 single_word=token.single_word,
@@ -255,8 +256,10 @@ def _add_tokens(library: tokenizers.Tokenizer, settings: Settings) -> None:
             )
             for token in settings.added_tokens
         ]
-        + [AddedToken(text, special=True, normalized=False) for text in settings.extra_tokens]
     )
+    known = {token.content for token in library.get_added_tokens_decoder().values()}
+    new = [text for text in settings.extra_tokens if text not in known]
+    library.add_tokens([AddedToken(text, special=True, normalized=False) for text in new])
 
 
 def _set_prefix(library: tokenizers.Tokenizer, add: bool | None) -> None:
@@ -275,26 +278,25 @@ def _find_special_tokens(library: tokenizers.Tokenizer, settings: Settings) -> t
     """The library's tokenizer, changed to find special tokens in the raw text, and these tokens. Old files mark them as
     normalized, so that they are found only at the start of a text.
 
-    Special tokens are those marked as special, BOS and EOS, and those in angle or square brackets that the chat template
-    uses, whether or not they are marked.
+    Special tokens are those marked as special, those with a name, such as pad_token, and those in angle or square brackets
+    that the chat template uses, whether or not they are marked.
     """
     from tokenizers import AddedToken, Tokenizer
 
-    template = settings.chat_template or ""
     added = {token.content for token in library.get_added_tokens_decoder().values()}
-    ends = [name for name in (settings.bos_token, settings.eos_token) if name and library.token_to_id(name) is not None]
-    library.add_special_tokens([AddedToken(name, normalized=False) for name in ends if name not in added])
+    named = [name for name in settings.named_tokens if library.token_to_id(name) is not None]
+    library.add_special_tokens([AddedToken(name, normalized=False) for name in named if name not in added])
     special = {
         token.content: i
         for i, token in library.get_added_tokens_decoder().items()
-        if token.special or token.content in ends or (BRACKETED.fullmatch(token.content) and token.content in template)
+        if token.special or token.content in named or is_template_token(token.content, settings.chat_template)
     }
     tokens = [token for token in library.get_added_tokens_decoder().values() if token.content in special]
-    if any(token.normalized or (token.content in ends and not token.special) for token in tokens):
+    if any(token.normalized or (token.content in named and not token.special) for token in tokens):
         described = json.loads(library.to_str())  # the library has no other way to change a token's flags
         for entry in described["added_tokens"]:
             entry["normalized"] &= entry["content"] not in special
-            entry["special"] |= entry["content"] in ends
+            entry["special"] |= entry["content"] in named
         library = Tokenizer.from_str(json.dumps(described))
     return library, special
 

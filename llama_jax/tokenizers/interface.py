@@ -20,15 +20,24 @@ END_NAMES = {
     *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
     *("<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
 }
+BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+PADDING_TOKEN = "[PAD{}]"  # name by llama.cpp's converter of an id without a token
+MAX_TOKEN_ID = 1 << 31  # token ids of models are int32
 MAX_COMPARED = 1 << 24  # letters to compare
 MAX_DEPTH = 16  # letters; a pattern for longer names would be nested too deeply
 
 
 class Tokenizer(Protocol):
-    """A tokenizer with V ids; names of special tokens in user text are text."""
+    """A tokenizer with V ids; names of special tokens in user text are text.
+
+    A model's embedding may have more rows than V, which are padding without text (`token_bytes`), or fewer: then the tokens
+    without a row cannot be in a prompt (`check_rows`), and are never generated.
+    """
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """V, the largest id plus one."""
+        ...
 
     @property
     def bos_id(self) -> int:
@@ -101,11 +110,17 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, without special tokens."""
+        """The text of the ids, without special tokens; each id adds its `token_bytes`."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to the text before it: UTF-8, which may begin or end inside a character."""
+        """The bytes that a token adds to the text before it: UTF-8, which may begin or end inside a character.
+
+        b"" for special tokens, and for ids without a token: from V on, and in gaps of the vocabulary.
+
+        Raises:
+          TokenizerError: a negative id, or one that does not fit int32.
+        """
         ...
 
     def save(self, folder: Path) -> None:
@@ -123,9 +138,7 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The text that this token completes; "" for ids in a model's padding of the vocabulary beyond V."""
-        if token >= self._tokenizer.vocab_size:
-            return ""
+        """The text that this token completes."""
         new = self._tokenizer.token_bytes(token)
         if self._drop_space and new:
             new = new.removeprefix(b" ")
@@ -192,6 +205,12 @@ class Text:
     def _show(self, text: str) -> None:
         self.shown += text
         self._write(text)
+
+
+def is_template_token(text: str, template: str | None) -> bool:
+    """Whether a chat template uses this token in angle or square brackets: its name in user text is then text, as if it were
+    marked as special, but it is shown in decoded text."""
+    return text in (template or "") and BRACKETED.fullmatch(text) is not None
 
 
 def special_pattern(names: Iterable[str]) -> re.Pattern[str]:
@@ -264,7 +283,21 @@ def order_matters(names: Iterable[str]) -> bool:
 
 
 class PartsTokenizer:
-    """`Tokenizer.encode`, `encode_batch` and `decode`, implemented with `encode_parts` and `token_bytes`."""
+    """Methods of a `Tokenizer`, implemented with `encode_parts` and the bytes of its own tokens."""
+
+    vocab_size: int
+
+    def _token_bytes(self, token: int) -> bytes:
+        """See `token_bytes`, for an id below V."""
+        raise NotImplementedError
+
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 that a token adds to those before it; b"" for ids without a token, see `Tokenizer.token_bytes`."""
+        if not 0 <= token < MAX_TOKEN_ID:
+            raise TokenizerError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
+        text = self._token_bytes(token) if token < self.vocab_size else b""
+        is_padding = text[:4] == b"[PAD" and text == PADDING_TOKEN.format(token).encode()  # the prefix is quick to compare
+        return b"" if is_padding else text
 
     def encode(
         self: Tokenizer, text: str, bos: bool | None = None, eos: bool | None = None, special: bool = False
@@ -318,11 +351,28 @@ def ending_names(names: Iterable[str]) -> set[str]:
     return found
 
 
-def check_ids(vocab_size: int, *ids: int) -> None:
-    """Raise TokenizerError for an id outside the vocabulary."""
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise TokenizerError(f"token id {token} is outside the vocabulary of {vocab_size}")
+def check_rows(tokenizer: Tokenizer, ids: Iterable[int], rows: int, where: str) -> None:
+    """Raise TokenizerError for a token without a row in a model's embedding, by its name.
+
+    Args:
+      rows: V of the model, which may be smaller than the tokenizer's.
+      where: what the ids are, for the message: "the prompt".
+    """
+    outside = next((token for token in ids if token >= rows), None)
+    if outside is not None:
+        raise TokenizerError(f"{where} contains {describe_missing_row(outside, rows, tokenizer)}; remove it")
+
+
+def describe_missing_row(token: int, rows: int, tokenizer: Tokenizer | None = None) -> str:
+    """A token that has no row in a model's embedding, in words, with its name if there is a tokenizer."""
+    name = "" if tokenizer is None else f" {shown(token_name(tokenizer, token), 80)} with"
+    return f"the token{name} id {token}, which has no row in the model's embedding of {rows} rows"
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token, also of a special one."""
+    names = (name for name, special in tokenizer.special_tokens.items() if special == token)
+    return next(names, tokenizer.token_bytes(token).decode(errors="replace"))
 
 
 def check_text(text: str) -> None:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 
-from llama_jax.errors import TokenizerError, reading
+from llama_jax.errors import TokenizerError, reading, shown
 from llama_jax.gguf_header import is_gguf, open_header
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.storage.paths import read_whole
 from llama_jax.tokenizers import gguf, huggingface, sentencepiece, tiktoken
-from llama_jax.tokenizers.interface import Tokenizer
+from llama_jax.tokenizers.interface import Tokenizer, token_name
 from llama_jax.tokenizers.tokenizer_config import Settings, read_settings
 
 MAX_VOCABULARY_BYTES = 64 << 20  # bytes; more than any vocabulary, less than any useful weight file
-MAX_PADDING = 1024  # ids of a model beyond its vocabulary, so that the embedding can be sharded
+MAX_PADDING = 1024  # rows of an embedding beyond the vocabulary, so that it can be sharded
 VOCABULARY_KINDS = "a SentencePiece model, a rank file of Llama 3, a tokenizer.json or a GGUF file"
 # Unambiguous names: transformers prefers the first if both exist; Meta's repositories have theirs in a subfolder.
 VOCABULARY_NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+# Vocabularies of other kinds: Mistral's, of GPT-2 in two files, BERT's, and ranks that are not Llama 3's.
+UNSUPPORTED_NAMES = ("tekken.json", "vocab.json", "merges.txt", "encoder.json", "vocab.bpe", "vocab.txt", "qwen.tiktoken")
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -51,7 +52,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         others = _others(path, settings)
         if not others:
             raise TokenizerError(
-                f"{path} has no SentencePiece model, rank file of Llama 3 or tokenizer.json; for a GGUF file, pass the file"
+                f"{path} has no SentencePiece model, rank file of Llama 3 or tokenizer.json{unsupported_files(path)};"
+                " for a GGUF file, pass the file"
             )
         if len(others) > 1:
             raise TokenizerError(f"{path} has several vocabularies ({_listed(others)}); pass one of them")
@@ -59,44 +61,58 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def find_tokenizer(folder: Location, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer in a model's folder, or None: one of the model's size, else a smaller one, since models pad theirs.
+    """The tokenizer in a model's folder; None if there is no supported vocabulary (see `unsupported_files`).
 
-    Among several of the model's size, or else the largest smaller ones, the first in `load_tokenizer`'s order is used.
+    Of several, the one whose size is nearest to the model's: a model may have padding for more tokens, and lack rows for
+    some that were added (`warn_of_size`). Of those, the first in `load_tokenizer`'s order.
 
     Raises:
       TokenizerError: several candidates, or a damaged ``tokenizer.json`` or ``tokenizer.model``.
     """
     with reading(folder, TokenizerError):
         settings = read_settings(folder)
-        smaller: list[tuple[Location, Tokenizer]] = []
+        named: list[tuple[Location, Tokenizer]] = []
         for name in VOCABULARY_NAMES:
             if (folder / name).is_file():
-                tokenizer = _read(folder / name, settings)
-                if tokenizer.vocab_size > vocab_size and name.endswith(".json"):  # it has tokens without rows in the model
-                    within = tuple(token for token in settings.added_tokens if token.id < vocab_size)
-                    tokenizer = _read(folder / name, replace(settings, added_tokens=within, extra_tokens=()))
-                if tokenizer.vocab_size == vocab_size:
-                    return tokenizer
-                if tokenizer.vocab_size < vocab_size:
-                    smaller.append((folder / name, tokenizer))
-        others = [found for found in _others(folder, settings) if found[1].vocab_size <= vocab_size]
-        size = max((tokenizer.vocab_size for _, tokenizer in smaller + others), default=0)
-        named = [found for found in smaller if found[1].vocab_size == size]
-        found = named[:1] or [found for found in others if found[1].vocab_size == size]
-        if len(found) > 1:
-            raise TokenizerError(f"{folder} has several vocabularies ({_listed(found)}); remove all but one")
-        if found:
-            warn_if_small(found[0][1], vocab_size, found[0][0])
-        return found[0][1] if found else None
+                named.append((folder / name, _read(folder / name, settings)))
+                if named[-1][1].vocab_size == vocab_size:
+                    return named[-1][1]
+        candidates = named + _others(folder, settings)
+        if not candidates:
+            if unsupported := unsupported_files(folder):
+                warnings.warn(f"{folder} has no vocabulary{unsupported}", stacklevel=2)
+            return None
+        distances = [abs(tokenizer.vocab_size - vocab_size) for _, tokenizer in candidates]
+        nearest = [candidate for candidate, n in zip(candidates, distances, strict=True) if n == min(distances)]
+        if len(nearest) > 1 and nearest[0] not in named:
+            raise TokenizerError(f"{folder} has several vocabularies ({_listed(nearest)}); remove all but one")
+        path, tokenizer = nearest[0]
+        warn_of_size(tokenizer, vocab_size, path)
+        return tokenizer
 
 
-def warn_if_small(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
-    """Warn if a vocabulary is much smaller than the model's, beyond usual padding: it may be another model's."""
-    if vocab_size - tokenizer.vocab_size >= max(MAX_PADDING, vocab_size // 10):
+def warn_of_size(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
+    """Warn if a vocabulary has tokens without a row in the model's embedding, or much fewer tokens than rows."""
+    size = tokenizer.vocab_size
+    is_other = abs(size - vocab_size) >= max(MAX_PADDING, vocab_size // 10)
+    other = ": it may be another model's vocabulary" * is_other
+    if size > vocab_size:
+        first = shown(token_name(tokenizer, vocab_size), 80)
         warnings.warn(
-            f"{where} has {tokenizer.vocab_size} tokens, but the model {vocab_size}: it may be another model's vocabulary",
+            f"{where} has {size} tokens, but the model's embedding {vocab_size} rows{other}; text with the tokens from"
+            f" {first} (id {vocab_size}) on is refused",
             stacklevel=2,
         )
+    elif is_other:
+        warnings.warn(f"{where} has {size} tokens, but the model {vocab_size}{other}", stacklevel=2)
+
+
+def unsupported_files(path: Location) -> str:
+    """The vocabularies of a model's folder, or next to its file, that are not supported, for a message about a missing
+    vocabulary: " (its tekken.json is of an unsupported kind ...)"; "" if there are none."""
+    folder = path if path.is_dir() else path.parent
+    names = [name for name in UNSUPPORTED_NAMES if (folder / name).is_file()]
+    return f" (its {', '.join(names)} is of an unsupported kind; a tokenizer.json is needed)" if names else ""
 
 
 def _read(path: Location, settings: Settings) -> Tokenizer:
@@ -117,7 +133,7 @@ def _others(folder: Location, settings: Settings) -> list[tuple[Location, Tokeni
     if isinstance(folder, StoredPath):
         return found
     for path in sorted(folder.iterdir()):
-        if path.name not in VOCABULARY_NAMES and path.is_file() and _looks_like_one(path):
+        if path.name not in (*VOCABULARY_NAMES, *UNSUPPORTED_NAMES) and path.is_file() and _looks_like_one(path):
             try:
                 found.append((path, _read(path, settings)))
             except TokenizerError:

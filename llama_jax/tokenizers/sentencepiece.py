@@ -6,24 +6,26 @@ import io
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.interface import (
     SPACE,
     Part,
     PartsTokenizer,
-    check_ids,
     check_text,
     ending_ids,
+    is_template_token,
     library_errors,
     order_matters,
     split_longest,
     split_special,
 )
-from llama_jax.tokenizers.tokenizer_config import AddedToken, Settings, write_settings
+from llama_jax.tokenizers.tokenizer_config import Settings, write_settings
+
+if TYPE_CHECKING:
+    import sentencepiece
 
 BYTE_VOCABULARY = 259  # <unk>, <s>, </s> and every byte
 MAX_VOCABULARY = 1 << 20  # four times the largest in use; the trainers reserve memory for all of it
@@ -81,25 +83,36 @@ class SentencePieceTokenizer(PartsTokenizer):
         import sentencepiece
 
         self._processor = sentencepiece.SentencePieceProcessor()
+        has_own_kinds = entries is None
+        own_rule = has_own_kinds and not settings.gguf  # the library's, which adds no space after a user-defined token
         with library_errors(f"{where} is not a whole SentencePiece model"):
-            # Concatenated protocol buffers are one message with their lists joined: this appends pieces.
             self._processor.LoadFromSerializedProto(model)
-            added = _appended(where, settings.added_tokens, self._processor.GetPieceSize())
-            if added:
-                self._processor.LoadFromSerializedProto(model + write_pieces(added))
             if self._processor.GetPieceSize() < 1:
                 raise RuntimeError("it has no pieces")
+            guarded: dict[str, int] = {}
+            if entries is None:
+                pieces = _read_pieces(self._processor)
+                entries = declared_entries(where, pieces, settings)
+                if own_rule:
+                    guarded = {
+                        entry.text: i
+                        for i, entry in enumerate(entries)
+                        if entry.kind == EntryKind.USER_DEFINED and is_template_token(entry.text, settings.chat_template)
+                    }
+                used = [entry._replace(kind=EntryKind.CONTROL) if entry.text in guarded else entry for entry in entries]
+                if used != pieces:
+                    self._processor.LoadFromSerializedProto(_with_entries(model, pieces, used))
+                    model = _with_entries(model, pieces, entries)
             self.vocab_size: int = self._processor.GetPieceSize() - len(aliases)
-            self._entries = self._read_entries(added) if entries is None else list(entries)
             self.space_prefix: bool = self._processor.Normalize("a").startswith(SPACE)
+        self._model, self._entries = model, list(entries)
         self._bytes = [_bytes_of(entry) for entry in self._entries]
-        self.special_tokens = self._named(EntryKind.CONTROL, EntryKind.UNKNOWN)
-        own_rule = entries is None and not settings.gguf  # the library's, which adds no space after a user-defined token
+        self.special_tokens = self._named(EntryKind.CONTROL, EntryKind.UNKNOWN) | guarded
         self._user_defined = {} if own_rule else self._named(EntryKind.USER_DEFINED)
         self._split = split_longest if order_matters(self._user_defined) else split_special
         self.swallowing = frozenset(swallowing)
         self._aliases = list(aliases)
-        self._is_strict = entries is None and not self._user_defined  # whether the kinds in the library's model are valid
+        self._is_strict = has_own_kinds and not self._user_defined  # whether the kinds in the library's model are valid
         self.bos_id: int = self.special_tokens.get(settings.bos_token or "", self._processor.bos_id())
         self.eos_id: int = self.special_tokens.get(settings.eos_token or "", self._processor.eos_id())
         self.add_bos = settings.add_bos is not False and self.bos_id >= 0
@@ -138,14 +151,12 @@ class SentencePieceTokenizer(PartsTokenizer):
         size = self.vocab_size
         return [i if i < size else self._aliases[i - size] for i in ids] if self._aliases else ids
 
-    def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 that a token adds to those before it; it may begin or end inside a character."""
-        check_ids(self.vocab_size, token)
+    def _token_bytes(self, token: int) -> bytes:
         return self._bytes[token]
 
     def save(self, folder: Path) -> None:
         """Write the model as ``tokenizer.model``, including added tokens, and files with the settings."""
-        (folder / "tokenizer.model").write_bytes(self._content if self._is_strict else self._strict_model())
+        (folder / "tokenizer.model").write_bytes(self._model if self._is_strict else self._strict_model())
         write_settings(folder, self, self.settings, "LlamaTokenizer")
 
     def _strict_model(self) -> bytes:
@@ -169,31 +180,6 @@ class SentencePieceTokenizer(PartsTokenizer):
         """All entries of the vocabulary by id."""
         return list(self._entries)
 
-    def _read_entries(self, added: Sequence[Entry]) -> list[Entry]:
-        """The entries of the model, with appended ones unchanged."""
-        p = self._processor
-        kinds = (
-            (EntryKind.UNKNOWN, p.IsUnknown),
-            (EntryKind.CONTROL, p.IsControl),
-            (EntryKind.UNUSED, p.IsUnused),
-            (EntryKind.BYTE, p.IsByte),
-        )
-        own = [
-            Entry(p.IdToPiece(i), p.GetScore(i), next((kind for kind, is_it in kinds if is_it(i)), EntryKind.NORMAL))
-            for i in range(self.vocab_size - len(added))
-        ]
-        # The library does not report which pieces are user-defined: they are recognized by their score of 0 and their bytes.
-        for i, entry in enumerate(own):
-            candidate = entry._replace(kind=EntryKind.USER_DEFINED)
-            if entry[1:] == (0.0, EntryKind.NORMAL) and write_pieces([candidate]) in self._content:
-                own[i] = candidate
-        return [*own, *added]
-
-    @cached_property
-    def _content(self) -> bytes:
-        content: bytes = self._processor.serialized_model_proto()
-        return content
-
     def _named(self, *kinds: EntryKind) -> dict[str, int]:
         return {entry.text: i for i, entry in enumerate(self._entries) if entry.kind in kinds}
 
@@ -216,16 +202,83 @@ def _bytes_of(entry: Entry) -> bytes:
     )
 
 
-def _appended(where: str, added: Iterable[AddedToken], size: int) -> list[Entry]:
-    """The added tokens that the model lacks, as pieces; their ids must follow those of the model."""
-    new = sorted((token for token in added if token.id >= size), key=lambda token: token.id)
-    for expected, token in enumerate(new, size):
-        if token.id != expected:
-            raise TokenizerError(
-                f"{where} has {size} pieces, but the added token {shown(token.text, 40)} has id {token.id} instead of"
-                f" {expected}; copy the tokenizer's files again"
-            )
-    return [Entry(token.text, 0.0, EntryKind.CONTROL if token.special else EntryKind.USER_DEFINED) for token in new]
+def _read_pieces(processor: sentencepiece.SentencePieceProcessor) -> list[Entry]:
+    """The entries of a model."""
+    content = processor.serialized_model_proto()
+    kinds = (
+        (EntryKind.UNKNOWN, processor.IsUnknown),
+        (EntryKind.CONTROL, processor.IsControl),
+        (EntryKind.UNUSED, processor.IsUnused),
+        (EntryKind.BYTE, processor.IsByte),
+    )
+    pieces = [
+        Entry(
+            processor.IdToPiece(i),
+            processor.GetScore(i),
+            next((kind for kind, is_it in kinds if is_it(i)), EntryKind.NORMAL),
+        )
+        for i in range(processor.GetPieceSize())
+    ]
+    # The library does not report which pieces are user-defined: they are recognized by their score of 0 and their bytes.
+    for i, entry in enumerate(pieces):
+        candidate = entry._replace(kind=EntryKind.USER_DEFINED)
+        if entry[1:] == (0.0, EntryKind.NORMAL) and write_pieces([candidate]) in content:
+            pieces[i] = candidate
+    return pieces
+
+
+def declared_entries(where: str, pieces: Sequence[Entry], settings: Settings) -> list[Entry]:
+    """The pieces of a model with the kinds that the files next to it declare, and then the tokens that only those have.
+
+    As in transformers, a token is special if it is marked as special or has a name, such as pad_token; one that is listed
+    without a name only if it is not marked otherwise. Ids of added tokens must follow those of the model.
+    """
+    plain = {token.text for token in settings.added_tokens if not token.special}
+    plain |= {entry.text for entry in pieces if entry.kind == EntryKind.USER_DEFINED}
+    special = {token.text for token in settings.added_tokens if token.special}
+    special |= {*settings.named_tokens, *(set(settings.extra_tokens) - plain)}
+    fixed = (EntryKind.UNKNOWN, EntryKind.BYTE)
+    entries = [
+        entry._replace(kind=EntryKind.CONTROL) if entry.text in special and entry.kind not in fixed else entry
+        for entry in pieces
+    ]
+    for token in sorted(settings.added_tokens, key=lambda token: token.id):
+        if token.id >= len(pieces):
+            if token.id != len(entries):
+                raise TokenizerError(
+                    f"{where} has {len(pieces)} pieces, but the added token {shown(token.text, 40)} has id {token.id}"
+                    f" instead of {len(entries)}; copy the tokenizer's files again"
+                )
+            kind = EntryKind.CONTROL if token.text in special else EntryKind.USER_DEFINED
+            entries.append(Entry(token.text, 0.0, kind))
+    texts = {entry.text for entry in entries}
+    return entries + [Entry(text, 0.0, EntryKind.CONTROL) for text in settings.extra_tokens if text not in texts]
+
+
+def _with_entries(model: bytes, pieces: Sequence[Entry], entries: Sequence[Entry]) -> bytes:
+    """A serialized model with the kinds of these entries instead of those of its pieces, and with the further entries.
+
+    Of a field that occurs twice in a protocol buffer the last one counts, and repeated fields are joined.
+    """
+    kinds = {i: entry.kind for i, entry in enumerate(entries[: len(pieces)]) if entry.kind != pieces[i].kind}
+    parts: list[bytes] = []
+    at = piece = 0
+    while kinds and at < len(model):
+        tag, begin = _read_varint(model, at)
+        size, begin = _read_varint(model, begin)
+        content = model[begin : begin + size]
+        if tag == 1 << 3 | 2:
+            content += _number(3, kinds[piece]) if piece in kinds else b""
+            piece += 1
+        parts.append(_varint(tag) + _varint(len(content)) + content)
+        at = begin + size
+    return (b"".join(parts) if kinds else model) + write_pieces(entries[len(pieces) :])
+
+
+def _read_varint(content: bytes, at: int) -> tuple[int, int]:
+    """The varint at a position, and the position after it."""
+    end = next(i for i in range(at, len(content)) if content[i] < 0x80) + 1
+    return sum((byte & 0x7F) << 7 * i for i, byte in enumerate(content[at:end])), end
 
 
 def write_model(pieces: Iterable[Entry], *, bos: str, eos: str, space_prefix: bool, spell_spaces: bool = True) -> bytes:

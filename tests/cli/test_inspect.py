@@ -199,7 +199,7 @@ class Vocabulary:
     vocab_size, bos_id, add_bos, eos_id, stop_ids, chat_template = 97, -1, False, 5, (), "{{ messages }}"
 
 
-def test_a_vocabulary_that_is_damaged_or_too_large():
+def test_a_vocabulary_that_is_damaged_or_larger():
     def damaged():
         raise llama_jax.TokenizerError("the vocabulary is damaged")
 
@@ -210,7 +210,7 @@ def test_a_vocabulary_that_is_damaged_or_too_large():
     assert page(found).splitlines()[-1] == "problem: the vocabulary is damaged"
     assert rows_of(page(describe(opened(CONFIG))))["vocabulary"] == "none"
     found = describe(opened(CONFIG, tokenizer=Vocabulary))
-    assert "97 pieces, but the embedding 96 rows" in found["problems"][1]
+    assert not any("vocabulary" in problem for problem in found["problems"])  # one token more than rows is no problem
     assert rows_of(page(found))["vocabulary"] == "Vocabulary, 97 pieces; bos -1, eos 5, stop none; with chat template"
 
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.data import DataError, split
-from llama_jax.data.corpus import shuffled, without
+from llama_jax.data import corpus as corpus_module
+from llama_jax.data.corpus import check_corpus_rows, shuffled, without
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=30)
 
@@ -28,6 +29,27 @@ def test_every_document_is_on_one_side_and_in_order(lengths, share, seed):
     again = split(corpus, count, seed=seed)
     np.testing.assert_array_equal(again.validation.starts, validation.starts)
     np.testing.assert_array_equal(again.train.stops, train.stops)
+
+
+@given(lengths=LENGTHS, rows=st.integers(990, 1300), block=st.integers(1, 40), data=st.data())
+def test_only_documents_with_a_token_beyond_the_rows_are_refused(lengths, rows, block, data):
+    whole = corpus_of(lengths)
+    corpus = whole.select(np.array(data.draw(st.permutations(range(len(lengths))))[:-1]))
+    bad = {n + 1 for n in range(corpus.document_count) if corpus.document(n).max() >= rows}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus_module, "BLOCK_TOKENS", block)
+        if bad:
+            with pytest.raises(DataError, match=rf"document ({'|'.join(map(str, bad))}) contains the token id") as caught:
+                check_corpus_rows(corpus, rows)
+            assert f"embedding of {rows} rows" in str(caught.value)
+        else:
+            check_corpus_rows(corpus, rows)
+
+
+def test_a_token_beyond_the_rows_has_its_name():
+    corpus = replace(corpus_of([2]), tokens=np.array([65, 66], np.uint16), vocab_size=258)
+    with pytest.raises(DataError, match="the token 'B' with id 66, which has no row"):
+        check_corpus_rows(corpus, 66, ByteTokenizer())
 
 
 @given(lengths=st.lists(st.integers(40, 90), min_size=2, max_size=9), share=st.floats(0.02, 0.5), seed=st.integers(0, 99))

@@ -205,5 +205,7 @@ def test_mistakes(lengths, more, message):
 
 
 def test_a_larger_vocabulary():
-    with pytest.raises(DataError, match=r"the corpus has a vocabulary of 97, but the model one of 96"):
-        evaluate_lengths(CONFIG, None, replace(corpus_of([10]), vocab_size=97), [4])
+    corpus = replace(corpus_of([10]), vocab_size=97)
+    corpus.tokens[corpus.starts[0]] = 96
+    with pytest.raises(DataError, match=r"document 1 contains the token id 96, which has no row .* of 96 rows"):
+        evaluate_lengths(CONFIG, None, corpus, [4])

@@ -224,8 +224,11 @@ def test_sizes_that_cannot_be(sizes, message):
 
 
 def test_a_larger_vocabulary():
-    with pytest.raises(DataError, match="the corpus has a vocabulary of 97, but the model one of 96"):
-        evaluate(CONFIG, None, replace(corpus_of([10]), vocab_size=97))
+    corpus = replace(corpus_of([10]), vocab_size=97)
+    assert choose_sizes(CONFIG, corpus, length=None, stride=None, batch=1).length > 0  # no document has the last token
+    corpus.tokens[corpus.starts[0]] = 96
+    with pytest.raises(DataError, match="document 1 contains the token id 96, which has no row .* of 96 rows"):
+        evaluate(CONFIG, None, corpus)
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [1, 1]])

@@ -1,5 +1,7 @@
 """A model asked in texts: what becomes tokens, what is continued, and chats as texts."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from conftest import jit_logits, sharp
 
 import llama_jax
 from llama_jax import EngineOptions, LlamaConfig, Sampling, encode_chat
-from llama_jax.errors import GenerationError
+from llama_jax.errors import GenerationError, TokenizerError
 from llama_jax.evaluation.loglikelihood import Continuation
 from llama_jax.evaluation.text_model import GenerationSettings, TextModel, generation_settings
 from llama_jax.tokenizers import load_tokenizer
@@ -170,9 +172,11 @@ def test_other_formats_and_none(model, tokenizer):
         texts.chat([])
 
 
-def test_a_vocabulary_of_another_model(model, tokenizer):
-    from dataclasses import replace
-
+def test_a_token_without_a_row_is_refused_where_a_text_has_it(model, tokenizer):
     config, params = model
-    with pytest.raises(GenerationError, match="tokens, but the model only 5"):
-        TextModel(replace(config, vocab_size=5), params, tokenizer)
+    once = tokenizer.encode("once", bos=False)
+    texts = TextModel(replace(config, vocab_size=max(once) + 1), params, tokenizer, bos=False)
+    assert texts.encode("once") == once
+    for use in (texts.encode, texts.alone, lambda text: texts.pair("once", text)):
+        with pytest.raises(TokenizerError, match=r"contains the token '<\|eot_id\|>' with id"):
+            use("<|eot_id|>")

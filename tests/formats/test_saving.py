@@ -234,8 +234,6 @@ def test_the_vocabulary_goes_with_the_weights(stories, tmp_path):
         save(tmp_path / name, config, params, tokenizer, format=format)
         read = llama_jax.load(tmp_path / name).tokenizer
         assert read.encode("Once upon a time") == tokenizer.encode("Once upon a time")
-    with pytest.raises(CheckpointError, match="the tokenizer has 512 pieces, but the model's vocabulary has 96"):
-        save(tmp_path / "wrong", KINDS["gqa"], params, tokenizer)
 
 
 @pytest.mark.parametrize("name", ["hf", "m.gguf", "orbax"])
@@ -254,8 +252,8 @@ def test_convert_with_another_vocabulary(name, stories, tmp_path, caplog):
     assert found.tokenizer.encode("Once upon a time") == tokenizer.encode("Once upon a time")
     same(found.params, params)
     assert not caplog.text
-    with pytest.raises(CheckpointError, match="the tokenizer has 512 pieces, but the model's vocabulary has 96"):
-        convert(tmp_path / "none", tmp_path / "wrong", format=format, tokenizer=tmp_path)
+    with pytest.warns(UserWarning, match="has 512 tokens, but the model's embedding 96 rows"):
+        convert(tmp_path / "none", tmp_path / "larger" / name, format=format, tokenizer=tmp_path)
 
 
 def write_unknown_vocabulary(path, config, params, tokenizer):

@@ -124,15 +124,22 @@ def test_a_lone_surrogate_is_named(tokenizer):
         tokenizer.encode("ab\ud800")
 
 
-@pytest.mark.parametrize("token", [-1, 10**6])
-def test_ids_outside_the_vocabulary_are_named(tokenizer, token):
-    for use in (tokenizer.token_bytes, lambda t: tokenizer.decode([t])):
+@pytest.mark.parametrize("token", [-1, 2**31])
+def test_ids_that_no_model_has_are_refused(tokenizer, token):
+    for use in (tokenizer.token_bytes, lambda t: tokenizer.decode([t]), TextStream(tokenizer).push):
         with pytest.raises(TokenizerError, match=f"token id {token} is outside the vocabulary of {tokenizer.vocab_size}"):
             use(token)
 
 
-def test_a_token_of_the_models_padding_shows_nothing(tokenizer):
-    assert TextStream(tokenizer).push(tokenizer.vocab_size) == ""
+@given(text=TEXTS, places=st.lists(st.tuples(st.integers(0, 100), st.integers(0, 2**31 - 1001)), max_size=5))
+def test_ids_from_a_models_padding_have_no_text(all_kinds, text, places):
+    for tokenizer in all_kinds.values():
+        ids = tokenizer.encode(text)
+        padded = list(ids)
+        for place, beyond in places:
+            padded.insert(place, tokenizer.vocab_size + beyond)
+        stream = TextStream(tokenizer, at_start=True)
+        assert "".join(map(stream.push, padded)) + stream.finish() == tokenizer.decode(padded) == tokenizer.decode(ids)
 
 
 def test_a_character_is_shown_when_its_last_byte_has_come(tokenizer):

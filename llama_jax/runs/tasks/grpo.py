@@ -47,12 +47,13 @@ from llama_jax.runs.tasks.interface import (
     TaskContext,
     TaskInputs,
     TaskKind,
-    check_vocabulary,
     compute_of,
     name_format_setting,
+    name_size_setting,
 )
 from llama_jax.runs.user_functions import STOPPED, Reward, check_columns, find_rewards, judge, rewards_digest, weighted
 from llama_jax.tokenizers import TextStream, Tokenizer
+from llama_jax.tokenizers.interface import check_rows
 from llama_jax.training.batch import Batch
 from llama_jax.training.flops import step_flops
 from llama_jax.training.loss import LossOptions
@@ -98,7 +99,11 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
 
     def read(paths: Any) -> PromptSet:
         with name_format_setting("rewards.format"):
-            return open_prompts(paths, inputs.tokenizer, longest, reading)
+            found = open_prompts(paths, inputs.tokenizer, longest, reading)
+        with name_size_setting(inputs.tokenizer):
+            for number, ids in enumerate(found.ids, 1):
+                check_rows(inputs.tokenizer, ids, recipe.model.vocab_size, f"prompt {number}")
+        return found
 
     if inputs.validation_data:
         whole, held = read(inputs.data), read(inputs.validation_data)
@@ -110,7 +115,6 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
         train, held = split_prompts(read(inputs.data), recipe.validation, recipe.seed)
     for prompts in (train, held):
         check_columns(rewards, tuple(prompts.columns))
-    check_vocabulary(recipe, inputs.tokenizer.vocab_size)
     digests = {"train": train.digest, "validation": held.digest, "rewards": rewards_digest(rewards)}
     reference = None
     if r.beta and recipe.lora is None:

@@ -13,7 +13,7 @@ import jax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data.data_files import FoundData
-from llama_jax.errors import GenerationError, TrainingError
+from llama_jax.errors import DataError, GenerationError, TokenizerError, TrainingError
 from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
@@ -250,13 +250,16 @@ class TaskKind:
     tokenizer: Callable[[Recipe], Tokenizer | None] = field(default=lambda recipe: None)
 
 
-def check_vocabulary(recipe: Recipe, size: int) -> None:
-    """Raise TrainingError for a vocabulary larger than the model's."""
-    if size > recipe.model.vocab_size:
+@contextmanager
+def name_size_setting(tokenizer: Tokenizer) -> Iterator[None]:
+    """For tokens without a row in the model's embedding, raise a TrainingError that names the recipe's setting."""
+    try:
+        yield
+    except (DataError, TokenizerError) as error:
         raise TrainingError(
-            f"the tokenizer has {size} tokens, but the model's vocabulary has {recipe.model.vocab_size};"
-            f" set model.vocab_size={size} or more, or give a model of --weights that vocabulary first (docs/models.md)"
-        )
+            f"{error}; for a new model set model.vocab_size={tokenizer.vocab_size} or more, give one of --weights the"
+            " vocabulary first (docs/models.md)"
+        ) from None
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import numpy as np
 
 from llama_jax.data import Batch, Batches, Corpus, Split, open_chats, open_corpus, split
 from llama_jax.data.batches import Rows, row_count, whole_rows
-from llama_jax.data.corpus import without
+from llama_jax.data.corpus import check_corpus_rows, without
 from llama_jax.data.data_files import FoundData
 from llama_jax.data.mixture import Mixture
 from llama_jax.errors import TrainingError
@@ -34,9 +34,9 @@ from llama_jax.runs.tasks.interface import (
     TaskContext,
     TaskInputs,
     TaskKind,
-    check_vocabulary,
     compute_of,
     name_format_setting,
+    name_size_setting,
 )
 from llama_jax.training.flops import step_flops
 from llama_jax.training.loss import total_loss
@@ -242,7 +242,7 @@ def read_data(recipe: Recipe, inputs: TaskInputs) -> Corpora:
     """The files as documents of tokens, split for validation if no validation files are given.
 
     Raises:
-      TrainingError: nothing to validate on, or a vocabulary larger than the model's.
+      TrainingError: nothing to validate on, or a token without a row in the model's embedding.
       DataError: invalid files.
     """
     shares = {source.name: source.share for source in inputs.sources}
@@ -267,8 +267,6 @@ def read_data(recipe: Recipe, inputs: TaskInputs) -> Corpora:
         twice = sum(whole[name].document_count - train[name].document_count for name in train)
         if twice:
             warnings.warn(f"{twice} documents of the data are also in the validation data: not trained on", stacklevel=2)
-    for corpus in train.values():
-        check_vocabulary(recipe, corpus.vocab_size)
     return Corpora(train, shares, held, kept)
 
 
@@ -277,10 +275,13 @@ def _read(recipe: Recipe, inputs: TaskInputs, paths: Sequence[Path]) -> Corpus:
         with name_format_setting("chats.format"):
             found = open_chats(paths, inputs.tokenizer, recipe.length, recipe.chats)
         inputs.log.line(f"chats: {found.counts}")
-        return found.corpus
-
-    bar = progress_bar("tokenizing", "MB", quiet=inputs.log.quiet, delay=1.0)
-    return open_corpus(paths, inputs.tokenizer, reading=recipe.reading, progress=bar)
+        corpus = found.corpus
+    else:
+        bar = progress_bar("tokenizing", "MB", quiet=inputs.log.quiet, delay=1.0)
+        corpus = open_corpus(paths, inputs.tokenizer, reading=recipe.reading, progress=bar)
+    with name_size_setting(inputs.tokenizer):
+        check_corpus_rows(corpus, recipe.model.vocab_size, inputs.tokenizer)
+    return corpus
 
 
 def _split_source(recipe: Recipe, inputs: TaskInputs, source: FoundData) -> Split:

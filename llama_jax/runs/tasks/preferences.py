@@ -33,9 +33,9 @@ from llama_jax.runs.tasks.interface import (
     TaskContext,
     TaskInputs,
     TaskKind,
-    check_vocabulary,
     compute_of,
     name_format_setting,
+    name_size_setting,
 )
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer
@@ -58,7 +58,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     """Preferences as a task.
 
     Raises:
-      TrainingError: nothing to validate on, a vocabulary larger than the model's, or a model without a chat format.
+      TrainingError: nothing to validate on, a token without a row in the model's embedding, or no chat format.
       DataError: invalid files.
     """
     options = options_of(recipe)
@@ -66,6 +66,8 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     def read(paths: Sequence[Path]) -> Pairs:
         pairs, counts = read_pairs(recipe, paths, inputs.tokenizer)
         inputs.log.line(f"preferences: {counts}")
+        with name_size_setting(inputs.tokenizer):
+            pairs.check_rows(recipe.model.vocab_size, inputs.tokenizer)
         return pairs
 
     if inputs.validation_data:
@@ -73,7 +75,6 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
         train = without_pairs(whole, held)
     else:
         train, held = split_pairs(read(inputs.data), recipe.validation, seed=recipe.seed)
-    check_vocabulary(recipe, train.first.vocab_size)
     digests = {"train": train.digest, "validation": held.digest}
     longest = int(max(train.sizes.max(), held.sizes.max())) - 1
     recipe = fit_to_data(

@@ -135,7 +135,7 @@ class TokenNames:
         """The token's text and bytes; invalid UTF-8 is written as in OpenAI's API: bytes:\\xe2\\x80."""
         if token not in self._known:
             content = b""
-            if token not in self._special and token < self._tokenizer.vocab_size:
+            if token not in self._special:
                 content = self._tokenizer.token_bytes(token)
             try:
                 name = self._special.get(token) or content.decode()

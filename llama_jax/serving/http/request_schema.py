@@ -31,12 +31,14 @@ class Limits:
 
     Attributes:
       vocab_size: vocabulary size of the model.
+      known_ids: the larger of the vocabulary sizes of the model and its tokenizer.
       context: maximum number of tokens of prompt and continuation together.
       most_choices: maximum number of continuations per HTTP request: prompts times n.
       longest_prompt: maximum number of characters of a prompt, or of all messages together.
     """
 
     vocab_size: int
+    known_ids: int
     context: int
     most_choices: int
     longest_prompt: int
@@ -96,8 +98,8 @@ class ChatRequest(ApiRequest):
 
 def request_schemas(limits: Limits) -> dict[str, Schema]:
     """The schema of the body for each path that takes one."""
-    text, tokens = f.text(longest=limits.longest_prompt), f.integer(0, limits.vocab_size - 1)
-    ids = f.array(tokens, most=limits.context, fewest=1)
+    text = f.text(longest=limits.longest_prompt)
+    ids = f.array(f.integer(0, limits.vocab_size - 1), most=limits.context, fewest=1)
     texts, lists = (f.array(each, most=limits.most_choices, fewest=1) for each in (text, ids))
     completion: dict[str, Schema] = {
         "prompt": {"anyOf": [text, ids, texts, lists]},
@@ -135,7 +137,9 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
         "/v1/completions": f.object_of(completion, "prompt"),
         "/v1/chat/completions": f.object_of(chat, "messages"),
         "/tokenize": f.object_of({"model": model, "prompt": text, "add_special_tokens": special}, "prompt"),
-        "/detokenize": f.object_of({"model": model, "tokens": f.array(tokens, most=1_000_000)}, "tokens"),
+        "/detokenize": f.object_of(
+            {"model": model, "tokens": f.array(f.integer(0, limits.known_ids - 1), most=1_000_000)}, "tokens"
+        ),
     }
 
 
@@ -159,7 +163,7 @@ def _common_fields(limits: Limits, *, fewest: int) -> dict[str, Schema]:
         "repetition_penalty": f.number(0.01, 100, 1.0),
         "seed": f.integer(-(2**63), 2**63 - 1, about=seed),
         "stop": {"anyOf": [stop, f.array(stop, most=MAX_STOPS)]},
-        "stop_token_ids": f.array(f.integer(0, limits.vocab_size - 1), most=MAX_STOP_TOKENS),
+        "stop_token_ids": f.array(f.integer(0, limits.known_ids - 1), most=MAX_STOP_TOKENS),
         "ignore_eos": f.boolean(about="Continue after tokens that end a text."),
         "min_tokens": f.integer(0, limits.context, 0, "Minimum tokens before a stop token may end a choice."),
         "stream": f.boolean(),

@@ -32,6 +32,7 @@ from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.chat import Renderer
+from llama_jax.tokenizers.interface import check_rows
 
 MAX_PROMPT_LENGTH = 1_000_000  # characters; more if the context is long
 CHARACTERS_OF_A_TOKEN = 16  # maximum average, in a prompt that fills the context
@@ -122,6 +123,7 @@ class Service:
         self.engine, self.served, self.options = engine, served, options
         self.limits = Limits(
             vocab_size=engine.vocab_size,
+            known_ids=max(engine.vocab_size, served.tokenizer.vocab_size),
             context=engine.context,
             most_choices=options.most_choices,
             longest_prompt=longest,
@@ -237,7 +239,7 @@ class Service:
         """
         self.check_open()
         bos = None if body.add_special_tokens else False
-        encode = partial(self.served.tokenizer.encode, bos=bos, eos=False)
+        encode = partial(self._encode, partial(self.served.tokenizer.encode, bos=bos, eos=False))
         prompts = [
             await self._convert(partial(encode, each), "prompt", self._pool(len(each))) if isinstance(each, str) else each
             for each in body.prompts
@@ -258,7 +260,7 @@ class Service:
             raise refused(f"{self.served.name} does not support chat: {self.served.no_chat}", "messages", "no_chat")
         if body.tools and not takes_tools(tokenizer, format):
             raise refused("the model's chat format does not support tools; omit them", "tools", "unsupported")
-        encode = partial(encode_chat, tokenizer, body.messages, format, self._renderer, body.tools)
+        encode = partial(self._encode, encode_chat, tokenizer, body.messages, format, self._renderer, body.tools)
         size = sum(len(message["content"]) for message in body.messages)
         pool = self._pool(size) or self._texts  # a template is never rendered on the loop
         prompt = await self._convert(encode, "messages", pool)
@@ -285,10 +287,14 @@ class Service:
         return await self._convert(run, "prompt", self._pool(len(text)))
 
     async def decode(self, ids: Sequence[int], param: str) -> str:
-        """The text of ids from the field `param`; ids in the model's padding of the vocabulary have no text."""
-        tokenizer = self.served.tokenizer
-        run = lambda: tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
-        return await self._convert(run, param, self._pool(len(ids)))
+        """The text of ids from the field `param`."""
+        return await self._convert(partial(self.served.tokenizer.decode, ids), param, self._pool(len(ids)))
+
+    def _encode(self, encode: Callable[..., list[int]], *arguments: Any) -> list[int]:
+        """The ids of a prompt; TokenizerError for a token that the model has no row for."""
+        ids = encode(*arguments)
+        check_rows(self.served.tokenizer, ids, self.engine.vocab_size, "the prompt")
+        return ids
 
     async def _convert(self, run: Callable[[], T], param: str, pool: DaemonThreadPool | None) -> T:
         """Call a function, in a thread of a pool if it may take long; its UserError becomes an ApiError (400)."""
@@ -358,8 +364,7 @@ class Service:
         return GeneratedResponse(body, written, prompts, choices, constraints, updates, self.metrics, arrived)
 
     def _has_text(self, token: int) -> bool:
-        tokenizer = self.served.tokenizer
-        return token < tokenizer.vocab_size and tokenizer.token_bytes(token) != b""
+        return self.served.tokenizer.token_bytes(token) != b""
 
     def _limit(self, body: ApiRequest, length: int, default: int | None) -> int:
         """The maximum number of tokens to generate."""
