@@ -23,7 +23,7 @@ from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.platform import update_if
 from llama_jax.ops.weights.layers import MixedStack
-from llama_jax.training.batch import Batch, target_count
+from llama_jax.training.batch import Batch, replace_zero, target_count
 from llama_jax.training.loss import LossOptions, LossSumsAndMetrics, total_loss
 
 LossFn = Callable[[LlamaConfig, Llama, Any, LossOptions, Sharding], LossSums | LossSumsAndMetrics]
@@ -96,7 +96,8 @@ class StepOptions:
       accumulate: gradient accumulation: the number of microbatches per batch. They run one after the other, so that only
         the activations of one are in memory; gradients are summed in the parameters' dtype.
       ema_decay: decay of the moving average, with a warm-up: at most (1 + n) / (10 + n) after n updates.
-      count: maps a batch to the divisor of its summed loss, float32[]; by default the number of target tokens.
+      count: maps a batch to the divisor of its summed loss, float32[]; by default the number of target tokens, or the sum of
+        their weights. For 0 the sum is not divided.
       virtual_shards: number of equal shards of the batch, a power of two, however many devices there are. Their gradients
         are summed in a fixed order, so that losses, gradients and parameters are bit-identical on every mesh of `data` and
         `fsdp`, and under pmap, see `training.exact_gradients`. The optimizer must be elementwise, like AdamW but not Muon.
@@ -138,14 +139,14 @@ def train_step(
 
     Args:
       optimizer: from `make_optimizer`, which clips gradients; or any optax optimizer.
-      batch: B rows. Every target token has the same weight, whatever its row, microbatch and device. With a custom loss,
-        any pytree of arrays [B, ...]; `options.count` maps it to the divisor of the loss.
+      batch: B rows. Every target token has the same weight, or that of `Batch.loss_mask`, whatever its row, microbatch and
+        device. With a custom loss, any pytree of arrays [B, ...]; `options.count` maps it to the divisor of the loss.
       loss: a custom loss, with the arguments of `total_loss`. It returns sums: `LossSums` or `LossSumsAndMetrics`.
 
     Returns:
       The next state, and the metrics of this step, float32[] each: "loss", the mean nll in nats per target token before the
       update, without z-loss; "grad_norm", the global norm of the gradients before clipping; "tokens", the divisor of the
-      loss: the number of target tokens on all devices. If "loss" or "grad_norm" is not finite, the step is skipped: only
+      loss: the number of target tokens on all devices, or the sum of their weights. If "loss" or "grad_norm" is not finite, the step is skipped: only
       the counters of the state change. "skipped" and "skipped_in_a_row", int32[], are the counters after the step. With
       `LossSumsAndMetrics` there are also its `metrics`, summed over all rows, without division.
 
@@ -199,11 +200,12 @@ def _accumulated_gradients(
     loss: LossFn,
 ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Llama]:
     """((nll, metrics of a custom loss), gradients) of these rows, with the divisor of all rows, so that parts add up."""
+    divisor = replace_zero(divisor)
 
     def mean_loss(params: Llama, batch: Any) -> tuple[jax.Array, Any]:
         sums = loss(config, sharding.prepare_params(params), batch, options.loss, sharding)
         task_metrics = sums.metrics if isinstance(sums, LossSumsAndMetrics) else {}
-        return sums.loss / jnp.maximum(divisor, 1), (sums.nll / jnp.maximum(divisor, 1), task_metrics)
+        return sums.loss / divisor, (sums.nll / divisor, task_metrics)
 
     grad_fn = jax.value_and_grad(mean_loss, has_aux=True)
 

@@ -322,10 +322,10 @@ class RewardBatchSource:
         chosen = prompt_batch(len(self._train), self._prompts, r.group, seed=self._recipe.seed, number=self._number)
         answers, texts, values, seconds = self._answer(model, self._train, chosen)
         rewards = weighted(self._rewards, values)
-        advantages = group_advantages(jnp.asarray(rewards, jnp.float32), r.group, scale=r.scale)
+        advantages = group_advantages(rewards, r.group, scale=r.scale)
         learned = answers.stopped if r.truncated == "mask" else np.ones(len(texts), bool)
         rows = answer_rows([self._train.ids[i] for i in chosen.numbers], answers, learned, self._length)
-        scored = rows._replace(advantages=np.asarray(advantages.values))
+        scored = rows._replace(advantages=np.asarray(advantages.values, np.float32))
         if self._score is not None:
             scored = scored._replace(old_logprobs=np.asarray(self._score(model, rows.batch)))
         lengths = answers.valid.sum(axis=1)
