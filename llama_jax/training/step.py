@@ -66,11 +66,14 @@ def init_state(
         most updates would round to zero. The forward pass can still compute in bfloat16 (`Compute("bfloat16")`).
 
     Raises:
-      ConfigError: quantized weights, or parameters with hooks; add hooks with `Sharding.prepare_params`.
+      ConfigError: quantized weights, a `dtype` that cannot be trained, or parameters with hooks; add hooks with
+        `Sharding.prepare_params`.
     """
     check_no_hooks(params)
-    if not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(params)):
+    if not all(_is_trainable(leaf.dtype) for leaf in jax.tree.leaves(params)):
         raise ConfigError('quantized weights cannot be trained; load the model with dtype="float32", or train adapters')
+    if dtype is not None and not _is_trainable(dtype):
+        raise ConfigError(f"dtype={jnp.dtype(dtype).name} cannot be trained; use float32, or another float of 16 bits or more")
     is_mixed = lambda leaf: isinstance(leaf, MixedStack)
     if any(map(is_mixed, jax.tree.leaves(params, is_leaf=is_mixed))):
         from llama_jax.model.trees import restack_layers
@@ -84,6 +87,13 @@ def init_state(
     moving_average = jax.tree.map(jnp.copy, params) if ema else None
     zero = partial(jnp.zeros, (), jnp.int32)
     return TrainState(zero(), params, optimizer.init(params), moving_average, zero(), zero())
+
+
+def _is_trainable(dtype: jax.typing.DTypeLike) -> bool:
+    """Whether updates can be added to arrays of this dtype: floats of at least 16 bits. The others are parts of quantized
+    weights, whose values depend on scales.
+    """
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
 
 
 @dataclass(frozen=True)

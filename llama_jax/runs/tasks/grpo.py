@@ -121,7 +121,6 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     # A prompt has `group` answers, each used in `updates` steps.
     recipe = fit_to_data(recipe, inputs.mesh, recipe.length, lambda _: len(train) * r.group, r.group, r.updates)
     batch, length = recipe.batch, length_of(recipe, train, held)
-    frozen = recipe.lora is not None
     return Task(
         recipe=recipe,
         objective=replace(objective(recipe, length), frozen=reference),
@@ -129,7 +128,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
         facts=data_summary(recipe, train, held),
         tokens=batch * length,
         # Sampling processes each token once: a forward pass, a third of a full training step.
-        flops=step_flops(recipe.model, batch, length, frozen=frozen) + step_flops(recipe.model, batch, length) / 3,
+        flops=step_flops(recipe.model, batch, length, lora=recipe.lora) + step_flops(recipe.model, batch, length) / 3,
         decoded=r.answer / r.updates,
         begin=partial(RewardBatchSource, recipe, rewards, (train, held), inputs),
         shown=("reward", "length", "stopped", "flat", "kl", "clipped"),
