@@ -32,6 +32,7 @@ class ScoredAnswers(NamedTuple):
       old_logprobs: float32[B, T], the same, computed by the training step's forward pass with the parameters that sampled
         the answers; None in the first step on the answers, where they equal the current ones.
       reference: float32[B, T], the same under the reference model; None if the loss has no KL term.
+      lengths: int32[B], tokens of the prompt and the answer; the rest of a row is padding. Not used by the loss.
     """
 
     batch: Batch
@@ -39,6 +40,7 @@ class ScoredAnswers(NamedTuple):
     sampler_logprobs: Any
     old_logprobs: Any = None
     reference: Any = None
+    lengths: Any = None
 
 
 @dataclass(frozen=True)

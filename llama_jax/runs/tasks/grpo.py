@@ -166,6 +166,7 @@ def objective(recipe: Recipe, length: int) -> Objective:
         advantages=jax.ShapeDtypeStruct((recipe.batch,), jnp.float32),
         sampler_logprobs=logprobs,
         old_logprobs=logprobs if r.updates > 1 else None,
+        lengths=jax.ShapeDtypeStruct((recipe.batch,), jnp.int32),
     )
 
     def make_prepare_batch(frozen: FrozenModels) -> Callable[..., ScoredAnswers]:
@@ -180,7 +181,13 @@ def objective(recipe: Recipe, length: int) -> Objective:
 
         return add_reference
 
-    return Objective(batch_shapes, lambda _: loss, loss.count, make_prepare_batch if r.beta else None)
+    return Objective(
+        batch_shapes,
+        lambda _: loss,
+        loss.count,
+        make_prepare_batch if r.beta else None,
+        count_tokens=lambda scored: jnp.sum(scored.lengths, dtype=jnp.float32),
+    )
 
 
 def data_summary(recipe: Recipe, train: PromptSet, held: PromptSet) -> tuple[str, ...]:
@@ -419,14 +426,15 @@ def answer_rows(prompts: Sequence[Sequence[int]], answers: Completions, learned:
     batch = len(answers.tokens)
     group = batch // len(prompts)
     tokens, mask = np.zeros((batch, length + 1), np.int32), np.zeros((batch, length + 1), bool)
-    sampler_logprobs = np.zeros((batch, length), np.float32)
+    sampler_logprobs, lengths = np.zeros((batch, length), np.float32), np.zeros(batch, np.int32)
     for i in range(batch):
         prompt, count = prompts[i // group], int(answers.valid[i].sum())
         begin, end = len(prompt), len(prompt) + count
         tokens[i, :begin], tokens[i, begin:end] = prompt, answers.tokens[i, :count]
         mask[i, begin:end] = learned[i]
         sampler_logprobs[i, begin - 1 : end - 1] = answers.logprobs[i, :count]
-    return ScoredAnswers(Batch(tokens, loss_mask=mask), np.zeros(batch, np.float32), sampler_logprobs)
+        lengths[i] = end
+    return ScoredAnswers(Batch(tokens, loss_mask=mask), np.zeros(batch, np.float32), sampler_logprobs, lengths=lengths)
 
 
 def pack_arrays(scored: ScoredAnswers) -> str:
