@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
 from llama_jax.errors import GenerationError
+from llama_jax.ops.platform import AnyArray
 
 
 class Batch(NamedTuple):
@@ -74,7 +75,7 @@ def checked_batch(batch: Batch) -> Batch:
     return arrays
 
 
-def _check_weights(loss_mask: Shaped[np.ndarray, "B T+1"]) -> None:
+def _check_weights(loss_mask: Shaped[np.ndarray, "B tokens"]) -> None:
     """Raise GenerationError for a value that is neither 0, 1 nor a weight."""
     if jnp.issubdtype(loss_mask.dtype, jnp.floating):
         is_valid, need = np.isfinite(loss_mask) & (loss_mask >= 0), "a weight must be finite and at least 0"
@@ -117,11 +118,11 @@ def target_count(batch: Batch) -> Float[Array, ""]:
     return jnp.sum(mask, dtype=jnp.promote_types(mask.dtype, jnp.float32))
 
 
-def apply_weights(values: Shaped[Array, "*shape"], mask: Shaped[Array, "*#shape"]) -> Shaped[Array, "*shape"]:
+def apply_weights(values: Float[Array, "*shape"], mask: Shaped[Array, "*#shape"]) -> Float[Array, "*shape"]:
     """Values that are 0 for targets that do not count, times the weights if a `target_mask` has weights."""
     return values if mask.dtype == bool else values * mask.astype(values.dtype)
 
 
-def replace_zero(divisor: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
+def replace_zero(divisor: Shaped[AnyArray, "*shape"]) -> Shaped[Array, "*shape"]:
     """The divisor of a mean over targets, or 1 where it is 0: without targets, the mean is 0."""
     return jnp.where(divisor == 0, 1, divisor)
