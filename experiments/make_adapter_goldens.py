@@ -4,7 +4,7 @@
     python experiments/make_adapter_goldens.py
 
 Weights and adapters are drawn from NumPy's generator and are not stored. Stored are results in float64: logits, gradients of
-a loss, and the losses and adapters of twenty steps of AdamW. Transformers never computes normalization and rotary
+a loss, and the losses and adapters of twenty steps of AdamW, in which magnitudes do not decay. Transformers never computes normalization and rotary
 embeddings in float64. Normalization is therefore replaced by its definition, and all tokens are at position 0, where rotary
 embeddings are the identity.
 """
@@ -139,7 +139,11 @@ def results(config: LlamaConfig, lora: Lora, *, wide: bool = True) -> dict[str, 
         found = {"logits": peft_logits(model, tokens(config)[:, :24], wide=wide).numpy()}
     peft_loss(model, batch_of(config, 0), wide=wide).backward()
     found |= {f"gradient {name}": p.grad.numpy().copy() for name, p in parameters_of(model).items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    named = parameters_of(model)
+    magnitudes = [p for name, p in named.items() if name.endswith("magnitude_vector")]
+    matrices = [p for name, p in named.items() if not name.endswith("magnitude_vector")]
+    groups = [{"params": matrices}, {"params": magnitudes, "weight_decay": 0.0}]  # magnitudes do not decay here
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()

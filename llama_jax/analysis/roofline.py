@@ -24,7 +24,7 @@ from llama_jax.errors import MeshError
 from llama_jax.inference.decode import STEPS_PER_CHUNK
 from llama_jax.model.forward_options import Remat
 from llama_jax.parallel.mesh import AXES, MeshSizes
-from llama_jax.training.flops import matrix_parameters, step_flops
+from llama_jax.training.flops import last_token_scores, matrix_parameters, step_flops
 
 FLOAT32 = 4  # bytes
 # For each parameter, AdamW reads value, gradient and two averages, and writes all but the gradient, written before.
@@ -212,18 +212,17 @@ def decoding_roofline(
     batch: int,
     slots: int,
     hardware: Hardware,
-    resident: int,
+    resident: float,
     exchanges: Iterable[Collective],
 ) -> Roofline:
     """The minimum time in which every row gets one more token.
 
     Args:
-      slots: filled slots S of the cache, all of which attention reads.
+      slots: filled slots S of the cache, of which attention reads those in a layer's window and chunk.
       resident: bytes of weights and cache that each device reads, including those it gathers from others first.
       exchanges: those of the compiled program, if it runs one chunk of tokens at a time, as for streaming.
     """
-    c = config
-    flops = batch * (2 * matrix_parameters(c) + 4 * c.n_layers * c.n_heads * c.head_dim * slots)
+    flops = batch * (2 * matrix_parameters(config) + 4 * config.head_dim * last_token_scores(config, slots))
     useful = flops / (sizes.devices * hardware.flops)
     exchange = exchange_seconds(exchanges, sizes, hardware) / STEPS_PER_CHUNK
     return Roofline(useful, resident / hardware.memory_bandwidth, exchange, useful)

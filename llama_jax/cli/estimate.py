@@ -187,6 +187,14 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
     def _dtype(self) -> Literal["float32", "bfloat16"]:
         return unless_auto(self.dtype) or "float32"
 
+    @property
+    def _capacity(self) -> int:
+        """Slots of the cache in each row, of which `length` are filled."""
+        from llama_jax.inference.compiled_decode import MIN_CACHE_CAPACITY
+        from llama_jax.model.cache import bucket
+
+        return bucket(self.length, MIN_CACHE_CAPACITY)
+
     def _weights(self) -> tuple[str, FormatName | PureFormatName | Llama | None]:
         """The kinds of the matrices, in words and as an argument of `decode_programs`."""
         if self.quantize != "auto" and self.quantize != "keep":
@@ -209,10 +217,13 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
     ) -> dict[str, Roofline]:
         """The rooflines of the compiled program and, when training, of one with the least exchanges."""
         from llama_jax.analysis.roofline import decoding_roofline, training_roofline
+        from llama_jax.training.flops import last_token_scores
 
         if self._remat is None:
             memory, exchanged = found["decode"].memory, found["decode"].collectives
-            resident = memory.parameters * sizes.columns + memory.cache
+            slots = config.n_layers * config.n_heads * self._capacity
+            cache_read = memory.cache * last_token_scores(config, self.length) / slots
+            resident = memory.parameters * sizes.columns + cache_read
             bound = decoding_roofline(config, sizes, self.batch, self.length, hardware, resident, exchanged)
             return {"decode, a token of each row": bound}
         step = (config, sizes, self.batch, self.length, self._dtype, self._remat, hardware)
@@ -254,14 +265,11 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
         self, config: LlamaConfig, mesh: Mesh, weights: FormatName | PureFormatName | Llama | None
     ) -> list[Program]:
         from llama_jax.analysis.memory import decode_programs, train_programs
-        from llama_jax.inference.compiled_decode import MIN_CACHE_CAPACITY
-        from llama_jax.model.cache import bucket
         from llama_jax.model.lora import Lora
 
         options: dict[str, Any] = {"dtype": self._dtype, "attention": self.attention, "weights": weights}
         if self._remat is None:
-            capacity = bucket(self.length, MIN_CACHE_CAPACITY)
-            return decode_programs(config, mesh, self.batch, capacity, quantized=self.cache == "int8", **options)
+            return decode_programs(config, mesh, self.batch, self._capacity, quantized=self.cache == "int8", **options)
         options |= {"remat": self._remat, "packed": self.packed, "accumulate": self.accumulate}
         lora = Lora(rank=self.lora) if self.lora else None
         return train_programs(config, mesh, self.batch, self.length, lora=lora, **options)

@@ -11,7 +11,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields, replace
 from functools import partial
 from operator import attrgetter
@@ -59,16 +60,25 @@ from llama_jax.storage.paths import read_object
 
 _log = logging.getLogger("llama_jax.formats")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Settings that do not affect what the adapter computes.
+PEFT_PREFIX = "base_model.model."  # before the name of a module in a tensor's name
+# Settings that do not affect what the adapter computes: of training, or details of other settings, which are refused if they
+# are active. PEFT itself ignores `fan_in_fan_out` for the matrices of a Llama.
 IGNORED_SETTINGS = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version"),
-        *("lora_dropout", "exclude_modules", "megatron_config", "megatron_core", "qalora_group_size", "eva_config"),
+        *("lora_dropout", "fan_in_fan_out", "runtime_config", "megatron_config", "megatron_core", "qalora_group_size"),
+        *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "ensure_weight_tying"),
+        "layers_pattern",  # the name of the list of layers, of which a Llama has one
     }
 )
-READ_SETTINGS = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "init_lora_weights"})
+READ_SETTINGS = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "init_lora_weights"),
+        *("target_modules", "exclude_modules", "layers_to_transform"),
+    }
+)
 # These leave the base unchanged; others, such as PiSSA, change it before training begins.
-INITIALIZATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
+INITIALIZATIONS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 # For each target, the base tensor that it changes.
 BASE_TENSORS: dict[str, tuple[ParamSpec, Share]] = {
     name: (row, share)
@@ -106,16 +116,16 @@ class AdapterLayout(NamedTuple):
     """How a file stores the tensors of an adapter.
 
     Attributes:
-      names: maps a target and a layer to the names of A, B and the magnitude.
+      names: maps a target and a layer to the names of A, B and the magnitude; None if the layer has no adapter there.
       interleaved: whether files of a base with this configuration have the interleaved rotary layout.
     """
 
-    names: Callable[[str, int], tuple[str, str, str]]
+    names: Callable[[str, int], tuple[str, str, str] | None]
     interleaved: Callable[[LlamaConfig], bool]
 
 
 def _peft_names(target: str, layer: int) -> tuple[str, str, str]:
-    stem = f"base_model.model.{_module(target, layer)}"
+    stem = f"{PEFT_PREFIX}{_module(target, layer)}"
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight", f"{stem}.lora_magnitude_vector"
 
 
@@ -333,17 +343,24 @@ def _open_peft(folder: Location) -> OpenedAdapter:
         if not weights.is_file():
             raise CheckpointError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter as safetensors in PEFT")
         tensors = read_safetensors(weights)
-        lora = _lora_of(folder, settings, tensors)
-        return Adapter(lora, read_pairs(weights, config, lora, tensors, dtype, PEFT, base), base)
+        lora, modules = _lora_of(folder, settings, tensors, config.n_layers)
+        names = lambda target, layer: _peft_names(target, layer) if _module(target, layer) in modules else None
+        return Adapter(lora, read_pairs(weights, config, lora, tensors, dtype, PEFT._replace(names=names), base), base)
 
     return OpenedAdapter(base, None, read)
 
 
 def _write_peft(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
     tensors = tensors_of_adapter(config, adapters, lora, PEFT)
+    stems = {name.partition(".lora_")[0] for name in tensors}
+    adapted_stems = {name.partition(".lora_")[0] for name, array in tensors.items() if array.any()} or stems
+    # Modules without an adapter are excluded: PEFT would multiply by a magnitude of 0.
+    tensors = {name: array for name, array in tensors.items() if name.partition(".lora_")[0] in adapted_stems}
+    excluded = sorted(stem.removeprefix(PEFT_PREFIX) for stem in stems - adapted_stems)
     settings = {
         "base_model_name_or_path": base,
         "bias": "none",
+        "exclude_modules": excluded or None,
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
@@ -364,8 +381,10 @@ def _write_peft(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, 
             file.write(_bytes_of(name, array).data)
 
 
-def _lora_of(folder: Location, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lora:
-    """The settings; targets are taken from the tensors, since a file may name them by a pattern."""
+def _lora_of(
+    folder: Location, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], n_layers: int
+) -> tuple[Lora, frozenset[str]]:
+    """The settings, and the names of the modules that have an adapter."""
     where, kind = folder / ADAPTER_CONFIG, settings.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f"{where}: peft_type={shown(kind)} is not supported; only LORA adapters are supported")
@@ -377,20 +396,82 @@ def _lora_of(folder: Location, settings: Mapping[str, Any], tensors: Mapping[str
             f"{where}: init_lora_weights={shown(settings['init_lora_weights'])} may have changed the base; convert the"
             " adapter to a plain LoRA with PEFT"
         )
-    targets = settings.get("target_modules")
-    names = [name for name in TARGETS if any(_module(name, 0) in key for key in tensors)]
-    for name in targets if isinstance(targets, list) else ():
-        if str(name).split(".")[-1] not in names:
-            raise CheckpointError(
-                f"{where} names the target {shown(name, 80)}, but {ADAPTER_WEIGHTS} has no tensor for it in layer 0; the"
-                f" targets of a Llama are {', '.join(TARGETS)}"
-            )
+    stored = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in tensors}
+    modules = _selected_modules(where, settings, stored, n_layers)
     try:
         rank, alpha = settings.get("r"), settings.get("lora_alpha")
         rslora, dora = bool(settings.get("use_rslora")), bool(settings.get("use_dora"))
-        return Lora(rank=rank, alpha=alpha, targets=tuple(names), rslora=rslora, dora=dora)  # type: ignore[arg-type]  # checked there
+        names = tuple(name for name, of_layers in modules.items() if of_layers)
+        lora = Lora(rank=rank, alpha=alpha, targets=names, rslora=rslora, dora=dora)  # type: ignore[arg-type]  # checked there
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from None
+    return lora, frozenset().union(*modules.values())
+
+
+def _selected_modules(
+    where: Location, settings: Mapping[str, Any], stored: Set[str], n_layers: int
+) -> dict[str, frozenset[str]]:
+    """For each target, the modules that have an adapter by the rules of PEFT, `check_target_module_exists`.
+
+    Args:
+      stored: the modules that have tensors.
+
+    Raises:
+      CheckpointError: invalid settings, a target without a tensor, or tensors of a module that is not selected.
+    """
+    for name in ("target_modules", "exclude_modules"):
+        _check_pattern(where, name, settings.get(name))
+    every = {name: {_module(name, layer): layer for layer in range(n_layers)} for name in TARGETS}
+    targets, excluded = settings.get("target_modules"), settings.get("exclude_modules") or []
+    if targets in (None, "all-linear"):  # all that PEFT found in the base
+        targets = [name for name, modules in every.items() if stored & modules.keys()]
+    layers = settings.get("layers_to_transform")
+    layers = [layers] if isinstance(layers, int) else layers
+    if not (layers is None or (isinstance(layers, list) and all(isinstance(layer, int) for layer in layers))):
+        raise CheckpointError(f"{where}: layers_to_transform={shown(layers, 80)} must be a layer or a list of layers")
+    if not layers or isinstance(targets, str):  # PEFT ignores layers beside a regular expression
+        layers = range(n_layers)
+
+    def is_selected(module: str, layer: int) -> bool:
+        is_in_layers = layer in layers or module in targets  # PEFT ignores layers beside a whole name
+        return _matches(targets, module) and is_in_layers and not _matches(excluded, module)
+
+    selected = {
+        name: frozenset(module for module, layer in modules.items() if is_selected(module, layer))
+        for name, modules in every.items()
+    }
+    in_model, with_adapter = set().union(*every.values()), frozenset().union(*selected.values())
+    for target in targets if isinstance(targets, list) else ():
+        modules = {module for module in in_model if _matches([target], module)}
+        if not modules or (modules & with_adapter and not modules & stored):
+            raise CheckpointError(
+                f"{where} names the target {shown(target, 80)}, but {ADAPTER_WEIGHTS} has no tensor for it in layer 0 or any"
+                f" other; the targets of a Llama are {', '.join(TARGETS)}"
+            )
+    if unselected := (stored & in_model) - with_adapter:
+        raise CheckpointError(
+            f"{where} selects no adapter of {min(unselected)}, but {ADAPTER_WEIGHTS} has its tensors; correct target_modules,"
+            " exclude_modules and layers_to_transform, or remove the tensors"
+        )
+    return selected
+
+
+def _check_pattern(where: Location, name: str, pattern: Any) -> None:
+    """Raise CheckpointError for a pattern that `_matches` does not read."""
+    is_names = isinstance(pattern, list) and all(isinstance(item, str) for item in pattern)
+    if not (pattern is None or is_names or isinstance(pattern, str)):
+        raise CheckpointError(f"{where}: {name}={shown(pattern, 80)} must be a regular expression or a list of modules")
+    try:
+        re.compile(pattern if isinstance(pattern, str) else "")
+    except re.error as error:
+        raise CheckpointError(f"{where}: {name}={shown(pattern, 80)} is not a regular expression: {error}") from None
+
+
+def _matches(pattern: str | list[str], module: str) -> bool:
+    """Whether a regular expression matches the whole name of a module, or the name ends in one of a list."""
+    if isinstance(pattern, str):
+        return re.fullmatch(pattern, module) is not None
+    return any(f".{module}".endswith(f".{end}") for end in pattern)
 
 
 def _open_gguf(path: Location) -> OpenedAdapter | None:
@@ -469,10 +550,11 @@ def read_pairs(
         for name, share in _shares_at(row):
             outputs, inputs = shape_of(share.axes, config)
             shapes = ((lora.rank, inputs), (outputs, lora.rank), (outputs,))[: 2 + lora.dora]
-            if name not in lora.targets:
+            names = layout.names(name, layer) if name in lora.targets else None
+            if names is None:
                 shares.append([np.zeros(shape, target) for shape in shapes])
                 continue
-            a, *rows = map(tensor, layout.names(name, layer), shapes)
+            a, *rows = map(tensor, names, shapes)
             if share.rotary and interleaved:
                 rows = [_reordered(each, config, half_from_interleaved) for each in rows]
             shares.append([a, *rows])
@@ -487,11 +569,6 @@ def read_pairs(
         heads = [part.reshape(config.n_kv_heads, -1, config.head_dim, *part.shape[1:]) for part in parts]
         return np.concatenate(heads, axis=1)
 
-    if config.n_layers > len(tensors):
-        raise CheckpointError(
-            f"{where} has {len(tensors)} tensors, but the base has {config.n_layers} layers; is this the adapter's base"
-            f"{trained_on}?"
-        )
     try:
         layers = range(config.n_layers)
         stacked = lambda *arrays: jnp.stack(arrays)
@@ -526,7 +603,7 @@ def tensors_of_adapter(config: LlamaConfig, adapters: Llama, lora: Lora, layout:
                 if share.rotary and interleaved:
                     rows = [_reordered(each, config, interleaved_from_half) for each in rows]
                 a = pair.a[part] if pair.a.ndim > 2 else pair.a
-                found.update(zip(layout.names(name, layer), [a, *rows], strict=False))
+                found.update(zip(layout.names(name, layer) or (), [a, *rows], strict=False))
 
     matrices: list[ParamSpec] = []
     build_adapters(config, lora, lambda row, _: matrices.append(row))

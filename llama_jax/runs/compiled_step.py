@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError, TrainingError
 from llama_jax.model.forward_options import Sharding, identity
 from llama_jax.model.lora import adapted, init_adapters, precompute_dora_scale, with_base
@@ -35,7 +36,7 @@ from llama_jax.parallel.sharding import (
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.interface import Backend, FrozenModels, Objective, StepMetrics, TrainingProgram, compute_of
 from llama_jax.training.exact_gradients import check_exact_mesh, check_exact_threads
-from llama_jax.training.loss import LossOptions
+from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
 from llama_jax.xla_flags import return_large_blocks
@@ -63,11 +64,23 @@ def make_program(
 def _bind_recipe(
     recipe: Recipe, objective: Objective, frozen: FrozenModels, step: Callable[..., tuple[TrainState, StepMetrics]]
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
-    """`step`, a `train_step` with its configuration bound, with the recipe's optimizer, loss and options bound too."""
+    """`step`, a `train_step` with its configuration bound, with the recipe's optimizer, loss and options bound too.
+
+    Its metrics also have "tokens_read", the number of tokens that are not padding.
+    """
+    task_loss = objective.make_loss(frozen)
+
+    def loss(
+        config: LlamaConfig, params: Llama, batch: Any, options: LossOptions, sharding: Sharding
+    ) -> LossSumsAndMetrics:
+        sums = task_loss(config, params, batch, options, sharding)
+        metrics = sums.metrics if isinstance(sums, LossSumsAndMetrics) else {}
+        return LossSumsAndMetrics(sums.loss, sums.nll, metrics | {"tokens_read": objective.count_tokens(batch)})
+
     return partial(
         step,
         make_optimizer(recipe.optimizer, recipe.steps),
-        loss=objective.make_loss(frozen),
+        loss=loss,
         options=StepOptions(
             loss_options(recipe),
             accumulate=recipe.accumulate,

@@ -234,7 +234,8 @@ class _TrainingRun:
 
     Attributes:
       base: path and digest of the frozen base model of adapters, for the checkpoints; None if the whole model is trained.
-      tokens: tokens of all finished steps, including those before a resume.
+      tokens: target tokens of all finished steps, including those before a resume.
+      tokens_read: tokens without padding of the finished steps since the last line of the log.
       validation: the result of the last evaluation, and `validation_step` its step; None and -1 if there was none.
     """
 
@@ -253,6 +254,7 @@ class _TrainingRun:
     track: Sequence[Track] = ()
     base: dict[str, str] | None = None
     tokens: int = 0
+    tokens_read: float = 0.0
     validation: EvalResult | None = None
     validation_step: int = -1
 
@@ -343,8 +345,10 @@ class _TrainingRun:
 
     def _finish_step(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Wait for a step and count its tokens; raise after `skip_limit` skipped steps in a row."""
-        tokens, skipped_in_a_row = jax.device_get((metrics["tokens"], metrics["skipped_in_a_row"]))
+        names = "tokens", "tokens_read", "skipped_in_a_row"
+        tokens, tokens_read, skipped_in_a_row = jax.device_get([metrics[name] for name in names])
         self.tokens += int(tokens)
+        self.tokens_read += float(tokens_read)
         if skipped_in_a_row >= self.recipe.skip_limit:
             try:
                 self.checkpoints.wait()  # for a checkpoint that is being written, which the message names
@@ -372,13 +376,14 @@ class _TrainingRun:
         """Write progress to the log and the metrics; raise the error of a failed save."""
         self.checkpoints.check()
         now = time.perf_counter()
-        step_seconds = self.stop.request.step_seconds = (now - self._last_log_time) / (step - last_logged)
-        self._last_log_time = now
+        seconds = now - self._last_log_time
+        step_seconds = self.stop.request.step_seconds = seconds / (step - last_logged)
+        tokens_per_second = self.tokens_read / seconds
+        self._last_log_time, self.tokens_read = now, 0.0
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         loss, grad_norm, skipped = values["loss"], values["grad_norm"], int(values["skipped"])
         task_values = self.batches.report(values)
         learning_rate = float(self.learning_rate(max(step - 1 - skipped, 0)))
-        tokens_per_second = self.task.tokens / step_seconds
         mfu = flops_utilization(self.task.flops, step_seconds, self.program.devices, self.peak_flops)
         self._write(
             "train",

@@ -261,8 +261,13 @@ def judge(rewards: Sequence[Reward], completions: Sequence[str], columns: Mappin
 
 
 def weighted(rewards: Sequence[Reward], found: np.ndarray) -> np.ndarray:
-    """The sum of all rewards, each times its weight: float64[B]."""
-    return np.array([reward.weight for reward in rewards]) @ found
+    """The sum of all rewards, each times its weight: float64[B].
+
+    Answers with the same terms, in any order, have the same sum: else their group would seem to differ. A matrix product
+    rounds differently by the position in the batch.
+    """
+    terms = np.array([[reward.weight] for reward in rewards]) * found
+    return np.sum(np.sort(terms, axis=0), axis=0)
 
 
 def _is_number(value: Any) -> bool:

@@ -19,7 +19,7 @@ from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LogitOptions
 from llama_jax.ops.kl_divergence import DivergenceOptions, Logits, token_divergence
 from llama_jax.ops.weights.formats import FrozenFormatName
-from llama_jax.training.batch import Batch, to_next_token_batch
+from llama_jax.training.batch import Batch, apply_weights, to_next_token_batch
 from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
 
 
@@ -66,7 +66,8 @@ class Teacher(NamedTuple):
 
 
 def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[..., LossSumsAndMetrics]:
-    """A loss with the arguments of `total_loss`: sums over the target tokens, to be divided by their number.
+    """A loss with the arguments of `total_loss`: sums over the target tokens, weighted as there, to be divided by
+    `target_count`.
 
     The hidden states [B, T, D] of both models are in memory, and one chunk of their logits. `metrics` has the sums "kl", of
     the divergence at the temperature, and "cross_entropy", of the negative log-likelihood.
@@ -97,7 +98,7 @@ def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[...
             per_token = token_divergence(
                 student, teacher_logits, targets, (logit_options, teacher_options), divergence_options
             )
-        kl, nll = jnp.sum(per_token.divergence), jnp.sum(per_token.nll)
+        kl, nll = (jnp.sum(apply_weights(part, rows.target_mask)) for part in per_token)
         total = distill.weight * distill.temperature**2 * kl + (1 - distill.weight) * nll
         metrics = {"kl": kl, "cross_entropy": nll}
         return LossSumsAndMetrics(total, lax.stop_gradient(total), jax.tree.map(lax.stop_gradient, metrics))

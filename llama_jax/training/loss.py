@@ -16,7 +16,7 @@ from llama_jax.model.forward import forward, lm_head_for_loss
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LogitOptions, LossSums, cross_entropy
-from llama_jax.training.batch import Batch, target_mask, to_next_token_batch
+from llama_jax.training.batch import Batch, replace_zero, target_mask, to_next_token_batch
 from llama_jax.training.neftune import with_noise
 
 LOSS_CHUNK = 64  # the default of `LossOptions.chunk`
@@ -74,10 +74,11 @@ def next_token_loss(
 ) -> Float[Array, ""]:
     """Mean loss per target token, in nats: its negative log-likelihood given the tokens before it in its segment.
 
-    With `z_loss`, this includes the z-loss. 0 if no target counts. For the arguments and errors see `total_loss`.
+    With `z_loss`, this includes the z-loss. If `Batch.loss_mask` has weights, the mean is weighted. 0 if no target counts.
+    For the arguments and errors see `total_loss`.
     """
     sums = total_loss(config, params, batch, options, sharding)
-    return sums.loss / jnp.maximum(jnp.sum(target_mask(batch)), 1).astype(sums.loss.dtype)
+    return sums.loss / replace_zero(jnp.sum(target_mask(batch))).astype(sums.loss.dtype)
 
 
 def total_loss(
@@ -87,7 +88,8 @@ def total_loss(
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),
 ) -> LossSums:
-    """Sums of the loss over target tokens; `train_step` divides them by the number of targets on all devices.
+    """Sums of the loss over target tokens, each times its weight if `Batch.loss_mask` has weights; `train_step` divides them
+    by the number of targets, or the sum of their weights, on all devices.
 
     The logits [B, T, V] would be the largest array of a training step, so `ops.cross_entropy` computes them in chunks.
     Gradients have the dtype of `params`; logarithm and sums are float32 at least.
@@ -96,7 +98,7 @@ def total_loss(
       sharding: its `constrain` is called here with "hidden" [B, T, D], from `forward`, and by `ops.cross_entropy`.
 
     Raises:
-      GenerationError: tokens are not int[B, T + 1] with T at least 1.
+      GenerationError: tokens are not int[B, T + 1] with T at least 1; invalid weights, see `batch.checked_batch`.
       ConfigError: `neftune` with a batch without `noise`.
     """
     inputs = sharding.reorder_batch(to_next_token_batch(batch))

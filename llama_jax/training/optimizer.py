@@ -38,7 +38,7 @@ class OptimizerSettings:
         a lower `learning_rate`, which then applies to A. 1: the same rate for all.
       momentum: momentum of Muon.
       weight_decay: decoupled weight decay, multiplied by the learning rate, for matrices including the embedding, but not
-        for norm weights or biases.
+        for norm weights, biases or the magnitudes of DoRA.
       clip_norm: gradients with a larger global norm are scaled down to it (1.0 for Llama: Touvron et al. 2023, section
         2.3); 0: no clipping.
 
@@ -257,5 +257,11 @@ def _is_lora_b_or_magnitude(params: Llama) -> Llama:
 
 
 def _decay_mask(params: Llama) -> Llama:
-    """Whether weight decay applies to each parameter."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: spec_at(path).decays, params)
+    """Whether weight decay applies to each parameter: to matrices, also those of adapters, but not to norms, biases, or the
+    magnitudes of DoRA, which start as the lengths of the base's rows.
+    """
+
+    def decays(path: tuple[Any, ...], _: Any) -> bool:
+        return spec_at(path).decays and getattr(path[-1], "name", None) != "magnitude"
+
+    return jax.tree_util.tree_map_with_path(decays, params)

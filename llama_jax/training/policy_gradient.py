@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+import numpy as np
+from jaxtyping import Bool, Float
 
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
 from llama_jax.ops.platform import AnyArray
+from llama_jax.training.batch import replace_zero
 
 PolicyKind = Literal["grpo", "dr_grpo", "dapo"]
 SMALLEST_STD = 1e-4
+LARGEST_REWARD = 1e38  # the difference of two is within the range of float32
 
 
 class Advantages(NamedTuple):
     """Advantages from the rewards of groups of answers.
 
     Attributes:
-      values: float[B], how much better each answer is than its group.
+      values: float64[B], how much better each answer is than its group; in the dtype of the rewards under `jax.jit`.
       flat: int32[], number of groups whose answers all have the same reward, from which nothing can be learned.
     """
 
-    values: jax.Array
-    flat: jax.Array
+    values: AnyArray
+    flat: AnyArray
 
 
-def group_advantages(rewards: Float[Array, " B"], group: int, *, scale: bool = True) -> Advantages:
+def group_advantages(rewards: Float[AnyArray, " B"], group: int, *, scale: bool = True) -> Advantages:
     """How much better each answer is than its group (Shao et al. 2024, section 4.1.2).
+
+    Computed on the host in float64, so that no difference between rewards is rounded away; under `jax.jit`, in the dtype of
+    the rewards. The advantages of equal rewards are exactly 0.
 
     Args:
       rewards: the answers to one prompt are consecutive.
@@ -39,16 +45,24 @@ def group_advantages(rewards: Float[Array, " B"], group: int, *, scale: bool = T
         GRPO does not (Liu et al. 2025).
 
     Raises:
-      ConfigError: a group size that does not divide B, or is 1.
+      ConfigError: a group size that does not divide B, or is 1; a reward that is not finite, or above 1e38.
     """
+    is_traced = isinstance(rewards, jax.core.Tracer)
+    xp: Any = jnp if is_traced else np
+    rewards = rewards if is_traced else np.asarray(rewards, np.float64)
     if group < 2 or rewards.shape[0] % group:
         raise ConfigError(f"group={group} must be at least 2 and divide the {rewards.shape[0]} answers")
+    if not is_traced and not (is_valid := np.abs(rewards) <= LARGEST_REWARD).all():
+        wrong = int(np.argmin(is_valid))
+        raise ConfigError(f"rewards[{wrong}]={rewards[wrong]} must be finite and within {LARGEST_REWARD:g} of 0; scale it")
     groups = rewards.reshape(-1, group)
-    values = groups - jnp.mean(groups, axis=1, keepdims=True)
-    deviation = jnp.std(groups, axis=1, keepdims=True, ddof=1)
-    flat = jnp.sum(jnp.max(groups, axis=1) == jnp.min(groups, axis=1), dtype=jnp.int32)
+    # Differences from a member of the group are 0 for equal rewards, and not rounded for rewards that are near each other.
+    # Differences from the mean of the rewards would be its rounding error, which AdamW scales up to full steps.
+    differences = groups - groups[:, :1]
+    values = differences - xp.mean(differences, axis=1, keepdims=True)
     if scale:
-        values = values / (deviation + SMALLEST_STD)
+        values = values / (xp.std(differences, axis=1, keepdims=True, ddof=1) + SMALLEST_STD)
+    flat = xp.sum(xp.all(differences == 0, axis=1), dtype=np.int32)
     return Advantages(values.reshape(-1), flat)
 
 
@@ -113,7 +127,7 @@ def policy_loss(
     logprobs: Float[AnyArray, "B T"],
     old_logprobs: Float[AnyArray, "B T"],
     advantages: Float[AnyArray, " B"],
-    mask: Bool[AnyArray, "B T"],
+    mask: Bool[AnyArray, "B T"] | Float[AnyArray, "B T"],
     options: PolicyOptions = PolicyOptions(),
     reference: Float[AnyArray, "B T"] | None = None,
 ) -> PolicyLoss:
@@ -124,7 +138,7 @@ def policy_loss(
       old_logprobs: the same under the model that sampled the tokens; not differentiated. In the first step on a batch they
         equal `logprobs`, the ratio is 1, and the gradient is the policy gradient.
       advantages: not differentiated.
-      mask: which tokens belong to the answer, including its stop token.
+      mask: which tokens belong to the answer, including its stop token; or their weights, by which all sums are weighted.
       reference: the same under the reference model, for `beta`; not differentiated.
 
     Raises:
@@ -148,7 +162,7 @@ def policy_loss(
     lengths = jnp.sum(mask, axis=1)
     loss, divisor = jnp.sum(losses * mask), jnp.sum(lengths)
     if options.kind == "grpo":
-        loss = jnp.sum(jnp.sum(losses * mask, axis=1) / jnp.maximum(lengths, 1))
+        loss = jnp.sum(jnp.sum(losses * mask, axis=1) / replace_zero(lengths))
         divisor = jnp.asarray(mask.shape[0], logprobs.dtype)
     elif options.kind == "dr_grpo":
         divisor = jnp.asarray(mask.shape[0] * (options.length or 1), logprobs.dtype)

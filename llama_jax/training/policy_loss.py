@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama
-from llama_jax.training.batch import Batch, target_mask
+from llama_jax.training.batch import Batch, apply_weights, target_count, target_mask
 from llama_jax.training.logprobs import token_logprobs
 from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
 from llama_jax.training.policy_gradient import PolicyOptions, policy_loss
@@ -25,13 +25,14 @@ class ScoredAnswers(NamedTuple):
     """Answers with their advantages, one per row.
 
     Attributes:
-      batch: prompts and answers; the mask selects the tokens to train on, including the stop token.
+      batch: prompts and answers; the mask selects the tokens to train on, including the stop token, or has their weights.
       advantages: float32[B].
       sampler_logprobs: float32[B, T], log-probabilities of the tokens at the sampling temperature, computed by the sampler;
         only compared with the trainer's.
       old_logprobs: float32[B, T], the same, computed by the training step's forward pass with the parameters that sampled
         the answers; None in the first step on the answers, where they equal the current ones.
       reference: float32[B, T], the same under the reference model; None if the loss has no KL term.
+      lengths: int32[B], tokens of the prompt and the answer; the rest of a row is padding. Not used by the loss.
     """
 
     batch: Batch
@@ -39,6 +40,7 @@ class ScoredAnswers(NamedTuple):
     sampler_logprobs: Any
     old_logprobs: Any = None
     reference: Any = None
+    lengths: Any = None
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,14 @@ class AnswerLoss:
         detached = lax.stop_gradient(logprobs)
         old_logprobs = detached if scored.old_logprobs is None else scored.old_logprobs
         sums = policy_loss(logprobs, old_logprobs, scored.advantages, mask, self.policy, scored.reference)
-        gap = jnp.sum(jnp.abs(jnp.where(mask, scored.sampler_logprobs - detached, 0)))
+        gap = jnp.sum(apply_weights(jnp.abs(jnp.where(mask, scored.sampler_logprobs - detached, 0)), mask))
         metrics = {"tokens": sums.tokens, "clipped": sums.clipped, "divergence": sums.divergence, "gap": gap}
         return LossSumsAndMetrics(sums.loss, lax.stop_gradient(sums.loss), jax.tree.map(lax.stop_gradient, metrics))
 
-    def count(self, scored: ScoredAnswers) -> Float32[Array, ""]:
+    def count(self, scored: ScoredAnswers) -> Float[Array, ""]:
         """The divisor of the sum of losses: the number of tokens, of answers, or of answers times `length`."""
         if self.policy.kind == "dapo":
-            return jnp.sum(target_mask(scored.batch), dtype=jnp.float32)
+            return target_count(scored.batch)
         return jnp.float32(scored.advantages.shape[0] * (self.policy.length or 1))
 
     def with_reference(self, reference: Llama, accumulate: int) -> Any:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32
 from llama_jax.config import LlamaConfig
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama
-from llama_jax.training.batch import Batch, target_mask
+from llama_jax.training.batch import Batch, apply_weights, target_mask
 from llama_jax.training.logprobs import token_logprobs
 from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
 from llama_jax.training.preference_loss import FREE, Pair, PreferenceOptions, Preferred, kto_loss, preference_loss
@@ -25,7 +25,8 @@ class PairBatch(NamedTuple):
     with answers to other prompts. Each answer with its prompt is a segment; a pair has the same segment on both sides.
 
     Attributes:
-      tokens, segment_ids, position_ids, loss_mask: [B, 2, T + 1], as in a `Batch`; the mask selects the answers.
+      tokens, segment_ids, position_ids, loss_mask: [B, 2, T + 1], as in a `Batch`; the mask selects the answers, or has the
+        weights of their tokens.
       there: bool[B, P], which segments are pairs; the others are empty.
       desirable: bool[B, P], for KTO, which answers are good; otherwise None.
       reference: float32[B, 2, P], the reference model's log-probabilities of the answers; None without a reference, or
@@ -45,7 +46,8 @@ class PairBatch(NamedTuple):
 
 
 class AnswerSums(NamedTuple):
-    """The summed log-probability of each answer's tokens, and their number, float32[B, S, P] for S sides; 0 if none."""
+    """The summed log-probability of each answer's tokens, and their number, float32[B, S, P] for S sides; 0 if none. Both
+    are weighted if the mask has weights."""
 
     logprobs: jax.Array
     lengths: jax.Array
@@ -66,12 +68,14 @@ def answer_logprobs(
     """Log-probabilities of all answers in a batch, with both sides in one forward pass; see `token_logprobs`."""
     parts = batch.tokens, batch.segment_ids, batch.position_ids, batch.loss_mask
     rows = Batch(*(part.reshape(-1, part.shape[-1]) for part in parts))
-    logprobs = token_logprobs(config, params, rows, options, sharding)
+    mask = target_mask(rows)
+    logprobs = apply_weights(token_logprobs(config, params, rows, options, sharding), mask)
     numbers = 1 + jnp.arange(batch.there.shape[1])
-    of = (rows.segment_ids[:, 1:, None] == numbers) & target_mask(rows)[..., None]  # [B * S, T, P]
+    of = (rows.segment_ids[:, 1:, None] == numbers) & mask.astype(bool)[..., None]  # [B * S, T, P]
     sums = jnp.sum(jnp.where(of, logprobs[..., None], 0), axis=1)
+    lengths = jnp.sum(apply_weights(of.astype(sums.dtype), mask[..., None]), axis=1)
     shape = *batch.tokens.shape[:2], batch.there.shape[1]
-    return AnswerSums(sums.reshape(shape), jnp.sum(of, axis=1, dtype=sums.dtype).reshape(shape))
+    return AnswerSums(sums.reshape(shape), lengths.reshape(shape))
 
 
 def map_microbatches(function: Callable[[Any], Any], batch: Any, parts: int) -> Any:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from llama_jax.errors import ConfigError
 from llama_jax.ops.platform import AnyArray
+from llama_jax.training.batch import replace_zero
 
 PreferenceKind = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "kto"]
 FREE = ("simpo", "orpo")  # losses without a reference
@@ -106,7 +107,7 @@ def preference_loss(
         policy = Pair(*(logprob - jax.lax.stop_gradient(other) for logprob, other in zip(policy, reference, strict=True)))
     if options.kind in ("ipo", *FREE):
         assert lengths is not None
-        policy = Pair(*(sums / jnp.maximum(count, 1) for sums, count in zip(policy, lengths, strict=True)))
+        policy = Pair(*(sums / replace_zero(count) for sums, count in zip(policy, lengths, strict=True)))
     difference = policy.chosen - policy.rejected
     if options.kind in ("sigmoid", "simpo"):
         margin = 0.0 if options.kind == "sigmoid" else USUAL_MARGIN if options.margin is None else options.margin

@@ -23,7 +23,7 @@ from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.platform import update_if
 from llama_jax.ops.weights.layers import MixedStack
-from llama_jax.training.batch import Batch, target_count
+from llama_jax.training.batch import Batch, replace_zero, target_count
 from llama_jax.training.loss import LossOptions, LossSumsAndMetrics, total_loss
 
 LossFn = Callable[[LlamaConfig, Llama, Any, LossOptions, Sharding], LossSums | LossSumsAndMetrics]
@@ -66,11 +66,14 @@ def init_state(
         most updates would round to zero. The forward pass can still compute in bfloat16 (`Compute("bfloat16")`).
 
     Raises:
-      ConfigError: quantized weights, or parameters with hooks; add hooks with `Sharding.prepare_params`.
+      ConfigError: quantized weights, a `dtype` that cannot be trained, or parameters with hooks; add hooks with
+        `Sharding.prepare_params`.
     """
     check_no_hooks(params)
-    if not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(params)):
+    if not all(_is_trainable(leaf.dtype) for leaf in jax.tree.leaves(params)):
         raise ConfigError('quantized weights cannot be trained; load the model with dtype="float32", or train adapters')
+    if dtype is not None and not _is_trainable(dtype):
+        raise ConfigError(f"dtype={jnp.dtype(dtype).name} cannot be trained; use float32, or another float of 16 bits or more")
     is_mixed = lambda leaf: isinstance(leaf, MixedStack)
     if any(map(is_mixed, jax.tree.leaves(params, is_leaf=is_mixed))):
         from llama_jax.model.trees import restack_layers
@@ -86,6 +89,13 @@ def init_state(
     return TrainState(zero(), params, optimizer.init(params), moving_average, zero(), zero())
 
 
+def _is_trainable(dtype: jax.typing.DTypeLike) -> bool:
+    """Whether updates can be added to arrays of this dtype: floats of at least 16 bits. The others are parts of quantized
+    weights, whose values depend on scales.
+    """
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
+
+
 @dataclass(frozen=True)
 class StepOptions:
     """Options of a training step.
@@ -96,7 +106,8 @@ class StepOptions:
       accumulate: gradient accumulation: the number of microbatches per batch. They run one after the other, so that only
         the activations of one are in memory; gradients are summed in the parameters' dtype.
       ema_decay: decay of the moving average, with a warm-up: at most (1 + n) / (10 + n) after n updates.
-      count: maps a batch to the divisor of its summed loss, float32[]; by default the number of target tokens.
+      count: maps a batch to the divisor of its summed loss, float32[]; by default the number of target tokens, or the sum of
+        their weights. For 0 the sum is not divided.
       virtual_shards: number of equal shards of the batch, a power of two, however many devices there are. Their gradients
         are summed in a fixed order, so that losses, gradients and parameters are bit-identical on every mesh of `data` and
         `fsdp`, and under pmap, see `training.exact_gradients`. The optimizer must be elementwise, like AdamW but not Muon.
@@ -138,14 +149,14 @@ def train_step(
 
     Args:
       optimizer: from `make_optimizer`, which clips gradients; or any optax optimizer.
-      batch: B rows. Every target token has the same weight, whatever its row, microbatch and device. With a custom loss,
-        any pytree of arrays [B, ...]; `options.count` maps it to the divisor of the loss.
+      batch: B rows. Every target token has the same weight, or that of `Batch.loss_mask`, whatever its row, microbatch and
+        device. With a custom loss, any pytree of arrays [B, ...]; `options.count` maps it to the divisor of the loss.
       loss: a custom loss, with the arguments of `total_loss`. It returns sums: `LossSums` or `LossSumsAndMetrics`.
 
     Returns:
       The next state, and the metrics of this step, float32[] each: "loss", the mean nll in nats per target token before the
       update, without z-loss; "grad_norm", the global norm of the gradients before clipping; "tokens", the divisor of the
-      loss: the number of target tokens on all devices. If "loss" or "grad_norm" is not finite, the step is skipped: only
+      loss: the number of target tokens on all devices, or the sum of their weights. If "loss" or "grad_norm" is not finite, the step is skipped: only
       the counters of the state change. "skipped" and "skipped_in_a_row", int32[], are the counters after the step. With
       `LossSumsAndMetrics` there are also its `metrics`, summed over all rows, without division.
 
@@ -199,11 +210,12 @@ def _accumulated_gradients(
     loss: LossFn,
 ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Llama]:
     """((nll, metrics of a custom loss), gradients) of these rows, with the divisor of all rows, so that parts add up."""
+    divisor = replace_zero(divisor)
 
     def mean_loss(params: Llama, batch: Any) -> tuple[jax.Array, Any]:
         sums = loss(config, sharding.prepare_params(params), batch, options.loss, sharding)
         task_metrics = sums.metrics if isinstance(sums, LossSumsAndMetrics) else {}
-        return sums.loss / jnp.maximum(divisor, 1), (sums.nll / jnp.maximum(divisor, 1), task_metrics)
+        return sums.loss / divisor, (sums.nll / divisor, task_metrics)
 
     grad_fn = jax.value_and_grad(mean_loss, has_aux=True)
 

@@ -223,3 +223,17 @@ def test_decoding_is_bound_by_reading_the_weights():
     again = decoding_roofline(config, sizes, 1, 4096, named_hardware("h200"), resident, [once, turn])
     assert again.exchange == pytest.approx(2 * bound.exchange)
     assert math.isclose(again.apart, again.compute + again.memory + again.exchange)
+
+
+def test_decoding_multiplies_only_what_windows_and_chunks_keep():
+    h200 = named_hardware("h200")
+
+    def scores(config, slots):
+        flops = decoding_roofline(config, MeshSizes(), 2, slots, h200, 0, []).compute * h200.flops / 2
+        return (flops - 2 * matrix_parameters(config)) / (4 * config.head_dim * config.n_heads)
+
+    gemma, scout = preset("gemma-3-1b"), preset("llama-4-scout")
+    assert scores(gemma, 30_000) == pytest.approx(22 * 512 + 4 * 30_000)
+    assert scores(gemma, 100) == pytest.approx(26 * 100, rel=1e-4)
+    # The first token of a chunk attends to itself alone, but in every fourth layer to all.
+    assert scores(scout, 2 * 8192 + 1) == pytest.approx(36 * 1 + 12 * (2 * 8192 + 1), rel=1e-4)

@@ -138,6 +138,19 @@ def test_decoding_on_hardware_is_bound_by_the_token():
 
 
 @pytest.mark.slow
+def test_decoding_reads_the_window_of_the_filled_cache(tmp_path):
+    seconds = {}
+    for window in (None, 16):
+        (tmp_path / "config.json").write_text(json.dumps(config_to_dict(replace(CONFIG, window=window))))
+        done = process(tmp_path, "--batch", 2, "--length", 300, "--mode", "decode", "--hardware", "h200", "--json")
+        assert done.returncode == 0, done.stderr
+        (bound,) = json.loads(done.stdout)["rooflines"].values()
+        seconds[window] = bound["memory"]
+    unread = cache_bytes(CONFIG, 2, 300 - 16, "float32") / 4.8e12
+    assert seconds[None] - seconds[16] == pytest.approx(unread, rel=1e-2)
+
+
+@pytest.mark.slow
 def test_decoding_as_json():
     done = run("stories-260k", "--batch", 4, "--length", 300, "--mesh", "fsdp=2,tensor=2", "--json", "--dtype", "bfloat16")
     assert done.returncode == 0, done.stderr

@@ -122,6 +122,15 @@ def test_a_model_is_loaded_with_it(hf_folder, written):
         ({"use_dora": True}, "layers.0.self_attn.q_proj.lora_magnitude_vector' is missing"),
         ({"modules_to_save": ["lm_head"]}, r"'modules_to_save'=\['lm_head'\] is not supported"),
         ({"rank_pattern": {"q_proj": 4}}, "'rank_pattern'={'q_proj': 4} is not supported"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "'target_parameters'=.* is not supported"),
+        ({"trainable_token_indices": [1, 2]}, "'trainable_token_indices'=.* is not supported"),
+        ({"layer_replication": [[0, 2], [0, 2]]}, "'layer_replication'=.* is not supported"),
+        ({"arrow_config": {"top_k": 3}}, "'arrow_config'=.* is not supported"),
+        ({"lora_bias": True}, "'lora_bias'=True is not supported"),
+        ({"exclude_modules": ["q_proj"]}, r"selects no adapter of model.layers.0.self_attn.q_proj, but .* has its tensors"),
+        ({"target_modules": "(q_proj"}, r"target_modules='\(q_proj' is not a regular expression"),
+        ({"exclude_modules": 3}, "exclude_modules=3 must be a regular expression or a list of modules"),
+        ({"layers_to_transform": ["0"]}, "layers_to_transform=.* must be a layer or a list of layers"),
         ({"alpha_pattern": {"q_proj": 4}}, "'alpha_pattern'=.* is not supported"),
         ({"bias": "lora_only"}, "'bias'='lora_only' is not supported"),
         ({"something_new": 3}, "'something_new'=3 is not supported; train an adapter without it"),
@@ -146,6 +155,80 @@ def test_settings_that_change_nothing(folder):
         base_model_name_or_path="a/base",
     )  # fmt: skip
     assert load_adapter(folder, CONFIG).lora == LORA
+
+
+def test_all_that_peft_writes_by_default_is_accepted(folder):
+    """The fields of PEFT 0.21, with values that switch nothing on."""
+    none = dict.fromkeys(
+        "alora_invocation_tokens arrow_config auto_mapping corda_config eva_config exclude_modules kasa_config"
+        " layer_replication layers_pattern layers_to_transform lora_ga_config megatron_config modules_to_save"
+        " monteclora_config revision target_parameters trainable_token_indices use_bdlora velora_config".split()
+    )
+    switches = dict.fromkeys("ensure_weight_tying fan_in_fan_out lora_bias use_dora use_qalora use_rslora".split(), False)
+    change(
+        folder, **none, **switches, alpha_pattern={}, rank_pattern={}, loftq_config={}, bias="none", megatron_core="megatron",
+        qalora_group_size=16, peft_version="0.21.2", init_lora_weights="mica",
+    )  # fmt: skip
+    assert load_adapter(folder, CONFIG).lora == LORA
+    change(folder, ensure_weight_tying=True, fan_in_fan_out=True, eva_config={"rho": 2.0}, layers_pattern="layers")
+    assert load_adapter(folder, CONFIG).lora == LORA
+
+
+ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+MODULES = [*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    ("settings", "selected"),
+    [
+        ({"exclude_modules": ["v_proj"]}, [MODULES[:2] + MODULES[3:]] * 2),
+        ({"exclude_modules": ["layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj", "lm_head"]},
+         [MODULES[1:], [*ATTENTION, "mlp.gate_proj", "mlp.down_proj"]]),
+        ({"exclude_modules": "q_proj"}, [MODULES] * 2),  # a regular expression matches whole names
+        ({"exclude_modules": r".*\.layers\.0\..*"}, [[], MODULES]),
+        ({"exclude_modules": r".*\.mlp\..*", "target_modules": "all-linear"}, [ATTENTION] * 2),
+        ({"target_modules": r"model\.layers\.1\.self_attn\.[qk]_proj"}, [[], ATTENTION[:2]]),
+        ({"target_modules": ["model.layers.0.self_attn.q_proj", "1.mlp.down_proj"]}, [["self_attn.q_proj"], ["mlp.down_proj"]]),
+        ({"layers_to_transform": 0}, [MODULES, []]),
+        ({"layers_to_transform": [1], "layers_pattern": "layers"}, [[], MODULES]),
+        ({"layers_to_transform": [1], "target_modules": ["k_proj", "model.layers.0.self_attn.q_proj"]},
+         [["self_attn.q_proj"], ["self_attn.k_proj"]]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_modules_without_an_adapter_are_those_that_peft_leaves_out(settings, selected, dora, tmp_path):
+    lora = Lora(rank=2, alpha=3.0, dora=dora)
+    theirs.write_adapter(tmp_path / "a", CONFIG, lora)
+    change(tmp_path / "a", **settings)
+    tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    stems = {f".layers.{layer}.{module}." for layer, modules in enumerate(selected) for module in modules}
+    kept = {name: array for name, array in tensors.items() if any(stem in name for stem in stems)}
+    save_file(kept, tmp_path / "a" / "adapter_model.safetensors")
+    found = load_adapter(tmp_path / "a", CONFIG)
+    save_adapter(tmp_path / "again", CONFIG, found.params, found.lora)
+    written = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert written.keys() == kept.keys()
+    jax.tree.map(np.testing.assert_array_equal, written, kept)
+    again = load_adapter(tmp_path / "again", CONFIG)
+    assert again.lora == found.lora
+    jax.tree.map(np.testing.assert_array_equal, again.params, found.params)
+    missing = min(kept)
+    save_file({name: array for name, array in kept.items() if name != missing}, tmp_path / "a" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{missing}' is missing"):
+        load_adapter(tmp_path / "a", CONFIG)
+
+
+def test_a_layer_without_an_adapter_is_that_of_the_base(tmp_path):
+    params = jit_init(CONFIG, jax.random.key(0))
+    theirs.write_adapter(tmp_path / "a", CONFIG, DORA)
+    change(tmp_path / "a", exclude_modules=r".*\.layers\.0\..*")
+    tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    save_file({n: a for n, a in tensors.items() if ".layers.0." not in n}, tmp_path / "a" / "adapter_model.safetensors")
+    found = load_adapter(tmp_path / "a", CONFIG)
+    before, after = (llama_jax.layers_of(tree) for tree in (params, merge(params, found.params, found.lora)))
+    jax.tree.map(np.testing.assert_array_equal, after[0], before[0])
+    assert np.abs(after[1].attention.qkv - before[1].attention.qkv).max() > 0.1
 
 
 def test_tensors_that_do_not_fit(folder):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from commands import run_here
+from conftest import jit_init
 from mortal_run import recipe, write_words
 from running import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
@@ -27,6 +28,9 @@ def letters(completions, **columns):
 
 def vowels(completions, **columns):
     return [text.count("a") / max(len(text), 1) for text in completions]
+
+def same(completions, **columns):
+    return [0.7] * len(completions)
 
 def fails(completions, prompt, **columns):
     raise KeyError("no such thing")
@@ -116,6 +120,17 @@ def test_stopped_between_two_updates_and_resumed_it_is_the_whole(whole, file, pr
     names = ("reward", "loss", "clipped", "gap", "length")
     for ours, theirs in zip(lines(tmp_path, "train"), lines(whole[0], "train"), strict=True):
         assert [ours[name] for name in names] == [theirs[name] for name in names]
+
+
+@pytest.mark.slow
+def test_a_run_of_equal_rewards_trains_nothing(file, prompts, tmp_path):
+    rewards = {"functions": (f"{file}:same",) * 3, "weights": (0.3, 143.7, -9.1), "scale": False}
+    result = train(recipe_for(file, steps=2, evaluate_every=0, rewards=rewards), tmp_path, [prompts])
+    found = lines(tmp_path, "train")
+    assert [line["grad_norm"] for line in found] == [0, 0]
+    assert [line["flat"] for line in found] == [1, 1]
+    before = jit_init(recipe().model, jax.random.key(recipe().seed))
+    same(result.state.params, before)
 
 
 @pytest.mark.slow

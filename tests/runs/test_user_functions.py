@@ -4,9 +4,11 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llama_jax.errors import TrainingError
-from llama_jax.runs.user_functions import check_columns, find_rewards, judge, weighted
+from llama_jax.runs.user_functions import Reward, check_columns, find_rewards, judge, weighted
 
 FILE = """
 import math
@@ -96,6 +98,16 @@ def test_several_are_added_by_their_weights(file):
     np.testing.assert_array_equal(weighted(rewards, found), [3, 1.5])
     assert rewards[0].digest == rewards[1].digest
     assert len(rewards[0].digest) == 64
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=9), st.integers(2, 40), st.randoms(use_true_random=False))
+def test_answers_with_the_same_rewards_have_the_same_sum(rewards, count, random):
+    """Anywhere in the batch and in any order: else a group of equal answers had advantages."""
+    functions = [Reward(f"f{i}", len, 0.3, "") for i in range(len(rewards))]
+    sums = weighted(functions, np.array([random.sample(rewards, len(rewards)) for _ in range(count)]).T)
+    assert len(set(sums.tolist())) == 1
+    weights = [Reward(f"f{i}", len, random.uniform(-1, 1), "") for i in range(len(rewards))]
+    assert len(set(weighted(weights, np.repeat([rewards], count, axis=0).T).tolist())) == 1
 
 
 def test_what_one_changes_in_its_lists_is_not_changed_for_others(file):

@@ -143,13 +143,15 @@ def test_the_logits_never_exist_at_once(models):
 
 
 @pytest.mark.slow
-def test_the_loss_mixes_divergence_and_likelihood(models):
-    """Of a student of another shape."""
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_loss_mixes_divergence_and_likelihood(models, weighted):
+    """Of a student of another shape; each token by its weight."""
     (config, params), (other, theirs) = models["gqa"], models["tied"]
     assert config.vocab_size == other.vocab_size
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, (ROWS, LENGTH + 1), np.int32)
-    batch = Batch(tokens, loss_mask=rng.random(tokens.shape) < 0.6)
+    mask = rng.random(tokens.shape)
+    batch = Batch(tokens, loss_mask=np.maximum(mask - 0.4, 0) if weighted else mask < 0.6)
     options = DistillOptions(weight=0.3, temperature=2.0)
     with jax.enable_x64(True):
         params, theirs = as_float64(params), as_float64(theirs)

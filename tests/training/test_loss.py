@@ -168,7 +168,83 @@ def test_a_masked_token_is_read_but_not_counted(defined, models):
         np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
-def test_nothing_to_predict_in_a_batch_is_a_loss_of_zero(models, in_segments):
+@pytest.fixture(scope="module")
+def with_weights(models):
+    """Loss and gradients of gqa in chunks of 4 with a z-loss, compiled once for rows with segments and weights."""
+    loss_of = partial(next_token_loss, models["gqa"][0], options=loss_options(chunk=4, z_loss=0.1))
+    return jax.jit(jax.value_and_grad(loss_of))
+
+
+def test_weights_of_tokens_make_a_weighted_mean(defined, with_weights):
+    """By the definition, of packed rows; the weights add up to less than 1."""
+    config, params, tokens, _ = defined("gqa")
+    segments = np.array([[1] * 5 + [2] * 7, [1] * 9 + [0] * 3], np.int32)
+    positions = np.array([[*range(5), *range(7)], [*range(9), 0, 0, 0]], np.int32)
+    weights = np.random.default_rng(1).random(tokens.shape) ** 3 / 20
+    weights[0, 2] = weights[1, 4] = 0
+    counted = weights[:, 1:] * ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0))
+    assert 0.1 < counted.sum() < 0.9
+
+    def plain(params):
+        context = llama_jax.Positions(position_ids=positions[:, :-1], segment_ids=segments[:, :-1])
+        hidden, _ = llama_jax.forward(config, params, tokens[:, :-1], positions=context)
+        logits = llama_jax.unembed(config, params, hidden)
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        losses = normalizer - jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0] + 0.1 * normalizer**2
+        return jnp.sum(counted * losses) / counted.sum()
+
+    with jax.enable_x64(True):
+        expected, of_plain = jax.jit(jax.value_and_grad(plain))(params)
+        loss, gradients = with_weights(params, Batch(tokens, segments, positions, weights))
+        np.testing.assert_allclose(loss, expected, rtol=1e-9)
+        # The rotary angles are float32, rounded differently by two programs.
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), gradients, of_plain)
+
+
+@given(st.floats(1e-6, 1e6), st.integers(0, 2**31 - 1))
+def test_only_the_ratios_of_weights_matter(models, with_weights, factor, seed):
+    config, params = models["gqa"]
+    batch, rng = empty(2, 12), np.random.default_rng(seed)
+    batch = batch._replace(tokens=rng.integers(0, config.vocab_size, (2, 12), np.int32), segment_ids=batch.tokens + 1)
+    weights = rng.random((2, 12), np.float32)
+    (loss, gradients), (scaled, of_scaled) = (
+        with_weights(params, batch._replace(loss_mask=weights * np.float32(scale))) for scale in (1, factor)
+    )
+    np.testing.assert_allclose(scaled, loss, rtol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), of_scaled, gradients)
+
+
+def test_a_mask_of_integers_or_ones_is_that_of_booleans(models, loss_of_gqa):
+    config, params = models["gqa"]
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, config.vocab_size, (2, 12), np.int32)
+    mask = rng.random(tokens.shape) < 0.5
+    found = {dtype: loss_of_gqa(params, Batch(tokens, loss_mask=mask.astype(dtype))) for dtype in (bool, int, np.float32)}
+    assert found[bool] == found[int] == found[np.float32]
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (-0.5, np.float32, r"loss_mask\[1, 3\]=-0.5 of a batch: a weight must be finite and at least 0"),
+        (np.nan, np.float32, r"loss_mask\[1, 3\]=nan of a batch"),
+        (np.inf, jnp.bfloat16, r"loss_mask\[1, 3\]=inf of a batch"),
+        (2, np.int32, r"loss_mask\[1, 3\]=2 of a batch: integers must be 0 or 1; pass weights as floats"),
+        (-100, np.int64, r"loss_mask\[1, 3\]=-100 of a batch"),
+    ],
+)
+def test_weights_that_mean_nothing(models, value, dtype, message):
+    mask = np.ones((2, 6), dtype)
+    mask[1, 3] = value
+    for given in (mask, jax.device_put(mask)):
+        with pytest.raises(llama_jax.UserError, match=message):
+            next_token_loss(*models["gqa"], Batch(np.zeros((2, 6), np.int32), loss_mask=given))
+
+
+def test_nothing_to_predict_in_a_batch_is_a_loss_of_zero(models, in_segments, with_weights):
+    loss, gradients = with_weights(models["gqa"][1], empty(2, 12)._replace(loss_mask=np.zeros((2, 12), np.float32)))
+    assert loss == 0
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradients))
     loss, gradients = in_segments(models["gqa"][1], empty(1))
     assert loss == 0
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradients))

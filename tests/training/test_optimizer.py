@@ -12,6 +12,7 @@ from conftest import jit_init
 
 import llama_jax
 from llama_jax.model.lora import Lora
+from llama_jax.model.params import PARAM_SPECS
 from llama_jax.training.optimizer import OptimizerSettings, adamw, learning_rate_schedule, make_optimizer
 
 CONFIG = llama_jax.preset("stories-260k")
@@ -95,6 +96,26 @@ def test_weight_decay_is_for_matrices_only(params):
         np.testing.assert_allclose(found, 0.95 * old, rtol=1e-6)
     for norm in (after.blocks.attention_norm, after.blocks.ffn_norm, after.final_norm):
         np.testing.assert_array_equal(norm, 1)
+
+
+def test_weight_decay_does_not_shrink_the_magnitudes_of_dora():
+    """A magnitude starts as the length of a row of the base; decay would shrink the model that is adapted."""
+    lora = Lora(rank=2, dora=True)
+    adapters = random_adapters(CONFIG, lora)
+    optimizer = make_optimizer(OptimizerSettings(learning_rate=0.5, schedule="constant", weight_decay=0.1), STEPS)
+    updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, adapters), optimizer.init(adapters), adapters)
+    for place in ("attention.qkv", "attention.out", "feed_forward.down"):
+        update, pair = (attrgetter(place)(tree.blocks) for tree in (updates, adapters))
+        np.testing.assert_array_equal(update.magnitude, 0)
+        np.testing.assert_allclose(update.a, -0.05 * pair.a, rtol=1e-5)
+        np.testing.assert_allclose(update.b, -0.05 * pair.b, rtol=1e-5)
+
+
+def test_parameters_of_every_family_decay_if_they_are_matrices():
+    decaying = {spec.path for spec in PARAM_SPECS if spec.decays}
+    others = {spec.path for spec in PARAM_SPECS} - decaying
+    assert not [path for path in decaying if path.endswith(("norm", "bias"))]
+    assert all(path.endswith(("norm", "bias")) for path in others)
 
 
 def test_adamw_has_the_betas_of_llama(params):

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from make_preference_goldens import GOLDEN, POLICIES, rollouts
 
 from llama_jax.errors import ConfigError
@@ -53,17 +55,17 @@ def mean_of(options, logprobs, sampled, advantages, mask, reference):
 def test_losses_and_gradients_are_those_of_the_formulas(options):
     logprobs, *rest = rollouts()
     sampled, reference, advantages, mask = rest
-    given = (sampled, advantages, mask, options, reference)
+    arguments = (sampled, advantages, mask, options, reference)
     found, gradient = jax.jit(
         jax.value_and_grad(lambda logprobs: mean_of(options, logprobs, sampled, advantages, mask, reference))
     )(logprobs)
-    np.testing.assert_allclose(found, formula(logprobs, *given), rtol=1e-12)
+    np.testing.assert_allclose(found, formula(logprobs, *arguments), rtol=1e-12)
     for i, t in [(0, 0), (1, 2), (2, 1), (3, 5), (5, 3)]:
         ends = []
         for sign in (1, -1):
             moved = np.array(logprobs)
             moved[i, t] += sign * 1e-6
-            ends.append(formula(moved, *given))
+            ends.append(formula(moved, *arguments))
         np.testing.assert_allclose(gradient[i, t], (ends[0] - ends[1]) / 2e-6, rtol=1e-6, atol=1e-9)
     assert not np.asarray(gradient)[~mask].any()
 
@@ -100,13 +102,13 @@ def test_what_lies_outside_the_answers_changes_nothing():
 @pytest.mark.slow
 def test_parts_of_a_batch_are_the_batch():
     for options in OPTIONS:
-        whole = policy_loss(*(arguments := given(options, slice(None)))[:4], options, arguments[4])
-        parts = [policy_loss(*given(options, s)[:4], options, given(options, s)[4]) for s in (slice(0, 2), slice(2, None))]
+        whole = policy_loss(*(arguments := arguments_of(options, slice(None)))[:4], options, arguments[4])
+        parts = [policy_loss(*arguments_of(options, s)[:4], options, arguments_of(options, s)[4]) for s in (slice(0, 2), slice(2, None))]
         for name in ("loss", "divisor", "clipped", "divergence", "tokens"):
             np.testing.assert_allclose(sum(getattr(part, name) for part in parts), getattr(whole, name), rtol=1e-12)
 
 
-def given(options, rows):
+def arguments_of(options, rows):
     logprobs, sampled, reference, advantages, mask = (part[rows] for part in rollouts())
     return logprobs, sampled, advantages, mask, reference if options.beta else None
 
@@ -124,6 +126,58 @@ def test_advantages_are_differences_within_a_group():
     for group in (1, 5):
         with pytest.raises(ConfigError, match=f"group={group} must be at least 2 and divide the 12 answers"):
             group_advantages(jnp.asarray(rewards), group)
+
+
+FINITE = st.floats(-1e38, 1e38)
+
+
+@given(st.lists(FINITE, min_size=1, max_size=4), st.integers(2, 17), st.booleans(), st.sampled_from([np.float64, np.float32]))
+def test_advantages_of_equal_rewards_are_exactly_zero(rewards, group, scale, dtype):
+    repeated = np.repeat(np.array(rewards, dtype), group)
+    traced = jax.jit(group_advantages, static_argnames=("group", "scale"))
+    for found in (
+        group_advantages(repeated, group, scale=scale),
+        group_advantages(jax.device_put(repeated), group, scale=scale),
+        traced(repeated, group=group, scale=scale),
+    ):
+        assert not np.asarray(found.values).any()
+        assert found.flat == len(rewards)
+
+
+@given(st.floats(1e-9, 1e-2), st.floats(-1e6, 1e6), st.integers(2, 9), st.booleans())
+def test_differences_below_a_float32_step_of_the_rewards_are_kept(difference, reward, group, scale):
+    rewards = np.full(group, reward)
+    rewards[1] += difference
+    difference = rewards[1] - reward  # as float64 rounds it
+    found = group_advantages(rewards, group, scale=scale)
+    expected = np.full(group, -difference / group)
+    expected[1] += difference
+    expected /= difference / np.sqrt(group) + 1e-4 if scale else 1
+    np.testing.assert_allclose(found.values, expected, rtol=1e-9, atol=1e-300)
+    assert found.flat == (difference == 0)
+
+
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf, 1e39])
+def test_rewards_without_an_advantage_are_refused(reward):
+    with pytest.raises(ConfigError, match=r"rewards\[2\]=.* must be finite and within 1e\+38 of 0"):
+        group_advantages(np.array([0.0, 1.0, reward, 1.0]), 2)
+
+
+def test_weights_of_tokens_are_factors_in_every_sum():
+    logprobs, sampled, reference, advantages, mask = rollouts()
+    weights = mask * np.random.default_rng(0).random(mask.shape) / 10
+    options = PolicyOptions(beta=0.1)
+    found = policy_loss(logprobs, sampled, advantages, weights, options, reference)
+    parts = []
+    for i, t in np.argwhere(mask):
+        alone = np.zeros(mask.shape, bool)
+        alone[i, t] = True
+        parts.append((weights[i, t], policy_loss(logprobs, sampled, advantages, alone, options, reference)))
+    for name in ("loss", "divisor", "clipped", "divergence", "tokens"):
+        np.testing.assert_allclose(getattr(found, name), sum(w * getattr(part, name) for w, part in parts), rtol=1e-12)
+    mean = policy_loss(logprobs, sampled, advantages, weights, PolicyOptions("grpo"))
+    ten = policy_loss(logprobs, sampled, advantages, 10 * weights, PolicyOptions("grpo"))
+    np.testing.assert_allclose(mean.loss, ten.loss, rtol=1e-12)  # of each answer the weighted mean
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A step on judged answers against one that is written out, with the model's own logits."""
 
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,15 @@ import numpy as np
 import optax
 import pytest
 from conftest import as_float64
+from hypothesis import given
+from hypothesis import strategies as st
 from training_options import loss_options
 
 import llama_jax
 from llama_jax.model.forward_options import Sharding
 from llama_jax.training.batch import Batch
-from llama_jax.training.policy_gradient import PolicyOptions
+from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
+from llama_jax.training.policy_gradient import PolicyOptions, group_advantages
 from llama_jax.training.policy_loss import AnswerLoss, ScoredAnswers
 from llama_jax.training.step import StepOptions, init_state, train_step
 
@@ -111,3 +115,44 @@ def test_at_first_the_ratio_is_one_and_the_sampler_is_compared(models):
     assert first.metrics["clipped"] == again.metrics["clipped"] == 0
     np.testing.assert_allclose(first.metrics["gap"], np.abs(judged.sampler_logprobs - scored)[mask].sum(), rtol=1e-5)
     assert again.metrics["gap"] < 1e-5 * mask.sum()
+
+
+def same_bits(tree, other):
+    """Also of zeros."""
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32)), tree, other)
+
+
+@pytest.fixture(scope="module")
+def adam_step(models):
+    """By the kind of policy: a step of AdamW without weight decay, on answers that an earlier model sampled."""
+
+    @cache
+    def of(kind):
+        loss = AnswerLoss(replace(POLICIES[kind], beta=0.0), TEMPERATURE)
+        optimizer = make_optimizer(OptimizerSettings(weight_decay=0.0, warmup_steps=0), 10)
+        options = StepOptions(loss_options(chunk=4), count=loss.count)
+        state = jax.jit(partial(init_state, optimizer))(models["gqa"][1])
+        return state, jax.jit(partial(train_step, models["gqa"][0], optimizer, options=options, loss=loss))
+
+    return of
+
+
+@pytest.mark.parametrize("kind", [kind if kind == "dapo" else pytest.param(kind, marks=pytest.mark.slow) for kind in POLICIES])
+@given(st.floats(-1e38, 1e38), st.sampled_from([2, 4]), st.booleans())
+def test_equal_rewards_change_no_bit_of_the_parameters(models, adam_step, kind, reward, group, scale):
+    state, step = adam_step(kind)
+    advantages = group_advantages(np.full(ROWS, reward), group, scale=scale).values
+    after, metrics = step(state, judged_of(models["gqa"][0])._replace(advantages=np.asarray(advantages, np.float32)))
+    assert metrics["grad_norm"] == metrics["loss"] == metrics["skipped"] == 0
+    same_bits(after.params, state.params)
+
+
+def test_a_group_of_equal_rewards_adds_nothing_to_the_others(models, adam_step):
+    state, step = adam_step("dapo")
+    advantages = np.asarray(group_advantages(np.array([100.7, 100.7, 0.1, 0.3]), 2).values, np.float32)
+    judged = judged_of(models["gqa"][0])._replace(advantages=advantages)
+    other = judged._replace(batch=judged.batch._replace(tokens=judged.batch.tokens.copy()))
+    other.batch.tokens[:2] = judged.batch.tokens[:2, ::-1]
+    (after, metrics), (also, _) = step(state, judged), step(state, other)
+    assert metrics["grad_norm"] > 0
+    same_bits(after.params, also.params)

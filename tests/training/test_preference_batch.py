@@ -124,6 +124,23 @@ def test_the_loss_is_that_of_every_answer_read_alone(read, options):
     np.testing.assert_allclose(sum(float(one.metrics["chosen_logprob"]) for one in found), chosen.chosen.sum(), rtol=1e-9)
 
 
+def test_an_answer_is_the_weighted_sum_of_its_tokens(read):
+    """With weights in the mask, which also count in its length; a weight of 1 is the mask's."""
+    config, policy, _, pairs, _ = read
+    batch = batches_of(pairs)[0]
+    weights = np.random.default_rng(0).random(batch.loss_mask.shape)
+    with jax.enable_x64(True):
+        measure = jax.jit(partial(answer_logprobs, config, options=loss_options(chunk=5)))
+        plain, ones, some, others = (
+            measure(policy, batch._replace(loss_mask=mask))
+            for mask in (batch.loss_mask, *(batch.loss_mask * w for w in (1.0, weights, 1 - weights)))
+        )
+    for whole, first, second in zip(plain, some, others, strict=True):
+        np.testing.assert_allclose(first + second, whole, rtol=1e-6, atol=1e-9)
+        assert np.abs(first - second).max() > 0.1
+    np.testing.assert_array_equal(ones, plain)
+
+
 @pytest.mark.slow
 def test_the_divergence_of_kto_is_of_the_whole_batch(models, alone):
     """In parts as at once, and as the formula has it of single answers."""

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,8 +15,9 @@ import llama_jax
 from llama_jax import preset
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward_options import Sharding
-from llama_jax.model.trees import quantize
+from llama_jax.model.trees import param_shapes, quantize
 from llama_jax.ops.cross_entropy import LossSums
+from llama_jax.ops.weights.formats import ENCODABLE
 from llama_jax.training.batch import Batch
 from llama_jax.training.loss import LossSumsAndMetrics
 from llama_jax.training.optimizer import adamw, with_clipping
@@ -95,8 +97,17 @@ def test_a_state_of_another_dtype_must_be_asked_for():
 
 
 def test_quantized_weights_are_refused_with_the_remedy():
-    with pytest.raises(ConfigError, match='quantized weights cannot be trained; load the model with dtype="float32"'):
-        init_state(OPTIMIZER, quantize(jit_init(CONFIG, jax.random.key(0)), "int8"))
+    shapes = param_shapes(replace(CONFIG, dim=256, hidden_dim=256))  # rows of whole blocks
+    for name in ENCODABLE:
+        for dtype in (None, "float32"):
+            with pytest.raises(ConfigError, match='quantized weights cannot be trained; load the model with dtype="float32"'):
+                init_state(OPTIMIZER, quantize(shapes, name), dtype=dtype)
+    params = jit_init(CONFIG, jax.random.key(0))
+    for dtype in ("float8_e4m3fn", "int8"):
+        with pytest.raises(ConfigError, match=f"dtype={dtype} cannot be trained; use float32"):
+            init_state(OPTIMIZER, params, dtype=dtype)
+        with pytest.raises(ConfigError, match="quantized weights cannot be trained"):
+            init_state(OPTIMIZER, params.replace(embedding=params.embedding.astype(dtype)))
 
 
 def test_the_norm_of_gradients_of_16_bits_is_taken_in_float32():
@@ -154,9 +165,13 @@ def ragged():
     return Batch(TOKENS, segments, positions.astype(np.int32))
 
 
+@pytest.mark.parametrize("weight", [pytest.param(1.0, marks=pytest.mark.slow), 1e-3])
 @pytest.mark.parametrize("accumulate", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_accumulated_parts_are_the_whole_batch(ragged, accumulate):
-    """To 1e-6 of each array's largest entry, whatever the number of labels in a part."""
+def test_accumulated_parts_are_the_whole_batch(ragged, accumulate, weight):
+    """To 1e-6 of each array's largest entry, whatever the number of labels in a part, or the sum of their weights."""
+    if weight != 1:
+        random = np.random.default_rng(0).random(ragged.tokens.shape, np.float32)
+        ragged = ragged._replace(loss_mask=np.where(random < 0.3, 0, weight * random))
 
     batch = jax.tree.map(lambda part: np.concatenate([part, part[::-1, ::-1]]), ragged)
 

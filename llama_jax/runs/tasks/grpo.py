@@ -125,7 +125,6 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     # A prompt has `group` answers, each used in `updates` steps.
     recipe = fit_to_data(recipe, inputs.mesh, recipe.length, lambda _: len(train) * r.group, r.group, r.updates)
     batch, length = recipe.batch, length_of(recipe, train, held)
-    frozen = recipe.lora is not None
     return Task(
         recipe=recipe,
         objective=replace(objective(recipe, length), frozen=reference),
@@ -133,7 +132,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
         facts=data_summary(recipe, train, held),
         tokens=batch * length,
         # Sampling processes each token once: a forward pass, a third of a full training step.
-        flops=step_flops(recipe.model, batch, length, frozen=frozen) + step_flops(recipe.model, batch, length) / 3,
+        flops=step_flops(recipe.model, batch, length, lora=recipe.lora) + step_flops(recipe.model, batch, length) / 3,
         decoded=r.answer / r.updates,
         begin=partial(RewardBatchSource, recipe, rewards, (train, held), inputs),
         shown=("reward", "length", "stopped", "flat", "kl", "clipped"),
@@ -171,6 +170,7 @@ def objective(recipe: Recipe, length: int) -> Objective:
         advantages=jax.ShapeDtypeStruct((recipe.batch,), jnp.float32),
         sampler_logprobs=logprobs,
         old_logprobs=logprobs if r.updates > 1 else None,
+        lengths=jax.ShapeDtypeStruct((recipe.batch,), jnp.int32),
     )
 
     def make_prepare_batch(frozen: FrozenModels) -> Callable[..., ScoredAnswers]:
@@ -185,7 +185,13 @@ def objective(recipe: Recipe, length: int) -> Objective:
 
         return add_reference
 
-    return Objective(batch_shapes, lambda _: loss, loss.count, make_prepare_batch if r.beta else None)
+    return Objective(
+        batch_shapes,
+        lambda _: loss,
+        loss.count,
+        make_prepare_batch if r.beta else None,
+        count_tokens=lambda scored: jnp.sum(scored.lengths, dtype=jnp.float32),
+    )
 
 
 def data_summary(recipe: Recipe, train: PromptSet, held: PromptSet) -> tuple[str, ...]:
@@ -326,10 +332,10 @@ class RewardBatchSource:
         chosen = prompt_batch(len(self._train), self._prompts, r.group, seed=self._recipe.seed, number=self._number)
         answers, texts, values, seconds = self._answer(model, self._train, chosen)
         rewards = weighted(self._rewards, values)
-        advantages = group_advantages(jnp.asarray(rewards, jnp.float32), r.group, scale=r.scale)
+        advantages = group_advantages(rewards, r.group, scale=r.scale)
         learned = answers.stopped if r.truncated == "mask" else np.ones(len(texts), bool)
         rows = answer_rows([self._train.ids[i] for i in chosen.numbers], answers, learned, self._length)
-        scored = rows._replace(advantages=np.asarray(advantages.values))
+        scored = rows._replace(advantages=np.asarray(advantages.values, np.float32))
         if self._score is not None:
             scored = scored._replace(old_logprobs=np.asarray(self._score(model, rows.batch)))
         lengths = answers.valid.sum(axis=1)
@@ -424,14 +430,15 @@ def answer_rows(prompts: Sequence[Sequence[int]], answers: Completions, learned:
     batch = len(answers.tokens)
     group = batch // len(prompts)
     tokens, mask = np.zeros((batch, length + 1), np.int32), np.zeros((batch, length + 1), bool)
-    sampler_logprobs = np.zeros((batch, length), np.float32)
+    sampler_logprobs, lengths = np.zeros((batch, length), np.float32), np.zeros(batch, np.int32)
     for i in range(batch):
         prompt, count = prompts[i // group], int(answers.valid[i].sum())
         begin, end = len(prompt), len(prompt) + count
         tokens[i, :begin], tokens[i, begin:end] = prompt, answers.tokens[i, :count]
         mask[i, begin:end] = learned[i]
         sampler_logprobs[i, begin - 1 : end - 1] = answers.logprobs[i, :count]
-    return ScoredAnswers(Batch(tokens, loss_mask=mask), np.zeros(batch, np.float32), sampler_logprobs)
+        lengths[i] = end
+    return ScoredAnswers(Batch(tokens, loss_mask=mask), np.zeros(batch, np.float32), sampler_logprobs, lengths=lengths)
 
 
 def pack_arrays(scored: ScoredAnswers) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data.data_files import FoundData
@@ -41,6 +42,11 @@ class FrozenModels(NamedTuple):
     other: Any
 
 
+def count_tokens(batch: Any) -> jax.Array:
+    """The number of tokens in a batch with segments, without padding, float32[]. A row's last token is only a target."""
+    return jnp.sum(batch.segment_ids[..., :-1] > 0, dtype=jnp.float32)
+
+
 @dataclass(frozen=True)
 class Objective:
     """The part of a task that is compiled into the training step.
@@ -54,6 +60,7 @@ class Objective:
         that depend on frozen models or on all rows: the log-probabilities of a reference, or a mean over the batch. If
         memory requires it, it must itself split the batch (`training.step.microbatches`). Its result also has B rows.
       frozen: arrays that are passed to the step as `FrozenModels.other`, already sharded.
+      count_tokens: maps the batch of `make_loss` to the number of tokens that are not padding, for tokens per second.
     """
 
     batch_shapes: Any
@@ -61,6 +68,7 @@ class Objective:
     count: Callable[[Any], jax.Array] = target_count
     make_prepare_batch: Callable[[FrozenModels], Callable[..., Any]] | None = None
     frozen: Any = None
+    count_tokens: Callable[[Any], jax.Array] = count_tokens
 
 
 class EvalResult(NamedTuple):
@@ -176,8 +184,8 @@ class Task:
       digests: of "train" and "validation", by which a resumed run recognizes its data, and of everything else that must not
         change. They are stored in checkpoints and compared.
       facts: lines about the data, for the log.
-      tokens: tokens that a step reads, including padding, for tokens per second.
-      flops: FLOPs of a step, for MFU.
+      tokens: tokens of a step's rows, including padding, for the plan.
+      flops: FLOPs of a step on these rows, for MFU.
       decoded: number of tokens that a step samples one after another, in each of its rows.
       begin: makes the batch source, once everything is compiled.
       mixture: the share of each source, as stored in the metadata of a checkpoint; None for a single source.

@@ -94,7 +94,7 @@ def task_of(recipe: Recipe, mesh: MeshSizes, corpora: Corpora) -> Task:
         digests={"train": _digest(corpora.train), "validation": _digest(held)},
         facts=data_summary(recipe, corpora),
         tokens=recipe.batch * recipe.length,
-        flops=step_flops(recipe.model, recipe.batch, recipe.length, frozen=recipe.lora is not None),
+        flops=step_flops(recipe.model, recipe.batch, recipe.length, lora=recipe.lora),
         mixture=corpora.mixture,
         begin=partial(TextBatchSource, recipe, limit_tokens(corpora, recipe.evaluate_tokens)),
     )

@@ -89,7 +89,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
         f" {epochs:.1f} epochs"
     )
     sides = 1 if options.kind == "kto" else 2
-    trained = step_flops(recipe.model, sides * recipe.batch, recipe.length, frozen=recipe.lora is not None)
+    trained = step_flops(recipe.model, sides * recipe.batch, recipe.length, lora=recipe.lora)
     forward = step_flops(recipe.model, recipe.batch, recipe.length) / 3
     read_again = 2 * needs_reference(options) * (recipe.lora is not None) + (options.kind == "kto")
     return Task(
