@@ -237,7 +237,7 @@ def check_data(metadata: dict[str, Any] | None, task: Task, *, reweigh: bool) ->
     for name, digest in task.digests.items():
         if metadata["data"].get(name) != digest:
             what = f"{name} data" if name in ("train", "validation") else name
-            raise TrainingError(f"the {what} is not what this run began with; resume with the same files and version of llama_jax")
+            raise TrainingError(f"the {what} is not what this run began with; resume with the same files")
     before = metadata["data"].get("mixture", [[0, None]])[-1][1]
     if before != task.mixture and not reweigh:
         old, new = (", ".join(f"{name} {share}" for name, share in (of or {}).items()) for of in (before, task.mixture))
