@@ -169,7 +169,7 @@ def test_errors_of_the_encoding_name_the_line(tmp_path, pairs, llama3):
         open_chats(tools, llama3, 64)
     with pytest.raises(ValueError, match=r"^the model has no chat template"):
         open_chats(written(tools, [{"instruction": "a", "output": "b"}]), Tokenizer(), 64)
-    with pytest.raises(DataError, match=r"a\.txt is not a \.jsonl"):
+    with pytest.raises(DataError, match=r"a\.txt has no chats or other examples; use files that end in \.jsonl, \.json"):
         open_chats(written(tmp_path / "a.txt", [1]), llama3, 64)
     with pytest.raises(DataError, match="length=0"):
         open_chats(pairs, llama3, 0)
