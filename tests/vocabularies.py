@@ -37,19 +37,22 @@ WORDS = [
 ]
 
 
-def sentencepiece_model() -> bytes:
-    """BPE over bytes and U+2581, with Llama 2's settings."""
+def sentencepiece_model(**changes: object) -> bytes:
+    """BPE over bytes and U+2581, with Llama 2's settings or changed ones."""
     model = io.BytesIO()
+    options: dict[str, object] = {
+        "model_type": "bpe",
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+    }
     sentencepiece.SentencePieceTrainer.Train(
         sentence_iterator=iter(["once upon a time Hello world léger día tree user assistant"] * 100),
         model_writer=model,
         vocab_size=330,
-        model_type="bpe",
         byte_fallback=True,
         hard_vocab_limit=False,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
         minloglevel=2,
+        **options | changes,
     )
     return model.getvalue()
 
@@ -85,6 +88,14 @@ def bytes_json() -> bytes:
     library.decoder = tokenizers.decoders.ByteLevel()
     library.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in SPECIAL_TOKENS])
     put_bos(library, SPECIAL_TOKENS[0])
+    return library.to_str().encode()
+
+
+def normalized_json(*normalizers: str, add_prefix_space: bool = False) -> bytes:
+    """The ranks with these normalizers and GPT-2's pre-tokenizer, which may add a space to the beginning of a text."""
+    library = tokenizers.Tokenizer.from_str(bytes_json().decode())
+    library.normalizer = tokenizers.normalizers.Sequence([getattr(tokenizers.normalizers, name)() for name in normalizers])
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     return library.to_str().encode()
 
 
@@ -140,12 +151,23 @@ FILES = {
     "never": ("tokenizer.json", lambda: spaces_json(prefix="never")),
 }
 KINDS = tuple(FILES)
+# Kinds that do not give back every text: they remove or add spaces, or normalize characters.
+NORMALIZING_FILES = {
+    "trimmed": (
+        "tokenizer.model",
+        lambda: sentencepiece_model(normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True),
+    ),
+    "unigram": ("tokenizer.model", lambda: sentencepiece_model(model_type="unigram")),
+    "added space": ("tokenizer.json", lambda: normalized_json(add_prefix_space=True)),
+    "stripped": ("tokenizer.json", lambda: normalized_json("NFC", "Strip")),
+}
+ALL_KINDS = (*FILES, *NORMALIZING_FILES)
 
 
 def write(folder: Path, kind: str, **files: object) -> Path:
     """A folder with a vocabulary, and JSON files beside it by the names without .json."""
     folder.mkdir(parents=True, exist_ok=True)
-    name, make = FILES[kind]
+    name, make = (FILES | NORMALIZING_FILES)[kind]
     (folder / name).write_bytes(make())
     for stem, content in files.items():
         (folder / f"{stem}.json").write_text(json.dumps(content))

@@ -35,8 +35,8 @@ class ShowData:
     """Show chats and preferences as tokens: the id and the text of each, and whether it is a target."""
 
     file: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="FILE")]]
-    """A .jsonl whose lines are chats (messages, or ShareGPT's conversations), a prompt and a completion, an instruction
-    and an output (Alpaca), or preferences (prompt, chosen, rejected)."""
+    """A .jsonl, .json, .parquet or .arrow whose lines or rows are chats (messages, or ShareGPT's conversations), a prompt
+    and a completion, an instruction and an output (Alpaca), or preferences (prompt, chosen, rejected)."""
     model: ModelPath | None = None
     """Folder or file of a model, for its vocabulary and chat template. The default is the bundled stories model."""
     tokenizer: ModelPath | None = None
@@ -48,7 +48,7 @@ class ShowData:
     examples: Annotated[int, at_least(1)] = 1
     """Number of examples to show."""
     line: Annotated[int, at_least(1)] = 1
-    """Line of the first example, or the next line that has one."""
+    """Line or row of the first example, or the next one that has one."""
     length: Annotated[int, at_least(1)] | None = None
     """Predicted tokens of a row: longer examples are cut or dropped, as in training with this length."""
     too_long: Literal["cut", "drop"] = "cut"
@@ -64,9 +64,17 @@ class ShowData:
 
     def run(self) -> None:
         from llama_jax.data.chat_jsonl import read_chats, read_preferences
-        from llama_jax.data.chat_tokens import ChatReading, encode_example, open_chats, open_preferences, shortened
+        from llama_jax.data.chat_tokens import (
+            ChatReading,
+            encode_example,
+            for_format,
+            open_chats,
+            open_preferences,
+            shortened,
+            warn_of_ignored,
+        )
         from llama_jax.data.data_files import find_files
-        from llama_jax.data.documents import first_fields
+        from llama_jax.data.documents import RECORD_UNITS, first_fields, kind_of
         from llama_jax.formats.loading import bundled, open_checkpoint
 
         if self.length is None and self.too_long == "drop":
@@ -77,42 +85,46 @@ class ShowData:
             path = bundled() if self.model is None else self.model
             tokenizer = stored_tokenizer(path, open_checkpoint(path))
         file, *_ = find_files(self.file)
-        if file.suffix.lower() != ".jsonl" or self.file.is_dir():
-            raise UserError(f"{self.file} is not a .jsonl file with one object per line")
+        if kind_of(file) not in RECORD_UNITS or self.file.is_dir():
+            raise UserError(f"{self.file} is not a file that ends in {', '.join(RECORD_UNITS)}")
         is_pair = self.kind == "auto" and {"chosen", "rejected"} <= first_fields([file])
         is_preferences = self.kind == "preferences" or is_pair
         wanted = (one for one in (read_preferences if is_preferences else read_chats)(file) if one.line >= self.line)
         found: tuple[EncodedExample | None, ...] | None = None  # of the last example, None for an answer that is dropped
+        ignored: set[str] = set()
         with ReplyEncoder(tokenizer, self.format) as encoder:
             for example in islice(wanted, self.examples):
+                where = f"{self.file}, {RECORD_UNITS[kind_of(file)]} {example.line}"
                 try:
+                    example = for_format(encoder, example)
                     found = encode_example(encoder, example, special=self.special)
                 except UserError as error:
-                    raise UserError(f"{self.file}, line {example.line}: {error}") from None
+                    raise UserError(f"{where}: {error}") from None
+                ignored.update(example.ignored)
                 if self.length is not None:
                     found = tuple(one and shortened(one, self.length, self.too_long) for one in found)
-                print(
-                    json.dumps(as_facts(tokenizer, example, found)) if self.json else self._page(tokenizer, example, found)
-                )
+                print(json.dumps(as_facts(tokenizer, example, found)) if self.json else self._page(tokenizer, where, found))
         if found is None:
             raise UserError(f"{self.file} has no example from line {self.line} on")
-        if self.count:
-            reading = ChatReading(self.format, self.too_long, self.special)
-            with warnings.catch_warnings(record=True) as warned:
-                warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            if self.count:
+                reading = ChatReading(self.format, self.too_long, self.special)
                 read = open_preferences if is_preferences else open_chats
                 print(read(self.file, tokenizer, self.length or 1 << 30, reading).counts, file=sys.stderr)
-            for warning in warned:
-                note(str(warning.message))
+            else:
+                warn_of_ignored(ignored, str(file))
+        for warning in warned:
+            note(str(warning.message))
 
-    def _page(self, tokenizer: Tokenizer, example: Example, answers: Sequence[EncodedExample | None]) -> str:
+    def _page(self, tokenizer: Tokenizer, where: str, answers: Sequence[EncodedExample | None]) -> str:
         colored = self.color == "always"
         if self.color == "auto":
             colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         names = ("",) if len(answers) == 1 else (" · chosen", " · rejected")
         parts = []
         for name, encoded in zip(names, answers, strict=True):
-            about = f"{printable(str(self.file))}, line {example.line}{name}"
+            about = f"{printable(where)}{name}"
             if encoded is None:
                 parts.append(f"{about}: dropped, because it has over {self.length} + 1 tokens")
                 continue

@@ -1,4 +1,5 @@
-"""Chats in JSONL in the common published forms; each line is an example of an assistant's answers."""
+"""Chats in the common published forms; each line of JSONL, object of JSON or row of a table is an example of an assistant's
+answers."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama_jax.data.documents import jsonl_objects
+from llama_jax.data.documents import RECORD_UNITS, Record, kind_of, location, read_records
 from llama_jax.errors import DataError, shown
 from llama_jax.tokenizers import Message
 
@@ -18,21 +19,27 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
-MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
+MESSAGE_FIELDS = ("name", "tool_calls", "tool_call_id")
+# Without these fields, an example has another meaning; other unknown fields are ignored.
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+RECORD_UNSUPPORTED = (*MEDIA, "functions", "documents", "history", "chat_template_kwargs")
+MESSAGE_UNSUPPORTED = (*MEDIA, "function_call", "reasoning_content", "reasoning", "thinking", "refusal")
+LOSS_FLAGS = ("weight", "loss", "train", "training")  # whether a message is a target, which all of the assistant's are
 CHAT_FORMS = "messages; conversations; prompt and completion; instruction and output"
 TextOrMessages = str | tuple[Message, ...]
 
 
 class Example(NamedTuple):
-    """A line of a file.
+    """A line of a file, or an object or row, see `documents.read_records`. A field that is null is not there.
 
     Attributes:
       prompt: a text, or messages.
       answers: of the same type as the prompt: one; two, of which the first is preferred; or none for a prompt only.
       tools: functions that the model may call.
       columns: all fields of the line, unchanged.
-      line: the line number.
+      line: the line number, or the index of the object or row, from 1.
       desirable: whether a single answer is good, if the line has a label.
+      ignored: names of the fields that have no effect, those of messages as in "messages[].id".
     """
 
     prompt: TextOrMessages
@@ -41,6 +48,7 @@ class Example(NamedTuple):
     columns: dict[str, Any]
     line: int
     desirable: bool | None = None
+    ignored: tuple[str, ...] = ()
 
 
 def read_chats(path: Path) -> Iterator[Example]:
@@ -53,10 +61,11 @@ def read_chats(path: Path) -> Iterator[Example]:
       input is a separate paragraph, and its reply.
 
     A chat may have a `system` text, which becomes its first message, and `tools`, a list or its JSON. Other fields are
-    ignored.
+    ignored, see `Example.ignored`.
 
     Raises:
-      DataError: any other line; the message gives file, line and field.
+      DataError: any other line; or fields without which it has another meaning, such as images. The message gives file, line
+        and field.
     """
     for line in _lines(path):
         prompt: TextOrMessages = ()
@@ -84,10 +93,8 @@ def read_prompts(path: Path) -> Iterator[Example]:
     """
     columns: list[str] | None = None
     for line in _lines(path):
-        if "prompt" not in line.found:
-            raise line.wrong(f"prompt, a text or messages, is missing; the fields are {line.fields()}")
-        columns = list(line.found) if columns is None else columns
-        for name in sorted(set(columns) ^ set(line.found)):
+        columns = list(line.columns) if columns is None else columns
+        for name in sorted(set(columns) ^ set(line.columns)):
             where, other = ("the first line", "here") if name in columns else ("this line", "in the first")
             raise line.wrong(
                 f"{shown(name, 40)} is a field of {where} but not {other}; put it into all lines, possibly as null"
@@ -135,27 +142,35 @@ def read_labeled(path: Path) -> Iterator[Example]:
                 raise line.wrong(f"{name} is missing; write prompt, completion and label; the fields are {line.fields()}")
         prompt, answer = line.completed()
         line.check_answer(answer, "completion has no message of the role 'assistant'; remove the line")
-        label = line.found["label"]
+        label = line.take("label")
         if not isinstance(label, bool):
             raise line.wrong(f"label={shown(label, 60)} must be true, for a good answer, or false")
         yield line.example(prompt, answer)._replace(desirable=label)
 
 
 def _lines(path: Path) -> Iterator[_Line]:
-    return (_Line(path, number, found) for found, number, _ in jsonl_objects(path))
+    return (_Line(path, record) for record in read_records(path))
 
 
 class _Line:
-    """The object of a line; reads and checks its fields."""
+    """A record; reads and checks its fields."""
 
-    def __init__(self, path: Path, number: int, found: dict[str, Any]) -> None:
-        self._where, self._number = f"{path}, line {number}", number
-        self.found = found
+    def __init__(self, path: Path, record: Record) -> None:
+        self._where, self._number = location(path, record.number), record.number
+        self._is_row = RECORD_UNITS[kind_of(path)] == "row"
+        self.columns = record.fields
+        self.found = {name: value for name, value in record.fields.items() if value is not None}
+        self._taken: set[str] = set()
+        self._ignored: set[str] = set()  # of messages
 
     def example(self, prompt: TextOrMessages, *answers: TextOrMessages) -> Example:
-        """The line as an example; texts have no tools."""
+        """The line as an example; texts have no tools, and all fields of a prompt only are columns."""
         is_text = isinstance(answers[0] if answers else prompt, str)
-        return Example(prompt, answers, () if is_text else self.tools(), self.found, self._number)
+        tools = () if is_text else self.tools()
+        unread = {name: value for name, value in self.found.items() if answers and name not in self._taken}
+        for name, value in unread.items():
+            self.refuse_meaningful(name, value, RECORD_UNSUPPORTED)
+        return Example(prompt, answers, tools, self.columns, self._number, ignored=(*unread, *sorted(self._ignored)))
 
     def check_answer(self, answer: TextOrMessages, what: str) -> None:
         """Raise an error with the message `what` for messages without one of the assistant's."""
@@ -165,20 +180,37 @@ class _Line:
     def wrong(self, what: str) -> DataError:
         return DataError(f"{self._where}: {what}")
 
+    def refuse_meaningful(self, name: str, value: Any, unsupported: Sequence[str]) -> None:
+        """Raise an error for a field that is unsupported and not empty."""
+        if name.rpartition(".")[2] in unsupported and value not in ("", [], {}, False):
+            raise self.wrong(
+                f"{name}={shown(value, 60)} is not supported, and without it the example would have another meaning; remove"
+                " the line, or the field if it is not part of the example"
+            )
+
     def fields(self) -> str:
-        return shown(list(self.found), 200) if self.found else "no fields"
+        names = shown(list(self.found), 200) if self.found else "no fields"
+        null = [name for name in self.columns if name not in self.found]
+        return f"{names}, and as null {shown(null, 200)}" if null else names
+
+    def take(self, name: str) -> Any:
+        """The value of a field, which is then not ignored; None if it is missing."""
+        self._taken.add(name)
+        return self.found.get(name)
 
     def text(self, name: str, *, optional: bool = False) -> str:
-        value = self.found.get(name)
+        value = self.take(name)
         if isinstance(value, str) or (optional and value is None):
             return value or ""
-        if name not in self.found:
+        if value is None:
             raise self.wrong(f"{name}, a text, is missing; the fields are {self.fields()}")
         raise self.wrong(f"{name}={shown(value, 60)} must be a text")
 
     def content(self, name: str) -> TextOrMessages:
         """A text, or messages."""
-        value = self.found[name]
+        value = self.take(name)
+        if value is None:
+            raise self.wrong(f"{name}, a text or messages, is missing; the fields are {self.fields()}")
         if not isinstance(value, str | list):
             raise self.wrong(f"{name}={shown(value, 60)} must be a text, or messages")
         return value if isinstance(value, str) else self.chat(name)
@@ -202,7 +234,7 @@ class _Line:
         return ({"role": "system", "content": text}, *content) if text else content
 
     def tools(self) -> tuple[dict[str, Any], ...]:
-        value = self.found.get("tools")
+        value = self.take("tools")
         if isinstance(value, str):
             try:
                 value = json.loads(value) if value.strip() else None
@@ -212,34 +244,48 @@ class _Line:
             return ()
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
             raise self.wrong(f"tools={shown(value, 60)} must be a list of objects in OpenAI's format for functions")
-        return tuple(value)
+        return tuple(self._stored(value))
+
+    def _stored(self, value: Any) -> Any:
+        """A value as it was before it was stored: the objects of a column have all of each other's fields, as null."""
+        if self._is_row and isinstance(value, dict):
+            return {key: self._stored(entry) for key, entry in value.items() if entry is not None}
+        return [self._stored(entry) for entry in value] if self._is_row and isinstance(value, list) else value
 
     def chat(self, name: str) -> tuple[Message, ...]:
-        value = self.found[name]
+        value = self.take(name)
         if not isinstance(value, list) or not value:
             raise self.wrong(f"{name}={shown(value, 60)} must be a list with at least one message")
-        return tuple(self._message(f"{name}[{i}]", each) for i, each in enumerate(value))
+        return tuple(self._message(name, i, each) for i, each in enumerate(value))
 
-    def _message(self, name: str, value: Any) -> Message:
+    def _message(self, chat: str, number: int, value: Any) -> Message:
+        name = f"{chat}[{number}]"
         if not isinstance(value, dict):
             raise self.wrong(f"{name}={shown(value, 60)} must be an object with role and content, or from and value")
-        plain = "role" in value or "from" not in value
+        fields = {key: self._stored(entry) for key, entry in value.items() if entry is not None}
+        plain = "role" in fields or "from" not in fields
         role_name, content_name = ("role", "content") if plain else ("from", "value")
-        role, content = value.get(role_name), value.get(content_name)
+        role, content = fields.pop(role_name, None), fields.pop(content_name, None)
         if not isinstance(role, str) or role not in ROLES:
             known = ", ".join(ROLES)
             raise self.wrong(f"{name}.{role_name}={shown(role, 40)} is not a role; rename it to one of {known}")
+        message: dict[str, Any] = {"role": ROLES[role], "content": ""}
+        for key, entry in fields.items():
+            self.refuse_meaningful(f"{name}.{key}", entry, MESSAGE_UNSUPPORTED)
+            if key in LOSS_FLAGS and ROLES[role] == "assistant" and entry != 1:
+                raise self.wrong(
+                    f"{name}.{key}={shown(entry, 40)} is not supported, as all of the assistant's messages are targets; to"
+                    " train on the last one only, put those before it into `prompt`, and it into `completion`"
+                )
+            if key in MESSAGE_FIELDS and entry not in ("", []):
+                message[key] = entry
+            elif key not in MESSAGE_FIELDS:
+                self._ignored.add(f"{chat}[].{shown(key, 40)[1:-1]}")
         if isinstance(content, list):
             content = self._joined(f"{name}.{content_name}", content)
-        if content is None and value.get("tool_calls"):
-            content = ""
-        if not isinstance(content, str):
+        if not isinstance(content, str) and (content is not None or "tool_calls" not in message):
             raise self.wrong(f"{name}.{content_name}={shown(content, 60)} must be a text")
-        more = {key: entry for key, entry in value.items() if key not in (role_name, content_name) and entry is not None}
-        unknown = [key for key in more if key not in MESSAGE_FIELDS]
-        if unknown:
-            raise self.wrong(f"{name}.{shown(unknown[0], 40)[1:-1]} is not supported; remove it from the messages")
-        message: dict[str, Any] = {"role": ROLES[role], "content": content, **more}
+        message["content"] = content or ""
         return message  # type: ignore[return-value]
 
     def _joined(self, name: str, parts: list[Any]) -> str:
@@ -252,13 +298,13 @@ class _Line:
         self, chosen: tuple[Message, ...], rejected: tuple[Message, ...]
     ) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
         """The prompt, and both answers to it."""
-        prompt: Sequence[Message] = ()
-        given = self.found.get("prompt")
+        prompt: tuple[Message, ...] = ()
+        given = self.take("prompt")
         if given is not None:
             content = self.content("prompt")
             prompt = self.with_system(({"role": "user", "content": content},) if isinstance(content, str) else content)
             if chosen[0]["role"] not in ("system", "user"):
-                return tuple(prompt), chosen, rejected
+                return prompt, chosen, rejected
         common = 0
         for one, other in zip(chosen, rejected, strict=False):
             if one != other:
@@ -267,9 +313,13 @@ class _Line:
         shared = chosen[:common]
         if given is None and chosen[0]["role"] == "assistant":
             raise self.wrong(f"prompt, a text or messages, is missing; the fields are {self.fields()}")
+        if (
+            shared and prompt[-len(shared) :] == shared
+        ):  # the prompt may have a system message that the answers do not repeat
+            shared = prompt
         if not shared or (prompt and shared[-1]["content"] != prompt[-1]["content"]):
             raise self.wrong(
                 "chosen and rejected have different prompts, or not the same as `prompt`; put the prompt into `prompt`,"
                 " and only the answers into chosen and rejected"
             )
-        return shared, chosen[common:], rejected[common:]
+        return self.with_system(shared), chosen[common:], rejected[common:]

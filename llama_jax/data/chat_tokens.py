@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import warnings
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from llama_jax.data.chat_jsonl import Example, read_chats, read_labeled, read_preferences
+from llama_jax.data.chat_jsonl import Example, TextOrMessages, read_chats, read_labeled, read_preferences
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.data_files import Paths, describe, find_files, untouched
+from llama_jax.data.documents import RECORD_UNITS, kind_of, location
 from llama_jax.errors import DataError, GenerationError, TokenizerError, shown
 from llama_jax.tokenizers import Format, Tokenizer
 from llama_jax.tokenizers.chat_targets import EncodedExample, ReplyEncoder
@@ -122,17 +123,17 @@ class LabeledAnswers(NamedTuple):
 
 
 def open_chats(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Chats:
-    """The conversations of JSONL files as tokens and targets, in memory; see `read_chats` for the forms of a line.
+    """The conversations of files as tokens and targets, in memory; see `read_chats` for the forms of a line.
 
     Args:
-      paths: files, or folders whose ``.jsonl`` are read in order of their names.
+      paths: JSONL, JSON, Parquet and Arrow files, or folders of them, see `data_files.find_files`.
       length: T, predicted tokens of the rows that they are for: a conversation has at most T + 1 tokens.
 
     Raises:
       DataError: a line that cannot be used, by its file, line and field; or files without a target.
 
-    Warns if no target is a token that ends a reply, since a model trained on them would never end one; and if texts contain
-    the names of special tokens as plain text.
+    Warns if no target is a token that ends a reply, since a model trained on them would never end one; if texts contain the
+    names of special tokens as plain text; and of fields that are ignored.
     """
     found, counts, _ = _read(paths, tokenizer, length, reading, read_chats)
     return Chats(found[0], counts)
@@ -155,15 +156,15 @@ def open_labeled(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatR
 
 
 def examples_of(paths: Paths, read: Callable[[Path], Iterator[Example]]) -> Iterator[tuple[Path, Example]]:
-    """The examples in JSONL files, each with its file.
+    """The examples in files, each with its file.
 
     Raises:
       DataError: a file of another type, or one that changes while being read.
     """
     files = find_files(paths)
     for file in files:
-        if file.suffix.lower() != ".jsonl":
-            raise DataError(f"{file} is not a .jsonl file, with one object per line; use files with that suffix")
+        if kind_of(file) not in RECORD_UNITS:
+            raise DataError(f"{file} has no chats or other examples; use files that end in {', '.join(RECORD_UNITS)}")
     for file in files:
         source = describe(file)
         yield from ((file, example) for example in read(file))
@@ -191,6 +192,29 @@ def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = F
     return tuple(found)
 
 
+def for_format(encoder: ReplyEncoder, example: Example) -> Example:
+    """The example as its chat format can write it: only a checkpoint's template may write names of speakers.
+
+    Raises:
+      GenerationError: messages without a chat format.
+    """
+    contents = (example.prompt, *example.answers)
+    if isinstance(contents[-1], str) or encoder.format == "template":
+        return example
+
+    def without_names(content: TextOrMessages) -> Any:
+        return tuple({key: value for key, value in message.items() if key != "name"} for message in content)
+
+    unnamed = example._replace(prompt=without_names(contents[0]), answers=tuple(map(without_names, contents[1:])))
+    return unnamed if unnamed == example else unnamed._replace(ignored=(*example.ignored, "name of messages"))
+
+
+def warn_of_ignored(ignored: Collection[str], where: str) -> None:
+    """Warn of fields of examples that have no effect, in one line."""
+    if ignored:
+        warnings.warn(f"{where}: fields that are ignored: {', '.join(sorted(ignored))}", stacklevel=4)
+
+
 def shortened(encoded: EncodedExample, length: int, too_long: TooLong) -> EncodedExample | None:
     """At most T + 1 tokens of an example; None if it is longer and `too_long` is "drop"."""
     if len(encoded.ids) <= length + 1:
@@ -212,11 +236,12 @@ def _read(
     desirable: list[bool | None] = []
     special = special_pattern(tokenizer.special_tokens)
     spelled = ""  # the first text that spells a special token
+    ignored: set[str] = set()
     with ReplyEncoder(tokenizer, reading.format, reading.template_time) as encoder:
         for file, example in examples_of(paths, read):
-            where = f"{file}, line {example.line}"
-            if not isinstance(example.answers[0], str):
-                _ = encoder.format  # a missing format is not the line's fault
+            where = location(file, example.line)
+            example = for_format(encoder, example)  # a missing format is not the line's fault
+            ignored.update(example.ignored)
             try:
                 found = encode_example(encoder, example, special=reading.special)
             except (GenerationError, TokenizerError) as error:
@@ -238,6 +263,7 @@ def _read(
         lengths = np.array([len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)], np.int64)
         corpora = [side.corpus(lengths) for side in sides]
         _warn(corpora, encoder, spelled)
+    warn_of_ignored(ignored, ", ".join(map(str, find_files(paths))))
     return corpora, counts, desirable
 
 

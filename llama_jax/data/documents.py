@@ -1,5 +1,5 @@
-"""Text files, JSONL, Parquet and Arrow as a stream of documents; only a few of them are in memory, however large the file.
-Files are divided into spans of whole documents for several processes."""
+"""Text files, JSONL, JSON, Parquet and Arrow as a stream of documents or records; only a few of them are in memory, however
+large the file, except for JSON. Files are divided into spans of whole documents for several processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeVar, cast
 
@@ -20,6 +21,7 @@ TABLE_ROWS = 1024  # rows of a table to read at a time
 SEARCH_BYTES = 1 << 20  # bytes to read at a time to find the end of a document
 COMPRESSED = (".gz", ".zst")
 TOKENS = (".bin", ".array_record", ".corpus")  # files of token ids
+RECORD_UNITS = {".jsonl": "line", ".json": "record", ".parquet": "row", ".arrow": "row"}  # a record by the type of its file
 ARROW_MAGIC = b"ARROW1"  # begins Arrow's file format, which has an index
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # ends Arrow's streaming format
 
@@ -28,16 +30,16 @@ ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # ends Arrow's streaming format
 class DocumentFormat:
     """Settings for reading documents.
 
-    A file is text unless its name ends in ``.jsonl``, ``.parquet``, ``.arrow`` or one of `TOKENS`; ``.txt`` and ``.jsonl``
-    may be followed by ``.gz`` or ``.zst``.
+    A file is text unless its name ends in one of `RECORD_UNITS` or `TOKENS`; ``.txt``, ``.jsonl`` and ``.json`` may be
+    followed by ``.gz`` or ``.zst``.
 
     Attributes:
       separator: the text between documents of a text file. White space around documents is removed.
       longest: maximum characters of a document in a text file. A longer one, such as a whole file without separators, is cut
         into several: after the last empty line that leaves more than half of that, else after the last line, else after the
         last word. The default is about 30,000 tokens.
-      field: the field of a JSONL file, or column of a table in Parquet or Arrow, that contains a document's text, which is
-        used as it is, whatever its length.
+      field: the field of the objects of JSONL and JSON, or column of a table in Parquet or Arrow, that contains a document's
+        text, which is used as it is, whatever its length; null and an empty text are no document.
       token_type: dtype of the ids in ``.bin`` and ``.array_record``; None means "uint16" if that fits the vocabulary.
 
     Raises:
@@ -59,10 +61,25 @@ class DocumentFormat:
 
 
 class Document(NamedTuple):
-    """A text, the line of the file on which it begins, and the number of bytes of the file read so far."""
+    """A text, the line of the file on which it begins (see `Record.number` for records), and the number of bytes of the file
+    read so far."""
 
     text: str
     line: int
+    read: int
+
+
+class Record(NamedTuple):
+    """An object of JSONL or JSON, or a row of a table.
+
+    Attributes:
+      fields: its values by name.
+      number: its line in JSONL, else its index in the file; from 1, counted from the beginning of a span.
+      read: bytes of the file read so far.
+    """
+
+    fields: dict[str, Any]
+    number: int
     read: int
 
 
@@ -90,13 +107,30 @@ def text_documents(path: Path, reading: DocumentFormat, span: Span | None = None
         line += piece.count("\n")
 
 
-def jsonl_objects(path: Path, span: Span | None = None) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """The objects of a JSONL file, each with its line and the number of bytes of the file read so far; empty lines are
-    skipped. Lines are counted from the beginning of the span.
+def read_records(path: Path, span: Span | None = None, columns: list[str] | None = None) -> Iterator[Record]:
+    """The records of a file of one of `RECORD_UNITS`. A ``.json`` has an array of objects, a single object, or JSONL.
+
+    Args:
+      columns: the columns of a table to read; by default all.
 
     Raises:
-      DataError: a line that is not a JSON object.
+      DataError: a record that is not an object; a damaged file; pyarrow is missing, or a table has no such column.
     """
+    match kind_of(path):
+        case ".jsonl":
+            return _complete(path, _jsonl_records(path, span))
+        case ".json":
+            return _complete(path, _json_records(path))
+        case _:
+            return _table_records(path, span, columns)
+
+
+def location(path: Path, number: int) -> str:
+    """The file and the line, record or row, for messages."""
+    return f"{path}, {RECORD_UNITS.get(kind_of(path), 'line')} {number}"
+
+
+def _jsonl_records(path: Path, span: Span | None) -> Iterator[Record]:
     read = 0
     with open_bytes(path) as file:
         if span is not None:
@@ -110,14 +144,35 @@ def jsonl_objects(path: Path, span: Span | None = None) -> Iterator[tuple[dict[s
                     return
                 yield line
 
-        for found, number in json_objects(lines(), str(path)):
-            yield found, number, read
+        for fields, number in json_objects(lines(), str(path)):
+            yield Record(fields, number, read)
+
+
+def _json_records(path: Path) -> Iterator[Record]:
+    with open_bytes(path) as file:
+        content = file.read()
+    size = path.stat().st_size
+    try:
+        value = json.loads(content)
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8; save the file as UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        if content.lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"["):
+            raise DataError(f"{path} is not a whole JSON array ({reason_of(error)}); copy it again") from None
+        for fields, number in json_objects(content.split(b"\n"), str(path)):
+            yield Record(fields, number, size)
+        return
+    records = value if isinstance(value, list) else [value]
+    for number, fields in enumerate(records, 1):
+        if not isinstance(fields, dict):
+            raise DataError(f"{location(path, number)} is a {type(fields).__name__}; write an array of objects")
+        yield Record(fields, number, size * number // len(records))
 
 
 def first_fields(files: Sequence[Path]) -> set[str]:
-    """The fields of the first object in the first .jsonl among files; empty if there is no such file."""
-    objects = (found for file in files if file.suffix.lower() == ".jsonl" for found, _, _ in jsonl_objects(file))
-    return set(next(objects, {}))
+    """The fields of the first record in the first file of records; empty if there is no such file."""
+    records = (record for file in files if kind_of(file) in RECORD_UNITS for record in read_records(file))
+    return {name for record in islice(records, 1) for name in record.fields}
 
 
 def json_objects(lines: Iterable[bytes], where: str) -> Iterator[tuple[dict[str, Any], int]]:
@@ -147,61 +202,56 @@ def json_objects(lines: Iterable[bytes], where: str) -> Iterator[tuple[dict[str,
         yield found, number
 
 
-def jsonl_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
-    """The texts of a JSONL file, one object per line; empty lines and texts are skipped.
+def record_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
+    """The texts in a field of records; null and empty ones are skipped.
 
     Raises:
-      DataError: a line that is not a JSON object, or has no text in the field.
+      DataError: a record without this field, or with something else in it; see also `read_records`.
     """
-    for found, number, read in jsonl_objects(path, span):
-        text = found.get(reading.field)
-        if not isinstance(text, str):
-            fields = shown(list(found), 200) if found else "no fields"
-            raise DataError(
-                f"{path}, line {number} has no text in the field {reading.field!r}; it has {fields}:"
-                " set `field` to the one with the text"
-            )
-        if text:
+    field, remedy = reading.field, "set `field` to the one with the text"
+    for fields, number, read in read_records(path, span, [field]):
+        text = fields.get(field)
+        if text and isinstance(text, str):
             yield Document(text, number, read)
+        elif text not in (None, ""):
+            raise DataError(f"{location(path, number)}: {field}={shown(text, 60)} must be a text; {remedy}")
+        elif field not in fields:
+            names = shown(list(fields), 200) if fields else "no fields"
+            raise DataError(f"{location(path, number)} has no text in the field {field!r}; it has {names}: {remedy}")
 
 
-def table_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
-    """The texts of a column of a Parquet file, or of an Arrow file as written by the datasets library; empty ones are
-    skipped. A document's line is its row, from 1.
-
-    Raises:
-      DataError: pyarrow is missing, a file is damaged or not in Parquet or Arrow, or it has no text column with that
-        name.
-    """
-    row = 0
-    for texts, read in (_parquet_texts if kind_of(path) == ".parquet" else _arrow_texts)(path, reading.field, span):
-        for text in texts:
-            row += 1
-            if not isinstance(text, str | None):
-                kind = type(text).__name__
-                raise DataError(f"{path}: the column {reading.field!r} holds {kind}; set `field` to a column of texts")
-            if text:
-                yield Document(text, row, read)
+def _table_records(path: Path, span: Span | None, columns: list[str] | None) -> Iterator[Record]:
+    """The rows of a table in Parquet, or in Arrow as written by the datasets library."""
+    batches = (_parquet_batches if kind_of(path) == ".parquet" else _arrow_batches)(path, span, columns)
+    rows = ((fields, read) for batch, read in batches for fields in batch)
+    return (Record(fields, number, read) for number, (fields, read) in enumerate(rows, 1))
 
 
-def _parquet_texts(path: Path, field: str, span: Span | None) -> Iterator[tuple[Iterator[Any], int]]:
-    """The column of each row group, and the number of bytes of the file read after it."""
+def _parquet_batches(path: Path, span: Span | None, columns: list[str] | None) -> Iterator[tuple[list[Any], int]]:
+    """Rows, at most TABLE_ROWS at a time, and the number of bytes of the file read after their group."""
     file, size = open_parquet(path), path.stat().st_size
-    _check_column(path, field, file.schema_arrow.names)
+    _check_columns(path, columns, file.schema_arrow.names)
     groups = range(file.num_row_groups) if span is None else range(*span)
     for done, group in enumerate(groups, 1):
-        batches = file.iter_batches(TABLE_ROWS, row_groups=[group], columns=[field])
-        texts = (text for batch in batches for text in batch.column(0).to_pylist())
-        yield _damage_named(path, f"row group {group}", texts), size * done // len(groups)
+        batches = map(_rows_of, file.iter_batches(TABLE_ROWS, row_groups=[group], columns=columns))
+        for rows in _damage_named(path, f"row group {group}", batches):
+            yield rows, size * done // len(groups)
 
 
-def _arrow_texts(path: Path, field: str, span: Span | None) -> Iterator[tuple[Iterator[Any], int]]:
-    """Like `_parquet_texts`, for each batch."""
-    for _, batch, read in arrow_batches(path, span):
-        _check_column(path, field, batch.schema.names)
-        column = batch.column(batch.schema.names.index(field))
-        texts = (text for at in range(0, len(column), TABLE_ROWS) for text in column.slice(at, TABLE_ROWS).to_pylist())
-        yield _damage_named(path, f"the column {field!r}", texts), min(read, path.stat().st_size)
+def _arrow_batches(path: Path, span: Span | None, columns: list[str] | None) -> Iterator[tuple[list[Any], int]]:
+    """Like `_parquet_batches`, for each batch of the file."""
+    for number, batch, read in arrow_batches(path, span):
+        _check_columns(path, columns, batch.schema.names)
+        chosen = batch if columns is None else batch.select(columns)
+        batches = (_rows_of(chosen.slice(at, TABLE_ROWS)) for at in range(0, len(chosen), TABLE_ROWS))
+        for rows in _damage_named(path, f"batch {number}", batches):
+            yield rows, min(read, path.stat().st_size)
+
+
+def _rows_of(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a batch; faster than its own `to_pylist`."""
+    names, columns = batch.schema.names, [column.to_pylist() for column in batch.columns]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def arrow_batches(path: Path, span: Span | None = None) -> Iterator[tuple[int, Any, int]]:
@@ -234,9 +284,12 @@ def arrow_batches(path: Path, span: Span | None = None) -> Iterator[tuple[int, A
     return _damage_named(path, "its batches", batches())
 
 
-def _check_column(path: Path, field: str, names: list[str]) -> None:
-    if field not in names:
-        raise DataError(f"{path} has no column {field!r}; it has {shown(names, 200)}: set `field` to the one with the text")
+def _check_columns(path: Path, columns: list[str] | None, names: list[str]) -> None:
+    for name in columns or ():
+        if name not in names:
+            raise DataError(
+                f"{path} has no column {name!r}; it has {shown(names, 200)}: set `field` to the one with the text"
+            )
 
 
 Read = TypeVar("Read")
@@ -251,17 +304,22 @@ def _damage_named(path: Path, where: str, rows: Iterator[Read]) -> Iterator[Read
 
 
 def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
-    """The documents of a file: JSONL, Parquet or Arrow by its name, otherwise text.
+    """The documents of a file: JSONL, JSON, Parquet or Arrow by its name, otherwise text.
 
     Raises:
       DataError: a file that is damaged, or of another kind, such as token ids.
     """
     if kind_of(path) in TOKENS:
-        raise DataError(f"{path} already holds token ids; use text, JSONL, Parquet or Arrow")
-    kinds = {".jsonl": jsonl_documents, ".parquet": table_documents, ".arrow": table_documents}
-    read = kinds.get(kind_of(path), text_documents)
+        raise DataError(f"{path} already holds token ids; use text, JSONL, JSON, Parquet or Arrow")
+    if kind_of(path) in RECORD_UNITS:
+        return record_documents(path, reading, span)
+    return _complete(path, text_documents(path, reading, span))
+
+
+def _complete(path: Path, items: Iterator[Read]) -> Iterator[Read]:
+    """What is read from a file; DataError if it is compressed and incomplete."""
     try:
-        yield from read(path, reading, span)
+        yield from items
     except (EOFError, zlib.error, OSError) as error:  # from decompression; pyarrow's are OSErrors without a number
         if not is_compressed(path) or (isinstance(error, OSError) and error.errno is not None):
             raise
@@ -274,7 +332,7 @@ def spans_of(path: Path, reading: DocumentFormat, size: int) -> list[Span | None
 
 
 def _spans_of(path: Path, reading: DocumentFormat, size: int) -> Iterator[Span | None]:
-    if is_compressed(path):
+    if is_compressed(path) or kind_of(path) == ".json":
         yield None
     elif kind_of(path) == ".parquet":
         description = open_parquet(path).metadata

@@ -29,7 +29,7 @@ from llama_jax.data.data_files import (
     untouched,
 )
 from llama_jax.data.data_files import cache_limit as limit_of_environment
-from llama_jax.data.documents import Document, DocumentFormat, Span, kind_of, read_documents
+from llama_jax.data.documents import Document, DocumentFormat, Span, kind_of, location, read_documents
 from llama_jax.errors import DataError, TokenizerError, reason_of
 from llama_jax.storage.paths import cache_folder
 from llama_jax.tokenizers import Tokenizer
@@ -266,7 +266,7 @@ def _encode(path: Path, tokenizer: Tokenizer, documents: list[Document], span: S
                 tokenizer.encode_batch([document.text])
             except TokenizerError as error:
                 where = "" if span is None or not span.start else f" from byte {span.start} on"
-                raise DataError(f"{path}, line {document.line}{where}: {error}") from None
+                raise DataError(f"{location(path, document.line)}{where}: {error}") from None
         raise
 
 

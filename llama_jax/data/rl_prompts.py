@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llama_jax.data.chat_jsonl import read_prompts
-from llama_jax.data.chat_tokens import check_time, examples_of
+from llama_jax.data.chat_tokens import check_time, examples_of, for_format, warn_of_ignored
 from llama_jax.data.corpus import check_seed, hold_out, row_order, unseen
 from llama_jax.data.data_files import Paths, find_files
+from llama_jax.data.documents import location
 from llama_jax.errors import DataError, GenerationError, TokenizerError
 from llama_jax.tokenizers import Format, ReplyEncoder, Tokenizer
 
@@ -94,12 +95,12 @@ class PromptBatch(NamedTuple):
 
 
 def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: PromptReading = PromptReading()) -> PromptSet:
-    """The prompts of JSONL files, in memory; see `read_prompts` for the form of a line.
+    """The prompts of files, in memory; see `read_prompts` for the form of a line.
 
     A text begins with BOS if the vocabulary has one; messages are a chat up to the beginning of the assistant's reply.
 
     Args:
-      paths: files, or folders whose ``.jsonl`` are read in order of their names.
+      paths: see `chat_tokens.open_chats`.
       longest: maximum tokens of a prompt; longer ones are omitted and counted.
 
     Raises:
@@ -110,16 +111,17 @@ def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: Prom
     ids: list[tuple[int, ...]] = []
     columns: dict[str, list[Any]] = {}
     sizes: list[int] = []
+    ignored: set[str] = set()
     with ReplyEncoder(tokenizer, reading.format, reading.template_time) as encoder:
         for file, example in examples_of(paths, read_prompts):
-            if not isinstance(example.prompt, str):
-                _ = encoder.format  # a missing format is not the line's fault
+            example = for_format(encoder, example)  # a missing format is not the line's fault
+            ignored.update(example.ignored)
             try:
                 found = encoder.prompt(example.prompt, example.tools, special=reading.special)
             except (GenerationError, TokenizerError) as error:
-                raise DataError(f"{file}, line {example.line}: {error}") from None
+                raise DataError(f"{location(file, example.line)}: {error}") from None
             if not found:
-                raise DataError(f"{file}, line {example.line}: prompt='' has no token; write at least one")
+                raise DataError(f"{location(file, example.line)}: prompt='' has no token; write at least one")
             columns = columns or {name: [] for name in example.columns}
             if set(columns) != set(example.columns):
                 others = ", ".join(sorted(set(columns) ^ set(example.columns)))
@@ -130,8 +132,9 @@ def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: Prom
                 for name, value in example.columns.items():
                     columns[name].append(value)
         stops = encoder.ends
+    named = ", ".join(map(str, find_files(paths)))
+    warn_of_ignored(ignored, named)
     if not ids:
-        named = ", ".join(map(str, find_files(paths)))
         short = f": the shortest of {len(sizes)} has {min(sizes)}" if sizes else ""
         raise DataError(f"{named}: no prompt has at most {longest} tokens{short}; use longer rows, or shorter answers")
     return PromptSet(tuple(ids), columns, stops, _digest(ids, columns), len(sizes) - len(ids))
@@ -199,5 +202,5 @@ def _digest(ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]) -> str:
     found = hashlib.sha256()
     for row in ids:
         found.update(np.array([len(row), *row], "<u4").tobytes())
-    found.update(json.dumps(columns, sort_keys=True).encode())
+    found.update(json.dumps(columns, sort_keys=True, default=str).encode())  # tables have dates, among others
     return found.hexdigest()

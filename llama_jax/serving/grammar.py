@@ -17,7 +17,6 @@ from llama_jax.serving.thread_pool import LOW
 from llama_jax.tokenizers import Tokenizer
 
 # White space is fixed, because small models can fill a whole answer with optional white space.
-MARK = "\x02"  # start of a text, never occurs in one, so that a tokenizer's prefix comes before it
 NEEDED = ("llguidance",)  # packages of the child process
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -157,7 +156,7 @@ def _vocabulary(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> Any:
     """The first `size` tokens as a vocabulary for llguidance, which encodes text like the tokenizer if it can."""
     from llama_jax.serving.grammar_check import GrammarVocabulary
 
-    before = tokenizer.encode_parts([MARK]) if tokenizer.space_prefix else []
+    before = tokenizer.encode_parts(["."])
     names = {token: name.encode() for name, token in tokenizer.special_tokens.items()}
     special = {token for token in (*names, *ends) if token < size}
 
@@ -166,7 +165,7 @@ def _vocabulary(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> Any:
             """Ids of a text that continues another one, so that no space may be added before it."""
             if not isinstance(text, str):
                 raise TypeError("text")
-            ids = tokenizer.encode_parts([MARK + text if before else text])[len(before) :]
+            ids = tokenizer.encode_parts([".", text])[len(before) :]
             is_same = max(ids, default=0) < size and b"".join(self.tokens[i] for i in ids) == text.encode()
             return ids if is_same else super().__call__(text)
 

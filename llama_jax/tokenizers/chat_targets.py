@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from llama_jax.errors import GenerationError, TokenizerError
 from llama_jax.tokenizers.chat import (
+    PRIVATE_USE,
     Format,
     Message,
     Renderer,
@@ -22,7 +24,7 @@ from llama_jax.tokenizers.chat import (
     takes_tools,
     template_parts,
 )
-from llama_jax.tokenizers.interface import SPACE, Part, Tokenizer, split_special
+from llama_jax.tokenizers.interface import SPACE, Part, Tokenizer, split_special, unspelled_space
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -46,6 +48,10 @@ class ReplyEncoder:
     `return_assistant_tokens_mask`; otherwise, and in the built-in formats, it is found by rendering prefixes: it is the text
     after the previous messages and the header of a reply. It then includes the token that ends a turn, but not white space
     after that. A token that is partly the assistant's text is a target.
+
+    No token spans the end of a prompt, so that an example begins with the ids of `prompt`, from which a model generates. The
+    prompt of a reply in a chat ends with the header of a reply, if the rendered chat begins with that prompt, and otherwise
+    where the assistant's text begins.
     """
 
     def __init__(self, tokenizer: Tokenizer, format: Format = "auto", template_time: str | None = None) -> None:
@@ -94,11 +100,17 @@ class ReplyEncoder:
         """
         format = self.format
         check_messages(messages, format)
+        replies = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= given]
         if tools and not takes_tools(self.tokenizer, format):
             raise GenerationError("the chat format does not support tools; omit them")
         if format == "template" and GENERATION.search(self.tokenizer.chat_template or ""):
             spans = template_parts(self.tokenizer, messages, self._renderer, tools, reply=False, spans=True)
             parts, said = _joined(spans)
+            prompt_ends: list[int] = []
+            for i in replies:
+                with suppress(GenerationError):  # the template need not support generation after these messages
+                    end = self._prompt_end(messages, i, tools, parts)
+                    prompt_ends += [] if end is None else [end]
             if given:
                 end = _end_of(self._parts(messages[:given], tools, reply=False), parts)
                 if end is None:
@@ -108,8 +120,8 @@ class ReplyEncoder:
                     )
                 said[:end] = [False] * end
         else:
-            parts, said = self._by_prefixes(messages, given, tools)
-        return self._checked(self._encoded(parts, said))
+            parts, said, prompt_ends = self._by_prefixes(messages, replies, tools)
+        return self._checked(self._encoded(parts, said, prompt_ends))
 
     def pair(self, prompt: str, answer: str, *, special: bool = False) -> EncodedExample:
         """Encode a prompt and its answer without a chat format: BOS, prompt, answer and EOS, with the answer and EOS as
@@ -154,18 +166,34 @@ class ReplyEncoder:
     def _parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, reply: bool) -> list[Part]:
         return chat_parts(self.tokenizer, messages, self.format, self._renderer, tools, reply=reply)
 
+    def _prompt_end(
+        self, messages: Sequence[Message], number: int, tools: Sequence[Mapping[str, Any]], whole: Sequence[Part]
+    ) -> int | None:
+        """Where the prompt of a reply, message `number`, ends in the rendered chat; None if the chat does not begin with it.
+
+        Templates need not render an empty chat: a first message from the assistant is found by its content.
+        """
+        if number:
+            return _end_of(self._parts(messages[:number], tools, reply=True), whole)
+        mark = chr(PRIVATE_USE[-1])
+        prompt: list[Part] = []
+        for part in self._parts([{**messages[0], "content": mark}], tools, reply=False):
+            if isinstance(part, str) and mark in part:
+                return _end_of([*prompt, part[: part.index(mark)]], whole)
+            prompt.append(part)
+        return None
+
     def _by_prefixes(
-        self, messages: Sequence[Message], given: int, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[Part], list[bool]]:
-        """The parts of a chat, and flags for the assistant's text, see `_joined`."""
+        self, messages: Sequence[Message], replies: Sequence[int], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[Part], list[bool], list[int]]:
+        """The parts of a chat, flags for the assistant's text, see `_joined`, and the ends of the prompts."""
         whole, _ = _joined([(part, False) for part in self._parts(messages, tools, reply=False)])
         if self.format == "plain" and messages[-1]["role"] == "assistant" and self.tokenizer.eos_id >= 0:
             whole = [*whole, self.tokenizer.eos_id]
         said = [False] * sum(map(_size, whole))
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant" or i < given:
-                continue
-            begin = _end_of(self._parts(messages[:i], tools, reply=True), whole)
+        prompt_ends: list[int] = []
+        for i in replies:
+            begin = self._prompt_end(messages, i, tools, whole)
             last = i + 1 == len(messages)
             end = len(said) if last else _end_of(self._parts(messages[: i + 1], tools, reply=False), whole)
             if begin is None or end is None or end < begin:
@@ -175,12 +203,26 @@ class ReplyEncoder:
                     " assistant's text in the template, or choose another format"
                 )
             said[begin:end] = [True] * (end - begin)
+            prompt_ends.append(begin)
         _without_last_space(whole, said)
-        return whole, said
+        return whole, said, prompt_ends
 
-    def _encoded(self, parts: Sequence[Part], said: Sequence[bool]) -> EncodedExample:
-        """The ids of parts; a token is a target if it is at least partly the assistant's text."""
-        ids = self.tokenizer.encode_parts(parts)
+    def _encoded(self, parts: Sequence[Part], said: Sequence[bool], prompt_ends: Sequence[int] = ()) -> EncodedExample:
+        """The ids of parts; a token is a target if it is at least partly the assistant's text.
+
+        Args:
+          prompt_ends: where prompts end; others end where the assistant's text begins.
+        """
+        ends = set(prompt_ends)
+        begin = 0
+        for flag, run in groupby(said):
+            stop = begin + len(list(run))
+            if flag and ends.isdisjoint(range(begin, stop)):
+                ends.add(begin)
+            begin = stop
+        divided = _divided(parts, sorted(ends))
+        ids = self.tokenizer.encode_parts(divided)
+        said = self._with_unspelled_space(divided, said)
         targets: list[bool] = []
         at = 0
         for number, part in enumerate(parts):
@@ -195,6 +237,17 @@ class ReplyEncoder:
                 targets.append(said[at])
             at += _size(part)
         return EncodedExample(ids, targets)
+
+    def _with_unspelled_space(self, divided: Sequence[Part], said: Sequence[bool]) -> list[bool]:
+        """The flags, also set for white space at the end of a prompt that only the reply's tokens spell."""
+        said = list(said)
+        begin = 0
+        for before, part in pairwise(divided):
+            begin += _size(before)
+            if isinstance(before, str) and isinstance(part, str) and before[-1:].isspace() and any(said[begin : begin + 1]):
+                space = unspelled_space(self.tokenizer, before, self.tokenizer.encode_parts([before]))
+                said[begin - len(space) : begin] = [True] * len(space)
+        return said
 
     def _checked(self, encoded: EncodedExample) -> EncodedExample:
         bos = self.tokenizer.bos_id
@@ -243,6 +296,21 @@ def _joined(spans: Iterable[tuple[Part, bool]]) -> tuple[list[Part], list[bool]]
             parts.append(part)
         said += [flag] * _size(part)
     return parts, said
+
+
+def _divided(parts: Sequence[Part], ends: Sequence[int]) -> list[Part]:
+    """The parts, with texts divided after these numbers of characters and special tokens; one at the end of a text leaves an
+    empty text after it."""
+    divided: list[Part] = []
+    begin = 0
+    for part in parts:
+        if isinstance(part, str):
+            cuts = [end - begin for end in ends if begin < end <= begin + len(part)]
+            divided += (part[start:stop] for start, stop in pairwise([0, *cuts, len(part)]))
+        else:
+            divided.append(part)
+        begin += _size(part)
+    return divided
 
 
 def _end_of(prefix: Sequence[Part], whole: Sequence[Part]) -> int | None:

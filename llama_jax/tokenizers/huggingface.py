@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.interface import (
+    CONTINUATION_MARK,
     SPACE,
     Part,
     PartsTokenizer,
@@ -24,6 +27,7 @@ from llama_jax.tokenizers.interface import (
     order_matters,
     special_pattern,
     split_longest,
+    unspelled_space,
 )
 from llama_jax.tokenizers.tokenizer_config import Settings, write_settings
 
@@ -151,7 +155,28 @@ class HuggingFaceTokenizer(PartsTokenizer):
         self.settings = settings
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """Ids of texts and special tokens, encoded as a whole by the library."""
+        """Ids of texts and special tokens, encoded as a whole by the library up to a text that continues another one."""
+        ids: list[int] = []
+        for before, run in _runs(parts):
+            if before is None:
+                ids += self._encode_run(run)
+            else:
+                text = unspelled_space(self, before, ids) + str(run[0])
+                ids += self._encode_run([self._mark + text, *run[1:]])[len(self._mark_ids) :]
+        return ids
+
+    @cached_property
+    def _mark(self) -> str:
+        """What precedes a text that continues another one, so that it is not changed like the beginning of a text."""
+        beginnings = ("a", " a")
+        spelled = [b"".join(map(self.token_bytes, self._encode_run([text]))) for text in beginnings]
+        return "" if spelled == [text.encode() for text in beginnings] else CONTINUATION_MARK
+
+    @cached_property
+    def _mark_ids(self) -> list[int]:
+        return self._encode_run([self._mark])
+
+    def _encode_run(self, parts: Sequence[Part]) -> list[int]:
         pieces = [self._as_text(part) if isinstance(part, str) else self._names[part] for part in parts]
         text = "".join(pieces)
         check_text(text)
@@ -216,6 +241,13 @@ class HuggingFaceTokenizer(PartsTokenizer):
         if not any(first in text for first in self._first):  # ten times as fast as the pattern
             return text
         return self._pattern.sub(lambda found: found.group()[0] + TEXT_MARK + found.group()[1:], text)
+
+
+def _runs(parts: Sequence[Part]) -> Iterator[tuple[str | None, Sequence[Part]]]:
+    """Runs of parts without adjacent texts, each with the text before it if it continues one."""
+    starts = [i for i in range(1, len(parts)) if isinstance(parts[i - 1], str) and isinstance(parts[i], str)]
+    for start, end in pairwise([0, *starts, len(parts)]):
+        yield (str(parts[start - 1]) if start else None), parts[start:end]
 
 
 def _id_of(library: tokenizers.Tokenizer, name: str | None, usual: Sequence[str], special: Mapping[str, int]) -> int:

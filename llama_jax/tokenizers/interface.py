@@ -14,6 +14,8 @@ from llama_jax.errors import TokenizerError, reason_of, shown
 
 Part = str | int  # plain text, or the id of a special token
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how most vocabularies spell a space
+# A noncharacter, for which no vocabulary has a token: put before a text, so that no space is added to the text itself.
+CONTINUATION_MARK = "\ufdd2"
 # Names by which llama.cpp recognizes tokens that end a text, a message or a turn, in addition to the vocabulary's eos.
 END_NAMES = {
     *("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
@@ -106,7 +108,8 @@ class Tokenizer(Protocol):
         ...
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """Ids of plain texts with special tokens between them; each text is encoded as a continuation of earlier parts."""
+        """Ids of plain texts and special tokens. A text after another text continues it: no token spans the two, no space is
+        added before it, and the ids of the parts before it are the same as without it."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -234,6 +237,14 @@ def _letter_by_letter(names: Sequence[str], depth: int = 0) -> str:
     if body and "" in names:
         return f"(?:{body})?"
     return f"(?:{body})" if len(rests) > 1 else body
+
+
+def unspelled_space(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> str:
+    """The white space at the end of a text that its ids do not spell, since the vocabulary removes it; a text that follows
+    begins with it."""
+    space = text[len(text.rstrip()) :]
+    spelled = b"".join(map(tokenizer.token_bytes, ids[-len(space.encode()) :])) if space else b""
+    return "" if spelled.endswith(space.encode()) else space
 
 
 def split_special(text: str, special_tokens: Mapping[str, int]) -> list[Part]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.interface import (
+    CONTINUATION_MARK,
     SPACE,
     Part,
     PartsTokenizer,
@@ -21,6 +23,7 @@ from llama_jax.tokenizers.interface import (
     order_matters,
     split_longest,
     split_special,
+    unspelled_space,
 )
 from llama_jax.tokenizers.tokenizer_config import Settings, write_settings
 
@@ -122,22 +125,31 @@ class SentencePieceTokenizer(PartsTokenizer):
         self.settings = settings
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """Ids of texts and special tokens; each text gets a leading space, as in Meta's code and llama.cpp."""
+        """Ids of texts and special tokens; a text gets a leading space unless it continues another one, as in Meta's code
+        and llama.cpp."""
         ids: list[int] = []
-        for part in self._divided(parts):
+        for before, part in pairwise([None, *parts]):
+            if isinstance(part, str) and isinstance(before, str):
+                text = CONTINUATION_MARK + unspelled_space(self, before, ids) + part
+                ids += self._encode_part(text)[len(self._encode_part(CONTINUATION_MARK)) :]
+            elif isinstance(part, str):
+                ids += self._encode_part(part, ids[-1] if ids else None)
+            elif part is not None:
+                ids.append(part)
+        return ids
+
+    def _encode_part(self, text: str, before: int | None = None) -> list[int]:
+        """Ids of a text after a special token or at the beginning."""
+        ids: list[int] = []
+        for part in self._split(text, self._user_defined) if self._user_defined else [text]:
             if isinstance(part, str):
-                if ids and ids[-1] in self.swallowing:
+                if (ids[-1] if ids else before) in self.swallowing:
                     part = part.lstrip(" \t\n\v\f\r")
                 check_text(part)
                 ids += self._without_aliases(self._processor.EncodeAsIds(part))
             else:
                 ids.append(part)
         return ids
-
-    def _divided(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """The parts, split at user-defined tokens."""
-        for part in parts:
-            yield from self._split(part, self._user_defined) if isinstance(part, str) and self._user_defined else [part]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, computed on this thread only."""

@@ -75,6 +75,34 @@ def test_every_kind_of_preference(tmp_path, line, prompt, answers):
     assert (found.prompt, found.answers) == (prompt, answers)
 
 
+@pytest.mark.parametrize(
+    ("line", "ignored"),
+    [
+        ({"messages": [ASK, REPLY], "tools": None, "system": None, "images": None}, ()),
+        ({"messages": [ASK, REPLY], "tools": [], "images": [], "id": 3, "score": 0.5}, ("images", "id", "score")),
+        ({"messages": [{**ASK, "id": 1, "timestamp": "2026"}, {**REPLY, "weight": 1, "images": []}]},
+         ("messages[].id", "messages[].images", "messages[].timestamp", "messages[].weight")),
+        ({"conversations": [{"from": "human", "value": "Hi", "lang": "en"}, {"from": "gpt", "value": "Hello"}]},
+         ("conversations[].lang",)),
+        ({"messages": [SYSTEM, ASK, REPLY], "system": "Another."}, ("system",)),
+        ({"messages": [ASK, {**REPLY, "tool_calls": []}], "prompt": "Hi", "prompt_id": "1"}, ("prompt", "prompt_id")),
+        ({"messages": None, "prompt": "Once", "completion": " upon", "system": "Be brief."}, ("system",)),
+        ({"instruction": "Hi", "input": None, "output": "Hello", "text": "Below is"}, ("text",)),
+    ],
+)  # fmt: skip
+def test_fields_without_an_effect_are_listed(tmp_path, line, ignored):
+    found = one(tmp_path, line)
+    assert found.ignored == ignored
+    for content in found.answers:
+        assert isinstance(content, str) or all(set(message) == {"role", "content"} for message in content)
+
+
+def test_a_prompts_system_message_comes_before_whole_conversations(tmp_path):
+    answers = {"chosen": [ASK, REPLY], "rejected": [ASK, {**REPLY, "content": "No"}]}
+    for line in ({"system": "Be brief."}, {"prompt": "Hi", "system": "Be brief."}, {"prompt": [SYSTEM, ASK]}):
+        assert one(tmp_path, line | answers, read_preferences).prompt == (SYSTEM, ASK)
+
+
 def test_lines_are_counted_as_an_editor_does(tmp_path):
     good = {"prompt": "a", "completion": "b"}
     path = written(tmp_path, good, "", "  ", good)
@@ -97,14 +125,24 @@ CHATS = [
     ({"conversations": [{"from": "human", "value": 3}]}, r"conversations\[0\].value=3 must be a text"),
     ({"messages": [ASK, {"role": "assistant", "content": None}]}, r"messages\[1\].content=None must be a text"),
     ({"messages": [{**ASK, "content": [{"type": "image_url"}]}]}, r"messages\[0\].content\[0\]=.*a part of type text"),
-    ({"messages": [{**ASK, "weight": 1}, REPLY]}, r"messages\[0\].weight is not supported; remove it"),
+    ({"messages": [ASK, {**REPLY, "weight": 0}, ASK, REPLY]}, r"messages\[1\].weight=0 is not supported.*into `completion`"),
+    ({"messages": [{**ASK, "images": ["a.png"]}, REPLY]}, r"messages\[0\].images=\['a.png'\] is not supported"),
+    ({"messages": [ASK, {"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
+     r"messages\[1\].function_call=.* is not supported"),
+    ({"messages": [ASK, {**REPLY, "reasoning_content": "Hm"}]}, r"messages\[1\].reasoning_content='Hm' is not supported"),
+    ({"messages": [ASK, REPLY], "images": ["a.png"]}, r"images=\['a.png'\] is not supported"),
+    ({"messages": [ASK, REPLY], "functions": [{"name": "f"}]}, "functions=.* is not supported"),
+    ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history=.* is not supported"),
+    ({"messages": None}, r"the fields are no fields, and as null \['messages'\]"),
     ({"messages": [ASK, REPLY], "system": 3}, "system=3 must be a text"),
     ({"messages": [ASK, REPLY], "tools": "{"}, "tools='{' is a text, but not JSON"),
     ({"messages": [ASK, REPLY], "tools": {"a": 1}}, "tools={'a': 1} must be a list of objects"),
-    ({"prompt": "a", "completion": None}, "completion=None must be a text, or messages"),
+    ({"prompt": "a", "completion": None}, r"the fields are \['prompt'\], and as null \['completion'\]"),
+    ({"prompt": "a", "completion": 3}, "completion=3 must be a text, or messages"),
     ({"prompt": [ASK], "completion": "b"}, "prompt messages, but completion a text; write both as texts, or both"),
     ({"instruction": "a", "input": 1, "output": "b"}, "input=1 must be a text"),
-    ({"instruction": None, "output": "b"}, "instruction=None must be a text"),
+    ({"instruction": None, "output": "b"}, r"the fields are \['output'\], and as null \['instruction'\]"),
+    ({"instruction": 1, "output": "b"}, "instruction=1 must be a text"),
 ]  # fmt: skip
 PREFERENCES = [
     ({"prompt": "a", "chosen": "b"}, r"rejected is missing; write prompt, chosen and rejected; the fields are"),

@@ -7,7 +7,10 @@ import vocabularies
 from byte_tokenizer import BOS, EOS, ByteTokenizer
 
 from llama_jax.data import ChatReading, DataError, open_chats, open_preferences
-from llama_jax.tokenizers import load_tokenizer
+from llama_jax.data.chat_tokens import open_labeled
+from llama_jax.data.preference_batches import prompts_of
+from llama_jax.data.rl_prompts import open_prompts
+from llama_jax.tokenizers import encode_chat, load_tokenizer
 
 PAIRS = [("Once", " upon a time"), ("The", " old llama"), ("It", " slept.")]
 
@@ -130,6 +133,33 @@ def test_preferences_are_two_corpora(tmp_path, llama3):
         open_chats(path, llama3, 64)
 
 
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "spaces"])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_every_recipe_has_the_tokens_of_a_prompt_with_which_generation_begins(tmp_path, kind, is_chat):
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + (eos_token if m.role == 'assistant' else ' ') }}{% endfor %}"
+    )
+    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    tokenizer = load_tokenizer(vocabularies.write(tmp_path / "v", kind, tokenizer_config={"chat_template": template}))
+    prompt, answers = "Is it so? Answer: ", ["on a time", "42", "\nHello"]
+    if is_chat:
+        prompt = [{"role": "user", "content": "once upon"}]
+        answers = [[{"role": "assistant", "content": answer}] for answer in answers]
+    expected = encode_chat(tokenizer, prompt) if is_chat else tokenizer.encode(prompt, eos=False)
+    lines = [{"prompt": prompt, "chosen": answers[0], "rejected": answer} for answer in answers[1:]]
+    preferences = open_preferences(written(tmp_path / "dpo.jsonl", lines), tokenizer, 99)
+    examples = [{"prompt": prompt, "completion": answer} for answer in answers]
+    chats = open_chats(written(tmp_path / "sft.jsonl", examples), tokenizer, 99)
+    judged = [{**example, "label": True} for example in examples]
+    labeled = open_labeled(written(tmp_path / "kto.jsonl", judged), tokenizer, 99)
+    for corpus in (preferences.chosen, preferences.rejected, chats.corpus, labeled.answers):
+        prompts = prompts_of(corpus)
+        assert [prompts.document(number).tolist() for number in range(corpus.document_count)] == [
+            expected for _ in range(corpus.document_count)
+        ]
+    assert open_prompts(written(tmp_path / "grpo.jsonl", [{"prompt": prompt}]), tokenizer, 99).ids == (tuple(expected),)
+
+
 def test_errors_of_the_encoding_name_the_line(tmp_path, pairs, llama3):
     path = written(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "\ud800"}])
     with pytest.raises(DataError, match=r"a\.jsonl, line 1: .*lone surrogate"):
@@ -139,7 +169,7 @@ def test_errors_of_the_encoding_name_the_line(tmp_path, pairs, llama3):
         open_chats(tools, llama3, 64)
     with pytest.raises(ValueError, match=r"^the model has no chat template"):
         open_chats(written(tools, [{"instruction": "a", "output": "b"}]), Tokenizer(), 64)
-    with pytest.raises(DataError, match=r"a\.txt is not a \.jsonl"):
+    with pytest.raises(DataError, match=r"a\.txt has no chats or other examples; use files that end in \.jsonl, \.json"):
         open_chats(written(tmp_path / "a.txt", [1]), llama3, 64)
     with pytest.raises(DataError, match="length=0"):
         open_chats(pairs, llama3, 0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llama_jax.data import DataError, DocumentFormat
 from llama_jax.data import documents as module
-from llama_jax.data.documents import jsonl_documents, read_documents, text_documents
+from llama_jax.data.documents import read_documents, record_documents, text_documents
 
 SEPARATOR = "<|endoftext|>"
 
@@ -93,7 +93,7 @@ def test_a_file_that_is_no_text_names_the_line(content, message, chunk, tmp_path
 def test_jsonl_gives_its_texts_as_they_are(stories, name, tmp_path_factory):
     path = tmp_path_factory.mktemp("lines") / "some.jsonl"
     path.write_text("\n\n".join(json.dumps({"id": i, name: text}) for i, text in enumerate(stories)))
-    found = list(jsonl_documents(path, DocumentFormat(field=name)))
+    found = list(record_documents(path, DocumentFormat(field=name)))
     assert [(d.text, d.line) for d in found] == [(text, 2 * i + 1) for i, text in enumerate(stories) if text]
 
 
@@ -105,7 +105,7 @@ def test_jsonl_gives_its_texts_as_they_are(stories, name, tmp_path_factory):
         ("\x00\x01\x02", "is not JSON"),
         ('["text"]', "is a list; JSONL has one object per line"),
         ('{"story": "a", "id": 1}', "has no text in the field 'text'; it has ['story', 'id']"),
-        ('{"text": null}', "has no text in the field 'text'"),
+        ('{"text": 3}', "text=3 must be a text; set `field` to the one with the text"),
         ("{}", "it has no fields"),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_line_that_is_no_document_is_named(line, message, tmp_path):
     path = tmp_path / "some.jsonl"
     path.write_text('{"text": "good"}\n' + line)
     with pytest.raises(DataError, match=re.escape(f"{path}, line 2 {message}" if message[:2] == "is" else message)):
-        list(jsonl_documents(path, DocumentFormat()))
+        list(record_documents(path, DocumentFormat()))
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
@@ -121,7 +121,7 @@ def test_lines_of_another_encoding_are_said_to_be(encoding, tmp_path):
     path = tmp_path / "some.jsonl"
     path.write_text('{"text": "café"}\n{"text": "b"}\n', encoding)
     with pytest.raises(DataError, match=re.escape(f"{path}, line 1 is not UTF-8; save the file as UTF-8")):
-        list(jsonl_documents(path, DocumentFormat()))
+        list(record_documents(path, DocumentFormat()))
 
 
 @pytest.mark.parametrize(

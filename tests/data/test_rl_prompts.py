@@ -64,7 +64,7 @@ def test_lines_that_cannot_be_used_are_named(tmp_path, lines, message):
 
 def test_other_files(tmp_path, file):
     (tmp_path / "text.txt").write_text("Once")
-    with pytest.raises(DataError, match=r"text.txt is not a .jsonl file, with one object per line"):
+    with pytest.raises(DataError, match=r"text.txt has no chats or other examples"):
         open_prompts(tmp_path / "text.txt", Tokenizer(), 8)
     other = written(tmp_path / "zother.jsonl", [{"prompt": "a"}])
     with pytest.raises(DataError, match=r"zother.jsonl has other fields than the files before it \(answer\)"):

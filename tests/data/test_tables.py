@@ -38,7 +38,7 @@ def test_arrow_is_read_whole_and_in_units(arrow):
 
 
 def test_what_cannot_be_read_of_arrow(arrow, tmp_path):
-    for field, message in (("body", r"has no column 'body'; it has \['id', 'text'\]"), ("id", "'id' holds int")):
+    for field, message in (("body", r"has no column 'body'; it has \['id', 'text'\]"), ("id", "row 1: id=0 must be a text")):
         with pytest.raises(DataError, match=message):
             texts(arrow, field=field)
     content = arrow.read_bytes()

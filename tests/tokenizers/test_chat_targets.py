@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import vocabularies
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_chat_formats import CHAT, TEMPLATES, TEXTS, VOCABULARIES, chats
 
 from llama_jax.errors import GenerationError, TokenizerError
-from llama_jax.tokenizers import ReplyEncoder, encode_chat, load_tokenizer
+from llama_jax.tokenizers import ReplyEncoder, encode_chat, gguf, load_tokenizer
 
 # Llama 3's, with what the assistant says enclosed as in TRL's.
 LLAMA_3_MARKED = (
@@ -99,6 +99,72 @@ def test_of_what_is_given_nothing_is_a_target(all_kinds, kind, format):
         assert said(tokenizer, encoder.chat(TALK[:2])) == []
 
 
+SPOKEN = (
+    "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+# As Qwen 3.5's: the prompt ends inside what the assistant writes before its answer.
+THINKING = SPOKEN.replace("{{ m.content + eos_token }}", "{{ '<think>\n\n</think>\n\n' + m.content + eos_token }}").replace(
+    "'assistant: ' }}", "'assistant: <think>\n' }}"
+)
+# As DeepSeek's: the prompt is not what the chat has before the answer.
+OPENED = THINKING.replace("<think>\n\n</think>\n\n", "")
+
+
+def unmarked(template):
+    return re.sub(r"\{% (end)?generation %\}", "", template)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "bytes", "spaces"])
+@pytest.mark.parametrize("template", [SPOKEN, THINKING, unmarked(SPOKEN), unmarked(THINKING)])
+def test_a_chat_begins_with_the_tokens_of_its_prompt(tmp_path, kind, template):
+    ask, next_ask = ({"role": "user", "content": text} for text in ("once upon", " a time"))
+    replies = [{"role": "assistant", "content": text} for text in ("on a time", "\nHello", "42", "")]
+    with ReplyEncoder(tokenizer_of(tmp_path, kind, template)) as encoder:
+        tokenizer, prompt = encoder.tokenizer, encoder.prompt([ask])
+        for reply in replies:
+            taught = encoder.chat([ask, reply])
+            assert taught.ids[: len(prompt)] == prompt
+            assert encoder.chat([ask, reply], 1) == taught
+            longer = encoder.chat([ask, reply, next_ask, replies[0]])
+            assert longer.ids[: len(taught.ids)] == taught.ids
+            given = encoder.chat([ask, reply, next_ask, replies[0]], 3)
+            prompt_of_last = encoder.prompt([ask, reply, next_ask])
+            assert given.ids[: len(prompt_of_last)] == prompt_of_last
+            if "<think>" not in template:
+                end = "".join(name for name, token in tokenizer.special_tokens.items() if token == tokenizer.eos_id)
+                assert said(tokenizer, longer) == [reply["content"] + end, replies[0]["content"] + end]
+                assert said(tokenizer, given) == [replies[0]["content"] + end]
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "bytes", "spaces"])
+def test_answers_have_their_own_tokens_after_a_prompt_that_a_chat_does_not_have(tmp_path, kind):
+    ask = {"role": "user", "content": "once upon"}
+    with ReplyEncoder(tokenizer_of(tmp_path, kind, OPENED)) as encoder:
+        taught = [encoder.chat([ask, {"role": "assistant", "content": text}]) for text in ("on a time", "42")]
+        before = [one.ids[: one.targets.index(True)] for one in taught]
+        assert before[0] == before[1] == encoder.tokenizer.encode_parts(["user: once upon\nassistant: "])
+
+
+@pytest.mark.parametrize("kind", ["marked", *TEMPLATES])
+def test_a_chat_may_begin_with_the_assistant_if_its_format_allows_that(all_kinds, kind, tmp_path):
+    greeting = [{"role": "assistant", "content": "Hello"}, *CHAT[1:3]]
+    family = "llama3" if kind == "marked" else kind
+    for format in ("template", family):
+        with ReplyEncoder(all_kinds[kind], format) as encoder:
+            if family == "llama2":
+                with pytest.raises(GenerationError, match=r"in turn|must alternate"):
+                    encoder.chat(greeting)
+                continue
+            replies = said(encoder.tokenizer, encoder.chat(greeting))
+            assert replies == [f"Hello{ENDS[family]}", f"Hi.{ENDS[family]}"]
+            assert said(encoder.tokenizer, encoder.chat(greeting, 1)) == [f"Hi.{ENDS[family]}"]
+    strict = "{% if messages[0].role == 'system' %}{% endif %}" + TEMPLATES["llama3"]  # fails for no messages
+    with ReplyEncoder(tokenizer_of(tmp_path, "bytes", strict)) as encoder:
+        assert said(encoder.tokenizer, encoder.chat(greeting)) == ["Hello<|eot_id|>", "Hi.<|eot_id|>"]
+
+
 def test_plain_chats_end_once(all_kinds):
     tokenizer = all_kinds["llama2"]
     with ReplyEncoder(tokenizer, "plain") as encoder:
@@ -114,6 +180,43 @@ def test_plain_chats_end_once(all_kinds):
     assert taught.ids == tokenizer.encode("once upon a time\n\na tree day", eos=True)
 
 
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """An encoder for each kind of vocabulary, and for those that GGUF has."""
+    folder = tmp_path_factory.mktemp("encoders")
+    found = {kind: tokenizer_of(folder / kind, kind) for kind in vocabularies.ALL_KINDS}
+    for kind in ("sentencepiece", "ranks", "bytes", "spaces", "never"):
+        found[f"{kind} in GGUF"] = gguf.from_metadata(gguf.to_metadata(found[kind]), kind)
+    return {kind: ReplyEncoder(tokenizer) for kind, tokenizer in found.items()}
+
+
+PIECES = ["once", " upon", " ", "  ", "\n", "12", "345", "'t", "\u0301", "🦙", "<s>", "|eot_id|>", "on a time", "x"]
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=2)
+SHORT_TEXTS = st.lists(st.sampled_from(PIECES) | ANY_TEXT, max_size=4).map("".join)
+
+
+@settings(max_examples=60)
+@given(prompt=SHORT_TEXTS, answers=st.tuples(SHORT_TEXTS, SHORT_TEXTS))
+@example(prompt="Answer: ", answers=("on a time", "42"))
+@example(prompt="once up", answers=("on", "\u0301"))
+@example(prompt="", answers=(" once", ""))
+def test_a_prompt_has_the_same_tokens_alone_and_before_every_answer(encoders, prompt, answers):
+    for kind, encoder in encoders.items():
+        tokenizer, alone = encoder.tokenizer, encoder.prompt(prompt)
+        for answer in answers:
+            text = prompt + answer
+            back = tokenizer.decode(tokenizer.encode(text))
+            try:
+                taught = encoder.pair(prompt, answer)
+            except TokenizerError:
+                assert back.strip(" ") != text.lstrip(" "), kind
+                continue
+            assert taught.ids[: len(alone)] == alone, kind
+            assert taught.targets == [False] * len(alone) + [True] * (len(taught.ids) - len(alone)), kind
+            decoded = tokenizer.decode(taught.ids)
+            assert decoded == back or decoded.lstrip(" ") == text.lstrip(" "), kind
+
+
 @pytest.mark.parametrize("kind", vocabularies.KINDS)
 def test_a_prompt_and_what_follows_it(tmp_path, kind):
     tokenizer = tokenizer_of(tmp_path, kind)
@@ -124,10 +227,10 @@ def test_a_prompt_and_what_follows_it(tmp_path, kind):
         (begin,) = (name for name, i in tokenizer.special_tokens.items() if i == tokenizer.bos_id)
         assert said(tokenizer, taught) == [f" a time{end}"]
         assert encoder.ends == tokenizer.stop_ids
-        # One letter further on the tokens need not be the same: what is partly the answer's is a target.
+        # The prompt keeps its own tokens where they would merge with the answer's.
         taught = encoder.pair("once up", "on a time")
-        assert taught.ids == tokenizer.encode("once upon a time", eos=True)
-        assert said(tokenizer, taught)[0].split(" a time")[0] in ("on", "pon", "upon", " upon")
+        assert tokenizer.decode(taught.ids) == "once upon a time"
+        assert said(tokenizer, taught) == [f"on a time{end}"]
         # Special tokens are text unless it is asked for, and then none stands twice.
         assert encoder.pair(f"{begin}once", f" a{end}", special=True) == encoder.pair("once", " a")
         assert len(encoder.pair(f"{begin}once", f" a{end}").ids) > len(encoder.pair("once", " a").ids) + 2
