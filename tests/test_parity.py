@@ -9,7 +9,7 @@ import make_format_goldens as formats
 import make_goldens
 import numpy as np
 import pytest
-from conftest import params_of
+from conftest import params_of, write_hf_folder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,7 @@ import llama_jax
 from llama_jax import RopeScaling, Sampling
 from llama_jax.errors import GenerationError
 from llama_jax.formats import huggingface
-from llama_jax.formats.huggingface import config_from_dict, from_params
+from llama_jax.formats.huggingface import NAMES, config_from_dict, from_params
 from llama_jax.formats.torch_pickle import read_pickled
 from llama_jax.inference.sampling import penalize, score_threshold
 from llama_jax.model.forward import forward, unembed
@@ -325,7 +325,7 @@ def test_kept_sets(seed, temperature, top_k, top_p, min_p, penalty):
     np.testing.assert_allclose(np.asarray(scores[0])[kept & wanted], want[0][kept & wanted], rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gqa", "tied", "llama3", "linear", "head_dim"])
+@pytest.mark.parametrize("kind", ["gqa", "tied", "llama3", "linear", "head_dim", "biases"])
 @pytest.mark.parametrize("largest", [5_000_000_000, 20_000])
 def test_transformers_reads_what_is_saved(kind, largest, tmp_path):
     import torch
@@ -339,6 +339,55 @@ def test_transformers_reads_what_is_saved(kind, largest, tmp_path):
     with torch.inference_mode():
         want = model(torch.from_numpy(tokens).long()).logits.numpy()
     np.testing.assert_allclose(jit_logits(config, params, tokens), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "tied"])
+def test_a_backbone_that_transformers_saves(kind, tmp_path):
+    """Of an untied model, transformers would draw the output projection at random."""
+    config = make_goldens.KINDS[kind]
+    tensors = make_goldens.random_tensors(config)
+    make_goldens.transformers_model(config, tensors).model.save_pretrained(tmp_path)
+    if config.tie_embeddings:
+        assert_loads(tmp_path, config, tensors)
+        return
+    with pytest.raises(llama_jax.CheckpointError, match=r"tensor 'lm_head.weight' is missing"):
+        llama_jax.load(tmp_path)
+
+
+def test_a_head_beside_tied_embeddings(tmp_path):
+    config = make_goldens.KINDS["tied"]
+    tensors = make_goldens.random_tensors(config)
+    head = tensors[NAMES["embedding"]] + 0.1
+    assert_logits_of(write_hf_folder(tmp_path / "model", config, tensors | {NAMES["lm_head"]: head}))
+
+
+def test_biases_that_a_folder_lacks(tmp_path):
+    """Of the output projection, as in Qwens under the names of a Llama: zeros, as transformers initializes them."""
+    config = replace(make_goldens.KINDS["biases"], mlp_bias=False)
+    tensors = {name: a for name, a in make_goldens.random_tensors(config).items() if not name.endswith("o_proj.bias")}
+    assert_logits_of(write_hf_folder(tmp_path / "model", config, tensors))
+
+
+def test_an_adapter_of_a_model_with_biases(tmp_path):
+    """PEFT multiplies DoRA's magnitudes into the product with the matrix, not into the bias."""
+    peft = pytest.importorskip("peft", reason="needs the parity extra")
+    import torch
+
+    config = make_goldens.KINDS["biases"]
+    base = make_goldens.transformers_model(config, make_goldens.random_tensors(config))
+    settings = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "o_proj", "down_proj"], use_dora=True)
+    model = peft.get_peft_model(base, settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "adapter")
+    write_hf_folder(tmp_path / "model", config)
+    found, params, _ = llama_jax.load(tmp_path / "model", adapter=tmp_path / "adapter")
+    tokens = make_goldens.tokens(config)
+    with torch.inference_mode():
+        want = model(torch.from_numpy(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(jit_logits(found, params, tokens), want, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -370,6 +419,19 @@ def test_a_pickle_of_a_module_is_refused(tmp_path):
     torch.save({"model_args": torch.nn.Linear(2, 2)}, tmp_path / "ckpt.pt")
     with pytest.raises(llama_jax.CheckpointError, match=r"requests 'torch.nn.modules.linear.Linear'"):
         read_pickled(tmp_path / "ckpt.pt")
+
+
+def assert_logits_of(folder):
+    """The logits of a folder's model are those of transformers."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config, params, _ = llama_jax.load(folder)
+    tokens = make_goldens.tokens(config)
+    with torch.inference_mode():
+        want = model(torch.from_numpy(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(jit_logits(config, params, tokens), want, atol=1e-4, rtol=0)
 
 
 def assert_loads(path, config, tensors):

@@ -1,5 +1,6 @@
 """Live comparison of Mistral, Qwen2, Qwen3 and Mixtral with transformers, where torch is installed."""
 
+import json
 from dataclasses import replace
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from family_models import FAMILY_MODELS, PLAIN, SIBLINGS, random_params
 
 import llama_jax
-from llama_jax.config import LayerConfig, RopeScaling
+from llama_jax.config import FAMILY_FEATURES, LayerConfig, RopeScaling
 from llama_jax.config.presets import preset
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
 from llama_jax.formats.huggingface_families import FAMILIES
@@ -44,6 +45,18 @@ MODELS = FAMILY_MODELS | {
         experts_per_token=1,
     ),
     "qwen3_moe, shares of all": replace(SIBLINGS["qwen3_moe"], normalize_expert_weights=False),
+    "qwen2, windows": replace(SIBLINGS["qwen2"], layers=(LayerConfig(), LayerConfig(6))),
+    "qwen3, windows": replace(SIBLINGS["qwen3"], n_layers=3, layers=(LayerConfig(6), LayerConfig())),
+    "qwen3_moe, window": replace(SIBLINGS["qwen3_moe"], window=6),
+}
+MODELS |= {
+    f"{kind}, biases": replace(
+        config,
+        **dict.fromkeys(("qkv_bias", "out_bias"), "attention_bias" in FAMILY_FEATURES[kind] or config.qkv_bias),
+        mlp_bias="mlp_bias" in FAMILY_FEATURES[kind],
+    )
+    for kind, config in FAMILY_MODELS.items()
+    if FAMILY_FEATURES[kind] & {"attention_bias", "mlp_bias"}
 }
 LLAMA4_PICTURES = (
     "llama4_text",
@@ -197,6 +210,45 @@ def test_the_text_of_a_multimodal_model(kind, name, more, tmp_path):
     # Not the whole Llama 4, whose forward pass without pictures fails in some versions of transformers.
     language = theirs.language_model if name == "Llama4" else theirs
     np.testing.assert_allclose(jit_logits(config, params, TOKENS), logits_of(language, TOKENS), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *(
+            (kind, {"use_sliding_window": used, "sliding_window": window, "max_window_layers": first})
+            for kind in ("qwen2", "qwen3", "qwen3_moe")
+            for used, window, first in (
+                (True, 6, 2),
+                (True, 6, 1),
+                (True, 6, 0),
+                (True, None, 1),
+                (False, 6, 0),
+                (True, 6, 28),
+            )
+        ),
+        *((kind, {"use_sliding_window": True, "sliding_window": 6}) for kind in ("mistral", "phi3")),
+        ("llama", {"use_sliding_window": True}),
+        *(
+            (kind, {"attention_bias": True, "mlp_bias": True})
+            for kind in ("qwen2", "mistral", "mixtral", "phi3", "ministral3")
+        ),
+    ],
+)
+def test_settings_that_some_families_ignore(kind, settings, tmp_path):
+    """In a folder as it was published before transformers wrote the type of each layer."""
+    import torch
+    import transformers
+
+    config = FAMILY_MODELS[kind]
+    params = random_params(config, seed=5)
+    llama_jax.save(tmp_path, config, params)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written = {name: value for name, value in written.items() if name != "layer_types"}
+    (tmp_path / "config.json").write_text(json.dumps(written | settings))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    found, params, _ = llama_jax.load(tmp_path)
+    np.testing.assert_allclose(jit_logits(found, params, TOKENS), logits_of(theirs.eval(), TOKENS), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", SIBLINGS)

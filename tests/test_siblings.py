@@ -533,9 +533,38 @@ def test_whatever_windows_layers_have_a_model_that_is_read_is_written_as_it_was(
         assert config_from_dict(config_to_dict(config)) == config
 
 
-def test_a_window_of_ministral_3_has_no_place_in_gguf(models, tmp_path):
-    config, params = models["ministral3"]
-    with pytest.raises(CheckpointError, match=r"window=7 cannot be stored in GGUF, whose readers support none in mistral3"):
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}, (None, None)),
+        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, (None, 7)),
+        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}, (7, 7)),
+        ({"use_sliding_window": True, "sliding_window": 7}, (None, None)),  # from layer 28 on
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, (None, None)),
+        ({"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 0}, (None, None)),
+        ({"use_sliding_window": True, "sliding_window": 7, "layer_types": ["full_attention"] * 2}, (None, None)),
+        (
+            {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+            (7, None),
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
+def test_windows_of_a_qwen_are_those_of_the_last_layers(kind, changes, windows):
+    if kind == "qwen3_moe":  # whose layers are alike
+        if "layer_types" in changes:
+            return
+        windows = (changes["sliding_window"] if changes["use_sliding_window"] else None,) * 2
+    config = config_from_dict(config_to_dict(SIBLINGS[kind]) | changes)
+    assert (config.layer(0).window, config.layer(1).window) == windows
+    assert config_from_dict(config_to_dict(config)) == config
+    assert config.model_type == kind
+
+
+@pytest.mark.parametrize("kind", ["ministral3", "qwen2", "qwen3", "qwen3_moe"])
+def test_windows_that_have_no_place_in_gguf(models, kind, tmp_path):
+    config, params = models[kind]
+    with pytest.raises(CheckpointError, match=r"window=7 cannot be stored in GGUF, whose readers support none in"):
         llama_jax.save(tmp_path / "model.gguf", replace(config, window=7), params)
 
 

@@ -45,7 +45,7 @@ def their_loss(model, tokens):
     return torch.nn.functional.cross_entropy(logits.reshape(len(targets), -1), targets)
 
 
-@pytest.mark.parametrize("kind", ["gqa", "tied", "llama3"])
+@pytest.mark.parametrize("kind", ["gqa", "tied", "llama3", "biases"])
 def test_gradients_are_those_of_transformers(kind, models, tmp_path):
     """To 1e-4 of each tensor's norm: our gradients are written as a model is, under transformers' names and layout."""
     config, params = models[kind]
