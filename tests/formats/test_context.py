@@ -251,6 +251,21 @@ class TestWhatIsPlannedFor:
             assert replace(vicuna, **change).unscaled_max_seq_len is None
 
 
+@pytest.mark.slow
+def test_a_batch_has_the_part_of_the_context_that_its_cache_holds():
+    config = config_from_dict(settings("llama", 16, rope={"type": "linear", "factor": 64.0}))
+    params = llama_jax.init(config, jax.random.key(0))
+    options = EngineOptions(rows=4)
+    assert (options.context_of(config), options.pages(config)) == (64, 4)
+    ((_, found),) = llama_jax.batch(config, params, [[5] * 40], max_new_tokens=24, options=options)
+    assert found.tokens == llama_jax.generate(config, params, [[5] * 40], max_new_tokens=24)[0].tokens
+    with pytest.raises(GenerationError, match=r"exceed the context of 64; .* or set a longer context, at most 1024"):
+        list(llama_jax.batch(config, params, [[5] * 41], max_new_tokens=24, options=options))
+    asked = EngineOptions(rows=4, context=128)
+    ((_, found),) = llama_jax.batch(config, params, [[5] * 41], max_new_tokens=24, options=asked)
+    assert len(found.tokens) == 24
+
+
 def test_a_long_prompt_is_continued_and_a_longer_one_told_how(tmp_path):
     folder = write_hf_folder(tmp_path / "model", PLAIN, max_position_embeddings=16, rope_parameters=None)
     settings_file = folder / "config.json"

@@ -144,10 +144,10 @@ def write_dated_vocabulary(folder):
     return folder
 
 
-def write_dialogs(file, count=40):
+def write_dialogs(file, count=40, question="question"):
     """Chats with a question and an answer."""
-    for_roles = (("user", "question {}"), ("assistant", "yes"))
-    chats = [[{"role": role, "content": text.format(i)} for role, text in for_roles] for i in range(count)]
+    answer = {"role": "assistant", "content": "yes"}
+    chats = [[{"role": "user", "content": f"{question} {i}"}, answer] for i in range(count)]
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     return file
 

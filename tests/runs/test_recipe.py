@@ -138,6 +138,8 @@ def test_differences_are_of_what_is_computed():
     stored = json.loads(json.dumps(to_dict(recipe)))
     assert differences(stored, stored) == []
     assert differences(stored, json.loads(json.dumps(to_dict(dataclasses.replace(recipe, log_every=1))))) == []
+    longer = dataclasses.replace(recipe.model, max_seq_len=2 * recipe.model.max_seq_len)  # of the same file of --weights
+    assert differences(stored, json.loads(json.dumps(to_dict(dataclasses.replace(recipe, model=longer))))) == []
     other = override(recipe, ["optimizer.b2=0.9", "steps=400"])
     assert differences(stored, json.loads(json.dumps(to_dict(other)))) == [
         "optimizer.b2: 0.95 in the folder, 0.9 now",

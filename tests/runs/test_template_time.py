@@ -20,6 +20,7 @@ from running import (  # noqa: F401  # caches is a fixture
     write_dialogs,
 )
 
+from llama_jax.cli.eval import Eval
 from llama_jax.data import ChatReading, open_chats
 from llama_jax.errors import DataError, TrainingError
 from llama_jax.formats.step_dirs import CHECKPOINTS, read_metadata
@@ -137,6 +138,20 @@ def test_so_it_is_in_every_kind_of_training(kind, tmp_path, zone, vocabulary, da
     resumed = begin_and_resume(recipe, tmp_path / "resumed", zone, data[kind], **options)
     same(resumed.state, whole.state)
     assert lines(tmp_path / "resumed", "validation")[-1]["loss"] == lines(tmp_path / "whole", "validation")[-1]["loss"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_repeats_that_of_the_run_if_it_has_its_time(tmp_path, zone, vocabulary, data, calling):
+    zone(WEST)
+    held = write_dialogs(tmp_path / "held.jsonl", 8, "another")
+    arguments = (tmp_path / "run", data["sft"])
+    result = train(SFT, *arguments, validation_data=held, tokenizer=vocabulary)
+    recorded = read_metadata(tmp_path / "run" / CHECKPOINTS)["recipe"]["chats"]["template_time"]
+    zone(EAST)
+    evaluation = (Eval, tmp_path / "run", "--data", held, "--length", 40, "--json")
+    dated, today = (json.loads(calling(*evaluation, *more).out) for more in (("--template-time", recorded), ()))
+    assert dated["loss"] == pytest.approx(result.validation.loss, abs=1e-6)
+    assert abs(today["loss"] - result.validation.loss) > 1e-5
 
 
 def test_chats_with_a_given_time_are_the_same_anywhere(zone, vocabulary, data):
