@@ -111,10 +111,10 @@ def warn_of_size(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
 
 def unsupported_files(path: Location) -> str:
     """The vocabularies of a model's folder, or next to its file, that are not supported, for a message about a missing
-    vocabulary: " (its tekken.json is of an unsupported kind ...)"; "" if there are none."""
+    vocabulary: " (unsupported: tekken.json; ...)"; "" if there are none."""
     folder = path if path.is_dir() else path.parent
     names = [name for name in UNSUPPORTED_NAMES if (folder / name).is_file()]
-    return f" (its {', '.join(names)} is of an unsupported kind; a tokenizer.json is needed)" if names else ""
+    return f" (unsupported: {', '.join(names)}; a tokenizer.json is needed)" if names else ""
 
 
 def _read(path: Location, settings: Settings) -> Tokenizer:
