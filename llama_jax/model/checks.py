@@ -132,7 +132,8 @@ def check_tokens(config: LlamaConfig, tokens: Integer[AnyArray, "*batch"], what:
     outside = ids[(ids < 0) | (ids >= config.vocab_size)]
     if outside.size:
         raise GenerationError(
-            f"{what} {outside[0]} is outside the vocabulary of {config.vocab_size}; is this the model's own tokenizer?"
+            f"{what} {outside[0]} is outside the vocabulary of {config.vocab_size}: the model's embedding has no row for it;"
+            " remove it, or use the model's own tokenizer"
         )
 
 

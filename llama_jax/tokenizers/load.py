@@ -63,30 +63,32 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 def find_tokenizer(folder: Location, vocab_size: int) -> Tokenizer | None:
     """The tokenizer in a model's folder; None if there is no supported vocabulary (see `unsupported_files`).
 
-    Of several, the one whose size is nearest to the model's: a model may have padding for more tokens, and lack rows for
-    some that were added (`warn_of_size`). Of those, the first in `load_tokenizer`'s order.
+    Of several, the first in `load_tokenizer`'s order whose size is about the model's (within a tenth: a model may have
+    padding for more tokens, and lack rows for some that were added, see `warn_of_size`), else the one of the nearest size.
 
     Raises:
       TokenizerError: several candidates, or a damaged ``tokenizer.json`` or ``tokenizer.model``.
     """
     with reading(folder, TokenizerError):
         settings = read_settings(folder)
-        named: list[tuple[Location, Tokenizer]] = []
-        for name in VOCABULARY_NAMES:
-            if (folder / name).is_file():
-                named.append((folder / name, _read(folder / name, settings)))
-                if named[-1][1].vocab_size == vocab_size:
-                    return named[-1][1]
-        candidates = named + _others(folder, settings)
+        candidates: list[tuple[Location, Tokenizer]] = []
+        distance = lambda candidate: abs(candidate[1].vocab_size - vocab_size)
+        for path in (folder / name for name in VOCABULARY_NAMES):
+            if path.is_file():
+                candidates.append((path, _read(path, settings)))
+                if distance(candidates[-1]) <= vocab_size // 10:
+                    break
+        else:
+            candidates += _others(folder, settings)
         if not candidates:
             if unsupported := unsupported_files(folder):
                 warnings.warn(f"{folder} has no vocabulary{unsupported}", stacklevel=2)
             return None
-        distances = [abs(tokenizer.vocab_size - vocab_size) for _, tokenizer in candidates]
-        nearest = [candidate for candidate, n in zip(candidates, distances, strict=True) if n == min(distances)]
-        if len(nearest) > 1 and nearest[0] not in named:
-            raise TokenizerError(f"{folder} has several vocabularies ({_listed(nearest)}); remove all but one")
+        smallest = min(map(distance, candidates))
+        nearest = [candidate for candidate in candidates if distance(candidate) == smallest]
         path, tokenizer = nearest[0]
+        if len(nearest) > 1 and path.name not in VOCABULARY_NAMES:
+            raise TokenizerError(f"{folder} has several vocabularies ({_listed(nearest)}); remove all but one")
         warn_of_size(tokenizer, vocab_size, path)
         return tokenizer
 
@@ -109,10 +111,10 @@ def warn_of_size(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
 
 def unsupported_files(path: Location) -> str:
     """The vocabularies of a model's folder, or next to its file, that are not supported, for a message about a missing
-    vocabulary: " (its tekken.json is of an unsupported kind ...)"; "" if there are none."""
+    vocabulary: " (unsupported: tekken.json; ...)"; "" if there are none."""
     folder = path if path.is_dir() else path.parent
     names = [name for name in UNSUPPORTED_NAMES if (folder / name).is_file()]
-    return f" (its {', '.join(names)} is of an unsupported kind; a tokenizer.json is needed)" if names else ""
+    return f" (unsupported: {', '.join(names)}; a tokenizer.json is needed)" if names else ""
 
 
 def _read(path: Location, settings: Settings) -> Tokenizer:

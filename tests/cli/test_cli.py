@@ -124,10 +124,6 @@ def test_generate_ends_at_a_stop_string(stories_folder):
         (["Once", "--model", "MODEL", "--stop", "caf\udcff"], "--stop 'caf\\udcff' is not valid UTF-8"),
         (["Once", "--model", "MODEL", "--tokenizer", "MODEL/expected.txt"], "is not a SentencePiece model"),
         (["Once", "--model", "MODEL/expected.txt"], "not a model of a supported format"),
-        (
-            ["Once", "--model", "MODEL", "--tokenizer", "MODEL/../tokenizers/llama2"],
-            "32000 pieces, but the model's vocabulary has 512",
-        ),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(stories_folder, arguments, message):

@@ -227,7 +227,7 @@ def test_a_larger_vocabulary():
     corpus = replace(corpus_of([10]), vocab_size=97)
     assert choose_sizes(CONFIG, corpus, length=None, stride=None, batch=1).length > 0  # no document has the last token
     corpus.tokens[corpus.starts[0]] = 96
-    with pytest.raises(DataError, match="document 1 contains the token id 96, which has no row .* of 96 rows"):
+    with pytest.raises(DataError, match=r"document 1 contains the token id 96, which has no row .* of 96 rows"):
         evaluate(CONFIG, None, corpus)
 
 

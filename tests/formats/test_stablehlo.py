@@ -9,6 +9,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+import vocabularies
 from adapters import random_adapters
 from commands import environment, error_of, outcome, run_here
 from family_models import SIBLINGS
@@ -44,6 +45,12 @@ def continued_by(folder, *arguments) -> list[str]:
 
 def in_text(ids) -> str:
     return ",".join(map(str, ids))
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "bytes"])
+def test_ids_of_a_models_padding_have_no_text(kind, tmp_path):
+    encode, decode = run_exported.tokenizer(vocabularies.write(tmp_path, kind), [])
+    assert decode([*encode("once"), 10_000]) == "once"
 
 
 def check(folder, exported: ExportedModel, model, new, stop=(), **cache):

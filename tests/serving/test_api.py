@@ -69,6 +69,22 @@ def test_the_requests_that_the_engine_gets():
     assert third.sampling.temperature == 1
 
 
+def test_tokens_without_a_row_are_refused_by_name():
+    """A vocabulary with more tokens than the model has rows; as ends they are harmless, and they can be decoded."""
+    engine, token = FakeEngine(vocab_size=150), ids("\xe9".encode("latin-1"))[0]
+    text, listed, ended, text_of_it = ask(
+        engine,
+        lambda c: c.complete("a \u00e9"),
+        lambda c: c.complete([5, token]),
+        lambda c: c.complete("a", stop_token_ids=[token]),
+        lambda c: c.post("/detokenize", {"tokens": [*ids("a"), token]}),
+    )
+    assert "has no row in the model's embedding of 150 rows" in error_of(text, 400)["message"]
+    error_of(listed, 400)
+    assert ended.json["choices"][0]["text"] == "a"
+    assert text_of_it.json["prompt"] == "a\ufffd"
+
+
 @pytest.mark.parametrize("prompt", ["ab", ["ab"], ["a", "bc"], ids("ab"), [ids("ab"), ids("c")]])
 def test_every_form_of_a_prompt(prompt):
     answer = ask(FakeEngine(says=saying("!")), lambda c: c.complete(prompt, n=2, echo=True)).json

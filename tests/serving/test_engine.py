@@ -469,7 +469,7 @@ class TestQueue:
             ({"prompt": [1], "max_new_tokens": 5, "min_new_tokens": 6}, "min_new_tokens=6 must be an integer from 0 to 5"),
             ({"prompt": [1], "max_new_tokens": 5, "alternatives": 21}, "alternatives=21 must be an integer from 0 to 20"),
             ({"prompt": [1], "max_new_tokens": 5, "stop_tokens": range(17)}, "17 stop tokens are too many"),
-            ({"prompt": [1], "max_new_tokens": 5, "stop_tokens": [600]}, "600"),
+            ({"prompt": [1], "max_new_tokens": 5, "stop_tokens": [-1]}, "stop token -1"),
             ({"prompt": [1], "max_new_tokens": 5, "sampling": Sampling(top_p=0.0)}, "top_p"),
             ({"prompt": [1], "max_new_tokens": 5, "sampling": 0.7}, "must be a Sampling"),
         ],

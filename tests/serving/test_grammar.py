@@ -59,6 +59,20 @@ def test_tables_built_ahead_are_those_of_the_first_grammar(grammars):
     Grammars(BYTES, 300, ()).prepare()  # nothing ends a text: that is an error of the first request
 
 
+def test_tokens_without_a_row_are_never_allowed(grammars):
+    """A vocabulary with more tokens than the model has rows, of which the last are not a whole word of the mask."""
+    rows = ids("j")[0] + 1
+    with closing(Grammars(BYTES, rows, (END, rows + 1))) as few:
+        mask = few.regex("[a-z]").allowed()
+        assert mask.shape == (-(-rows // 32),)
+        assert set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))) == set(ids("abcdefghij"))
+        constraint = few.regex("az")
+        constraint.accept(ids("a")[0])
+        assert np.unpackbits(constraint.allowed().view(np.uint8), bitorder="little").nonzero()[0].tolist() == [END]
+    with closing(Grammars(BYTES, rows, (rows + 1,))) as endless, pytest.raises(UserError, match="end-of-sequence"):
+        endless.regex("a")
+
+
 def test_whatever_is_allowed_follows_the_schema(grammars):
     first = grammars.json_schema(SCHEMA)
     for seed in range(10):

@@ -70,11 +70,31 @@ def test_ids_equal_llama_cpps_vectors(kind, in_gguf, expected):
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size, tokenizer.stop_ids) == expected
 
 
-def test_a_models_padding_has_names(pairs):
+def test_a_models_padding_has_names_and_no_text(pairs, tmp_path):
     for kind, (tokenizer, _) in pairs.items():
         padded = from_metadata(to_metadata(tokenizer, tokenizer.vocab_size + 3), "x.gguf")
         assert padded.vocab_size == tokenizer.vocab_size + 3
         assert padded.encode("once upon [PAD600]") == tokenizer.encode("once upon [PAD600]"), kind
+        (tmp_path / kind).mkdir()
+        padded.save(tmp_path / kind)
+        for read in (padded, load_tokenizer(tmp_path / kind)):
+            assert read.decode(range(tokenizer.vocab_size, tokenizer.vocab_size + 5)) == ""
+
+
+def test_tokens_without_a_row_are_not_written(pairs):
+    """llama.cpp requires as many tokens as rows; merges that need a token that is not written are not, either."""
+    for kind, (tokenizer, _) in pairs.items():
+        size = tokenizer.vocab_size
+        text = "once upon a time"
+        used = max(tokenizer.encode(text, bos=False)) + 1
+        for rows in {size - 1, used}:
+            fields = to_metadata(tokenizer, rows)
+            read = from_metadata(fields, "x.gguf")
+            assert read.vocab_size == len(fields["tokenizer.ggml.tokens"]) == rows
+            assert read.encode(text, bos=False) == tokenizer.encode(text, bos=False), kind
+            assert all(value < rows for key, value in fields.items() if key.endswith("_token_id"))
+            assert max(read.stop_ids, default=0) < rows
+            assert to_metadata(from_metadata(to_metadata(tokenizer), "x.gguf"), rows) == fields
 
 
 def test_ends_and_template(fields):
