@@ -4,9 +4,9 @@
     python experiments/make_adapter_goldens.py
 
 Weights and adapters are drawn from NumPy's generator and are not stored. Stored are results in float64: logits, gradients of
-a loss, and the losses and adapters of twenty steps of AdamW, in which magnitudes do not decay. Transformers never computes normalization and rotary
-embeddings in float64. Normalization is therefore replaced by its definition, and all tokens are at position 0, where rotary
-embeddings are the identity.
+a loss, and the losses and adapters of twenty steps of AdamW, in which magnitudes do not decay. Transformers never computes
+normalization and rotary embeddings in float64. Normalization is therefore replaced by its definition, and all tokens are at
+position 0, where rotary embeddings are the identity.
 """
 
 from __future__ import annotations

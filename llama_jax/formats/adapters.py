@@ -450,8 +450,8 @@ def _selected_modules(
             )
     if unselected := (stored & in_model) - with_adapter:
         raise CheckpointError(
-            f"{where} selects no adapter of {min(unselected)}, but {ADAPTER_WEIGHTS} has its tensors; correct target_modules,"
-            " exclude_modules and layers_to_transform, or remove the tensors"
+            f"{where} selects no adapter of {min(unselected)}, but {ADAPTER_WEIGHTS} has its tensors; correct"
+            " target_modules, exclude_modules and layers_to_transform, or remove the tensors"
         )
     return selected
 

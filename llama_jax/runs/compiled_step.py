@@ -70,9 +70,7 @@ def _bind_recipe(
     """
     task_loss = objective.make_loss(frozen)
 
-    def loss(
-        config: LlamaConfig, params: Llama, batch: Any, options: LossOptions, sharding: Sharding
-    ) -> LossSumsAndMetrics:
+    def loss(config: LlamaConfig, params: Llama, batch: Any, options: LossOptions, sharding: Sharding) -> LossSumsAndMetrics:
         sums = task_loss(config, params, batch, options, sharding)
         metrics = sums.metrics if isinstance(sums, LossSumsAndMetrics) else {}
         return LossSumsAndMetrics(sums.loss, sums.nll, metrics | {"tokens_read": objective.count_tokens(batch)})

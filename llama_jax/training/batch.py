@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
 from llama_jax.errors import GenerationError
-from llama_jax.ops.platform import AnyArray
 
 
 class Batch(NamedTuple):
@@ -123,6 +122,6 @@ def apply_weights(values: Float[Array, "*shape"], mask: Shaped[Array, "*#shape"]
     return values if mask.dtype == bool else values * mask.astype(values.dtype)
 
 
-def replace_zero(divisor: Shaped[AnyArray, "*shape"]) -> Shaped[Array, "*shape"]:
+def replace_zero(divisor: jax.typing.ArrayLike) -> jax.Array:
     """The divisor of a mean over targets, or 1 where it is 0: without targets, the mean is 0."""
     return jnp.where(divisor == 0, 1, divisor)

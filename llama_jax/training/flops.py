@@ -14,10 +14,10 @@ from llama_jax.model.lora import Lora, adapter_count
 from llama_jax.model.params import ParamSpec, specs_for
 
 FORMULA = (
-    "FLOPs of a step = 6 * P * tokens + 12 * H * S, P the matrix parameters that every token is multiplied with: all but the "
-    "embedding lookup, the output projection among them; S the attention scores that masks keep, of all rows, layers and "
-    "heads: T * (T + 1) / 2 of a row's T tokens, padding among them, and fewer with windows or chunks; nothing for what is "
-    "computed twice. MFU = FLOPs / seconds / (devices * published dense bfloat16 FLOP/s)"
+    "FLOPs of a step = 6 * P * tokens + 12 * H * S, P the matrix parameters that every token is multiplied with: all but "
+    "the embedding lookup, the output projection among them; S the attention scores that masks keep, of all rows, layers "
+    "and heads: T * (T + 1) / 2 for the T tokens of a row, padding among them, and fewer with windows or chunks; nothing "
+    "for what is computed twice. MFU = FLOPs / seconds / (devices * published dense bfloat16 FLOP/s)"
 )
 
 

@@ -31,7 +31,8 @@ def token_logprobs(
     """The log-probability of every target token given the tokens before it in its segment, in nats.
 
     It is 0 for targets excluded by the batch's mask or segments, so that the sum over T is the log-probability of the answer
-    that the mask selects. Weights in the mask only select: the log-probabilities are not multiplied by them. Differentiable in the parameters; `ops.cross_entropy` computes the logits in chunks.
+    that the mask selects. Weights in the mask only select: the log-probabilities are not multiplied by them. Differentiable
+    in the parameters; `ops.cross_entropy` computes the logits in chunks.
 
     Args:
       params: the result of `sharding.prepare_params`, as for `total_loss`.

@@ -73,7 +73,7 @@ def init_state(
     if not all(_is_trainable(leaf.dtype) for leaf in jax.tree.leaves(params)):
         raise ConfigError('quantized weights cannot be trained; load the model with dtype="float32", or train adapters')
     if dtype is not None and not _is_trainable(dtype):
-        raise ConfigError(f"dtype={jnp.dtype(dtype).name} cannot be trained; use float32, or another float of 16 bits or more")
+        raise ConfigError(f"dtype={jnp.dtype(dtype).name} cannot be trained; use float32, float64, bfloat16 or float16")
     is_mixed = lambda leaf: isinstance(leaf, MixedStack)
     if any(map(is_mixed, jax.tree.leaves(params, is_leaf=is_mixed))):
         from llama_jax.model.trees import restack_layers
@@ -156,9 +156,9 @@ def train_step(
     Returns:
       The next state, and the metrics of this step, float32[] each: "loss", the mean nll in nats per target token before the
       update, without z-loss; "grad_norm", the global norm of the gradients before clipping; "tokens", the divisor of the
-      loss: the number of target tokens on all devices, or the sum of their weights. If "loss" or "grad_norm" is not finite, the step is skipped: only
-      the counters of the state change. "skipped" and "skipped_in_a_row", int32[], are the counters after the step. With
-      `LossSumsAndMetrics` there are also its `metrics`, summed over all rows, without division.
+      loss: the number of target tokens on all devices, or the sum of their weights. If "loss" or "grad_norm" is not finite,
+      the step is skipped: only the counters of the state change. "skipped" and "skipped_in_a_row", int32[], are the counters
+      after the step. With `LossSumsAndMetrics` there are also its `metrics`, summed over all rows, without division.
 
     Raises:
       ConfigError: `accumulate` or `virtual_shards` does not divide the rows; `ema_decay` with a state without a moving

@@ -159,16 +159,16 @@ def test_settings_that_change_nothing(folder):
 
 def test_all_that_peft_writes_by_default_is_accepted(folder):
     """The fields of PEFT 0.21, with values that switch nothing on."""
-    none = dict.fromkeys(
-        "alora_invocation_tokens arrow_config auto_mapping corda_config eva_config exclude_modules kasa_config"
-        " layer_replication layers_pattern layers_to_transform lora_ga_config megatron_config modules_to_save"
-        " monteclora_config revision target_parameters trainable_token_indices use_bdlora velora_config".split()
+    none = (
+        *("alora_invocation_tokens", "arrow_config", "auto_mapping", "corda_config", "eva_config", "exclude_modules"),
+        *("kasa_config", "layer_replication", "layers_pattern", "layers_to_transform", "lora_ga_config", "megatron_config"),
+        *("modules_to_save", "monteclora_config", "revision", "target_parameters", "trainable_token_indices", "use_bdlora"),
+        "velora_config",
     )
-    switches = dict.fromkeys("ensure_weight_tying fan_in_fan_out lora_bias use_dora use_qalora use_rslora".split(), False)
-    change(
-        folder, **none, **switches, alpha_pattern={}, rank_pattern={}, loftq_config={}, bias="none", megatron_core="megatron",
-        qalora_group_size=16, peft_version="0.21.2", init_lora_weights="mica",
-    )  # fmt: skip
+    false = "ensure_weight_tying", "fan_in_fan_out", "lora_bias", "use_dora", "use_qalora", "use_rslora"
+    others = {"alpha_pattern": {}, "rank_pattern": {}, "loftq_config": {}, "bias": "none", "megatron_core": "megatron.core"}
+    others |= {"qalora_group_size": 16, "peft_version": "0.21.2", "init_lora_weights": "mica"}
+    change(folder, **dict.fromkeys(none), **dict.fromkeys(false, False), **others)
     assert load_adapter(folder, CONFIG).lora == LORA
     change(folder, ensure_weight_tying=True, fan_in_fan_out=True, eva_config={"rho": 2.0}, layers_pattern="layers")
     assert load_adapter(folder, CONFIG).lora == LORA
@@ -189,7 +189,7 @@ MODULES = [*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
         ({"exclude_modules": r".*\.layers\.0\..*"}, [[], MODULES]),
         ({"exclude_modules": r".*\.mlp\..*", "target_modules": "all-linear"}, [ATTENTION] * 2),
         ({"target_modules": r"model\.layers\.1\.self_attn\.[qk]_proj"}, [[], ATTENTION[:2]]),
-        ({"target_modules": ["model.layers.0.self_attn.q_proj", "1.mlp.down_proj"]}, [["self_attn.q_proj"], ["mlp.down_proj"]]),
+        ({"target_modules": ["model.layers.0.self_attn.q_proj", "1.mlp.up_proj"]}, [["self_attn.q_proj"], ["mlp.up_proj"]]),
         ({"layers_to_transform": 0}, [MODULES, []]),
         ({"layers_to_transform": [1], "layers_pattern": "layers"}, [[], MODULES]),
         ({"layers_to_transform": [1], "target_modules": ["k_proj", "model.layers.0.self_attn.q_proj"]},

@@ -90,7 +90,11 @@ def test_scores_outside_windows_and_chunks_are_not_counted(layers):
 
 @pytest.mark.parametrize(
     ("tie_embeddings", "lora"),
-    [pytest.param(False, None, marks=pytest.mark.slow), (True, None), pytest.param(False, Lora(rank=16), marks=pytest.mark.slow)],
+    [
+        pytest.param(False, None, marks=pytest.mark.slow),
+        (True, None),
+        pytest.param(False, Lora(rank=16), marks=pytest.mark.slow),
+    ],
     ids=["untied", "tied", "adapters"],
 )
 def test_the_compiled_step_does_what_is_counted(tie_embeddings, lora):

@@ -236,9 +236,9 @@ def test_a_mask_of_integers_or_ones_is_that_of_booleans(models, loss_of_gqa):
 def test_weights_that_mean_nothing(models, value, dtype, message):
     mask = np.ones((2, 6), dtype)
     mask[1, 3] = value
-    for given in (mask, jax.device_put(mask)):
+    for loss_mask in (mask, jax.device_put(mask)):
         with pytest.raises(llama_jax.UserError, match=message):
-            next_token_loss(*models["gqa"], Batch(np.zeros((2, 6), np.int32), loss_mask=given))
+            next_token_loss(*models["gqa"], Batch(np.zeros((2, 6), np.int32), loss_mask=loss_mask))
 
 
 def test_nothing_to_predict_in_a_batch_is_a_loss_of_zero(models, in_segments, with_weights):
