@@ -138,8 +138,8 @@ class BuildData(DocumentOptions):
     """Tokenize files into a corpus of token ids."""
 
     files: tyro.conf.Positional[Annotated[tuple[ModelPath, ...], tyro.conf.arg(metavar="FILE ...")]]
-    """Text, JSONL (both also as .gz or .zst), Parquet or Arrow files, or folders of them, such as one split of a Hugging
-    Face dataset."""
+    """Text, JSONL, JSON (all also as .gz or .zst), Parquet or Arrow files, or folders of them, such as one split of a
+    Hugging Face dataset."""
     out: Path
     """Folder for tokens.corpus, which train and eval accept as --data. Its bytes depend only on the files, the tokenizer and
     the settings. The same command resumes after a stop."""

@@ -57,7 +57,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
     With --against: the divergence of its predictions from those of another model with the same vocabulary. For the cost of
     quantization, use --quantize and --against PATH.
 
-    For chats in .jsonl: the same for the assistant's messages. For preferences: how often the chosen answer is the more
+    For chats: the same for the assistant's messages. For preferences: how often the chosen answer is the more
     probable one. With --against or --adapter, this is relative to a reference: that model, or PATH without the adapter.
 
     With --lengths: the loss of the same text in windows of each length, and by position in them.
@@ -69,7 +69,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
     path: tyro.conf.Positional[ModelPath]
     """Folder or file of a model, in any supported format."""
     data: Annotated[tuple[ModelPath, ...], tyro.conf.UseAppendAction]
-    """Files, or folders of them: text, .jsonl (both also .gz and .zst), .parquet, .arrow, or token ids in .bin,
+    """Files, or folders of them: text, .jsonl, .json (all also .gz and .zst), .parquet, .arrow, or token ids in .bin,
     .array_record or .corpus, which `data build` makes. Pass several after one --data, or repeat it. Tokenized once, then
     cached."""
     max_documents: Annotated[int, at_least(1)] | None = None
@@ -79,7 +79,8 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
     json: bool = False
     """Print a JSON object; NaN and infinity become null."""
     kind: Literal["auto", "text", "chats", "preferences"] = "auto"
-    """Kind of the data. auto looks at the first line of a .jsonl, which is text if it has --field."""
+    """Kind of the data. auto looks at the first line or row of a .jsonl, .json, .parquet or .arrow, which is text if it has
+    --field."""
     format: Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"] = "auto"
     """For chats and preferences: the chat format. auto takes the model's own template, or llama3 for the vocabulary of Llama
     3."""
@@ -469,7 +470,7 @@ def page_of_lengths(found: Sequence[llama_jax.LengthLoss], facts: dict[str, Any]
 
 
 def kind_of_lines(data: Sequence[Location], field: str) -> Literal["text", "chats", "preferences"]:
-    """The kind of the first object of the first .jsonl: text if it has `field`, or if there is no such file."""
+    """The kind of the first record: text if it has `field`, or if no file has records."""
     from llama_jax.data.data_files import find_files
     from llama_jax.data.documents import first_fields
 

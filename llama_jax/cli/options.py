@@ -188,7 +188,7 @@ class DocumentOptions:
     """Maximum length of a document of a text file, in characters; longer ones are split. The default is 131,072, or more if
     the measured rows need it."""
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """Field or column with the text in .jsonl, .parquet and .arrow files."""
+    """Field or column with the text in .jsonl, .json, .parquet and .arrow files."""
 
     def document_format(
         self, lengths: Sequence[int] = (), token_type: Literal["uint16", "uint32"] | None = None

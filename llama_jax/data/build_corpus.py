@@ -91,7 +91,7 @@ def build(
     sources with their sizes and SHA-256, the tokenizer, the settings, and the number of duplicates dropped.
 
     Args:
-      paths: text, JSONL, Parquet and Arrow, text and JSONL also compressed by gzip or zstd, or folders of them.
+      paths: text, JSONL, JSON, Parquet and Arrow, the first three also compressed by gzip or zstd, or folders of them.
       tokenizer: a vocabulary's file or folder; every process reads it.
       processes: number of processes, by default one per available core; 1 starts none.
       workers: used instead of processes on this machine; they need the same paths for `out`, the files and the tokenizer.
@@ -107,7 +107,7 @@ def build(
             raise DataError(f"{folder} is inside {path}, so it would be read as data next time; use a folder elsewhere")
     for file in files:
         if kind_of(file) in TOKENS:
-            raise DataError(f"{file} already holds token ids; build from text, JSONL, Parquet or Arrow")
+            raise DataError(f"{file} already holds token ids; build from text, JSONL, JSON, Parquet or Arrow")
     with _held(folder), process_pool(processes or cpu_count()) if workers is None else nullcontext(workers) as pool:
         return _build(files, folder, tokenizer, options, pool, progress)
 

@@ -241,8 +241,8 @@ def _letter_by_letter(names: Sequence[str], depth: int = 0) -> str:
 
 def unspelled_space(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> str:
     """The white space at the end of a text that its ids do not spell, since the vocabulary removes it; a text that follows
-    begins with it."""
-    space = text[len(text.rstrip()) :]
+    begins with it. Removed at the beginning, it is lost."""
+    space = text[len(text.rstrip()) :] if text.strip() else ""
     spelled = b"".join(map(tokenizer.token_bytes, ids[-len(space.encode()) :])) if space else b""
     return "" if spelled.endswith(space.encode()) else space
 

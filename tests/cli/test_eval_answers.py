@@ -6,6 +6,8 @@ from functools import partial
 
 import jax
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from adapters import LORA, random_adapters
 
@@ -72,6 +74,15 @@ def test_chats_are_measured_by_what_the_assistant_says(run, calling, stories_fol
     assert found["examples"]["kept"] == 2
     assert run(stories_folder, "--data", files["texts"])["kind"] == "text"
     assert "2 of 2 examples, 0 of them cut" in calling(Eval, stories_folder, "--data", files["chats"]).out
+
+
+def test_answers_are_measured_in_every_type_of_file(run, stories_folder, files, tmp_path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(PAIRS), tmp_path / "pairs.parquet")
+    (tmp_path / "chats.json").write_text(json.dumps(CHATS))
+    for name, path in (("pairs", tmp_path / "pairs.parquet"), ("chats", tmp_path / "chats.json")):
+        found, expected = run(stories_folder, "--data", path), run(stories_folder, "--data", files[name])
+        measured = ("kind", "tokens", "examples", "margin" if name == "pairs" else "loss")
+        assert {key: found[key] for key in measured} == {key: expected[key] for key in measured}
 
 
 def test_an_adapter_changes_what_is_found(run, stories_folder, files, adapter):

@@ -1,5 +1,6 @@
 """What the assistant says in a chat, by {% generation %}, by built-in formats and by rendered prefixes."""
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,6 +82,9 @@ def test_no_text_makes_a_special_token_or_a_target(all_kinds, chat, reply):
         special = set(tokenizer.special_tokens.values())
         with ReplyEncoder(tokenizer, format) as encoder:
             taught, without = encoder.chat(talk), encoder.chat(plain)
+            prompt, last = encoder.prompt(chat), encoder.chat(talk, len(chat))
+        assert last.ids[: len(prompt)] == prompt
+        assert last.targets.index(True) == len(prompt)
         assert [i for i in taught.ids if i in special] == [i for i in without.ids if i in special]
         runs = re.sub("0+", "0", "".join(str(int(target)) for target in taught.targets)).split("0")
         assert len(list(filter(None, runs))) == sum(message["role"] == "assistant" for message in talk)
@@ -136,6 +140,24 @@ def test_a_chat_begins_with_the_tokens_of_its_prompt(tmp_path, kind, template):
                 end = "".join(name for name, token in tokenizer.special_tokens.items() if token == tokenizer.eos_id)
                 assert said(tokenizer, longer) == [reply["content"] + end, replies[0]["content"] + end]
                 assert said(tokenizer, given) == [replies[0]["content"] + end]
+
+
+def test_white_space_that_a_special_token_removes_is_not_part_of_the_answer(tmp_path):
+    """As with Phi-3's vocabulary."""
+    template = "{% for m in messages %}{{ '<|eot_id|>\n' + m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ '<|eot_id|>\n' }}{% endif %}"
+    file = vocabularies.write(tmp_path, "bytes", tokenizer_config={"chat_template": template}) / "tokenizer.json"
+    described = json.loads(file.read_text())
+    for token in described["added_tokens"]:
+        token["rstrip"] = token["content"] == "<|eot_id|>"
+    file.write_text(json.dumps(described))
+    with ReplyEncoder(load_tokenizer(file)) as encoder:
+        tokenizer, ask = encoder.tokenizer, {"role": "user", "content": "once"}
+        prompt = encoder.prompt([ask])
+        taught = encoder.chat([ask, {"role": "assistant", "content": "Hello"}])
+        assert taught.ids == [*prompt, *tokenizer.encode("Hello", bos=False)]
+        assert prompt[-1] == tokenizer.special_tokens["<|eot_id|>"]
+        assert taught.targets.index(True) == len(prompt)
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "bytes", "spaces"])
