@@ -22,6 +22,7 @@ from llama_jax.config import FAMILY_FEATURES, Parts
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.formats import load_adapter, open_checkpoint, save_adapter
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
+from llama_jax.model.awq import scale_channels
 from llama_jax.model.forward_options import Compute
 from llama_jax.model.logits import observe
 from llama_jax.model.lora import Lora, adapted, merge
@@ -131,6 +132,12 @@ def test_adapters_leave_them_alone(params, dora, tmp_path):
     np.testing.assert_allclose(
         jit_logits(CONFIG, merged, TOKENS), jit_logits(CONFIG, adapted(params, adapters, lora), TOKENS), atol=1e-3
     )
+
+
+def test_channels_are_scaled_for_quantization_with_their_biases(params):
+    scaled = scale_channels(CONFIG, params, TOKENS, "int4")
+    assert np.abs(scaled.blocks.feed_forward.up - params.blocks.feed_forward.up).max() > 0.01
+    np.testing.assert_allclose(jit_logits(CONFIG, scaled, TOKENS), jit_logits(CONFIG, params, TOKENS), atol=1e-3)
 
 
 def test_what_does_not_go_with_biases():
