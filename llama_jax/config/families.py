@@ -36,14 +36,7 @@ FAMILY_FEATURES: dict[ModelType, set[str]] = {
     "qwen3_moe": {"qk_norm=head", "experts", "normalize_expert_weights=False", "window", "attention_bias"},
     "ministral3": {"query_scaling", "window"},
     "olmo2": {"norm=post", "qk_norm=all", "attention_bias"},
-    "olmo3": {
-        "norm=post",
-        "qk_norm=all",
-        "window",
-        "layers with a window",
-        "layers with unscaled rope",
-        "attention_bias",
-    },
+    "olmo3": {"norm=post", "qk_norm=all", "window", "layers with a window", "layers with unscaled rope", "attention_bias"},
     "gemma3_text": {
         "norm=both",
         "norm_offset",

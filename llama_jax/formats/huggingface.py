@@ -337,7 +337,7 @@ def open_folder(path: Location) -> Opened:
         (PICKLED, read_tensors, "pytorch_model.bin"),
     ):
         if (folder / single).is_file():  # before an index, as in transformers
-            stored = _Stored(read(folder / single))
+            stored = _StoredTensors(read(folder / single))
         elif (folder / index).exists():
             stored = _read_indexed(folder / index, read)
         else:
@@ -678,7 +678,7 @@ def _local_header(path: Location, size: int) -> Iterator[Path]:
         yield Path(file.name)
 
 
-class _Stored(NamedTuple):
+class _StoredTensors(NamedTuple):
     """The tensors of a folder.
 
     Attributes:
@@ -694,7 +694,7 @@ class _Stored(NamedTuple):
     missing: CheckpointError | None = None
 
 
-def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]) -> _Stored:
+def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]) -> _StoredTensors:
     """The tensors of the files that an index lists. Of copies of a tensor, that of the listed file counts."""
     folder, missing = index.parent, None
     found = read_object(index, CheckpointError)
@@ -719,7 +719,7 @@ def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]
     stale = dict.fromkeys(weight_map.keys() - stored.keys(), f"names in {index.name} without a tensor")
     count = Counter(tensor for content in files.values() for tensor in content)
     copies = dict.fromkeys((tensor for tensor in listed if count[tensor] > 1), "copies of a tensor in another file")
-    return _Stored(listed, unlisted, stale | copies, missing)
+    return _StoredTensors(listed, unlisted, stale | copies, missing)
 
 
 def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None, about: About = About()) -> Opened:

@@ -133,8 +133,8 @@ def test_a_single_object_is_an_example(tmp_path, llama3):  # noqa: F811
         ("a.json", b'{"data": []}', r"a\.json, record 1: the fields are \['data'\]; rename them"),
         ("a.json", '["é"]'.encode("latin-1"), r"a\.json is not UTF-8; save the file as UTF-8"),
         ("a.json", b"[]", r"a\.json: no example has a target"),
-        ("a.jsonl.gz", gzip.compress(b"{}")[:-6], r"a\.jsonl\.gz is incomplete"),
-        ("a.json.gz", gzip.compress(b"[]" * 99)[:-9], r"a\.json\.gz is incomplete"),
+        ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:-6], r"a\.jsonl\.gz is incomplete"),
+        ("a.json.gz", gzip.compress(b"[]" * 99, mtime=0)[:-9], r"a\.json\.gz is incomplete"),
         ("a.parquet", b"PAR1", r"a\.parquet is not a whole Parquet file"),
     ],
 )

@@ -13,8 +13,7 @@ from llama_jax.model.awq import scale_channels
 from llama_jax.model.trees import quantize
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
-BIASES = dict(qkv_bias=True, out_bias=True, mlp_bias=True)
-CONFIG = llama_jax.LlamaConfig(260, 64, 2, 4, 2, 128, 128, 1e-5, 1e4, True, **BIASES)
+CONFIG = llama_jax.LlamaConfig(260, 64, 2, 4, 2, 128, 128, 1e-5, 1e4, True, qkv_bias=True)
 logits = jax.jit(llama_jax.logits, static_argnums=0)
 
 
@@ -24,11 +23,8 @@ def params():
     found = sharp(CONFIG, jax.random.key(0))
     norms = jax.random.uniform(jax.random.key(1), (CONFIG.n_layers, 2, CONFIG.dim), minval=0.1, maxval=1)
     norms = norms.at[:, :, :3].multiply(30)
-    attention, ffn = found.blocks.attention, found.blocks.feed_forward
-    attention = attention.replace(qkv_bias=0.1 + attention.qkv_bias, out_bias=0.1 + attention.out_bias)
-    ffn = ffn.replace(gate_bias=0.1 + ffn.gate_bias, up_bias=0.1 + ffn.up_bias, down_bias=0.1 + ffn.down_bias)
-    blocks = found.blocks.replace(attention=attention, feed_forward=ffn, attention_norm=norms[:, 0], ffn_norm=norms[:, 1])
-    return found.replace(blocks=blocks)
+    attention = found.blocks.attention.replace(qkv_bias=0.1 + found.blocks.attention.qkv_bias)
+    return found.replace(blocks=found.blocks.replace(attention_norm=norms[:, 0], ffn_norm=norms[:, 1], attention=attention))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +51,7 @@ def test_what_cannot_be_scaled(params, texts):
     with pytest.raises(ConfigError, match="needs dense parameters"):
         scale_channels(CONFIG, quantize(params, "int8"), read, "int4")
     with pytest.raises(ConfigError, match="experts=4"):
-        scale_channels(replace(CONFIG, experts=4, experts_per_token=2, mlp_bias=False), params, read, "int4")
+        scale_channels(replace(CONFIG, experts=4, experts_per_token=2), params, read, "int4")
 
 
 def test_convert_reads_a_text(params, texts, tmp_path):

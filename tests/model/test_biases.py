@@ -12,16 +12,19 @@ import make_format_goldens as formats
 import make_goldens
 import numpy as np
 import pytest
+import quantized_folders
 from adapters import random_adapters
 from conftest import jit_dequantize, jit_logits, params_of, same, write_hf_folder
 from family_models import FAMILY_MODELS, PLAIN, random_params
 from training_options import step_options
 
 import llama_jax
+from llama_jax.cli.inspect import Inspect
 from llama_jax.config import FAMILY_FEATURES, Parts
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.formats import load_adapter, open_checkpoint, save_adapter
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
+from llama_jax.model.awq import scale_channels
 from llama_jax.model.forward_options import Compute
 from llama_jax.model.logits import observe
 from llama_jax.model.lora import Lora, adapted, merge
@@ -133,6 +136,12 @@ def test_adapters_leave_them_alone(params, dora, tmp_path):
     )
 
 
+def test_channels_are_scaled_for_quantization_with_their_biases(params):
+    scaled = scale_channels(CONFIG, params, TOKENS, "int4")
+    assert np.abs(scaled.blocks.feed_forward.up - params.blocks.feed_forward.up).max() > 0.01
+    np.testing.assert_allclose(jit_logits(CONFIG, scaled, TOKENS), jit_logits(CONFIG, params, TOKENS), atol=1e-3)
+
+
 def test_what_does_not_go_with_biases():
     with pytest.raises(ConfigError, match="mlp_bias=True is not supported with experts"):
         replace(CONFIG, experts=4, experts_per_token=2)
@@ -154,6 +163,20 @@ def test_every_format_gives_the_same(params, tmp_path):
         assert loaded.config == CONFIG
         same(loaded.params, params)
     same(biases_of(llama_jax.load(tmp_path / "blocks.gguf", "float32").params), biases_of(params))
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq"])
+def test_a_folder_of_quantized_weights_has_them_as_floats(kind, tmp_path):
+    config = replace(quantized_folders.CONFIG, qkv_bias=True, out_bias=True, mlp_bias=True)
+    dense = params_of(config, quantized_folders.write_folder(tmp_path, kind, config))
+    same(llama_jax.load(tmp_path, "float32").params, dense)
+    same(biases_of(llama_jax.load(tmp_path, quantize="keep").params), biases_of(dense))
+
+
+def test_inspect_names_them(params, calling, tmp_path):
+    llama_jax.save(tmp_path / "model", CONFIG, params)
+    printed = calling(Inspect, tmp_path / "model").out
+    assert all(words in printed for words in ("query, key and value biases", "output bias", "feed-forward biases"))
 
 
 def test_a_gguf_as_llama_cpp_converts_it(models, tmp_path):
