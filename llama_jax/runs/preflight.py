@@ -266,7 +266,8 @@ def fix_template_time(recipe: Recipe, tokenizer: Tokenizer, metadata: dict[str, 
             processes.tell(template_time.encode())
         elif processes.count > 1:
             template_time = processes.hear().decode()
-    return replace(recipe, **{name: replace(settings, template_time=template_time)})
+    dated: dict[str, Any] = {name: replace(settings, template_time=template_time)}
+    return replace(recipe, **dated)
 
 
 def _chat_settings(recipe: Recipe) -> tuple[str, ChatReading | RewardSettings | None]:
