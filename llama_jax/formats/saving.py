@@ -316,7 +316,7 @@ def _write(
     rows = opened.config.vocab_size
     if format == "gguf" and tokenizer is None:
         _log.warning("%s has no vocabulary, so llama.cpp cannot open it; set one as tokenizer (--tokenizer)", path)
-    elif format == "gguf" and tokenizer is not None and tokenizer.vocab_size > rows:
+    elif format == "gguf" and tokenizer and tokenizer.vocab_size > rows:
         first = shown(token_name(tokenizer, rows), 80)
         _log.warning("%s has no tokens from %s (id %d) on, as llama.cpp requires: they have no row", path, first, rows)
 

@@ -124,7 +124,7 @@ def _in_words(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else str(list(shape))
 
 
-def check_tokens(config: LlamaConfig, tokens: Integer[AnyArray, "*batch"], what: str = "token id") -> None:
+def check_tokens(config: LlamaConfig, tokens: Integer[AnyArray, "*batch"]) -> None:
     """Raise GenerationError for an id outside [0, V), which an embedding lookup would silently replace."""
     if isinstance(tokens, jax.core.Tracer):
         return
@@ -132,8 +132,8 @@ def check_tokens(config: LlamaConfig, tokens: Integer[AnyArray, "*batch"], what:
     outside = ids[(ids < 0) | (ids >= config.vocab_size)]
     if outside.size:
         raise GenerationError(
-            f"{what} {outside[0]} is outside the vocabulary of {config.vocab_size}: the model's embedding has no row for it;"
-            " remove it, or use the model's own tokenizer"
+            f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}: the model's embedding has no row for"
+            " it; remove it, or use the model's own tokenizer"
         )
 
 

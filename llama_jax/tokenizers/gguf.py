@@ -387,6 +387,9 @@ def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str
                 named[f"tokenizer.ggml.{name}"].append(value)
     if vocab_size is not None and len(named["tokenizer.ggml.tokens"]) > vocab_size:
         named = _only_first(named, vocab_size)
+        ends = [token for token in tokenizer.stop_ids if token < vocab_size]
+        if ends and "tokenizer.ggml.eos_token_id" not in named:  # otherwise llama.cpp would end at its default
+            named["tokenizer.ggml.eos_token_id"] = ends[0]
     if tokenizer.chat_template is not None:
         named["tokenizer.chat_template"] = tokenizer.chat_template
     return named

@@ -369,7 +369,7 @@ def check_rows(tokenizer: Tokenizer, ids: Iterable[int], rows: int, where: str) 
       rows: V of the model, which may be smaller than the tokenizer's.
       where: what the ids are, for the message: "the prompt".
     """
-    outside = next((token for token in ids if token >= rows), None)
+    outside = next((token for token in ids if token >= rows), None) if tokenizer.vocab_size > rows else None
     if outside is not None:
         raise TokenizerError(f"{where} contains {describe_missing_row(outside, rows, tokenizer)}; remove it")
 

@@ -74,6 +74,8 @@ class Settings:
         tokens = [self.bos_token, self.eos_token]
         if not self.gguf:
             tokens += [self.pad_token, *(token for name, token in self.more.items() if name.endswith("_token"))]
+            extra = self.more.get("extra_special_tokens")
+            tokens += extra.values() if isinstance(extra, dict) else ()
         texts = (token.get("content") if isinstance(token, dict) else token for token in tokens)
         return tuple(text for text in texts if text and isinstance(text, str))
 

@@ -27,6 +27,7 @@ def declarations(size):
         "config, plain, eos": {"tokenizer_config": plain | {"eos_token": NEW}},
         "config, plain, pad": {"tokenizer_config": plain | {"pad_token": NEW}},
         "config, plain, additional": {"tokenizer_config": plain | {"additional_special_tokens": [NEW]}},
+        "config, plain, extra by name": {"tokenizer_config": plain | {"extra_special_tokens": {"image_token": NEW}}},
         "added": {"added_tokens": added},
         "added, in the template": {"added_tokens": added, "tokenizer_config": {"chat_template": TEMPLATE}},
         "added, additional": {"added_tokens": added, "tokenizer_config": {"additional_special_tokens": [NEW]}},
