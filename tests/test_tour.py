@@ -78,7 +78,7 @@ def test_one_token_through_generate(params, monkeypatch):
     files = visited(run)
     assert files == named("One token through `generate`")
     assert len(files) <= 17
-    assert lines(files) < 3750  # "some 3,700"
+    assert lines(files) < 3850  # "some 3,800"
 
 
 def test_one_batch_through_train_step(params):
@@ -89,12 +89,12 @@ def test_one_batch_through_train_step(params):
     files = visited(partial(step, state, batch))
     assert files == named("One batch through `train_step`")
     assert len(files) <= 17
-    assert lines(files) < 3250  # "some 3,200"
+    assert lines(files) < 3350  # "some 3,300"
 
 
 @pytest.mark.parametrize(
     ("module", "most_files", "most_lines"),
-    [("inference.generate", 46, 6940), pytest.param("training.step", 40, 5870, marks=pytest.mark.slow)],
+    [("inference.generate", 46, 7000), pytest.param("training.step", 40, 5980, marks=pytest.mark.slow)],
 )
 def test_what_an_entry_point_imports(module, most_files, most_lines):
     """Kernels, quantized formats, experts, drafts and the CPU's variants are imported by what uses them."""
