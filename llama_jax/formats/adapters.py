@@ -421,10 +421,10 @@ def _selected_modules(
     """
     for name in ("target_modules", "exclude_modules"):
         _check_pattern(where, name, settings.get(name))
-    every = {name: {_module(name, layer): layer for layer in range(n_layers)} for name in TARGETS}
+    by_target = {name: {_module(name, layer): layer for layer in range(n_layers)} for name in TARGETS}
     targets, excluded = settings.get("target_modules"), settings.get("exclude_modules") or []
     if targets in (None, "all-linear"):  # all that PEFT found in the base
-        targets = [name for name, modules in every.items() if stored & modules.keys()]
+        targets = [name for name, modules in by_target.items() if stored & modules.keys()]
     layers = settings.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
     if not (layers is None or (isinstance(layers, list) and all(isinstance(layer, int) for layer in layers))):
@@ -438,9 +438,9 @@ def _selected_modules(
 
     selected = {
         name: frozenset(module for module, layer in modules.items() if is_selected(module, layer))
-        for name, modules in every.items()
+        for name, modules in by_target.items()
     }
-    in_model, with_adapter = set().union(*every.values()), frozenset().union(*selected.values())
+    in_model, with_adapter = set().union(*by_target.values()), frozenset().union(*selected.values())
     for target in targets if isinstance(targets, list) else ():
         modules = {module for module in in_model if _matches([target], module)}
         if not modules or (modules & with_adapter and not modules & stored):
