@@ -134,7 +134,7 @@ def needle(
       TokenizerError: the vocabulary cannot distinguish the keys.
     """
     haystack, lengths, depths = np.asarray(haystack), sorted(lengths), sorted(depths)
-    check_tokens(config, haystack, "haystack token")
+    check_tokens(config, haystack)
     if haystack.size < lengths[-1]:
         raise UserError(f"length={lengths[-1]} needs a haystack of at least that many tokens; this one has {haystack.size}")
     keys = encode_keys(tokenizer, draw_keys(wrong_keys + 1, digits, seed), statement, question)

@@ -202,8 +202,8 @@ def for_format(encoder: ReplyEncoder, example: Example) -> Example:
     if isinstance(contents[-1], str) or encoder.format == "template":
         return example
 
-    def without_names(content: TextOrMessages) -> Any:
-        return tuple({key: value for key, value in message.items() if key != "name"} for message in content)
+    def without_names(messages: Any) -> Any:
+        return tuple({key: value for key, value in message.items() if key != "name"} for message in messages)
 
     unnamed = example._replace(prompt=without_names(contents[0]), answers=tuple(map(without_names, contents[1:])))
     return unnamed if unnamed == example else unnamed._replace(ignored=(*example.ignored, "name of messages"))

@@ -197,7 +197,7 @@ def test_a_setting_without_effect_on_these_tokens_is_another_model_all_the_same(
 
 @pytest.mark.parametrize("name", SHAPE_FIELDS)
 def test_other_sizes_cannot_be_compared(name):
-    changes = {"n_heads": 8, "n_kv_heads": 1, "head_dim": 16, "qkv_bias": True}
+    changes = {"n_heads": 8, "n_kv_heads": 1, "head_dim": 16, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
     change = (changes | {"qk_norm": "head", "norm": "post", "shared_expert": True}).get(name, 64)
     more = {"experts": 4, "experts_per_token": 2} if name in ("experts", "shared_expert") else {}
     more.pop(name, None)
