@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from llama_jax.data.chat_jsonl import Example, TextOrMessages, read_chats, read_labeled, read_preferences
+from llama_jax.data.chat_jsonl import Example, read_chats, read_labeled, read_preferences
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.data_files import Paths, describe, find_files, untouched
 from llama_jax.data.documents import RECORD_UNITS, kind_of, location
