@@ -96,16 +96,16 @@ class SentencePieceTokenizer(PartsTokenizer):
             if entries is None:
                 pieces = _read_pieces(self._processor)
                 entries = declared_entries(where, pieces, settings)
-                if own_rule:
+                if own_rule:  # as control pieces, which the library does not find in a user's text
                     guarded = {
                         entry.text: i
                         for i, entry in enumerate(entries)
                         if entry.kind == EntryKind.USER_DEFINED and is_template_token(entry.text, settings.chat_template)
                     }
-                used = [entry._replace(kind=EntryKind.CONTROL) if entry.text in guarded else entry for entry in entries]
-                if used != pieces:
-                    self._processor.LoadFromSerializedProto(_with_entries(model, pieces, used))
+                if guarded or entries != pieces:
                     model = _with_entries(model, pieces, entries)
+                    used = [entry._replace(kind=EntryKind.CONTROL) if entry.text in guarded else entry for entry in entries]
+                    self._processor.LoadFromSerializedProto(_with_entries(model, entries, used))
             self.vocab_size: int = self._processor.GetPieceSize() - len(aliases)
             self.space_prefix: bool = self._processor.Normalize("a").startswith(SPACE)
         self._model, self._entries = model, list(entries)
@@ -289,6 +289,8 @@ def _with_entries(model: bytes, pieces: Sequence[Entry], entries: Sequence[Entry
 
 def _read_varint(content: bytes, at: int) -> tuple[int, int]:
     """The varint at a position, and the position after it."""
+    if content[at] < 0x80:
+        return content[at], at + 1
     end = next(i for i in range(at, len(content)) if content[i] < 0x80) + 1
     return sum((byte & 0x7F) << 7 * i for i, byte in enumerate(content[at:end])), end
 
