@@ -51,8 +51,8 @@ class Train(PartsOption, CompileOptions, ProcessOptions):
     gs://BUCKET/PATH."""
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH:WEIGHT ..."), tyro.conf.UseAppendAction]
     """Text, JSONL, JSON (all also as .gz and .zst), Parquet, Arrow, .bin, .array_record or .corpus files, or folders of
-    them, such as those of `data build`. Takes several, and can be repeated. For a mixture with exact shares of the rows: --data
-    stories=PATH:0.7 --data books=PATH:0.3."""
+    them, such as those of `data build`. Takes several, and can be repeated. For a mixture with exact shares of the rows:
+    --data stories=PATH:0.7 --data books=PATH:0.3."""
     validation_data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH ..."), tyro.conf.UseAppendAction] = ()
     """Validation data, as --data. By default a share of the documents of each source is held out."""
     tokenizer: ModelPath | None = None

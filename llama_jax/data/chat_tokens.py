@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from llama_jax.data.chat_jsonl import Example, TextOrMessages, read_chats, read_labeled, read_preferences
+from llama_jax.data.chat_jsonl import Example, read_chats, read_labeled, read_preferences
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.data_files import Paths, describe, find_files, untouched
 from llama_jax.data.documents import RECORD_UNITS, kind_of, location
@@ -183,21 +183,21 @@ def for_format(encoder: ReplyEncoder, example: Example) -> Example:
     Raises:
       GenerationError: messages without a chat format.
     """
-    contents = (example.prompt, *example.answers)
-    if isinstance(contents[-1], str) or encoder.format == "template":
+    is_text = isinstance(example.answers[0] if example.answers else example.prompt, str)
+    if is_text or encoder.format == "template":
         return example
 
-    def without_names(content: TextOrMessages) -> Any:
-        return tuple({key: value for key, value in message.items() if key != "name"} for message in content)
+    def without_names(messages: Any) -> Any:
+        return tuple({key: value for key, value in message.items() if key != "name"} for message in messages)
 
-    unnamed = example._replace(prompt=without_names(contents[0]), answers=tuple(map(without_names, contents[1:])))
+    unnamed = example._replace(prompt=without_names(example.prompt), answers=tuple(map(without_names, example.answers)))
     return unnamed if unnamed == example else unnamed._replace(ignored=(*example.ignored, "name of messages"))
 
 
 def warn_of_ignored(ignored: Collection[str], where: str) -> None:
     """Warn of fields of examples that have no effect, in one line."""
     if ignored:
-        warnings.warn(f"{where}: fields that are ignored: {', '.join(sorted(ignored))}", stacklevel=4)
+        warnings.warn(f"{where}: ignored fields: {', '.join(sorted(ignored))}", stacklevel=4)
 
 
 def shortened(encoded: EncodedExample, length: int, too_long: TooLong) -> EncodedExample | None:
