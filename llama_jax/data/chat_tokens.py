@@ -198,21 +198,21 @@ def for_format(encoder: ReplyEncoder, example: Example) -> Example:
     Raises:
       GenerationError: messages without a chat format.
     """
-    contents = (example.prompt, *example.answers)
-    if isinstance(contents[-1], str) or encoder.format == "template":
+    is_text = isinstance(example.answers[0] if example.answers else example.prompt, str)
+    if is_text or encoder.format == "template":
         return example
 
     def without_names(messages: Any) -> Any:
         return tuple({key: value for key, value in message.items() if key != "name"} for message in messages)
 
-    unnamed = example._replace(prompt=without_names(contents[0]), answers=tuple(map(without_names, contents[1:])))
+    unnamed = example._replace(prompt=without_names(example.prompt), answers=tuple(map(without_names, example.answers)))
     return unnamed if unnamed == example else unnamed._replace(ignored=(*example.ignored, "name of messages"))
 
 
 def warn_of_ignored(ignored: Collection[str], where: str) -> None:
     """Warn of fields of examples that have no effect, in one line."""
     if ignored:
-        warnings.warn(f"{where}: fields that are ignored: {', '.join(sorted(ignored))}", stacklevel=4)
+        warnings.warn(f"{where}: ignored fields: {', '.join(sorted(ignored))}", stacklevel=4)
 
 
 def shortened(encoded: EncodedExample, length: int, too_long: TooLong) -> EncodedExample | None:

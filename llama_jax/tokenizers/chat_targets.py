@@ -217,7 +217,7 @@ class ReplyEncoder:
         begin = 0
         for flag, run in groupby(said):
             stop = begin + len(list(run))
-            if flag and ends.isdisjoint(range(begin, stop)):
+            if flag and not any(begin <= end < stop for end in ends):
                 ends.add(begin)
             begin = stop
         divided = _divided(parts, sorted(ends))

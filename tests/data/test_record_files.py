@@ -146,9 +146,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, llama3, name, content, me
 
 def test_ignored_fields_are_warned_of_once(tmp_path, llama3):  # noqa: F811
     chats = [{"messages": [{**ASK, "name": "Ann"}, {**REPLY, "score": 1}], "id": number} for number in range(3)]
-    with pytest.warns(UserWarning, match=r"fields that are ignored: id, messages\[\]\.score, name of messages") as warned:
+    with pytest.warns(UserWarning, match=r"ignored fields: id, messages\[\]\.score, name of messages") as warned:
         corpus = open_chats(in_lines(tmp_path, chats), llama3, 99).corpus
     assert len(warned) == 1
     assert corpus.digest == open_chats(in_lines(tmp_path, [{"messages": [ASK, REPLY]}] * 3), llama3, 99).corpus.digest
-    with pytest.warns(UserWarning, match="fields that are ignored: prompt"):
+    with pytest.warns(UserWarning, match="ignored fields: prompt"):
         open_prompts(in_lines(tmp_path, [{"prompt": [{**ASK, "id": 1}], "answer": 3}]), llama3, 99)
