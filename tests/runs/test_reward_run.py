@@ -29,11 +29,11 @@ def letters(completions, **columns):
 def vowels(completions, **columns):
     return [text.count("a") / max(len(text), 1) for text in completions]
 
-def same(completions, **columns):
-    return [0.7] * len(completions)
-
 def fails(completions, prompt, **columns):
     raise KeyError("no such thing")
+
+def same(completions, **columns):
+    return [0.7] * len(completions)
 '''
 ANSWER = 8
 
