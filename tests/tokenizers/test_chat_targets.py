@@ -239,6 +239,22 @@ def test_a_prompt_has_the_same_tokens_alone_and_before_every_answer(encoders, pr
             assert decoded == back or decoded.lstrip(" ") == text.lstrip(" "), kind
 
 
+@pytest.mark.parametrize("name", ["llama2", "llama3", *vocabularies.GGUF])
+def test_prompts_keep_their_tokens_with_published_vocabularies(name):
+    if name in vocabularies.GGUF:
+        tokenizer = load_tokenizer(vocabularies.in_gguf(name)[0])
+    else:
+        tokenizer, _ = vocabularies.published(name)
+    encoder = ReplyEncoder(tokenizer)
+    for prompt in ("Is it so? Answer: ", "1 + 1 = ", "def f(x):\n", "don", "e", "", "  "):
+        alone = encoder.prompt(prompt)
+        for answer in ("yes", "42", "\n    return x", "'t", "\u0301", " once", "", "🦙", "<s>"):
+            taught = encoder.pair(prompt, answer)
+            assert taught.ids[: len(alone)] == alone
+            assert taught.targets == [False] * len(alone) + [True] * (len(taught.ids) - len(alone))
+            assert tokenizer.decode(taught.ids) == prompt + answer
+
+
 @pytest.mark.parametrize("kind", vocabularies.KINDS)
 def test_a_prompt_and_what_follows_it(tmp_path, kind):
     tokenizer = tokenizer_of(tmp_path, kind)
