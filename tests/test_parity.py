@@ -343,7 +343,7 @@ def test_transformers_reads_what_is_saved(kind, largest, tmp_path):
 
 @pytest.mark.parametrize("kind", ["gqa", "tied"])
 def test_a_backbone_that_transformers_saves(kind, tmp_path):
-    """Of an untied model, transformers would draw the output projection at random."""
+    """Transformers would draw the output projection of an untied model at random."""
     config = make_goldens.KINDS[kind]
     tensors = make_goldens.random_tensors(config)
     make_goldens.transformers_model(config, tensors).model.save_pretrained(tmp_path)
@@ -362,7 +362,7 @@ def test_a_head_beside_tied_embeddings(tmp_path):
 
 
 def test_biases_that_a_folder_lacks(tmp_path):
-    """Of the output projection, as in Qwens under the names of a Llama: zeros, as transformers initializes them."""
+    """The output projection has biases of 0, as transformers initializes them, for a Qwen under the names of a Llama."""
     config = replace(make_goldens.KINDS["biases"], mlp_bias=False)
     tensors = {name: a for name, a in make_goldens.random_tensors(config).items() if not name.endswith("o_proj.bias")}
     assert_logits_of(write_hf_folder(tmp_path / "model", config, tensors))

@@ -445,8 +445,8 @@ def _selected_modules(
         modules = {module for module in in_model if _matches([target], module)}
         if not modules or (modules & with_adapter and not modules & stored):
             raise CheckpointError(
-                f"{where} names the target {shown(target, 80)}, but {ADAPTER_WEIGHTS} has no tensor for it in layer 0 or any"
-                f" other; the targets of a Llama are {', '.join(TARGETS)}"
+                f"{where} names the target {shown(target, 80)}, but {ADAPTER_WEIGHTS} has no tensor for it in any layer;"
+                f" the targets of a Llama are {', '.join(TARGETS)}"
             )
     if unselected := (stored & in_model) - with_adapter:
         raise CheckpointError(

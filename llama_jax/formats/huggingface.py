@@ -167,7 +167,7 @@ def config_from_dict(found: Mapping[str, Any], *, scaled_context: bool = False) 
         known = ", ".join((*FAMILIES, *RENAMED))
         raise ConfigError(f"model_type={shown(kind)} is not supported; llama_jax supports {known}")
     if kind in RENAMED:
-        return config_from_dict(RENAMED[kind](found))
+        return config_from_dict(RENAMED[kind](found), scaled_context=scaled_context)
     family = FAMILIES[kind]
     for name, supported in SUPPORTED.items():
         if found.get(name, supported) not in (supported, None) and name not in family.reads:

@@ -135,7 +135,7 @@ def test_a_model_is_loaded_with_it(hf_folder, written):
         ({"bias": "lora_only"}, "'bias'='lora_only' is not supported"),
         ({"something_new": 3}, "'something_new'=3 is not supported; train an adapter without it"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' may have changed the base"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "names the target 'lm_head', but .* has no tensor for it in layer 0"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "names the target 'lm_head', but .* has no tensor for it in any layer"),
         ({"r": 0}, "adapter_config.json: rank=0 must be a positive integer"),
         ({"r": None}, "adapter_config.json: rank=None must be a positive integer"),
         ({"lora_alpha": "16"}, "adapter_config.json: alpha='16' must be a finite number"),

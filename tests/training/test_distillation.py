@@ -145,7 +145,7 @@ def test_the_logits_never_exist_at_once(models):
 @pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_loss_mixes_divergence_and_likelihood(models, weighted):
-    """Of a student of another shape; each token by its weight."""
+    """The student has another shape, and each token a weight."""
     (config, params), (other, theirs) = models["gqa"], models["tied"]
     assert config.vocab_size == other.vocab_size
     rng = np.random.default_rng(0)
