@@ -15,13 +15,14 @@ import tyro
 
 import llama_jax
 from llama_jax.cli.generate import draft_statistics, draft_summary
-from llama_jax.cli.options import ModelOptions
+from llama_jax.cli.options import ModelOptions, TemplateOptions
 from llama_jax.cli.terminal import note, printable
 from llama_jax.config import suggest_context
 from llama_jax.errors import GenerationError, UserError
 from llama_jax.interrupts import end_command, watch_signals
 from llama_jax.settings import at_least
 from llama_jax.tokenizers import Format, Message, Tokenizer, encode_chat, reply_ends, resolve_format
+from llama_jax.tokenizers.chat_template import Renderer
 from llama_jax.tokenizers.interface import Text, check_rows
 
 USUAL_REPLY = 512  # tokens
@@ -35,7 +36,7 @@ ends the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(ModelOptions):
+class Chat(TemplateOptions, ModelOptions):
     """Chat with a model. Each line of stdin is a message. Replies go to stdout; notes, and messages from a pipe, to stderr.
 
     The whole conversation is the prompt of each reply. When it exceeds the context, the oldest messages are dropped and a
@@ -64,8 +65,10 @@ class Chat(ModelOptions):
         seed = self.choose_seed()
         sampling, options = self.sampling(seed), self.cache_options()
         self.parse_draft()
+        renderer = Renderer(template_args=self.template_args())
         self.start_jax()
         config, params, tokenizer = self.load()
+        tokenizer = self.with_template(tokenizer)
         draft = self.drafter(tokenizer)
         context = config.max_seq_len if self.context is None else self.context
         if context > config.max_seq_len:
@@ -79,12 +82,12 @@ class Chat(ModelOptions):
                 f"max_new_tokens={reply_room} leaves no room for a message in a context of {context}; lower it"
             )
         # The bundled model knows stories and no roles.
-        bundled = self.model is None and self.tokenizer is None
+        bundled = self.model is None and self.tokenizer is None and self.chat_template is None
         format = resolve_format(tokenizer, "plain" if bundled and self.format == "auto" else self.format)
         ends = reply_ends(tokenizer, format)
         system = _system(self.system)
         if system:  # an error now rather than at the first message
-            ids = encode_chat(tokenizer, [*system, {"role": "user", "content": ""}], format)
+            ids = encode_chat(tokenizer, [*system, {"role": "user", "content": ""}], format, renderer)
             check_rows(tokenizer, ids, config.vocab_size, "a chat with this system prompt")
 
         mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
@@ -110,7 +113,7 @@ class Chat(ModelOptions):
             elif line.strip():
                 messages: list[Message] = [*history, {"role": "user", "content": line}]
                 try:
-                    prompt, kept = fit(tokenizer, system, messages, format, context - reply_room)
+                    prompt, kept = fit(tokenizer, system, messages, format, context - reply_room, renderer)
                     check_rows(tokenizer, prompt, config.vocab_size, "the chat")
                 except UserError as error:
                     note(f"error: {error}")
@@ -138,7 +141,12 @@ class Chat(ModelOptions):
 
 
 def fit(
-    tokenizer: Tokenizer, system: Sequence[Message], history: Sequence[Message], format: Format, room: int
+    tokenizer: Tokenizer,
+    system: Sequence[Message],
+    history: Sequence[Message],
+    format: Format,
+    room: int,
+    renderer: Renderer | None = None,
 ) -> tuple[list[int], list[Message]]:
     """The ids of a chat in at most `room` tokens, and its history, without the oldest exchanges where they do not fit.
 
@@ -147,7 +155,7 @@ def fit(
     """
     kept = list(history)
     while True:
-        ids = encode_chat(tokenizer, [*system, *kept], format)
+        ids = encode_chat(tokenizer, [*system, *kept], format, renderer)
         if len(ids) <= room:
             return ids, kept
         if len(kept) == 1:

@@ -30,7 +30,7 @@ from llama_jax.errors import UserError, shown
 from llama_jax.progress import progress_bar
 from llama_jax.settings import at_least
 from llama_jax.storage import Location
-from llama_jax.tokenizers import Tokenizer, load_tokenizer
+from llama_jax.tokenizers import Format, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from llama_jax.data import Corpus
@@ -81,7 +81,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
     kind: Literal["auto", "text", "chats", "preferences"] = "auto"
     """Kind of the data. auto looks at the first line or row of a .jsonl, .json, .parquet or .arrow, which is text if it has
     --field."""
-    format: Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"] = "auto"
+    format: Format = "auto"
     """For chats and preferences: the chat format. auto takes the model's own template, or llama3 for the vocabulary of Llama
     3."""
     too_long: Literal["cut", "drop"] = "cut"
@@ -89,6 +89,8 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
     template_time: str | None = None
     """For chats and preferences: the time that a chat template writes, for example 2026-07-31; chats.template_time in the
     recipe.json of a run. The default is the current time."""
+    template_arg: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE"), tyro.conf.UseAppendAction] = ()
+    """For chats and preferences: a variable of the chat template, for example enable_thinking=false. Can be repeated."""
     against: ModelPath | None = None
     """A reference model: print divergence, ratio of perplexities, and how often the most probable token agrees. It may be
     PATH itself; --quantize and --rope apply to PATH only, --dtype to both. Both models are in memory."""
@@ -220,7 +222,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
             with ending_in_order("stopped"):
                 corpus = open_corpus(self.data, tokenizer, reading=reading, progress=progress_bar("tokenizing", "MB"))
         else:
-            chats = ChatReading(self.format, self.too_long, template_time=self.template_time)
+            chats = ChatReading(self.format, self.too_long, False, self.template_time, self.template_arg)
             corpus, counts = open_chats(self.data, tokenizer, self._length(config), chats)
             settings["examples"] = asdict(counts)
         if self.max_documents is not None:
@@ -313,7 +315,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         if not 1 <= length <= context:
             raise UserError(f"length={length} must be at least 1 and within the context of {context}")
         check_batch(batch, length)
-        reading = ChatReading(self.format, self.too_long, template_time=self.template_time)
+        reading = ChatReading(self.format, self.too_long, False, self.template_time, self.template_arg)
         chosen, rejected, counts = open_preferences(self.data, tokenizer, length, reading)
         pairs = Pairs(chosen, rejected)
         pairs = pairs.select(np.arange(pairs.count)[: self.max_documents])
@@ -335,7 +337,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
 
     def _check_kind(self, kind: str) -> None:
         """Raise UserError for options that do not apply to this kind of data."""
-        texts = ("format", "too_long", "template_time")
+        texts = ("format", "too_long", "template_time", "template_arg")
         unread = texts if kind == "text" else ("lengths", "separator", "longest", "token_type", "stride")
         for name in unread:
             value = getattr(self, name)

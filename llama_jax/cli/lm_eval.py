@@ -103,6 +103,8 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
             raise UserError(f"--include-path {self.include_path} is not a folder; pass one with .yaml files of tasks")
         for name, given in (
             ("--format", self.format != "auto"),
+            ("--chat-template", self.chat_template is not None),
+            ("--template-arg", self.template_arg),
             ("--no-fewshot-as-multiturn", not self.fewshot_as_multiturn),
         ):
             if given and not self.apply_chat_template:
@@ -134,6 +136,7 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
         from llama_jax.evaluation.text_model import TextModel
 
         config, params, tokenizer = self.load_beside(self.adapter)
+        tokenizer = self.with_template(tokenizer)
         if self.apply_chat_template:
             resolve_format(tokenizer, self.format)
         return TextModel(
@@ -142,6 +145,7 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
             tokenizer,
             bos=self.bos,
             format=self.format,
+            template_args=self.template_args(),
             batch=self.batch,
             seed=self.seed,
             options=llama_jax.EngineOptions(rows=self.batch or llama_jax.EngineOptions.rows, compute=self.compute()),

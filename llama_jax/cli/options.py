@@ -154,7 +154,32 @@ class SingleAdapterOption:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatOption:
+class TemplateOptions:
+    chat_template: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A file with a Jinja chat template, in place of the model's own."""
+    template_arg: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE"), tyro.conf.UseAppendAction] = ()
+    """A variable of the chat template, for example enable_thinking=false. VALUE is JSON or a text. Can be repeated."""
+
+    def template_args(self) -> dict[str, Any]:
+        """The variables of the chat template; GenerationError for an invalid one."""
+        from llama_jax.tokenizers.chat_template import parse_template_args
+
+        return parse_template_args(self.template_arg)
+
+    def with_template(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The tokenizer with the chat template of the file, if there is one; UserError for variables that it lacks."""
+        from llama_jax.storage.paths import read_text
+        from llama_jax.tokenizers.chat_template import check_template_args
+        from llama_jax.tokenizers.load import replace_chat_template
+
+        if self.chat_template is not None:
+            tokenizer = replace_chat_template(tokenizer, read_text(self.chat_template, GenerationError))
+        check_template_args(tokenizer, self.template_args())
+        return tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatOption(TemplateOptions):
     format: Format = "auto"
     """Chat format. auto takes the model's own template, or llama3 for the vocabulary of Llama 3. A served model with
     neither only completes texts."""

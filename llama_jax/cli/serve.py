@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -207,6 +207,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
                 yield layer
 
         config, params, tokenizer = self.load(progress)
+        tokenizer = self.with_template(tokenizer)
         joined.assert_equal("the model", {"the model": repr(config)})
         return config, params, tokenizer
 
@@ -341,15 +342,15 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         """The model as clients see it; GenerationError for a --format that it cannot have."""
         from llama_jax.serving.http.service import Served
 
-        name, adapters = self._name(), tuple(self.named())
+        common: Any = {"name": self._name(), "tokenizer": tokenizer, "adapters": tuple(self.named())}
         try:
             chat = resolve_format(tokenizer, self.format)
             reply_ends(tokenizer, chat)  # which finds out whether the vocabulary has what the format needs
         except GenerationError as error:
             if self.format != "auto":
                 raise
-            return Served(name=name, tokenizer=tokenizer, chat=None, no_chat=str(error), adapters=adapters)
-        return Served(name=name, tokenizer=tokenizer, chat=chat, adapters=adapters)
+            return Served(**common, chat=None, no_chat=str(error))
+        return Served(**common, chat=chat, template_args=self.template_args())
 
     def _name(self) -> str:
         """What clients call the model."""

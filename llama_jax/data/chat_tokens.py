@@ -20,6 +20,7 @@ from llama_jax.data.documents import RECORD_UNITS, kind_of, location
 from llama_jax.errors import DataError, GenerationError, TokenizerError, shown
 from llama_jax.tokenizers import Format, Tokenizer
 from llama_jax.tokenizers.chat_targets import EncodedExample, ReplyEncoder
+from llama_jax.tokenizers.chat_template import parse_template_args
 from llama_jax.tokenizers.interface import special_pattern
 
 TooLong = Literal["cut", "drop"]
@@ -37,6 +38,7 @@ class ChatReading:
         with rendered chats; by default they are text. In messages they are always text.
       template_time: the time that a chat template writes (`strftime_now`), in ISO 8601; None for the current local time. A
         run that trains on such chats records that of its start, and keeps it when it is resumed.
+      template_args: variables of the chat template, each as NAME=VALUE, for example enable_thinking=false.
 
     Raises:
       DataError: another `too_long`, or an invalid time.
@@ -46,9 +48,11 @@ class ChatReading:
     too_long: TooLong = "cut"
     special: bool = False
     template_time: str | None = None
+    template_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_time(self.template_time)
+        parse_template_args(self.template_args)
         if self.too_long not in ("cut", "drop"):
             raise DataError(f"too_long={self.too_long!r} must be cut or drop")
 
@@ -237,7 +241,8 @@ def _read(
     special = special_pattern(tokenizer.special_tokens)
     spelled = ""  # the first text that spells a special token
     ignored: set[str] = set()
-    with ReplyEncoder(tokenizer, reading.format, reading.template_time) as encoder:
+    template_args = parse_template_args(reading.template_args)
+    with ReplyEncoder(tokenizer, reading.format, reading.template_time, template_args) as encoder:
         for file, example in examples_of(paths, read):
             where = location(file, example.line)
             example = for_format(encoder, example)  # a missing format is not the line's fault

@@ -18,6 +18,7 @@ from llama_jax.data.data_files import Paths, find_files
 from llama_jax.data.documents import location
 from llama_jax.errors import DataError, GenerationError, TokenizerError
 from llama_jax.tokenizers import Format, ReplyEncoder, Tokenizer
+from llama_jax.tokenizers.chat_template import parse_template_args
 
 ANSWERS, HELD = 1 << 62, (1 << 62) + 1  # random streams in addition to those that shuffle data
 
@@ -29,7 +30,7 @@ class PromptReading:
     Attributes:
       format: chat format for prompts that are messages, see `tokenizers.resolve_format`. Texts have none.
       special: whether "<|eot_id|>" and the like are special tokens in texts; by default they are text.
-      template_time: see `ChatReading`.
+      template_time, template_args: see `ChatReading`.
 
     Raises:
       DataError: an invalid time.
@@ -38,9 +39,11 @@ class PromptReading:
     format: Format = "auto"
     special: bool = False
     template_time: str | None = None
+    template_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_time(self.template_time)
+        parse_template_args(self.template_args)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +115,8 @@ def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: Prom
     columns: dict[str, list[Any]] = {}
     sizes: list[int] = []
     ignored: set[str] = set()
-    with ReplyEncoder(tokenizer, reading.format, reading.template_time) as encoder:
+    template_args = parse_template_args(reading.template_args)
+    with ReplyEncoder(tokenizer, reading.format, reading.template_time, template_args) as encoder:
         for file, example in examples_of(paths, read_prompts):
             example = for_format(encoder, example)  # a missing format is not the line's fault
             ignored.update(example.ignored)

@@ -17,7 +17,8 @@ from llama_jax.serving.offline import Job, run_jobs
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import GenerationRequest
 from llama_jax.tokenizers import Format, Message, Tokenizer, resolve_format
-from llama_jax.tokenizers.chat import Renderer, chat_parts, check_messages
+from llama_jax.tokenizers.chat import chat_parts, check_messages
+from llama_jax.tokenizers.chat_template import Renderer
 from llama_jax.tokenizers.interface import Text, check_rows
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # if several are set, the first counts
@@ -94,6 +95,7 @@ class TextModel:
         *,
         bos: bool = True,
         format: Format = "auto",
+        template_args: Mapping[str, Any] | None = None,
         batch: int | None = None,
         seed: int = 0,
         options: EngineOptions = EngineOptions(),
@@ -104,6 +106,7 @@ class TextModel:
           config, params, tokenizer: from `load`, also with an adapter or quantized, and on a mesh over `tensor`.
           bos: whether texts begin with the begin-of-sequence token if the tokenizer adds one.
           format: chat format, see `tokenizers.resolve_format`.
+          template_args: variables of the checkpoint's chat template.
           batch: rows per forward pass of scoring, see `score_pairs`.
           seed: seed of the first sampled text; incremented for each next one.
           options: options of the engine that generates; its `compute` and context length are used for scoring too.
@@ -122,7 +125,7 @@ class TextModel:
         self._measure = compiled_measure(config, params, options.compute)
         self._names = {token: name for name, token in tokenizer.special_tokens.items()}
         self._engine: Engine | None = None
-        self._renderer: Renderer | None = None
+        self._renderer = Renderer(template_args=template_args)
 
     @property
     def prefix(self) -> int:
@@ -233,8 +236,6 @@ class TextModel:
         begun = ""
         if not reply and len(messages) > 1 and messages[-1]["role"] == "assistant":
             messages, begun, reply = messages[:-1], messages[-1]["content"], True
-        if self._renderer is None:
-            self._renderer = Renderer()
         parts = chat_parts(self.tokenizer, messages, format, self._renderer, reply=reply)
         return "".join(part if isinstance(part, str) else self._names[part] for part in parts) + begun
 
@@ -250,5 +251,4 @@ class TextModel:
 
     def close(self) -> None:
         """End the process that renders chats, if one is running."""
-        if self._renderer is not None:
-            self._renderer.close()
+        self._renderer.close()

@@ -20,6 +20,7 @@ from llama_jax.storage.atomic_write import cannot_write, free_bytes
 from llama_jax.storage.consistent_reader import FOLDER, TransientError
 from llama_jax.storage.hub import Repository, cache_folder, open_hub
 from llama_jax.tokenizers.load import VOCABULARY_NAMES
+from llama_jax.tokenizers.tokenizer_config import TEMPLATE_FOLDER
 
 NO_MODELS = (*PICKLED, "training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
 PLACE_EXAMPLE = "ORGANIZATION/NAME, optionally with @REVISION and the path of a file or folder in the repository"
@@ -94,9 +95,10 @@ def _chosen(repository: Repository, inside: str, place: str) -> _Chosen:
         if file not in there:
             raise CheckpointError(f"{place}: there is no such file or folder in the repository; look at its list of files")
     sizes = {name: listed.size for name, listed in there.items() if listed.size is not None}
-    if there.get("original") == FOLDER:  # Meta's: the vocabulary, next to a second copy of the weights
-        below = repository.names(f"{folder}/original".lstrip("/"))
-        sizes |= {f"original/{name}": listed.size for name, listed in below.items() if listed.size is not None}
+    for name in ("original", TEMPLATE_FOLDER):  # the first is Meta's: the vocabulary, and the weights again
+        if there.get(name) == FOLDER:
+            below = repository.names(f"{folder}/{name}".lstrip("/"))
+            sizes |= {f"{name}/{inner}": listed.size for inner, listed in below.items() if listed.size is not None}
 
     def read(index: str) -> bytes:
         return bytes(repository.read(f"{folder}/{index}".lstrip("/"), 0, sizes[index], None))
@@ -119,7 +121,7 @@ def _is_alone(name: str) -> bool:
 
 def _of_folder(sizes: Mapping[str, int], read: Callable[[str], bytes], place: str) -> list[str]:
     """The files of a folder that are read, in the order in which `open_checkpoint` looks for models."""
-    beside = [name for name in ("config.json", *VOCABULARY_NAMES, *SETTINGS_FILES) if name in sizes]
+    beside = [name for name in ("config.json", *VOCABULARY_NAMES) if name in sizes] + _settings_files(sizes)
     for format in FORMATS.values():
         if format.files is not None and (names := format.files(sizes, read, place)):
             return [*names, *beside]
@@ -143,7 +145,15 @@ def _alone(file: str, sizes: Mapping[str, int]) -> list[str]:
     if SPLIT_NAME.search(file):
         stem = SPLIT_NAME.sub("", file)
         return sorted(name for name in sizes if SPLIT_NAME.search(name) and SPLIT_NAME.sub("", name) == stem)
-    return [file, *(name for name in (*VOCABULARY_NAMES, *SETTINGS_FILES) if name in sizes and not file.endswith(".gguf"))]
+    if file.endswith(".gguf"):
+        return [file]
+    return [file, *(name for name in VOCABULARY_NAMES if name in sizes), *_settings_files(sizes)]
+
+
+def _settings_files(sizes: Mapping[str, int]) -> list[str]:
+    """The files of a folder that are read with a vocabulary."""
+    templates = [name for name in sizes if name.startswith(f"{TEMPLATE_FOLDER}/")]
+    return [*(name for name in SETTINGS_FILES if name in sizes), *templates]
 
 
 def _check_room(repository: Repository, sizes: Mapping[str, int], root: str, target: Path, *, cached: bool) -> None:

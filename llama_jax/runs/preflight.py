@@ -257,7 +257,9 @@ def fix_template_time(recipe: Recipe, tokenizer: Tokenizer, metadata: dict[str, 
     """The recipe with the time that its chat template writes, if it writes one and the recipe sets none: that of the resumed
     run, or the current time of process 0."""
     name, settings = _chat_settings(recipe)
-    if settings is None or settings.template_time is not None or "strftime_now" not in (tokenizer.chat_template or ""):
+    templates = (tokenizer.chat_template or "", *tokenizer.chat_templates.values())
+    writes_time = any("strftime_now" in template for template in templates)
+    if settings is None or settings.template_time is not None or not writes_time:
         return recipe
     template_time = _stored_template_time(metadata, name)
     if template_time is None:

@@ -24,6 +24,7 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.overrides import dataclass_of
 from llama_jax.settings import Bounds, at_least, check_bounds
 from llama_jax.tokenizers import Format
+from llama_jax.tokenizers.chat_template import parse_template_args
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.exact_gradients import VIRTUAL_SHARDS, check_virtual_shards
 from llama_jax.training.loss import LOSS_CHUNK
@@ -73,7 +74,7 @@ class RewardSettings:
         either way they count in their group's mean.
       format: chat format for prompts that are messages, see `tokenizers.resolve_format`.
       special: whether "<|eot_id|>" and the like are special tokens in prompts that are texts; by default they are text.
-      template_time: the time that a chat template writes, see `data.ChatReading`.
+      template_time, template_args: the time that a chat template writes, and its variables, see `data.ChatReading`.
       held: number of held-out prompts to answer in an evaluation, `group` times each; 0 for all.
       samples: number of these answers to show in the log.
 
@@ -96,12 +97,14 @@ class RewardSettings:
     format: Format = "auto"
     special: bool = False
     template_time: str | None = None
+    template_args: tuple[str, ...] = ()
     held: NonNegative = 32
     samples: NonNegative = 2
 
     def __post_init__(self) -> None:
         check_bounds(self, TrainingError, "rewards.")
         check_time(self.template_time)
+        parse_template_args(self.template_args)
         require_number("rewards.temperature", self.temperature, above=0)
         for weight in self.weights:
             require_number("rewards.weights", weight)

@@ -12,18 +12,17 @@ from typing import Any, NamedTuple
 
 from llama_jax.errors import GenerationError, TokenizerError
 from llama_jax.tokenizers.chat import (
-    PRIVATE_USE,
+    NO_TOOLS,
     Format,
     Message,
-    Renderer,
     chat_parts,
     check_messages,
     encode_chat,
     reply_ends,
     resolve_format,
     takes_tools,
-    template_parts,
 )
+from llama_jax.tokenizers.chat_template import PRIVATE_USE, Renderer, select_template, template_parts
 from llama_jax.tokenizers.interface import SPACE, Part, Tokenizer, split_special, unspelled_space
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -54,17 +53,24 @@ class ReplyEncoder:
     where the assistant's text begins.
     """
 
-    def __init__(self, tokenizer: Tokenizer, format: Format = "auto", template_time: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        format: Format = "auto",
+        template_time: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
         """Prepare for a vocabulary.
 
         Args:
           format: chat format, see `resolve_format`; it is resolved for the first chat.
           template_time: the time that the template writes into every chat, in ISO 8601; None for the current local time.
+          template_args: variables of the template in every chat, such as `enable_thinking`.
         """
         self.tokenizer = tokenizer
         self._asked = format
         self._resolved: Format | None = None
-        self._renderer = Renderer(template_time or datetime.now().isoformat())
+        self._renderer = Renderer(template_time or datetime.now().isoformat(), template_args)
         self._bytes = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
 
     def __enter__(self) -> ReplyEncoder:
@@ -102,8 +108,8 @@ class ReplyEncoder:
         check_messages(messages, format)
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= given]
         if tools and not takes_tools(self.tokenizer, format):
-            raise GenerationError("the chat format does not support tools; omit them")
-        if format == "template" and GENERATION.search(self.tokenizer.chat_template or ""):
+            raise GenerationError(NO_TOOLS)
+        if format == "template" and GENERATION.search(select_template(self.tokenizer, bool(tools))):
             spans = template_parts(self.tokenizer, messages, self._renderer, tools, reply=False, spans=True)
             parts, said = _joined(spans)
             prompt_ends: list[int] = []

@@ -152,6 +152,7 @@ class HuggingFaceTokenizer(PartsTokenizer):
         self._first = {name[0] for name in (*self.special_tokens, TEXT_MARK) if name}
         self.stop_ids = ending_ids(self, settings.stop_ids, whole=settings.all_stop_ids)
         self.chat_template = settings.chat_template
+        self.chat_templates, self.named_tokens = settings.chat_templates, settings.tokens_by_name
         self.settings = settings
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:

@@ -83,6 +83,16 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """The checkpoint's other templates by name, such as "tool_use", for chats with tools."""
+        ...
+
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """The texts of tokens with a role by the names that chat templates use, such as "pad_token"."""
+        ...
+
+    @property
     def space_prefix(self) -> bool:
         """Whether encoding adds a space before a text, which decoding removes again."""
         ...

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from llama_jax.errors import TokenizerError, reading, shown
 from llama_jax.gguf_header import is_gguf, open_header
 from llama_jax.storage import Location, StoredPath, locate
-from llama_jax.storage.paths import read_whole
+from llama_jax.storage.paths import read_object, read_whole
 from llama_jax.tokenizers import gguf, huggingface, sentencepiece, tiktoken
 from llama_jax.tokenizers.interface import Tokenizer, token_name
 from llama_jax.tokenizers.tokenizer_config import Settings, read_settings
@@ -58,6 +61,16 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         if len(others) > 1:
             raise TokenizerError(f"{path} has several vocabularies ({_listed(others)}); pass one of them")
         return others[0][1]
+
+
+def replace_chat_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    """The tokenizer with another chat template for all chats, whose tokens are then special (`is_template_token`)."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokenizer.save(folder)
+        config = read_object(folder / "tokenizer_config.json", TokenizerError) | {"chat_template": template}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+        return load_tokenizer(folder)
 
 
 def find_tokenizer(folder: Location, vocab_size: int) -> Tokenizer | None:

@@ -122,6 +122,7 @@ class SentencePieceTokenizer(PartsTokenizer):
         self.add_eos = settings.add_eos is True and self.eos_id >= 0
         self.stop_ids = ending_ids(self, settings.stop_ids, whole=settings.all_stop_ids)
         self.chat_template = settings.chat_template
+        self.chat_templates, self.named_tokens = settings.chat_templates, settings.tokens_by_name
         self.settings = settings
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:

@@ -17,6 +17,7 @@ from llama_jax.tokenizers.interface import MAX_TOKEN_ID, Tokenizer
 OWN_SETTINGS = {"bos_token", "eos_token", "pad_token", "add_bos_token", "add_eos_token", "chat_template"}
 OWN_SETTINGS |= {"added_tokens_decoder"}
 PER_FILE_SETTINGS = {"tokenizer_class", "auto_map", "from_slow", "name_or_path", "tokenizer_file", "special_tokens_map_file"}
+TEMPLATE_FOLDER = "additional_chat_templates"
 GGUF_SETTINGS = "gguf"  # key of a saved file for settings of a GGUF vocabulary that have no other key
 
 
@@ -68,24 +69,33 @@ class Settings:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def tokens_by_name(self) -> dict[str, str]:
+        """Texts of the tokens with a name, such as pad_token and image_token."""
+        extra = self.more.get("extra_special_tokens")
+        tokens = {
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            "pad_token": self.pad_token,
+            **{name: token for name, token in self.more.items() if name.endswith("_token")},
+            **(extra if isinstance(extra, dict) else {}),
+        }
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+        return {name: text for name, text in texts.items() if text and isinstance(text, str)}
+
+    @property
     def named_tokens(self) -> tuple[str, ...]:
-        """Texts of the tokens with a name, such as pad_token and image_token, which are special; of a GGUF's vocabulary,
-        where the tokens have kinds, only BOS and EOS."""
-        tokens = [self.bos_token, self.eos_token]
-        if not self.gguf:
-            tokens += [self.pad_token, *(token for name, token in self.more.items() if name.endswith("_token"))]
-            extra = self.more.get("extra_special_tokens")
-            tokens += extra.values() if isinstance(extra, dict) else ()
-        texts = (token.get("content") if isinstance(token, dict) else token for token in tokens)
-        return tuple(text for text in texts if text and isinstance(text, str))
+        """Texts of the tokens with a name, which are special; of a GGUF's vocabulary, where the tokens have kinds, only BOS
+        and EOS."""
+        return tuple(t for name, t in self.tokens_by_name.items() if not self.gguf or name in ("bos_token", "eos_token"))
 
 
 def read_settings(folder: Location) -> Settings:
     """The settings in a folder in transformers' format; empty if it has no such files.
 
     They are read from ``tokenizer_config.json`` and, for missing fields, ``special_tokens_map.json`` and
-    ``added_tokens.json``; ``chat_template.jinja`` takes precedence. End tokens are read from ``generation_config.json``,
-    else ``config.json``; a list in a ``generation_config.json`` that also names the BOS is complete (`Tokenizer.stop_ids`).
+    ``added_tokens.json``; ``chat_template.jinja`` and the files in ``additional_chat_templates`` take precedence. End tokens
+    are read from ``generation_config.json``, else ``config.json``; a list in a ``generation_config.json`` that also names
+    the BOS is complete (`Tokenizer.stop_ids`).
     """
     config = _read(folder / "tokenizer_config.json")
     names = _read(folder / "special_tokens_map.json") | config
@@ -95,7 +105,7 @@ def read_settings(folder: Location) -> Settings:
         generation = model | {key: value for key, value in generation.items() if value is not None}
     where = str(folder)
     own = folder / "chat_template.jinja"
-    templates = _templates(where, config.get("chat_template"))
+    templates = _templates(where, config.get("chat_template")) | _template_files(folder)
     template = read_text(own, TokenizerError) if own.is_file() else templates.pop("default", None)
     pad = generation.get("pad_token_id")
     is_llamas = config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast")
@@ -195,6 +205,18 @@ def _templates(where: str, value: Any) -> dict[str, str]:
     if all(isinstance(each, str) for each in (*found, *found.values())):
         return found
     raise _wrong(where, "chat_template", value, "a text")
+
+
+def _template_files(folder: Location) -> dict[str, str]:
+    """The additional templates in a folder, by the names of their files."""
+    folder = folder / TEMPLATE_FOLDER
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    suffix = ".jinja"
+    return {
+        name.removesuffix(suffix): read_text(folder / name, TokenizerError)
+        for name in sorted(names)
+        if name.endswith(suffix)
+    }
 
 
 def _extra_tokens(where: str, names: dict[str, Any]) -> tuple[str, ...]:

@@ -165,7 +165,7 @@ def test_errors_of_the_encoding_name_the_line(tmp_path, pairs, llama3):
     with pytest.raises(DataError, match=r"a\.jsonl, line 1: .*lone surrogate"):
         open_chats(path, llama3, 64)
     tools = written(tmp_path / "b.jsonl", [{"messages": [{"role": "assistant", "content": ""}], "tools": [{}]}])
-    with pytest.raises(DataError, match=r"b\.jsonl, line 1: the chat format does not support tools"):
+    with pytest.raises(DataError, match=r"b\.jsonl, line 1: the model.s chat format does not support tools"):
         open_chats(tools, llama3, 64)
     with pytest.raises(ValueError, match=r"^the model has no chat template"):
         open_chats(written(tools, [{"instruction": "a", "output": "b"}]), Tokenizer(), 64)

@@ -91,6 +91,7 @@ def begin_and_resume(recipe, folder, zone, file, **options):
     return train(recipe, folder, file, resume=True, log=StopAt(), **options)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_tomorrow_ends_with_the_same_bits(tmp_path, zone, vocabulary, data):
     zone(WEST)
     whole = train(SFT, tmp_path / "whole", data["sft"], tokenizer=vocabulary)
@@ -102,6 +103,7 @@ def test_a_run_that_is_resumed_tomorrow_ends_with_the_same_bits(tmp_path, zone, 
     assert began.strftime(DATE) <= recorded < datetime.now().strftime(DATE)
 
 
+@pytest.mark.slow
 def test_a_run_that_did_not_record_its_date_names_what_it_needs(tmp_path, zone, vocabulary, data, monkeypatch):
     """As earlier versions left it: it goes on on the same day, and on another one if it is given."""
     zone(WEST)

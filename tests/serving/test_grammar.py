@@ -11,7 +11,7 @@ from fakes import BYTES, ids
 
 from llama_jax.errors import UserError
 from llama_jax.serving.grammar import Grammars
-from llama_jax.serving.http.completion_choice import ToolText, grammar_of_calls
+from llama_jax.serving.tool_calls import ToolText, dialect_of, grammar_of_calls
 from llama_jax.tokenizers import load_tokenizer
 
 SCHEMA = {
@@ -122,7 +122,7 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} 
 def test_calls_are_what_is_understood_as_calls(grammars, template, names):
     """Whatever a grammar of calls allows is read as calls of those functions, with arguments that follow their schemas."""
     for several in (False, True):
-        first = grammars.lark(grammar_of_calls(TOOLS, names, template, several=several), "calls")
+        first = grammars.lark(grammar_of_calls(dialect_of(template), TOOLS, names, {}, several=several), "calls")
         most, called = 0, set()
         for seed in range(24):
             text = walk(first.copy(), seed, most=2000)

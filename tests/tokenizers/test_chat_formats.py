@@ -137,12 +137,12 @@ def test_which_format_auto_is(all_kinds, tmp_path):
     ranks = load_tokenizer(vocabularies.write(tmp_path / "ranks", "ranks"))
     assert resolve_format(ranks, "auto") == "llama3"
     plain = load_tokenizer(vocabularies.write(tmp_path / "plain", "sentencepiece"))
-    with pytest.raises(GenerationError, match=r"no chat template.*choose a format .--format.: llama2, llama3 or zephyr"):
+    with pytest.raises(GenerationError, match=r"no chat template.*choose a format .--format.: chatml, gemma"):
         resolve_format(plain, "auto")
     with pytest.raises(GenerationError, match="no chat template; choose another"):
         resolve_format(plain, "template")
-    with pytest.raises(GenerationError, match="format='chatml' is not a chat format; choose auto, llama2"):
-        resolve_format(plain, "chatml")
+    with pytest.raises(GenerationError, match="format='alpaca' is not a chat format; choose auto, chatml"):
+        resolve_format(plain, "alpaca")
     with pytest.raises(GenerationError, match=r"the format llama3 needs the token <\|begin_of_text\|>"):
         encode_chat(plain, CHAT, "llama3")
 
@@ -156,8 +156,8 @@ def test_which_format_auto_is(all_kinds, tmp_path):
         ([{"role": "user"}], "llama3", "it must be an object with a role and a content"),
         ([{"role": "tool", "content": ""}], "llama3", "message 0 has the role 'tool'; use system, user, assistant"),
         ([{"role": "user", "content": None}], "llama3", "message 0 has the content None"),
-        (CHAT[:3], "llama3", "the last message is from 'assistant'"),
-        (CHAT[:1], "llama3", "the last message is from 'system'"),
+        (CHAT[:3], "llama2", "the last message is from 'assistant'; the format llama2 needs one from 'user'"),
+        (CHAT[:1], "mistral", "the last message is from 'system'"),
         ([CHAT[1], CHAT[1]], "llama2", "message 1 is from 'user'; the format llama2"),
         ([CHAT[0], *CHAT[2:]], "llama2", "message 1 is from 'assistant'"),
         ([*CHAT[1:3], CHAT[0], CHAT[1]], "llama2", "message 2 is from 'system'"),

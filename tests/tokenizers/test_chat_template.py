@@ -15,7 +15,7 @@ from test_chat_formats import TEMPLATES
 from llama_jax.child_process import ChildProcess
 from llama_jax.errors import GenerationError
 from llama_jax.tokenizers import template_worker
-from llama_jax.tokenizers.chat import Renderer, shared_renderer
+from llama_jax.tokenizers.chat_template import Renderer, shared_renderer
 from llama_jax.tokenizers.template_worker import rendered
 
 CHAT = [{"role": "user", "content": "Hi <there> & 'é'"}, {"role": "assistant", "content": " Hello. "}]
@@ -43,7 +43,7 @@ EVERYTHING = """\
 
 def text(template, messages=CHAT, reply=True, renderer=None):
     renderer = renderer or shared_renderer(os.getpid())
-    return renderer.render(template, messages, bos_token="<s>", eos_token="</s>", reply=reply)
+    return renderer.render(template, messages, reply=reply, variables={"bos_token": "<s>", "eos_token": "</s>"})
 
 
 def test_what_a_template_is_given():
@@ -109,7 +109,7 @@ LONG = {
 @pytest.mark.parametrize("name", [*LARGE, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
 def test_none_runs_for_ever_or_fills_the_memory(name, monkeypatch):
     """Each of these would take hours or gigabytes."""
-    monkeypatch.setattr("llama_jax.tokenizers.chat.RENDER_SECONDS", 2)
+    monkeypatch.setattr("llama_jax.tokenizers.chat_template.RENDER_SECONDS", 2)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = resource.getrusage(resource.RUSAGE_SELF)  # a child starts with its parent's maximum: Linux keeps it over execve
     started = time.monotonic()
@@ -178,7 +178,7 @@ def test_a_chat_that_fills_the_memory_leaves_those_of_other_threads_alone(monkey
 
 @pytest.mark.slow
 def test_one_process_renders_chat_after_chat(monkeypatch):
-    monkeypatch.setattr("llama_jax.tokenizers.chat.RENDER_SECONDS", 1)
+    monkeypatch.setattr("llama_jax.tokenizers.chat_template.RENDER_SECONDS", 1)
     renderer = Renderer()
     again = lambda template, chat=CHAT: text(template, chat, renderer=renderer)
     try:

@@ -95,7 +95,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     """
     r = settings_of(recipe)
     rewards = find_rewards(r.functions, r.weights)
-    reading, longest = PromptReading(r.format, r.special, r.template_time), recipe.length + 1 - r.answer
+    reading, longest = PromptReading(r.format, r.special, r.template_time, r.template_args), recipe.length + 1 - r.answer
 
     def read(paths: Any) -> PromptSet:
         with name_format_setting("rewards.format"):

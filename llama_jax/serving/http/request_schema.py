@@ -23,6 +23,7 @@ MIN_TEMPERATURE = 1e-6  # below, sampling is greedy
 DEFAULT_COMPLETION = 16  # tokens, as in OpenAI's API
 MAX_TOOLS = 128
 MAX_NAME_LENGTH = 64  # characters of a function's name
+PARSE_SPECIAL = "Read the names of special tokens in a text as these tokens, as for fill-in-the-middle; by default as text."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,7 @@ class CompletionRequest(ApiRequest):
     prompts: tuple[str | tuple[int, ...], ...]
     echo: bool
     add_special_tokens: bool
+    parse_special: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +89,19 @@ class ChatRequest(ApiRequest):
     Attributes:
       tools: functions that the model may call, in the format of chat templates.
       must_call: names of functions, at least one of which it must call; empty if calls are optional.
-      several: whether several calls are allowed if a call is required.
+      strict: whether calls follow a grammar if they are optional.
+      several: whether several calls are allowed if they follow a grammar.
+      template_args: variables of the chat template.
+      continue_final: whether the reply continues the last message.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...]
     must_call: tuple[str, ...]
+    strict: bool
     several: bool
+    template_args: dict[str, Any]
+    continue_final: bool
 
 
 def request_schemas(limits: Limits) -> dict[str, Schema]:
@@ -108,6 +116,7 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
         "logprobs": f.integer(0, MAX_ALTERNATIVES, about="Return log-probabilities, and this number of alternatives."),
         "best_of": f.integer(1, limits.most_choices, about="Must equal n."),
         "add_special_tokens": f.boolean(True, "Begin a text with the begin-of-sequence token, if the vocabulary has one."),
+        "parse_special": f.boolean(about=PARSE_SPECIAL),
         "suffix": f.unsupported(""),
     }
     chat: dict[str, Schema] = {
@@ -123,7 +132,13 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
             "description": "none: the tools are not shown to the model; auto: it may call some; required, or a function:"
             " it must call one.",
         },
-        "parallel_tool_calls": f.boolean(True, "false: only one call; tool_choice must be required, or a function."),
+        "parallel_tool_calls": f.boolean(True, "false: at most one call, which follows a grammar."),
+        "chat_template_kwargs": {
+            "type": "object",
+            "description": "Variables of the model's chat template, such as enable_thinking.",
+        },
+        "add_generation_prompt": f.boolean(True, "Begin a new message; false needs continue_final_message."),
+        "continue_final_message": f.boolean(about="Continue the last message, which must be the assistant's."),
         "functions": f.unsupported([]),
         "function_call": f.unsupported("none", "auto"),
         "modalities": f.unsupported(["text"]),
@@ -136,7 +151,10 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
     return {
         "/v1/completions": f.object_of(completion, "prompt"),
         "/v1/chat/completions": f.object_of(chat, "messages"),
-        "/tokenize": f.object_of({"model": model, "prompt": text, "add_special_tokens": special}, "prompt"),
+        "/tokenize": f.object_of(
+            {"model": model, "prompt": text, "add_special_tokens": special, "parse_special": f.boolean(about=PARSE_SPECIAL)},
+            "prompt",
+        ),
         "/detokenize": f.object_of(
             {"model": model, "tokens": f.array(f.integer(0, limits.known_ids - 1), most=1_000_000)}, "tokens"
         ),
@@ -201,7 +219,7 @@ def _function(function: Schema, **others: Schema) -> Schema:
 
 
 def _tool() -> Schema:
-    strict = "Arguments follow a grammar; allowed only if tool_choice requires a call."
+    strict = "Calls follow a grammar, also if tool_choice does not require one."
     function = {
         "name": _name(),
         "description": f.text(longest=100_000),
@@ -225,17 +243,17 @@ def _message(longest: int) -> Schema:
     call["required"] += ["id"]
     # Clients send these fields back empty.
     empty = {field: f.enum([]) for field in ("refusal", "audio", "annotations", "function_call", "tool_calls")}
-    empty |= {"name": f.NULL, "tool_call_id": f.NULL}
+    empty |= {"tool_call_id": f.NULL, "reasoning_content": f.NULL, "reasoning": f.NULL}
 
     def of_role(*roles: str, **more: Schema) -> Schema:
-        fields = {"role": f.enum(*roles), "content": content} | empty | more
+        fields = {"role": f.enum(*roles), "content": content, "name": name} | empty | more
         return f.object_of(fields, "role", *(() if roles == ("assistant",) else ("content",)))
 
     return f.tagged(
         "role",
         of_role("system", "developer", "user"),
-        of_role("assistant", tool_calls=f.array(call, most=1000)),
-        of_role("tool", name=name, tool_call_id=name),
+        of_role("assistant", tool_calls=f.array(call, most=1000), reasoning_content=text, reasoning=text),
+        of_role("tool", tool_call_id=name),
     )
 
 
@@ -255,6 +273,7 @@ def read_completion(schema: Schema, body: Any, limits: Limits) -> CompletionRequ
         prompts=prompts,
         echo=fields["echo"],
         add_special_tokens=fields["add_special_tokens"],
+        parse_special=fields["parse_special"],
     )
 
 
@@ -274,10 +293,15 @@ def read_chat(schema: Schema, body: Any, limits: Limits) -> ChatRequest:
     tools = () if choice == "none" else tools
     if tools and _format(fields) is not None:
         raise refused("response_format cannot be combined with tools; omit one of them", "response_format")
-    if not must_call:
-        _check_free_choice(tools, parallel)
+    strict = bool(tools) and not must_call and (not parallel or any(tool["function"]["strict"] for tool in tools))
+    continue_final = fields["continue_final_message"]
+    if continue_final == fields["add_generation_prompt"] and body.get("add_generation_prompt") is not None:
+        raise refused(
+            "exactly one of add_generation_prompt and continue_final_message must be true; omit the other",
+            "add_generation_prompt",
+        )
     messages = tuple(_message_for_templates(f"messages[{i}]", each) for i, each in enumerate(fields["messages"]))
-    length = sum(len(message["content"]) for message in messages)
+    length = sum(map(text_length, messages))
     if length > limits.longest_prompt:
         message = f"messages have {length} characters, more than the limit of {limits.longest_prompt}"
         raise refused(message, "messages", "context_length_exceeded")
@@ -290,13 +314,22 @@ def read_chat(schema: Schema, body: Any, limits: Limits) -> ChatRequest:
             fields,
             max_tokens if alias is None else alias,
             (fields["top_logprobs"] or 0) if fields["logprobs"] else None,
-            "tool_choice" if must_call else "response_format",
+            "tool_choice" if must_call else "strict tools" if strict else "response_format",
         ),
         messages=messages,
         tools=tuple({"type": "function", "function": function} for function in functions),
         must_call=must_call,
-        several=parallel and choice == "required",
+        strict=strict,
+        several=parallel and choice in ("auto", "required"),
+        template_args=fields["chat_template_kwargs"] or {},
+        continue_final=continue_final,
     )
+
+
+def text_length(message: Message) -> int:
+    """The number of characters of a message's content."""
+    content = message["content"]
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content or ())
 
 
 def _must_call(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[str, ...]:
@@ -313,39 +346,26 @@ def _must_call(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[str, ...]:
     return (name,)
 
 
-def _check_free_choice(tools: Sequence[dict[str, Any]], parallel: bool) -> None:
-    """Raise ApiError for options that only a grammar can enforce, if calls are optional."""
-    for i, tool in enumerate(tools):
-        if tool["function"]["strict"]:
-            name = f"tools[{i}].function.strict"
-            raise refused(f"{name}=true needs tool_choice to be required, or a function; omit it", name, "unsupported")
-    if tools and not parallel:
-        raise refused(
-            "parallel_tool_calls=false needs tool_choice to be required, or a function; omit it and use the first call",
-            "parallel_tool_calls",
-            "unsupported",
-        )
-
-
 def _message_for_templates(name: str, fields: dict[str, Any]) -> Message:
-    """A message for chat templates: content as one text, and arguments of calls as objects instead of JSON strings."""
+    """A message for chat templates, with arguments of calls as objects instead of JSON strings."""
     content, calls = fields["content"], fields["tool_calls"] or ()
     if content is None and not calls:
         raise refused(f"{name}.content is missing", f"{name}.content", "missing_field")
     role = "system" if fields["role"] == "developer" else fields["role"]
-    text = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
-    message: dict[str, Any] = {"role": role, "content": text}
+    message: dict[str, Any] = {"role": role, "content": list(content) if isinstance(content, tuple) else content}
     if calls:
         message["tool_calls"] = [_call_for_templates(f"{name}.tool_calls", call) for call in calls]
-    for key in ("tool_call_id", "name"):
+    for key in ("tool_call_id", "name", "reasoning_content"):
         if fields[key] is not None:
             message[key] = fields[key]
+    if fields["reasoning"] is not None:  # vLLM's name
+        message.setdefault("reasoning_content", fields["reasoning"])
     return cast(Message, message)
 
 
 def _call_for_templates(name: str, call: dict[str, Any]) -> dict[str, Any]:
     try:
-        arguments = json.loads(call["function"]["arguments"])
+        arguments = json.loads(call["function"]["arguments"].strip() or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
@@ -366,7 +386,7 @@ def _common(
         raise refused("stream_options needs stream=true; set it, or omit stream_options", "stream_options")
     if max_tokens is not None and fields["min_tokens"] > max_tokens:
         raise refused(f"min_tokens={fields['min_tokens']} must be at most max_tokens={max_tokens}", "min_tokens")
-    if _format(fields) is not None or grammar == "tool_choice":
+    if _format(fields) is not None or grammar != "response_format":
         for name in ("ignore_eos", "min_tokens"):
             if fields[name]:
                 raise refused(

@@ -27,6 +27,7 @@ from llama_jax.serving.http.schema import Schema
 from llama_jax.serving.http.service import Service, Submit
 
 T = TypeVar("T")
+MODEL_PATH = "/v1/models/{name:path}"
 SHUTTING_DOWN = "the server is shutting down"
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -43,6 +44,7 @@ def make_app(service: Service, connections: Callable[[], int] = lambda: 0) -> St
         "/v1/completions": ("POST", routes.completions),
         "/v1/chat/completions": ("POST", routes.chat),
         "/v1/models": ("GET", routes.models),
+        MODEL_PATH: ("GET", routes.model),
         "/tokenize": ("POST", routes.tokenize),
         "/detokenize": ("POST", routes.detokenize),
         "/openapi.json": ("GET", routes.openapi),
@@ -112,7 +114,7 @@ class Routes:
                 return await use(typed)
 
     async def tokenize(self, request: Request) -> Response:
-        use = lambda typed: self._service.tokenize(typed.prompt, typed.add_special_tokens)
+        use = lambda typed: self._service.tokenize(typed.prompt, typed.add_special_tokens, typed.parse_special)
         return Response(await self._post("/tokenize", request, _read_fields, use), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
@@ -120,6 +122,14 @@ class Routes:
         return JSONResponse({"prompt": await self._post("/detokenize", request, _read_fields, use)})
 
     async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": self._models()})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._service.check_model(name)
+        return JSONResponse(next(model for model in self._models() if model["id"] == name))
+
+    def _models(self) -> list[dict[str, Any]]:
         service = self._service
         model = {
             "object": "model",
@@ -130,8 +140,7 @@ class Routes:
             "memory": dict(service.served.memory),
         }
         base, *adapters = service.served.names
-        data = [{"id": base, **model, "parent": None}, *({"id": name, **model, "parent": base} for name in adapters)]
-        return JSONResponse({"object": "list", "data": data})
+        return [{"id": base, **model, "parent": None}, *({"id": name, **model, "parent": base} for name in adapters)]
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(openapi_description(self._service))
@@ -212,6 +221,7 @@ def openapi_description(service: Service) -> Schema:
             "/v1/completions": _post("Continue texts.", schemas["/v1/completions"], "Completion", chunks, stream=True),
             "/v1/chat/completions": _post("Reply in a chat.", schemas["/v1/chat/completions"], "Chat", chunks, stream=True),
             "/v1/models": _get("The served models.", "Models"),
+            "/v1/models/{name}": _get_model(),
             "/tokenize": _post("Ids of a text.", schemas["/tokenize"], "Tokens"),
             "/detokenize": _post("The text of ids.", schemas["/detokenize"], "Text"),
             "/health": _get("Whether the engine runs; 503 if it has failed or is stuck.", "Status", probe=True),
@@ -238,6 +248,13 @@ def _get(about: str, schema: str | None, *, probe: bool = False) -> Schema:
     response = _response(about, _ref(schema)) if schema else _response(about, TEXT, "text/plain")
     errors = _errors(403, 503) if probe else _errors(401, 403, 429)
     return {"get": {"summary": about, "responses": {"200": response} | errors}}
+
+
+def _get_model() -> Schema:
+    described = _get("A served model; 404 if it is not served.", "Model")
+    described["get"]["responses"] |= _errors(404)
+    described["get"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": TEXT}]
+    return described
 
 
 def _post(about: str, request: Schema, schema: str, more: str = "", *, stream: bool = False) -> Schema:
@@ -295,20 +312,16 @@ def _schemas() -> Schema:
             total_tokens=COUNT,
             prompt_tokens_details=_object(cached_tokens=COUNT),
         ),
-        "Models": _object(
-            object={"const": "list"},
-            data=_list(
-                _object(
-                    id=TEXT,
-                    object={"const": "model"},
-                    created=COUNT,
-                    owned_by=TEXT,
-                    max_model_len=COUNT,
-                    chat={"type": "boolean"},
-                    memory={"type": "object", "additionalProperties": COUNT},
-                    parent=f.or_null(TEXT),
-                )
-            ),
+        "Models": _object(object={"const": "list"}, data=_list(_ref("Model"))),
+        "Model": _object(
+            id=TEXT,
+            object={"const": "model"},
+            created=COUNT,
+            owned_by=TEXT,
+            max_model_len=COUNT,
+            chat={"type": "boolean"},
+            memory={"type": "object", "additionalProperties": COUNT},
+            parent=f.or_null(TEXT),
         ),
         "Tokens": _object(count=COUNT, max_model_len=COUNT, tokens=_list(COUNT)),
         "Text": _object(prompt=TEXT),

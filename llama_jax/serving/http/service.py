@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from llama_jax.errors import UserError
 from llama_jax.serving.grammar import GrammarConstraint, Grammars
 from llama_jax.serving.http.auth import Access
-from llama_jax.serving.http.completion_choice import Choice, TokenNames, grammar_of_calls
+from llama_jax.serving.http.completion_choice import Choice, TokenNames
 from llama_jax.serving.http.errors import ApiError, refused, shutting_down
 from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, JsonParser
 from llama_jax.serving.http.metrics import ServerMetrics
@@ -26,12 +26,15 @@ from llama_jax.serving.http.request_schema import (
     CompletionRequest,
     Limits,
     request_schemas,
+    text_length,
 )
 from llama_jax.serving.http.response import ChatFormat, CompletionFormat, EngineBridge, GeneratedResponse, ResponseFormat
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
+from llama_jax.serving.tool_calls import Dialect, ToolText, dialect_of, grammar_of_calls
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
-from llama_jax.tokenizers.chat import Renderer
+from llama_jax.tokenizers.chat import NO_TOOLS
+from llama_jax.tokenizers.chat_template import Renderer, message_form, select_template
 from llama_jax.tokenizers.interface import check_rows
 
 MAX_PROMPT_LENGTH = 1_000_000  # characters; more if the context is long
@@ -58,6 +61,7 @@ class Served:
       tokenizer: its tokenizer.
       chat: the chat format; None if it is not a chat model.
       no_chat: the reason why `chat` is None.
+      template_args: variables of the chat template for every chat; requests can set others.
       adapters: names in requests of the model with each adapter, by adapter index.
       memory: planned bytes per device, by purpose; empty if nothing was planned.
     """
@@ -66,6 +70,7 @@ class Served:
     tokenizer: Tokenizer
     chat: Format | None
     no_chat: str = ""
+    template_args: Mapping[str, Any] = field(default_factory=dict)
     adapters: tuple[str, ...] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
 
@@ -145,7 +150,7 @@ class Service:
         self._grammars = Grammars(served.tokenizer, engine.vocab_size, self._ends)
         same = set(self._ends) == set(self._chat_ends)
         self._chat_grammars = self._grammars if same else Grammars(served.tokenizer, engine.vocab_size, self._chat_ends)
-        self._renderer = Renderer()
+        self._renderer = Renderer(template_args=served.template_args)
         self._json = JsonParser()
         self._texts = DaemonThreadPool("texts", threads_beside_engine(TEXT_THREADS), niceness=LOW)
         self._long_texts = DaemonThreadPool("long texts", threads_beside_engine(LONG_THREADS), LONG_WAITING, LOW)
@@ -239,7 +244,8 @@ class Service:
         """
         self.check_open()
         bos = None if body.add_special_tokens else False
-        encode = partial(self._encode, partial(self.served.tokenizer.encode, bos=bos, eos=False))
+        settings: dict[str, Any] = {"bos": bos, "eos": False, "special": body.parse_special}
+        encode = partial(self._encode, partial(self.served.tokenizer.encode, **settings))
         prompts = [
             await self._convert(partial(encode, each), "prompt", self._pool(len(each))) if isinstance(each, str) else each
             for each in body.prompts
@@ -249,7 +255,7 @@ class Service:
             echo = [each if isinstance(each, str) else await self.decode(each, "prompt") for each in body.prompts]
         scores = body.echo and (body.alternatives is not None or body.max_tokens == 0)
         constraint = await self._constraint(body.format, self._grammars)
-        settings: dict[str, Any] = {"echo": echo, "scores": scores, "default_tokens": DEFAULT_COMPLETION}
+        settings = {"echo": echo, "scores": scores, "default_tokens": DEFAULT_COMPLETION}
         return partial(self._submit, CompletionFormat, body, prompts, self._ends, constraint, **settings)
 
     async def chat(self, body: ChatRequest) -> Submit:
@@ -259,27 +265,40 @@ class Service:
         if format is None:
             raise refused(f"{self.served.name} does not support chat: {self.served.no_chat}", "messages", "no_chat")
         if body.tools and not takes_tools(tokenizer, format):
-            raise refused("the model's chat format does not support tools; omit them", "tools", "unsupported")
-        encode = partial(self._encode, encode_chat, tokenizer, body.messages, format, self._renderer, body.tools)
-        size = sum(len(message["content"]) for message in body.messages)
-        pool = self._pool(size) or self._texts  # a template is never rendered on the loop
+            raise refused(NO_TOOLS, "tools", "unsupported")
+        options = {"template_args": body.template_args, "continue_final": body.continue_final}
+        encode_messages = partial(encode_chat, **options)  # type: ignore[arg-type]
+        encode = partial(self._encode, encode_messages, tokenizer, body.messages, format, self._renderer, body.tools)
+        pool = self._pool(sum(map(text_length, body.messages))) or self._texts  # a template is never rendered on the loop
         prompt = await self._convert(encode, "messages", pool)
-        if body.must_call:
-            template = tokenizer.chat_template or ""
-            grammar = grammar_of_calls(body.tools, body.must_call, template, several=body.several)
-            compile = lambda: self._chat_grammars.lark(grammar, "grammar of the tools")
+        dialect = dialect_of(select_template(tokenizer, True)) if body.tools else None
+        if dialect is not None and (body.must_call or body.strict):
+            compile = partial(self._compile_calls, body, dialect)
             constraint: GrammarConstraint | None = await self._convert(compile, "tools", self._compiling)
         else:
             constraint = await self._constraint(body.format, self._chat_grammars)
-        tools = [tool["function"]["name"] for tool in body.tools]
-        return partial(self._submit, ChatFormat, body, [prompt], self._chat_ends, constraint, tools=tools)
+        return partial(self._submit, ChatFormat, body, [prompt], self._chat_ends, constraint, dialect=dialect)
 
-    async def tokenize(self, text: str, add_special_tokens: bool) -> bytes:
+    def _compile_calls(self, body: ChatRequest, dialect: Dialect) -> GrammarConstraint:
+        """The constraint of a reply with calls that the model's template can render when they come back."""
+        tokenizer = self.served.tokenizer
+        one_call = message_form(tokenizer, self._renderer, tools=True, template_args=body.template_args).one_call
+        grammar = grammar_of_calls(
+            dialect,
+            body.tools,
+            body.must_call or [tool["function"]["name"] for tool in body.tools],
+            tokenizer.special_tokens,
+            several=body.several and not one_call,
+            optional=not body.must_call,
+        )
+        return self._chat_grammars.lark(grammar, "grammar of the tools")
+
+    async def tokenize(self, text: str, add_special_tokens: bool, parse_special: bool) -> bytes:
         """The JSON of a text's ids."""
         special = None if add_special_tokens else False
 
         def run() -> bytes:
-            ids = self.served.tokenizer.encode(text, special, special)
+            ids = self.served.tokenizer.encode(text, special, special, parse_special)
             parts = [",".join(map(str, ids[at : at + IDS_AT_ONCE])) for at in range(0, len(ids), IDS_AT_ONCE)]
             head = f'{{"count":{len(ids)},"max_model_len":{self.limits.context},"tokens":['
             return f"{head}{','.join(parts)}]}}".encode()
@@ -319,9 +338,10 @@ class Service:
         default_tokens: int | None = None,
         echo: Sequence[str] | None = None,
         scores: bool = False,
-        tools: Sequence[str] = (),
+        dialect: Dialect | None = None,
     ) -> GeneratedResponse:
         requests, choices, constraints = [], [], []
+        tools = {} if dialect is None else _schemas_by_name(body)
         name = body.model or self.served.name
         stop_tokens = tuple(dict.fromkeys((*(() if body.ignore_eos else ends), *body.stop_token_ids)))
         for i, prompt in enumerate(prompts):
@@ -350,7 +370,7 @@ class Service:
                         echo=None if echo is None else echo[i],
                         at_start=at_start,
                         scored=body.alternatives is not None,
-                        tools=tools,
+                        tools=ToolText(tools, dialect) if tools else None,
                     )
                 )
         if not self.bridge.open:
@@ -407,6 +427,12 @@ class Service:
         """Kill the child processes that parse bodies, render chats and compile grammars."""
         for child in (self._json, self._renderer, self._grammars, self._chat_grammars):
             child.close()
+
+
+def _schemas_by_name(body: ApiRequest) -> dict[str, Any]:
+    """The schemas of the tools' parameters by their names."""
+    functions = [tool["function"] for tool in body.tools] if isinstance(body, ChatRequest) else []
+    return {function["name"]: function.get("parameters") for function in functions}
 
 
 def threads_beside_engine(most: int) -> int:
