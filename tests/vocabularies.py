@@ -7,6 +7,7 @@ import io
 import json
 import random
 import unicodedata
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import tokenizers
 from conftest import shared_data
 
 from llama_jax.tokenizers import load_tokenizer
-from llama_jax.tokenizers.huggingface import spell
+from llama_jax.tokenizers.huggingface import HuggingFaceTokenizer, from_json, spell
 from llama_jax.tokenizers.tiktoken import LLAMA3_SPLIT, SPECIAL_TOKENS, merges
+from llama_jax.tokenizers.tokenizer_config import AddedToken, Settings
 
 WORDS = [
     "once",
@@ -172,6 +174,19 @@ def write(folder: Path, kind: str, **files: object) -> Path:
     for stem, content in files.items():
         (folder / f"{stem}.json").write_text(json.dumps(content))
     return folder
+
+
+def with_tokens(template: str | None, names: Sequence[str], bos: str = "<s>") -> HuggingFaceTokenizer:
+    """A vocabulary of bytes with special tokens and a chat template."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    names = [*dict.fromkeys([bos, "</s>", *names])]
+    library.add_special_tokens(names)
+    added = tuple(AddedToken(name, len(alphabet) + i, True) for i, name in enumerate(names))
+    settings = Settings(bos_token=bos, eos_token="</s>", chat_template=template, added_tokens=added)
+    return from_json(library.to_str().encode(), "here", settings)
 
 
 SEPARATOR = "\n__ggml_vocab_test__\n"

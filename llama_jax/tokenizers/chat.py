@@ -21,17 +21,19 @@ from llama_jax.tokenizers.interface import Part, Tokenizer, split_special
 Role = Literal["system", "user", "assistant", "tool"]
 Format = Literal["auto", "chatml", "gemma", "llama2", "llama3", "mistral", "phi3", "zephyr", "template", "plain"]
 NAMED_FORMATS = get_args(Format)[1:-2]
-TEMPLATE_FIELDS = frozenset({"name", "tool_calls", "tool_call_id", "reasoning_content"})  # of a message, for a template
+MESSAGE_FIELDS = frozenset({"role", "content", "name", "reasoning_content"})
+TOOL_FIELDS = frozenset({"tool_calls", "tool_call_id"})
 NO_TOOLS = (
     "the model's chat format does not support tools; omit them, or pass a chat template that has tools (--chat-template)"
 )
 
 
 class Message(TypedDict, total=False):
-    """One message of a chat. The role `tool` and the fields other than the content need a checkpoint's own template.
+    """One message of a chat. The role `tool`, calls and their results need a checkpoint's own template.
 
     Attributes:
       content: a text, or a list of parts, ``{"type": "text", "text": ...}``; None in a message with calls and no text.
+      name, reasoning_content: who says it, and what the model thought before; for a template that reads them.
       tool_calls: calls in OpenAI's format, with arguments as an object or as JSON.
     """
 
@@ -332,11 +334,11 @@ def check_messages(messages: Sequence[Message], format: Format) -> None:
     """Raise GenerationError for messages that are not a valid chat, with the index of the message."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise GenerationError("messages must be a list with at least one message, from the user")
-    more = TEMPLATE_FIELDS if format == "template" else set()
-    roles = get_args(Role) if more else get_args(Role)[:-1]
+    known = MESSAGE_FIELDS | TOOL_FIELDS if format == "template" else MESSAGE_FIELDS
+    roles = get_args(Role) if format == "template" else get_args(Role)[:-1]
     for i, message in enumerate(messages):
         needed = {"role"} if isinstance(message, Mapping) and message.get("tool_calls") else {"role", "content"}
-        if not isinstance(message, Mapping) or not needed <= set(message) <= {"role", "content", *more}:
+        if not isinstance(message, Mapping) or not needed <= set(message) <= known:
             raise GenerationError(f"message {i} is {shown(message)}; it must be an object with a role and a content")
         if message["role"] not in roles:
             raise GenerationError(f"message {i} has the role {shown(message['role'], 40)}; use {', '.join(roles)}")

@@ -35,6 +35,7 @@ class Letters:
     stop_ids = (256,)
     special_tokens = {"<end>": 256}  # noqa: RUF012
     chat_template = TEMPLATE
+    chat_templates, named_tokens = {}, {}
     space_prefix = False
 
     def encode_parts(self, parts):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from fakes import BYTES, FakeEngine, ids, logprob, saying, served, talk, until
@@ -325,6 +326,84 @@ def test_calls_of_tools(said, text, calls):
         assert again.status == 200
         prompt = BYTES.decode([token for token in engine.admitted[-1].prompt if token > 2])
         assert prompt.endswith(f"user: Well?assistant: {text}{'weather(Rom)' * calls}tool: Rain")
+
+
+def test_fields_that_clients_send_back_or_add():
+    """Names and thoughts of messages; a function without parameters, a call without arguments; a template's variables."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}{% if m.name %} ({{ m.name }}){% endif %}: {{ m.content }}"
+        "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
+        "{% for call in m.tool_calls %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}; "
+        "{% endfor %}{{ tools | tojson }}{% if add_generation_prompt %}assistant: {{ mood }}{% endif %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": ""}}
+    messages = [
+        {"role": "user", "content": "a", "name": "Ann", "reasoning_content": None},
+        {"role": "assistant", "content": "b", "name": "Bot", "reasoning": "hm"},
+        {"role": "user", "content": [{"type": "text", "text": "c"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "well"},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+    ]
+    now = {"type": "function", "function": {"name": "now", "strict": False}}
+    body = {"messages": messages, "tools": [now], "chat_template_kwargs": {"mood": "glad"}}
+    begun = {"messages": [messages[0], {"role": "assistant", "content": "Onc"}], "continue_final_message": True}
+    engine = FakeEngine(says=saying("Hi!"), context=2000)
+    answers = ask(
+        engine,
+        lambda c: c.post("/v1/chat/completions", body),
+        lambda c: c.post("/v1/chat/completions", begun),
+        lambda c: c.post("/v1/chat/completions", begun | {"add_generation_prompt": False}),
+        lambda c: c.post("/v1/chat/completions", begun | {"add_generation_prompt": True}),
+        lambda c: c.post("/v1/chat/completions", begun | {"continue_final_message": False}),
+        shown=served(tokenizer, "template"),
+    )
+    assert [answer.status for answer in answers] == [200, 200, 200, 400, 200]
+    told = [tokenizer.decode(request.prompt) for request in engine.admitted]
+    first = "user (Ann): a; "
+    assert told[0].startswith(f"{first}assistant (Bot): b[hm]; user: c; assistant: [well]now{{}}; tool: noon; [{{")
+    assert told[0].endswith("]assistant: glad")
+    assert told[1] == told[2] == f"{first}assistant: Onc"
+    assert told[3] == f"{first}assistant: Onc; nullassistant: "
+
+
+def test_special_tokens_in_a_text_where_asked_for():
+    text = "<s>a</s>"
+    plain, special, *_ = ask(
+        engine := FakeEngine(says=saying("Hi!")),
+        lambda c: c.post("/tokenize", {"prompt": text, "add_special_tokens": False}),
+        lambda c: c.post("/tokenize", {"prompt": text, "add_special_tokens": False, "parse_special": True}),
+        lambda c: c.complete(text, add_special_tokens=False, parse_special=True),
+        lambda c: c.complete(text, add_special_tokens=False),
+    )
+    named = [BYTES.bos_id, *ids("a"), BYTES.eos_id]
+    assert plain.json["tokens"] == ids(text)
+    assert special.json["tokens"] == named
+    assert [list(request.prompt) for request in engine.admitted] == [named, ids(text)]
+
+
+def test_a_model_by_its_name():
+    shown = replace(served(), adapters=("a/b",))
+    every, base, adapter, other = ask(
+        FakeEngine(), *(lambda c, name=name: c.get(f"/v1/models{name}") for name in ("", "/fake", "/a/b", "/c")), shown=shown
+    )
+    assert [base.json, adapter.json] == every.json["data"]
+    assert error_of(other, 404)["code"] == "model_not_found"
+
+
+def test_strict_tools_and_a_single_call_follow_the_grammar():
+    pytest.importorskip("llguidance")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    engine = FakeEngine(says=lambda request: [tokenizer.eos_id])
+    ask(
+        engine,
+        lambda c: c.chat("Well?", tools=[TOOL]),
+        lambda c: c.chat("Well?", tools=[TOOL, STRICT | {"function": {"name": "b", "strict": True}}]),
+        lambda c: c.chat("Well?", tools=[TOOL], parallel_tool_calls=False),
+        shown=served(tokenizer, "template"),
+    )
+    assert [request.constraint is not None for request in engine.admitted] == [False, True, True]
 
 
 def test_usage_in_every_chunk():

@@ -6,6 +6,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+import vocabularies
 from dialect_templates import LLAMA_GUARD, TOOL_TEMPLATES
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -15,8 +16,6 @@ from llama_jax.serving.grammar import Grammars
 from llama_jax.serving.tool_calls import ToolText, dialect_of, find_calls, grammar_of_calls
 from llama_jax.tokenizers import encode_chat, reply_ends
 from llama_jax.tokenizers.chat_template import message_form, shared_renderer
-from llama_jax.tokenizers.huggingface import from_json
-from llama_jax.tokenizers.tokenizer_config import AddedToken, Settings
 
 ADD = {
     "type": "object",
@@ -194,27 +193,12 @@ def test_any_division_of_the_text_gives_the_same_calls(text, data):
 # --- the grammar, and the way back -------------------------------------------------------------------------------------
 
 
-def tokenizer_of(template, tokens):
-    """A vocabulary of bytes with a model's special tokens and its template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    library = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    names = ["<s>", "</s>", *tokens]
-    added = tuple(AddedToken(name, len(alphabet) + i, True) for i, name in enumerate(names))
-    library.add_special_tokens(names)
-    settings = Settings(bos_token="<s>", eos_token="</s>", chat_template=template, added_tokens=added)
-    return from_json(library.to_str().encode(), "here", settings)
-
-
 @pytest.fixture(scope="module", params=TOOL_TEMPLATES)
 def model(request):
     """A tokenizer, its dialect, and the grammars of its vocabulary."""
     pytest.importorskip("llguidance")
     template, dialect, tokens = TOOL_TEMPLATES[request.param]
-    tokenizer = tokenizer_of(template, tokens)
+    tokenizer = vocabularies.with_tokens(template, tokens)
     with closing(Grammars(tokenizer, tokenizer.vocab_size, reply_ends(tokenizer))) as grammars:
         yield tokenizer, dialect, grammars
 
@@ -268,7 +252,7 @@ def grammar(model, **options):
     return dialect, grammars.lark(text, "grammar of the tools")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_what_the_grammar_allows_renders_when_it_comes_back(model, seed):
     """A history of three turns, each with calls that the grammar allows."""
     tokenizer = model[0]
@@ -336,7 +320,7 @@ def test_a_parameter_that_no_call_can_express_is_named():
 
 
 def test_a_template_of_parts_gets_parts():
-    tokenizer = tokenizer_of(LLAMA_GUARD, ["<|eot_id|>"])
+    tokenizer = vocabularies.with_tokens(LLAMA_GUARD, ["<|eot_id|>"])
     chat = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": [{"type": "text", "text": "So."}]}]
     text = tokenizer.decode(encode_chat(tokenizer, chat))
     assert text == "Judge the last Agent message.\nuser: How?\nassistant: So.\n"
@@ -344,7 +328,7 @@ def test_a_template_of_parts_gets_parts():
 
 def test_what_a_template_leaves_out_is_an_error():
     only_users = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content | upper }}{% endif %}{% endfor %}{{ tools }}"
-    tokenizer = tokenizer_of(only_users, [])
+    tokenizer = vocabularies.with_tokens(only_users, [])
     user = {"role": "user", "content": "Hi."}
     assert tokenizer.decode(encode_chat(tokenizer, [user])) == "HI.None"
     with pytest.raises(GenerationError, match=r"message 0, from 'system', does not appear in the prompt"):
@@ -352,6 +336,6 @@ def test_what_a_template_leaves_out_is_an_error():
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": {}}}
     with pytest.raises(GenerationError, match="the call 'now' does not appear"):
         encode_chat(tokenizer, [user, {"role": "assistant", "content": None, "tool_calls": [call]}, user])
-    silent = tokenizer_of("{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}tools{% endif %}", [])
+    silent = vocabularies.with_tokens("{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}tools{% endif %}", [])
     with pytest.raises(GenerationError, match="the tool 'lookup' does not appear"):
         encode_chat(silent, [user], tools=FUNCTIONS)

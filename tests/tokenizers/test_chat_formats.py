@@ -1,3 +1,5 @@
+from contextlib import closing
+
 import pytest
 import vocabularies
 from hypothesis import given, settings
@@ -5,6 +7,8 @@ from hypothesis import strategies as st
 
 from llama_jax.errors import GenerationError
 from llama_jax.tokenizers import encode_chat, load_tokenizer, reply_ends, resolve_format
+from llama_jax.tokenizers.chat_template import Renderer, parse_template_args
+from llama_jax.tokenizers.load import replace_chat_template
 
 # The published formats as templates.
 LLAMA_2 = (
@@ -25,8 +29,36 @@ ZEPHYR = (
     "{% for m in messages %}\n{{ '<|' + m.role + '|>\n' + m.content + eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}\n{{ '<|assistant|>\n' }}{% endif %}"
 )
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% set first = '' %}{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
+    "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
+    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (first if loop.first else '') }}"
+    "{{ m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+PHI_3 = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% set first = '' %}{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
+    "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '[INST] ' + (first if loop.first else '') + m.content + '[/INST]' }}"
+    "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
+)
 TEMPLATES = {"llama2": LLAMA_2, "llama3": LLAMA_3, "zephyr": ZEPHYR}
 VOCABULARIES = {"llama2": "sentencepiece", "llama3": "bytes", "zephyr": "spaces"}
+# Formats whose tokens are added to a vocabulary of bytes.
+OTHER_FORMATS = {
+    "chatml": (CHATML, ("<|im_start|>", "<|im_end|>")),
+    "gemma": (GEMMA, ("<bos>", "<start_of_turn>", "<end_of_turn>")),
+    "phi3": (PHI_3, ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")),
+    "mistral": (MISTRAL, ("[INST]", "[/INST]")),
+}
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": " Hello! "},
@@ -63,6 +95,27 @@ def all_kinds(tmp_path_factory):
 def test_the_formats_are_those_of_the_templates(all_kinds, chat):
     for format, tokenizer in all_kinds.items():
         assert encode_chat(tokenizer, chat, format) == encode_chat(tokenizer, chat), format
+
+
+@pytest.fixture(scope="module")
+def others():
+    return {
+        format: vocabularies.with_tokens(template, tokens, bos="<bos>" if "<bos>" in tokens else "<s>")
+        for format, (template, tokens) in OTHER_FORMATS.items()
+    }
+
+
+@settings(max_examples=2)
+@given(chat=chats())
+def test_other_formats_are_those_of_their_templates(others, chat):
+    for format, tokenizer in others.items():
+        assert encode_chat(tokenizer, chat, format) == encode_chat(tokenizer, chat), format
+
+
+def test_an_earlier_mistral_has_no_tokens_for_its_brackets():
+    plain = vocabularies.with_tokens(None, ())
+    text = "[INST] Be brief.\n\n Hello!  [/INST] Hi.</s>[INST] Once upon? [/INST]"
+    assert encode_chat(plain, CHAT, "mistral") == plain.encode(text, bos=True, special=True)
 
 
 def test_llama2_is_metas_reference():
@@ -161,6 +214,8 @@ def test_which_format_auto_is(all_kinds, tmp_path):
         ([CHAT[1], CHAT[1]], "llama2", "message 1 is from 'user'; the format llama2"),
         ([CHAT[0], *CHAT[2:]], "llama2", "message 1 is from 'assistant'"),
         ([*CHAT[1:3], CHAT[0], CHAT[1]], "llama2", "message 2 is from 'system'"),
+        ([CHAT[1]], "gemma", "the format gemma needs the token <bos>"),
+        ([CHAT[1]], "chatml", r"the format chatml needs the token <\|im_start\|>"),
         ([CHAT[1], CHAT[1]], "template", "the checkpoint's chat template cannot be used here: roles must alternate"),
     ],
 )
@@ -189,3 +244,64 @@ def test_ids_are_transformers_own(all_kinds, format, tmp_path):
 
     compare()
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
+
+
+@pytest.mark.parametrize("format", ["template", "llama3", "chatml", "gemma", "mistral", "plain"])
+@pytest.mark.parametrize("begun", ["Once", "Once ", " Once upon\n", [{"type": "text", "text": "Once"}]])
+def test_a_reply_continues_the_last_message(all_kinds, others, format, begun):
+    """The prompt ends with the text that is begun, where the whole chat has it."""
+    tokenizer = others.get(format, all_kinds["llama3"])
+    chat = [*CHAT[:2], {"role": "assistant", "content": begun}]
+    ids = encode_chat(tokenizer, chat, format, continue_final=True)
+    text = begun if isinstance(begun, str) else "Once"
+    whole = [*chat[:-1], {"role": "assistant", "content": text.rstrip() + "|"}]
+    expected = tokenizer.decode(encode_chat(tokenizer, [*whole, CHAT[3]], format)).partition("|")[0]
+    assert tokenizer.decode(ids).rstrip() == expected
+    assert tokenizer.decode(ids)[len(expected) :] in ("", text[len(text.rstrip()) :])
+    with pytest.raises(GenerationError, match="only a text of the assistant as the last message can be continued"):
+        encode_chat(tokenizer, CHAT, format, continue_final=True)
+
+
+def test_a_chat_that_ends_with_the_assistant_gets_another_reply(all_kinds):
+    tokenizer = all_kinds["llama3"]
+    header = encode_chat(tokenizer, CHAT[1:2], "llama3")[-4:]
+    for format in ("llama3", "template"):
+        assert encode_chat(tokenizer, CHAT[:3], format)[-4:] == header
+
+
+THINKING = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if thinking is defined and not thinking %}no thoughts{% endif %}{{ pad_token }}{{ image_token }}"
+)
+
+
+def test_variables_of_a_template(tmp_path):
+    """Those of the caller, and the special tokens by their names."""
+    named = {"chat_template": THINKING, "pad_token": "<pad>", "image_token": "<image>"}
+    tokenizer = load_tokenizer(vocabularies.write(tmp_path, "bytes", tokenizer_config=named))
+    ask = lambda **options: tokenizer.decode(encode_chat(tokenizer, CHAT[1:2], **options))
+    assert ask() == ask(template_args={"thinking": True}) == "user:  Hello! \n<pad><image>"
+    assert ask(template_args={"thinking": False}) == "user:  Hello! \nno thoughts<pad><image>"
+    with closing(Renderer(template_args={"thinking": False})) as renderer:
+        assert ask(renderer=renderer) == ask(template_args={"thinking": False})
+    for wrong, message in (
+        ({"think": 1}, "the model's chat template has no variable 'think'"),
+        ({"messages": []}, "messages is set for every chat"),
+    ):
+        with pytest.raises(GenerationError, match=message):
+            ask(template_args=wrong)
+    with pytest.raises(GenerationError, match="the format llama3 has no arguments"):
+        ask(format="llama3", template_args={"thinking": False})
+    assert parse_template_args(["a=false", "b=x y", "c=[1]", "d="]) == {"a": False, "b": "x y", "c": [1], "d": ""}
+    with pytest.raises(GenerationError, match="the template argument 'a' must be NAME=VALUE"):
+        parse_template_args(["a"])
+
+
+def test_a_template_in_place_of_the_models_own(all_kinds, tmp_path):
+    """Its tokens are special, as if it had been with the vocabulary."""
+    tokenizer = load_tokenizer(vocabularies.write(tmp_path, "spaces", tokenizer_config={"chat_template": ZEPHYR}))
+    for before in (*all_kinds.values(), tokenizer):
+        found = replace_chat_template(before, LLAMA_2)
+        assert found.chat_template == LLAMA_2
+        assert not found.chat_templates
+        assert encode_chat(found, CHAT) == encode_chat(before, CHAT, "llama2")
