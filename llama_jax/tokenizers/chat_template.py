@@ -226,6 +226,7 @@ class MessageForm(NamedTuple):
       texts: whether it reads a content that is a text.
       parts: whether it reads a content that is a list of parts, as templates of models for images do.
       call_content: the content of messages that have calls and no text; {} if they must have none.
+      text_apart: whether a text and calls must be two messages, since the template writes only one of the two.
       text_arguments: whether the arguments of a call must be JSON, instead of an object.
       short_ids: whether the ids of calls must have nine letters and digits.
       one_call: whether a message may have only one call.
@@ -235,6 +236,7 @@ class MessageForm(NamedTuple):
     texts: bool = True
     parts: bool = False
     call_content: Mapping[str, Any] = {"content": ""}  # a NamedTuple's, never changed
+    text_apart: bool = False
     text_arguments: bool = False
     short_ids: bool = False
     one_call: bool = False
@@ -284,7 +286,7 @@ def find_message_form(render: Callable[..., str], template: str) -> MessageForm:
             form = form._replace(tool_defaults=defaults)
             break
 
-    def calls(form: MessageForm, count: int) -> ChatMessages:
+    def calls(form: MessageForm, count: int, text: str) -> ChatMessages:
         ids = [f"callnumber{i}" for i in range(count)]
         function = [{"name": f"{PROBE_NAME}{i}", "arguments": {PROBE_KEY: PROBE_VALUE}} for i in range(count)]
         called = [{"id": ids[i], "type": "function", "function": function[i]} for i in range(count)]
@@ -293,23 +295,25 @@ def find_message_form(render: Callable[..., str], template: str) -> MessageForm:
         ]
         chat: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
-            {"role": "assistant", "tool_calls": called},
+            {"role": "assistant", "content": text, "tool_calls": called},
             *results,
         ]
         return put_in_form(chat, (), form)[0]
 
-    def arrives(form: MessageForm, count: int = 1) -> bool:
-        text = rendered(calls(form, count), [PROBE_TOOL])
+    def arrives(form: MessageForm, count: int = 1, said: str = "") -> bool:
+        text = rendered(calls(form, count, said), [PROBE_TOOL])
         names = all(f"{PROBE_NAME}{i}" in text for i in range(count))
         # Arguments of the other form are written as Python's dict, or as a text in JSON.
         as_json = PROBE_VALUE in text and not re.search(rf"'{PROBE_KEY}'|\\\"{PROBE_KEY}", text)
-        return names and as_json and ("None" not in text or "None" in template)
+        return names and as_json and said in text and text.count("None") <= template.count("None")
 
-    contents: tuple[Mapping[str, Any], ...] = ({"content": ""}, {"content": None}, {})
+    contents: tuple[Mapping[str, Any], ...] = ({"content": None}, {"content": ""}, {})
     for short_ids, text_arguments, call_content in product((False, True), (False, True), contents):
         candidate = form._replace(short_ids=short_ids, text_arguments=text_arguments, call_content=call_content)
         if arrives(candidate):
-            return candidate._replace(one_call=not arrives(candidate, 2))
+            form = candidate._replace(one_call=not arrives(candidate, 2))
+            apart = form._replace(text_apart=True)
+            return apart if not arrives(form, said=PROBE_TEXT) and arrives(apart, said=PROBE_TEXT) else form
     return form
 
 
@@ -331,7 +335,9 @@ def put_in_form(
             changed["content"] = join_parts(content)
         if called:
             changed["tool_calls"] = [_call_in_form(call, form) for call in called]
-            if not content:
+            if content and form.text_apart:
+                found.append({"role": message["role"], "content": changed["content"]})
+            if not content or form.text_apart:
                 changed = {name: value for name, value in changed.items() if name != "content"} | dict(form.call_content)
         if form.short_ids and message.get("tool_call_id"):
             changed["tool_call_id"] = shorten_id(message["tool_call_id"])
@@ -433,9 +439,10 @@ def _check_arrival(messages: ChatMessages, tools: Tools, rendered: str, render: 
         return
     for i in missing:
         if f"{mark}{i}{mark}" not in again:
+            text = shown("".join(_texts_of(messages[i]["content"])), 60)
             raise GenerationError(
-                f"message {i}, from {messages[i]['role']!r}, does not appear in the prompt: the model's chat template omits"
-                " it; remove the message, or choose another template (--chat-template) or format (--format)"
+                f"the message {text} of the role {messages[i]['role']!r} does not appear in the prompt: the model's chat"
+                " template omits it; remove it, or choose another template (--chat-template) or format (--format)"
             )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from contextlib import closing
 
 import numpy as np
@@ -331,7 +332,7 @@ def test_what_a_template_leaves_out_is_an_error():
     tokenizer = vocabularies.with_tokens(only_users, [])
     user = {"role": "user", "content": "Hi."}
     assert tokenizer.decode(encode_chat(tokenizer, [user])) == "HI.None"
-    with pytest.raises(GenerationError, match=r"message 0, from 'system', does not appear in the prompt"):
+    with pytest.raises(GenerationError, match=r"the message 'Be brief.' of the role 'system' does not appear"):
         encode_chat(tokenizer, [{"role": "system", "content": "Be brief."}, user])
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": {}}}
     with pytest.raises(GenerationError, match="the call 'now' does not appear"):
@@ -339,3 +340,42 @@ def test_what_a_template_leaves_out_is_an_error():
     silent = vocabularies.with_tokens("{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}tools{% endif %}", [])
     with pytest.raises(GenerationError, match="the tool 'lookup' does not appear"):
         encode_chat(silent, [user], tools=FUNCTIONS)
+
+
+CALLED = {"id": "call_0123456789", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
+SAID_AND_CALLED = [
+    {"role": "user", "content": "When?"},
+    {"role": "assistant", "content": "Let me see.", "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": CALLED["id"], "content": "noon"},
+]
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_a_text_and_calls_of_one_message_both_arrive(name):
+    template, _, tokens = TOOL_TEMPLATES[name]
+    tokenizer = vocabularies.with_tokens(template, tokens)
+    prompt = tokenizer.decode(encode_chat(tokenizer, SAID_AND_CALLED, tools=FUNCTIONS))
+    said, called = prompt.rindex("Let me see."), prompt.rindex("UTC")
+    assert said < called < prompt.rindex("noon")
+    assert "\\" not in prompt[said:called]  # the arguments are JSON, and not a text in JSON
+    assert prompt[said:].count("now") == 1
+
+
+def test_ids_of_other_servers_become_what_mistral_accepts():
+    template, _, tokens = TOOL_TEMPLATES["mistral nemo"]
+    tokenizer = vocabularies.with_tokens(template, tokens)
+    prompt = tokenizer.decode(encode_chat(tokenizer, SAID_AND_CALLED, tools=FUNCTIONS))
+    first, second = re.findall(r'"(?:call_)?id": "(.*?)"', prompt)
+    assert first == second
+    assert len(first) == 9
+
+
+def test_results_follow_their_calls_where_a_message_has_one_call():
+    template, _, tokens = TOOL_TEMPLATES["llama 3.1"]
+    tokenizer = vocabularies.with_tokens(template, tokens)
+    calls = [{"id": i, "type": "function", "function": {"name": "now", "arguments": {"zone": i}}} for i in "abc"]
+    results = [{"role": "tool", "tool_call_id": i, "content": f"result {i}"} for i in "cab"]
+    chat = [{"role": "user", "content": "When?"}, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+    prompt = tokenizer.decode(encode_chat(tokenizer, chat, tools=FUNCTIONS))
+    found = re.findall(r'"zone": "(.)"|result (.)', prompt)
+    assert "".join(call or result for call, result in found) == "aabbcc"

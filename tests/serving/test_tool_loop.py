@@ -35,7 +35,7 @@ def following(tokenizer):
 
         return write()
 
-    return FakeEngine(says=says, context=4000, vocab_size=tokenizer.vocab_size)
+    return FakeEngine(says=says, context=12_000, vocab_size=tokenizer.vocab_size)
 
 
 def take(response, stream):
