@@ -298,6 +298,8 @@ def find_message_form(render: Callable[..., str], template: str) -> MessageForm:
             {"role": "assistant", "content": text, "tool_calls": called},
             *results,
         ]
+        if text:  # two messages in place of one must not break the order of roles that a template requires
+            chat += [{"role": "assistant", "content": "."}, {"role": "user", "content": "?"}]
         return put_in_form(chat, (), form)[0]
 
     def arrives(form: MessageForm, count: int = 1, said: str = "") -> bool:

@@ -192,8 +192,22 @@ def test_a_model_without_a_chat_format_says_what_to_choose(chat, model, tmp_path
     done = chat(b"", "--tokenizer", alone)
     assert done.returncode == 2
     assert "the model has no chat template" in done.stderr
-    assert "choose a format (--format): llama2, llama3 or zephyr, or plain" in done.stderr
+    assert "choose a format (--format): chatml, gemma, llama2" in done.stderr
     assert chat(b"", "--tokenizer", alone, "--format", "zephyr").returncode == 0
+
+
+def test_a_template_from_a_file_and_its_variables(chat, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for m in messages %}{{ m.content + mood + eos_token }}{% endfor %}")
+    given = ("--chat-template", file, "--max-new-tokens", 1)
+    done = chat(b"Hello\n", *given, "--template-arg", "mood=glad")
+    assert done.returncode == 0, done.stderr
+    assert "format template" in done.stderr
+    assert "the model's chat template has no variable 'thinking'" in error_of(
+        chat(b"", *given, "--template-arg", "thinking=1")
+    )
+    assert "must be NAME=VALUE" in error_of(chat(b"", "--template-arg", "mood"))
+    assert "missing.jinja" in error_of(chat(b"", "--chat-template", tmp_path / "missing.jinja"))
 
 
 def test_plain_is_one_text_that_both_write():

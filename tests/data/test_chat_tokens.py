@@ -10,6 +10,7 @@ from llama_jax.data import ChatReading, DataError, open_chats, open_preferences
 from llama_jax.data.chat_tokens import open_labeled
 from llama_jax.data.preference_batches import prompts_of
 from llama_jax.data.rl_prompts import open_prompts
+from llama_jax.errors import GenerationError
 from llama_jax.tokenizers import encode_chat, load_tokenizer
 
 PAIRS = [("Once", " upon a time"), ("The", " old llama"), ("It", " slept.")]
@@ -175,3 +176,19 @@ def test_errors_of_the_encoding_name_the_line(tmp_path, pairs, llama3):
         open_chats(pairs, llama3, 0)
     with pytest.raises(DataError, match="too_long='fold' must be cut or drop"):
         ChatReading(too_long="fold")
+
+
+def test_variables_of_the_template(tmp_path):
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% if thinking %}!{% endif %}{% endfor %}"
+    tokenizer = vocabularies.with_tokens(template, ())
+    file = tmp_path / "chats.jsonl"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file.write_text(json.dumps({"messages": chat}) + "\n")
+    plain, thinking = (
+        open_chats(file, tokenizer, 100, ChatReading(template_args=given)).corpus for given in ((), ("thinking=true",))
+    )
+    assert thinking.tokens.tolist() != plain.tokens.tolist()
+    with pytest.raises(DataError, match=r"the model.s chat template has no variable 'think'"):
+        open_chats(file, tokenizer, 100, ChatReading(template_args=("think=1",)))
+    with pytest.raises(GenerationError, match="must be NAME=VALUE"):
+        ChatReading(template_args=("thinking",))

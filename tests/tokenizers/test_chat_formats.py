@@ -1,13 +1,15 @@
+import os
 from contextlib import closing
 
 import pytest
 import vocabularies
+from dialect_templates import TOOL_TEMPLATES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_jax.errors import GenerationError
 from llama_jax.tokenizers import encode_chat, load_tokenizer, reply_ends, resolve_format
-from llama_jax.tokenizers.chat_template import Renderer, parse_template_args
+from llama_jax.tokenizers.chat_template import Renderer, message_form, parse_template_args, put_in_form, shared_renderer
 from llama_jax.tokenizers.load import replace_chat_template
 
 # The published formats as templates.
@@ -244,6 +246,41 @@ def test_ids_are_transformers_own(all_kinds, format, tmp_path):
 
     compare()
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "name", sorted({*TOOL_TEMPLATES} - {"deepseek r1"})
+)  # transformers 5 removes the null that it reads
+def test_chats_with_tools_are_transformers_own(name, tmp_path):
+    """In the form that the template reads; without tools as well."""
+    from transformers import PreTrainedTokenizerFast
+
+    template, _, tokens = TOOL_TEMPLATES[name]
+    ours = vocabularies.with_tokens(template, tokens)
+    ours.save(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tool = {
+        "name": "now",
+        "description": "The <time>.",
+        "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}},
+    }
+    call = {"id": "abcdefgh1", "type": "function", "function": {"name": "now", "arguments": {"zone": "Ü <s>\n"}}}
+    system = [{"role": "system", "content": " Be brief. "}] if "'system'" in template else []
+    chat = [*system, {"role": "user", "content": " When? "}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    chat += [{"role": "tool", "tool_call_id": "abcdefgh1", "content": 'It is "noon".\n'}]
+    chat += [{"role": "assistant", "content": "Noon."}, {"role": "user", "content": "Thanks."}]
+    for tools, messages in (((), [*system, *chat[-1:]]), ([{"type": "function", "function": tool}], chat)):
+        form = message_form(ours, shared_renderer(os.getpid()), tools=bool(tools), template_args={})
+        given, shown = put_in_form(messages, tools, form)
+        expected = theirs.apply_chat_template(given, tools=shown or None, add_generation_prompt=True, tokenize=False)
+        assert shown_text(ours, encode_chat(ours, messages, tools=tools)) == expected
+
+
+def shown_text(tokenizer, ids):
+    """The text of ids with the names of special tokens."""
+    names = {token: name for name, token in tokenizer.special_tokens.items()}
+    return b"".join(names[i].encode() if i in names else tokenizer.token_bytes(i) for i in ids).decode()
 
 
 @pytest.mark.parametrize("format", ["template", "llama3", "chatml", "gemma", "mistral", "plain"])
