@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from llama_jax.errors import UserError, shown
 from llama_jax.serving.grammar import JSON_STYLE
-from llama_jax.tokenizers.interface import split_special
+from llama_jax.tokenizers.interface import Tokenizer, split_special
 
 ID_LETTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # Mistral's templates accept no other
@@ -98,6 +98,7 @@ TAG = re.compile(
     r"|<｜tool▁calls?▁(?:begin|end)｜>|```[a-z_]{0,10}|Action:|>>>"
 )
 CLOSING_TAG = re.compile(r"\s*(?:</|<\|/|<\|END|<｜tool▁calls?▁end|```$|[;,])")
+CALL_TOKEN = re.compile(rf"(?:{TAG.pattern}|\[ARGS\]|\[CALL_ID\]|<｜tool▁sep｜>)")
 SPACE, SEPARATOR = re.compile(r"\s*"), re.compile(r"\s*[;,]")
 NAME_KEYS, ARGUMENT_KEYS = ("name", "tool_name"), ("arguments", "parameters")
 FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
@@ -255,9 +256,19 @@ class ToolText:
     Args:
       tools: the functions that may be called: their names, or the schemas of their parameters by name.
       dialect: that of the model, whose beginning of a call is recognized anywhere.
+      tokens: texts of special tokens that are passed on by name, see `call_tokens`; they are not shown.
+
+    Attributes:
+      tokens: see above.
     """
 
-    def __init__(self, tools: Sequence[str] | Mapping[str, Any], dialect: Dialect | None = None) -> None:
+    def __init__(
+        self,
+        tools: Sequence[str] | Mapping[str, Any],
+        dialect: Dialect | None = None,
+        tokens: Mapping[int, str] | None = None,
+    ) -> None:
+        self.tokens = dict(tokens or {})
         self._tools: dict[str, Any] = dict(tools) if isinstance(tools, Mapping) else dict.fromkeys(tools)
         own = "" if dialect is None else _first_tag(dialect.opening + dialect.before + dialect.between)
         self._openings = (*OPENINGS, own) if own else OPENINGS
@@ -284,7 +295,7 @@ class ToolText:
             at = len(self._held) - max((len(start) for start in starts if self._held.endswith(start)), default=0)
         if not self._begun and not self._held[:at].strip():  # white space before a call is not shown
             return ""
-        shown, self._held = self._held[:at], self._held[at:]
+        shown, self._held = self._without_tokens(self._held[:at]), self._held[at:]
         self._begun = self._begun or bool(shown.strip())
         return shown
 
@@ -292,7 +303,13 @@ class ToolText:
         """The remaining text to show, and the calls."""
         begins = self._calls or (not self._begun and self._begins(self._held.lstrip()))
         text, self._held = self._held, ""
-        return find_calls(text, self._tools) if begins else (text, [])
+        text, calls = find_calls(text, self._tools) if begins else (text, [])
+        return self._without_tokens(text), calls
+
+    def _without_tokens(self, text: str) -> str:
+        for name in self.tokens.values():
+            text = text.replace(name, "")
+        return text
 
     def _begins(self, start: str) -> bool:
         return start[:1] in ("{", "[") or start.startswith("```") or self._call.match(start) is not None
@@ -306,6 +323,12 @@ class ToolText:
             name.startswith(start) or (start.startswith(name) and len(start) < len(name) + AFTER_NAME) for name in names
         )
         return "```".startswith(start) or is_name
+
+
+def call_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """The special tokens that are tags of calls, and have no text of their own, with their names."""
+    names = {token: name for name, token in tokenizer.special_tokens.items() if CALL_TOKEN.fullmatch(name)}
+    return {token: name for token, name in names.items() if not tokenizer.token_bytes(token)}
 
 
 def find_calls(text: str, tools: Mapping[str, Any]) -> tuple[str, list[ToolCall]]:

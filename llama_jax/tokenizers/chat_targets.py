@@ -22,7 +22,7 @@ from llama_jax.tokenizers.chat import (
     resolve_format,
     takes_tools,
 )
-from llama_jax.tokenizers.chat_template import PRIVATE_USE, Renderer, select_template, template_parts
+from llama_jax.tokenizers.chat_template import PRIVATE_USE, Renderer, select_template, template_parts, uses_tools
 from llama_jax.tokenizers.interface import SPACE, Part, Tokenizer, split_special, unspelled_space
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -109,7 +109,7 @@ class ReplyEncoder:
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= given]
         if tools and not takes_tools(self.tokenizer, format):
             raise GenerationError(NO_TOOLS)
-        if format == "template" and GENERATION.search(select_template(self.tokenizer, bool(tools))):
+        if format == "template" and GENERATION.search(select_template(self.tokenizer, uses_tools(messages, tools))):
             spans = template_parts(self.tokenizer, messages, self._renderer, tools, reply=False, spans=True)
             parts, said = _joined(spans)
             prompt_ends: list[int] = []

@@ -46,7 +46,7 @@ class Renderer:
     def __init__(self, time: str | None = None, template_args: Mapping[str, Any] | None = None) -> None:
         self.template_args = dict(template_args or {})
         self._time = time
-        self._forms: dict[tuple[str, ...], MessageForm] = {}
+        self._forms: dict[str, MessageForm] = {}
         script, limits = Path(__file__).with_name("template_worker.py"), (str(RENDER_SECONDS), str(RENDER_MEMORY))
         command, environment = isolated(script, RENDER_PACKAGES, *limits)
         self._child = ChildProcess(
@@ -59,7 +59,7 @@ class Renderer:
         messages: ChatMessages,
         *,
         reply: bool,
-        tools: Tools = (),
+        tools: Tools | None = None,
         variables: Mapping[str, Any] | None = None,
         marks: tuple[str, str] = ("", ""),
     ) -> str:
@@ -79,7 +79,7 @@ class Renderer:
             **(variables or {}),
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": reply,
-            "tools": list(tools) or None,
+            "tools": None if tools is None else list(tools),
             "documents": None,
         }
         payload = {"template": template, "values": values, "marks": marks, "time": self._time}
@@ -97,11 +97,11 @@ class Renderer:
         return answer[1:].decode("utf-8", "surrogatepass")
 
     def message_form(self, template: str, variables: Mapping[str, Any]) -> MessageForm:
-        """The form in which a template reads messages, found once."""
-        key = (template, json.dumps(variables, sort_keys=True))
-        if key not in self._forms:
-            self._forms[key] = find_message_form(partial(self.render, template, reply=False, variables=variables), template)
-        return self._forms[key]
+        """The form in which a template reads messages, found once; with the variables of the first call."""
+        if template not in self._forms:
+            render = partial(self.render, template, reply=False, variables=variables)
+            self._forms[template] = find_message_form(render, template)
+        return self._forms[template]
 
     def close(self) -> None:
         """Kill the process; the next rendering starts a new one."""
@@ -114,10 +114,15 @@ def shared_renderer(process: int) -> Renderer:
     return Renderer()
 
 
-def select_template(tokenizer: Tokenizer, tools: bool) -> str:
+def select_template(tokenizer: Tokenizer, with_tools: bool) -> str:
     """The checkpoint's template, for chats with or without tools; it must have one."""
     assert tokenizer.chat_template is not None
-    return tokenizer.chat_templates.get(TOOL_TEMPLATE, tokenizer.chat_template) if tools else tokenizer.chat_template
+    return tokenizer.chat_templates.get(TOOL_TEMPLATE, tokenizer.chat_template) if with_tools else tokenizer.chat_template
+
+
+def uses_tools(messages: ChatMessages, tools: Tools) -> bool:
+    """Whether a chat has tools, calls or their results."""
+    return bool(tools) or any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
 
 
 def parse_template_args(texts: Sequence[str]) -> dict[str, Any]:
@@ -168,11 +173,11 @@ def template_parts(
         nested too deeply.
     """
     renderer = renderer or shared_renderer(os.getpid())
-    template = select_template(tokenizer, bool(tools))
+    with_tools = uses_tools(messages, tools)
+    template = select_template(tokenizer, with_tools)
     arguments = renderer.template_args | dict(template_args or {})
     check_template_args(tokenizer, arguments)
-    variables = _variables(tokenizer, arguments)
-    messages, tools = put_in_form(messages, tools, renderer.message_form(template, variables))
+    messages, tools = put_in_form(messages, tools, message_form(tokenizer, renderer, with_tools))
     pattern = special_pattern(tokenizer.special_tokens)
     with _depth_errors():
         text = "".join([template, *_texts([messages, tools])])
@@ -190,7 +195,10 @@ def template_parts(
 
     with _depth_errors():
         marked_messages, marked_tools = marked(messages), marked(tools)
-    render = partial(renderer.render, template, reply=reply, tools=marked_tools, variables=variables)
+    # A template named for tools need not render chats without them.
+    shown_tools = marked_tools if tools or template != tokenizer.chat_template else None
+    variables = _variables(tokenizer, arguments)
+    render = partial(renderer.render, template, reply=reply, tools=shown_tools, variables=variables)
     rendered = render(marked_messages, marks=(first, last) if spans else ("", ""))
     _check_arrival(marked_messages, marked_tools, rendered, render, first)
     parts: list[tuple[Part, bool]] = []
@@ -204,10 +212,9 @@ def template_parts(
     return parts
 
 
-def message_form(tokenizer: Tokenizer, renderer: Renderer, *, tools: bool, template_args: Mapping[str, Any]) -> MessageForm:
-    """The form in which the checkpoint's template reads messages; for the arguments see `template_parts`."""
-    variables = _variables(tokenizer, renderer.template_args | dict(template_args))
-    return renderer.message_form(select_template(tokenizer, tools), variables)
+def message_form(tokenizer: Tokenizer, renderer: Renderer, with_tools: bool) -> MessageForm:
+    """The form in which the checkpoint's template reads messages, see `select_template`."""
+    return renderer.message_form(select_template(tokenizer, with_tools), _variables(tokenizer, renderer.template_args))
 
 
 def _variables(tokenizer: Tokenizer, template_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,7 +242,7 @@ class MessageForm(NamedTuple):
 
     texts: bool = True
     parts: bool = False
-    call_content: Mapping[str, Any] = {"content": ""}  # a NamedTuple's, never changed
+    call_content: Mapping[str, Any] = {"content": ""}
     text_apart: bool = False
     text_arguments: bool = False
     short_ids: bool = False
@@ -263,7 +270,7 @@ def find_message_form(render: Callable[..., str], template: str) -> MessageForm:
       render: renders messages, with `tools`.
     """
 
-    def rendered(messages: ChatMessages, tools: Tools = ()) -> str:
+    def rendered(messages: ChatMessages, tools: Tools | None = None) -> str:
         try:
             return render(messages, tools=tools)
         except GenerationError:

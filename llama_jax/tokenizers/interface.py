@@ -166,15 +166,28 @@ class TextStream:
 class Text:
     """Converts tokens to text up to a stop string, holding back text that may be the beginning of one.
 
+    Args:
+      stop: stop strings.
+      write: called with new text.
+      at_start: see `TextStream`.
+      named: texts of special tokens that are written, which otherwise have none.
+
     Attributes:
       shown: the text written so far.
       ended: whether a stop string has been met.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str], write: Callable[[str], None], *, at_start: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        write: Callable[[str], None],
+        *,
+        at_start: bool = False,
+        named: Mapping[int, str] | None = None,
     ) -> None:
         self._stream = TextStream(tokenizer, at_start=at_start)
+        self._named = named or {}
         self._stop = stop
         self._write = write
         self._held = ""
@@ -188,7 +201,7 @@ class Text:
 
     def push(self, token: int) -> bool:
         """Add a token; True if a stop string has been met."""
-        self._add(self._stream.push(token))
+        self._add(self._named.get(token) or self._stream.push(token))
         return self.ended
 
     def finish(self) -> None:

@@ -247,7 +247,7 @@ def write_reply(tokenizer, constraint, random):
 def grammar(model, **options):
     tokenizer, _, grammars = model
     dialect = dialect_of(tokenizer.chat_template)
-    form = message_form(tokenizer, shared_renderer(os.getpid()), tools=True, template_args={})
+    form = message_form(tokenizer, shared_renderer(os.getpid()), True)
     names = options.pop("names", ["lookup", "now"])
     text = grammar_of_calls(dialect, FUNCTIONS, names, tokenizer.special_tokens, several=not form.one_call, **options)
     return dialect, grammars.lark(text, "grammar of the tools")

@@ -1,13 +1,20 @@
 """An agent's loop through the openai client: what the server returns is accepted when it comes back."""
 
 import json
+from contextlib import contextmanager
+from dataclasses import replace
 
+import jax
 import pytest
 import vocabularies
 from dialect_templates import TOOL_TEMPLATES
-from fakes import FakeEngine, listening, served
+from fakes import FakeEngine, listening, served, talk
 
+import llama_jax
+from llama_jax.config.presets import preset
+from llama_jax.serving.engine import Engine
 from llama_jax.tokenizers import reply_ends
+from llama_jax.tokenizers.load import replace_chat_template
 
 LEVEL = {"type": "object", "properties": {"level": {"type": "integer", "minimum": 1, "maximum": 3}}, "required": ["level"]}
 TOOLS = [
@@ -59,6 +66,33 @@ def calls_of(message):
     return [call if isinstance(call, dict) else call.model_dump() for call in found or []]
 
 
+@contextmanager
+def client_of(engine, shown):
+    openai = pytest.importorskip("openai")
+    pytest.importorskip("llguidance")
+    with listening(engine, shown) as address:
+        yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def run_loop(client, stream, **options):
+    """Three turns with calls that a grammar enforces, an answer, and another question; no request is refused."""
+    messages = [{"role": "user", "content": "Set the level."}]
+    ask = {"model": "fake", "messages": messages, "tools": TOOLS, "stream": stream, "max_tokens": 500, **options}
+    for turn in range(3):
+        message, finish = take(client.chat.completions.create(**ask, tool_choice="required"), stream)
+        assert finish == "tool_calls"
+        messages.append(message)
+        for call in calls_of(message):
+            assert call["function"]["name"] in ("set_level", "stop")
+            assert isinstance(json.loads(call["function"]["arguments"]), dict)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"level {turn}"})
+    ask["max_tokens"] = 8
+    for question in ("Thanks.", "Goodbye."):
+        message, _ = take(client.chat.completions.create(**ask), stream)
+        messages += [message, {"role": "user", "content": question}]
+    return messages
+
+
 QUICK = ("llama 3.1", "mistral nemo", "deepseek r1")
 
 
@@ -66,28 +100,53 @@ QUICK = ("llama 3.1", "mistral nemo", "deepseek r1")
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TOOL_TEMPLATES]
 )
 def test_three_turns_with_tools(name):
-    openai = pytest.importorskip("openai")
-    pytest.importorskip("llguidance")
     template, _, tokens = TOOL_TEMPLATES[name]
     tokenizer = vocabularies.with_tokens(template, tokens)
-    engine = following(tokenizer)
-    with listening(engine, served(tokenizer, "template")) as address:
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=20)
+    with client_of(following(tokenizer), served(tokenizer, "template")) as client:
         for stream in (False, True):
-            messages = [{"role": "user", "content": "Set the level."}]
-            for turn in range(3):
-                ask = {"model": "fake", "messages": messages, "tools": TOOLS, "stream": stream, "max_tokens": 500}
-                message, finish = take(client.chat.completions.create(**ask, tool_choice="required"), stream)
-                calls = calls_of(message)
-                assert finish == "tool_calls"
-                assert {call["function"]["name"] for call in calls} <= {"set_level", "stop"}
-                messages.append(message)
-                for call in calls:
-                    assert isinstance(json.loads(call["function"]["arguments"]), dict)
-                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"level {turn}"})
-            ask["messages"] = messages
-            message, finish = take(client.chat.completions.create(**ask), stream)
-            assert finish == "stop"
-            messages += [message, {"role": "user", "content": "Thanks."}]
-            assert take(client.chat.completions.create(**ask), stream)[1] == "stop"
-            assert client.models.retrieve("fake").id == "fake"
+            run_loop(client, stream)
+        assert client.models.retrieve("fake").id == "fake"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_three_turns_with_a_random_model(name):
+    template, _, tokens = TOOL_TEMPLATES[name]
+    tokenizer = vocabularies.with_tokens(template, tokens)
+    config = replace(preset("stories-260k"), vocab_size=tokenizer.vocab_size, max_seq_len=8192)
+    params = llama_jax.init(config, jax.random.key(0))
+    engine = Engine(config, params, llama_jax.EngineOptions(rows=1, context=8192, prefill_chunk=256))
+    with client_of(engine, served(tokenizer, "template")) as client:
+        for stream in (False, True):
+            run_loop(client, stream, temperature=0.5, seed=1)
+
+
+@pytest.mark.real
+def test_three_turns_with_a_real_model(smollm2):
+    """SmolLM2 has a template without tools; with one of the kind of Hermes 2 it has."""
+    config, params, tokenizer = llama_jax.load(smollm2, "float32")
+    engine = Engine(config, params, llama_jax.EngineOptions(rows=1, context=2048, prefill_chunk=128))
+    refused = pytest.raises(Exception, match=r"does not support tools; .*--chat-template")
+    with client_of(engine, served(tokenizer, "template")) as client, refused:
+        run_loop(client, False)
+    engine = Engine(config, params, llama_jax.EngineOptions(rows=1, context=2048, prefill_chunk=128))
+    tokenizer = replace_chat_template(tokenizer, TOOL_TEMPLATES["hermes"].template)
+    with client_of(engine, served(tokenizer, "template")) as client:
+        for stream in (False, True):
+            run_loop(client, stream, temperature=0.0, max_tokens=100)
+
+
+def test_a_text_before_calls_that_begin_with_a_special_token():
+    """The token has no text, so that only it distinguishes a call from a text in JSON."""
+    template, _, tokens = TOOL_TEMPLATES["mistral nemo"]
+    tokenizer = vocabularies.with_tokens(template, tokens)
+    call = '[{"name": "set_level", "arguments": {"level": 2}}]'
+    ask = {"messages": [{"role": "user", "content": "Set it."}], "tools": TOOLS}
+    found = []
+    for reply in (f"Let me see.[TOOL_CALLS]{call}", "No.[TOOL_CALLS]calls", f"As JSON: {call}"):
+        ids = [*tokenizer.encode(reply, bos=False, special=True), tokenizer.eos_id]
+        engine = FakeEngine(says=lambda request, ids=ids: ids, context=4000, vocab_size=tokenizer.vocab_size)
+        body = talk(engine, lambda c: c.post("/v1/chat/completions", ask), shown=served(tokenizer, "template")).json
+        message = body["choices"][0]["message"]
+        found.append((message["content"], [each["function"]["name"] for each in message.get("tool_calls", [])]))
+    assert found == [("Let me see.", ["set_level"]), ("No.calls", []), (f"As JSON: {call}", [])]

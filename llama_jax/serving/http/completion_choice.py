@@ -63,7 +63,8 @@ class Choice:
         self._scored = scored
         self._held_back: deque[PlacedToken] = deque()
         self._tools = tools
-        self._text = Text(tokenizer, stop, self._written.append, at_start=at_start)
+        named = tools.tokens if tools is not None else None
+        self._text = Text(tokenizer, stop, self._written.append, at_start=at_start, named=named)
         self._prompt_text = TextStream(tokenizer, at_start=True)
         self._prompt_length = 0
 

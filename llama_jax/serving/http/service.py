@@ -31,7 +31,7 @@ from llama_jax.serving.http.request_schema import (
 from llama_jax.serving.http.response import ChatFormat, CompletionFormat, EngineBridge, GeneratedResponse, ResponseFormat
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
-from llama_jax.serving.tool_calls import Dialect, ToolText, dialect_of, grammar_of_calls
+from llama_jax.serving.tool_calls import Dialect, ToolText, call_tokens, dialect_of, grammar_of_calls
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.chat import NO_TOOLS
 from llama_jax.tokenizers.chat_template import Renderer, message_form, select_template
@@ -150,6 +150,7 @@ class Service:
         self._grammars = Grammars(served.tokenizer, engine.vocab_size, self._ends)
         same = set(self._ends) == set(self._chat_ends)
         self._chat_grammars = self._grammars if same else Grammars(served.tokenizer, engine.vocab_size, self._chat_ends)
+        self._call_tokens = call_tokens(served.tokenizer)
         self._renderer = Renderer(template_args=served.template_args)
         self._json = JsonParser()
         self._texts = DaemonThreadPool("texts", threads_beside_engine(TEXT_THREADS), niceness=LOW)
@@ -282,7 +283,7 @@ class Service:
     def _compile_calls(self, body: ChatRequest, dialect: Dialect) -> GrammarConstraint:
         """The constraint of a reply with calls that the model's template can render when they come back."""
         tokenizer = self.served.tokenizer
-        one_call = message_form(tokenizer, self._renderer, tools=True, template_args=body.template_args).one_call
+        one_call = message_form(tokenizer, self._renderer, True).one_call
         grammar = grammar_of_calls(
             dialect,
             body.tools,
@@ -370,7 +371,7 @@ class Service:
                         echo=None if echo is None else echo[i],
                         at_start=at_start,
                         scored=body.alternatives is not None,
-                        tools=ToolText(tools, dialect) if tools else None,
+                        tools=ToolText(tools, dialect, self._call_tokens) if tools else None,
                     )
                 )
         if not self.bridge.open:
