@@ -165,7 +165,7 @@ def grammar_of_calls(
         return "\n".join([f"start: {literal(opening)} calls", *lines])
     # A text is none that would be recognized as a call.
     tag = _first_tag(opening + dialect.between)
-    openings = "|".join(re.escape(each).replace("/", r"\/") for each in (*OPENINGS, *([tag] if tag else [])))
+    openings = "|".join(re.escape(name).replace("/", r"\/") for name in (*OPENINGS, *([tag] if tag else [])))
     starts = "|".join(re.escape(function["name"]).replace("/", r"\/") for _, function in called)
     refused = rf"((?s:.)*({openings})|(function)?({starts})[\s.({{\[`])(?s:.)*"
     text = rf"/[^\s{{\[`](?s:.)*/ & ~/{refused}/"
@@ -181,9 +181,9 @@ def grammar_of_calls(
 
 def _first_tag(text: str) -> str:
     """The tag or other opening with which a text begins; "" for none."""
-    found = next((each for each in OPENINGS if text.startswith(each)), None)
+    opening = next((name for name in OPENINGS if text.startswith(name)), "")
     tag = TAG.match(text)
-    return found or (tag[0] if tag else "")
+    return opening or (tag[0] if tag else "")
 
 
 def _json_arguments(rule: str, schema: dict[str, Any], literal: Callable[[str], str]) -> Iterator[str]:
@@ -238,8 +238,8 @@ def _arguments_schema(i: int, function: dict[str, Any]) -> dict[str, Any]:
     """The schema of a function's arguments, with this library's JSON style."""
     schema = function.get("parameters") or {}
     if schema.get("type", "object") != "object":
-        kind = shown(schema["type"], 40)
-        raise UserError(f"tools[{i}].function.parameters has type={kind}; a call needs an object")
+        json_type = shown(schema["type"], 40)
+        raise UserError(f"tools[{i}].function.parameters has type={json_type}; a call needs an object")
     style = schema.get("x-guidance", {})
     return {**schema, "type": "object", "x-guidance": JSON_STYLE | style if isinstance(style, dict) else style}
 
@@ -287,9 +287,9 @@ class ToolText:
             self._calls = self._begins(start)
         if self._calls:
             return ""
-        found = [at for at in map(self._held.find, self._openings) if at >= 0]
-        if found:
-            at, self._calls = min(found), True
+        positions = [at for at in map(self._held.find, self._openings) if at >= 0]
+        if positions:
+            at, self._calls = min(positions), True
         else:
             starts = (tag[:n] for tag in self._openings for n in range(1, len(tag)))
             at = len(self._held) - max((len(start) for start in starts if self._held.endswith(start)), default=0)
@@ -343,19 +343,19 @@ def find_calls(text: str, tools: Mapping[str, Any]) -> tuple[str, list[ToolCall]
     at, may_begin = 0, True
     while at < len(text):
         begin = SPACE.match(text, at).end()  # type: ignore[union-attr]
-        found = _read_calls(text, begin, tools, pattern) if may_begin else None
-        if found is not None:
-            calls += found[1]
-            end, kind = found[0], "call"
+        read = _read_calls(text, begin, tools, pattern) if may_begin else None
+        if read is not None:
+            calls += read[1]
+            end, piece_type = read[0], "call"
         elif tag := TAG.match(text, begin):
-            end, kind = tag.end(), "tag"
+            end, piece_type = tag.end(), "tag"
         elif pieces and pieces[-1][1] == "call" and (separator := SEPARATOR.match(text, at)):
-            end, kind = separator.end(), "tag"
+            end, piece_type = separator.end(), "tag"
         else:
             following = TAG.search(text, begin)
-            end, kind = following.start() if following else len(text), "text"
-        pieces.append((text[at:end], kind))  # type: ignore[arg-type]
-        at, may_begin = end, kind != "text"
+            end, piece_type = following.start() if following else len(text), "text"
+        pieces.append((text[at:end], piece_type))  # type: ignore[arg-type]
+        at, may_begin = end, piece_type != "text"
     if not calls:
         return text, []
     return _text_beside(pieces), calls
@@ -366,14 +366,14 @@ def _text_beside(pieces: Sequence[tuple[str, str]]) -> str:
     kept: list[str] = []
     tags: list[str] = []
     before = "call"
-    for piece, kind in (*pieces, ("", "text")):
-        if kind == "tag":
+    for piece, piece_type in (*pieces, ("", "text")):
+        if piece_type == "tag":
             tags.append(piece)
-        elif kind == "call" or piece.strip() or piece == "":
+        elif piece_type == "call" or piece.strip() or piece == "":
             first = next((i for i, tag in enumerate(tags) if not CLOSING_TAG.match(tag)), len(tags))
-            kept += [*(tags[:first] if before == "text" else []), *(tags[first:] if kind == "text" else [])]
-            kept += [piece] if kind == "text" else []
-            before, tags = kind, []
+            kept += [*(tags[:first] if before == "text" else []), *(tags[first:] if piece_type == "text" else [])]
+            kept += [piece] if piece_type == "text" else []
+            before, tags = piece_type, []
     text = "".join(kept)
     return text if text.strip() else ""
 
@@ -390,7 +390,7 @@ def _read_calls(text: str, at: int, tools: Mapping[str, Any], pattern: re.Patter
         return None
     if text[at] in "{[":
         value, end = _json_at(text, at)
-        calls = [_call_of(each, tools) for each in (value if isinstance(value, list) else [value])]
+        calls = [_call_of(item, tools) for item in (value if isinstance(value, list) else [value])]
         if calls and all(calls):
             return end, [call for call in calls if call is not None]
     if text[at] == "[":
@@ -452,8 +452,8 @@ def _typed(value: str, schema: Any, name: str) -> Any:
     parameter = _object(_object(_object(schema).get("properties")).get(name))
     if _is_text(parameter):
         return value
-    found, end = _json_at(value.strip(), 0)
-    return found if end == len(value.strip()) and end else value
+    decoded, end = _json_at(value.strip(), 0)
+    return decoded if end == len(value.strip()) and end else value
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:

@@ -170,8 +170,8 @@ def chat_parts(
       template_args: variables of the checkpoint's template.
     """
     if format == "template":
-        found = template_parts(tokenizer, messages, renderer, tools, reply=reply, template_args=template_args)
-        return [part for part, _ in found]
+        spans = template_parts(tokenizer, messages, renderer, tools, reply=reply, template_args=template_args)
+        return [part for part, _ in spans]
     if template_args or (renderer is not None and renderer.template_args):
         raise GenerationError(f"the format {format} has no arguments; omit them, or choose the model's own template")
     texts: Any = put_in_form(messages, (), DEFAULT_FORM)[0]

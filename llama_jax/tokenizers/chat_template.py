@@ -127,16 +127,16 @@ def uses_tools(messages: ChatMessages, tools: Tools) -> bool:
 
 def parse_template_args(texts: Sequence[str]) -> dict[str, Any]:
     """Variables of a template, each as NAME=VALUE, in which VALUE is JSON or else a text; GenerationError for another."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise GenerationError(f"the template argument {shown(text, 60)} must be NAME=VALUE")
         try:
-            found[name] = json.loads(value)
+            arguments[name] = json.loads(value)
         except (ValueError, RecursionError):
-            found[name] = value
-    return found
+            arguments[name] = value
+    return arguments
 
 
 def check_template_args(tokenizer: Tokenizer, template_args: Mapping[str, Any]) -> None:
@@ -331,10 +331,10 @@ def put_in_form(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Messages and tools in the form that a template reads.
 
-    The content of a message is a text or a list of parts, or None if it has calls; the arguments of a call are an object or
-    its JSON.
+    Args:
+      messages: a content is a text or a list of parts, or None beside calls; the arguments of a call are an object or JSON.
     """
-    found: list[dict[str, Any]] = []
+    formed: list[dict[str, Any]] = []
     for message in messages:
         changed = {**message}
         content, called = message.get("content"), message.get("tool_calls")
@@ -345,15 +345,15 @@ def put_in_form(
         if called:
             changed["tool_calls"] = [_call_in_form(call, form) for call in called]
             if content and form.text_apart:
-                found.append({"role": message["role"], "content": changed["content"]})
+                formed.append({"role": message["role"], "content": changed["content"]})
             if not content or form.text_apart:
                 changed = {name: value for name, value in changed.items() if name != "content"} | dict(form.call_content)
         if form.short_ids and message.get("tool_call_id"):
             changed["tool_call_id"] = shorten_id(message["tool_call_id"])
-        found.append(changed)
+        formed.append(changed)
     if form.one_call:
-        found = _split_calls(found, form)
-    return found, [_tool_in_form(tool, form) for tool in tools]
+        formed = _split_calls(formed, form)
+    return formed, [_tool_in_form(tool, form) for tool in tools]
 
 
 def join_parts(content: Sequence[Any]) -> str:
@@ -378,10 +378,10 @@ def _call_in_form(call: Any, form: MessageForm) -> Any:
             arguments = function["arguments"]
     elif form.text_arguments and not isinstance(arguments, str):
         arguments = json.dumps(arguments or {}, ensure_ascii=False)
-    found = {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+    changed = {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
     if form.short_ids and isinstance(call.get("id"), str):
-        found["id"] = shorten_id(call["id"])
-    return found
+        changed["id"] = shorten_id(call["id"])
+    return changed
 
 
 def _tool_in_form(tool: Mapping[str, Any], form: MessageForm) -> dict[str, Any]:
@@ -393,24 +393,24 @@ def _tool_in_form(tool: Mapping[str, Any], form: MessageForm) -> dict[str, Any]:
 
 def _split_calls(messages: Sequence[dict[str, Any]], form: MessageForm) -> list[dict[str, Any]]:
     """Messages with several calls as several messages, each before the result of its call."""
-    found: list[dict[str, Any]] = []
+    split: list[dict[str, Any]] = []
     rest = list(messages)
     while rest:
         message = rest.pop(0)
         calls = message.get("tool_calls") or ()
         if len(calls) < 2:
-            found.append(message)
+            split.append(message)
             continue
-        count = next((i for i, each in enumerate(rest) if each["role"] != "tool"), len(rest))
+        count = next((i for i, later in enumerate(rest) if later["role"] != "tool"), len(rest))
         results, rest = rest[:count], rest[count:]
         for call in calls:
-            found.append({**message, "tool_calls": [call]})
+            split.append({**message, "tool_calls": [call]})
             message = {"role": message["role"], **form.call_content}
-            answers = [each for each in results if each.get("tool_call_id") == call.get("id")] or results[:1]
-            found += answers
-            results = [each for each in results if each not in answers]
-        found += results
-    return found
+            answers = [result for result in results if result.get("tool_call_id") == call.get("id")] or results[:1]
+            split += answers
+            results = [result for result in results if result not in answers]
+        split += results
+    return split
 
 
 def _check_arrival(messages: ChatMessages, tools: Tools, rendered: str, render: Callable[..., str], mark: str) -> None:
@@ -487,8 +487,8 @@ def _calls(messages: ChatMessages) -> list[Any]:
 
 def _names(functions: Sequence[Any]) -> list[str]:
     """The names of functions in OpenAI's format, of tools or of calls."""
-    found = (each.get("function") for each in functions if isinstance(each, Mapping))
-    return [each["name"] for each in found if isinstance(each, Mapping) and isinstance(each.get("name"), str)]
+    inner = [function.get("function") for function in functions if isinstance(function, Mapping)]
+    return [each["name"] for each in inner if isinstance(each, Mapping) and isinstance(each.get("name"), str)]
 
 
 @contextmanager

@@ -239,7 +239,7 @@ def _message(longest: int) -> Schema:
     part = f.tagged("type", f.object_of({"type": f.enum("text"), "text": text}, "type", "text"))
     content = {"anyOf": [text, f.array(part, most=longest)]}
     function = {"name": f.text(longest=MAX_NAME_LENGTH), "arguments": f.text(longest=1_000_000)}
-    call = _function(f.object_of(function, "name", "arguments"), id=name, index=f.integer(0, 2**31))
+    call = _function(f.object_of(function, "name"), id=name, index=f.integer(0, 2**31))
     call["required"] += ["id"]
     # Clients send these fields back empty.
     empty = {field: f.enum([]) for field in ("refusal", "audio", "annotations", "function_call", "tool_calls")}
@@ -365,7 +365,7 @@ def _message_for_templates(name: str, fields: dict[str, Any]) -> Message:
 
 def _call_for_templates(name: str, call: dict[str, Any]) -> dict[str, Any]:
     try:
-        arguments = json.loads(call["function"]["arguments"].strip() or "{}")
+        arguments = json.loads((call["function"]["arguments"] or "").strip() or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
