@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 import string
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -406,13 +407,17 @@ def _read_calls(text: str, at: int, tools: Mapping[str, Any], pattern: re.Patter
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at this character, and its end; (None, `at`) if there is none."""
+    """The JSON value that begins at this character, and its end; (None, `at`) if there is none. Numbers beyond the range of
+    float64, which JSON allows, become its largest."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
+    def clip(number: str) -> float:
+        return max(-sys.float_info.max, min(float(number), sys.float_info.max))
+
     try:
-        return json.JSONDecoder(strict=False, parse_constant=refuse).raw_decode(text, at)
+        return json.JSONDecoder(strict=False, parse_float=clip, parse_constant=refuse).raw_decode(text, at)
     except (ValueError, RecursionError):
         return None, at
 

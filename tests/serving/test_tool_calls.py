@@ -102,6 +102,11 @@ REPLIES = {
         "",
     ),
     "deepseek, tokens hidden": ('functionadd\n```json\n{"a": 1}\n```', [A], ""),
+    "a number beyond float64": (
+        '{"name": "add", "arguments": {"a": -1e999}}',
+        [("add", {"a": -1.7976931348623157e308})],
+        "",
+    ),
     "a name in letters of JSON": ('{"name": "\\u0061dd", "arguments": {"a": 1}}', [A], ""),
 }
 TEXTS = [

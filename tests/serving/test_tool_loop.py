@@ -71,7 +71,7 @@ def client_of(engine, shown):
     openai = pytest.importorskip("openai")
     pytest.importorskip("llguidance")
     with listening(engine, shown) as address:
-        yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
+        yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=300)
 
 
 def run_loop(client, stream, **options):
@@ -118,7 +118,7 @@ def test_three_turns_with_a_random_model(name):
     engine = Engine(config, params, llama_jax.EngineOptions(rows=1, context=8192, prefill_chunk=256))
     with client_of(engine, served(tokenizer, "template")) as client:
         for stream in (False, True):
-            run_loop(client, stream, temperature=0.5, seed=1)
+            run_loop(client, stream, temperature=0.5, seed=1, parallel_tool_calls=False)
 
 
 @pytest.mark.real
@@ -133,7 +133,7 @@ def test_three_turns_with_a_real_model(smollm2):
     tokenizer = replace_chat_template(tokenizer, TOOL_TEMPLATES["hermes"].template)
     with client_of(engine, served(tokenizer, "template")) as client:
         for stream in (False, True):
-            run_loop(client, stream, temperature=0.0, max_tokens=100)
+            run_loop(client, stream, temperature=0.0, parallel_tool_calls=False)
 
 
 def test_a_text_before_calls_that_begin_with_a_special_token():
