@@ -65,6 +65,7 @@ class Chat(TemplateOptions, ModelOptions):
         seed = self.choose_seed()
         sampling, options = self.sampling(seed), self.cache_options()
         self.parse_draft()
+        self.check_template(self.format)
         renderer = Renderer(template_args=self.template_args())
         self.start_jax()
         config, params, tokenizer = self.load()
@@ -84,7 +85,7 @@ class Chat(TemplateOptions, ModelOptions):
         # The bundled model knows stories and no roles.
         bundled = self.model is None and self.tokenizer is None and self.chat_template is None
         format = resolve_format(tokenizer, "plain" if bundled and self.format == "auto" else self.format)
-        ends = reply_ends(tokenizer, format)
+        ends = reply_ends(tokenizer, format, renderer)
         system = _system(self.system)
         if system:  # an error now rather than at the first message
             ids = encode_chat(tokenizer, [*system, {"role": "user", "content": ""}], format, renderer)

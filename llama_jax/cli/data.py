@@ -20,7 +20,8 @@ from llama_jax.cli.terminal import columns, note, printable
 from llama_jax.errors import UserError
 from llama_jax.progress import progress_counter
 from llama_jax.settings import at_least
-from llama_jax.tokenizers import EncodedExample, ReplyEncoder, Tokenizer, load_tokenizer
+from llama_jax.tokenizers import EncodedExample, Format, ReplyEncoder, Tokenizer, load_tokenizer
+from llama_jax.tokenizers.chat_template import parse_template_args
 
 if TYPE_CHECKING:
     from llama_jax.data.chat_jsonl import Example
@@ -41,7 +42,7 @@ class ShowData:
     """Folder or file of a model, for its vocabulary and chat template. The default is the bundled stories model."""
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a Llama 3 tokenizer.model, a tokenizer.json, a GGUF or a folder, instead of the model's."""
-    format: Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"] = "auto"
+    format: Format = "auto"
     """Chat format. auto takes the model's own template, or llama3 for the vocabulary of Llama 3."""
     kind: Literal["auto", "chats", "preferences"] = "auto"
     """Kind of the lines. auto takes preferences if the first line has chosen and rejected."""
@@ -57,6 +58,8 @@ class ShowData:
     """Read "<|eot_id|>" and the like in prompts and completions as special tokens, not as text."""
     count: bool = False
     """Read the whole file and count the examples that are kept, dropped and cut."""
+    template_arg: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE"), tyro.conf.UseAppendAction] = ()
+    """A variable of the chat template, for example enable_thinking=false. Can be repeated."""
     color: Literal["auto", "always", "never"] = "auto"
     """Print targets in green and special tokens in cyan. auto does so on a terminal unless NO_COLOR is set."""
     json: bool = False
@@ -92,7 +95,8 @@ class ShowData:
         wanted = (one for one in (read_preferences if is_preferences else read_chats)(file) if one.line >= self.line)
         found: tuple[EncodedExample | None, ...] | None = None  # of the last example, None for an answer that is dropped
         ignored: set[str] = set()
-        with ReplyEncoder(tokenizer, self.format) as encoder:
+        template_args = parse_template_args(self.template_arg)
+        with ReplyEncoder(tokenizer, self.format, template_args=template_args) as encoder:
             for example in islice(wanted, self.examples):
                 where = f"{self.file}, {RECORD_UNITS[kind_of(file)]} {example.line}"
                 try:
@@ -109,7 +113,7 @@ class ShowData:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             if self.count:
-                reading = ChatReading(self.format, self.too_long, self.special)
+                reading = ChatReading(self.format, self.too_long, self.special, template_args=self.template_arg)
                 read = open_preferences if is_preferences else open_chats
                 print(read(self.file, tokenizer, self.length or 1 << 30, reading).counts, file=sys.stderr)
             else:

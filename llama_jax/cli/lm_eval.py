@@ -95,6 +95,7 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
 
     def _check(self) -> None:
         """Check the options alone; raises UserError."""
+        self.check_template(self.format)
         if find_spec("lm_eval") is None:
             raise UserError('tasks need the lm-evaluation-harness; install it with pip install -e ".[lm-eval]"')
         if self.limit is not None and not (0 < self.limit < 1 or (self.limit >= 1 and self.limit == int(self.limit))):

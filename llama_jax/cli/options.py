@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
@@ -166,15 +166,35 @@ class TemplateOptions:
 
         return parse_template_args(self.template_arg)
 
+    def check_template(self, format: Format) -> None:
+        """Check the options alone; GenerationError for a file that does not exist or that the format does not use."""
+        self.template_args()
+        if self.chat_template is not None and format not in ("auto", "template"):
+            raise GenerationError(f"the format {format} does not use --chat-template; omit one of the two")
+        if self.chat_template is not None and not self.chat_template.is_file():
+            state = "is a folder" if self.chat_template.is_dir() else "does not exist"
+            raise GenerationError(f"--chat-template {self.chat_template} {state}; pass a file with a Jinja template")
+
     def with_template(self, tokenizer: Tokenizer) -> Tokenizer:
-        """The tokenizer with the chat template of the file, if there is one; UserError for variables that it lacks."""
+        """The tokenizer with the chat template of the file, if there is one.
+
+        Raises:
+          GenerationError: a template that renders no chat, or that lacks a variable.
+        """
         from llama_jax.storage.paths import read_text
-        from llama_jax.tokenizers.chat_template import check_template_args
+        from llama_jax.tokenizers import reply_ends
+        from llama_jax.tokenizers.chat_template import Renderer, check_template_args
         from llama_jax.tokenizers.load import replace_chat_template
 
         if self.chat_template is not None:
             tokenizer = replace_chat_template(tokenizer, read_text(self.chat_template, GenerationError))
         check_template_args(tokenizer, self.template_args())
+        if self.chat_template is not None:
+            try:
+                with closing(Renderer(template_args=self.template_args())) as renderer:
+                    reply_ends(tokenizer, "template", renderer)
+            except GenerationError as error:
+                raise GenerationError(f"--chat-template {self.chat_template}: {error}") from None
         return tokenizer
 
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +29,7 @@ from llama_jax.progress import progress_counter
 from llama_jax.settings import Bounds, at_least, check_bounds
 from llama_jax.storage import StoredPath
 from llama_jax.tokenizers import Tokenizer, reply_ends, resolve_format
+from llama_jax.tokenizers.chat_template import Renderer
 
 if TYPE_CHECKING:
     from socket import socket
@@ -109,6 +110,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         started = time.perf_counter()
         _check_extra()
         self._check()
+        self.check_template(self.format)
         from llama_jax.cli.jax_setup import use_compilation_cache
         from llama_jax.serving.http.server import listen
 
@@ -132,6 +134,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
                 raise GenerationError(f"{name}={getattr(self, name)!r} is only for `llama-jax serve`; omit it here")
         _check_extra()
         self._check()
+        self.check_template(self.format)
         from llama_jax.cli.jax_setup import use_compilation_cache
         from llama_jax.parallel.multihost import Processes
         from llama_jax.serving.http.server import Mounted
@@ -345,7 +348,8 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         common: Any = {"name": self._name(), "tokenizer": tokenizer, "adapters": tuple(self.named())}
         try:
             chat = resolve_format(tokenizer, self.format)
-            reply_ends(tokenizer, chat)  # which finds out whether the vocabulary has what the format needs
+            with closing(Renderer(template_args=self.template_args())) as renderer:
+                reply_ends(tokenizer, chat, renderer)  # which finds out whether the vocabulary has what the format needs
         except GenerationError as error:
             if self.format != "auto":
                 raise

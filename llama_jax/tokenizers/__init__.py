@@ -7,7 +7,7 @@ from llama_jax.tokenizers.chat import Format, Message, encode_chat, reply_ends, 
 from llama_jax.tokenizers.chat_targets import EncodedExample, ReplyEncoder
 from llama_jax.tokenizers.huggingface import HuggingFaceTokenizer
 from llama_jax.tokenizers.interface import Part, TextStream, Tokenizer
-from llama_jax.tokenizers.load import find_tokenizer, load_tokenizer
+from llama_jax.tokenizers.load import find_tokenizer, load_tokenizer, replace_chat_template
 from llama_jax.tokenizers.sentencepiece import SentencePieceTokenizer
 from llama_jax.tokenizers.tiktoken import TiktokenTokenizer
 
@@ -25,6 +25,7 @@ __all__ = [
     "encode_chat",
     "find_tokenizer",
     "load_tokenizer",
+    "replace_chat_template",
     "reply_ends",
     "resolve_format",
     "takes_tools",

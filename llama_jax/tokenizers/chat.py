@@ -10,6 +10,7 @@ from llama_jax.errors import GenerationError, shown
 from llama_jax.tokenizers.chat_template import (
     DEFAULT_FORM,
     PRIVATE_USE,
+    PROBE_TOOL,
     Renderer,
     join_parts,
     put_in_form,
@@ -74,6 +75,10 @@ def encode_chat(
     """
     format = resolve_format(tokenizer, format)
     check_messages(messages, format)
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise GenerationError(f"tools={shown(tools, 60)} must be a list of functions in OpenAI's format")
+    if not isinstance(template_args, Mapping | None):
+        raise GenerationError(f"template_args={shown(template_args, 60)} must be values by name")
     if tools and not takes_tools(tokenizer, format):
         raise GenerationError(NO_TOOLS)
     if format in ("llama2", "mistral") and not continue_final and messages[-1]["role"] != "user":
@@ -102,26 +107,31 @@ def takes_tools(tokenizer: Tokenizer, format: Format) -> bool:
     return format == "template" and tokenizer.chat_template is not None and "tools" in select_template(tokenizer, True)
 
 
-def reply_ends(tokenizer: Tokenizer, format: Format = "auto") -> tuple[int, ...]:
+def reply_ends(tokenizer: Tokenizer, format: Format = "auto", renderer: Renderer | None = None) -> tuple[int, ...]:
     """The tokens that end a reply: the tokenizer's `stop_ids`, and the token that the format puts after a reply, as it is
-    found in a short chat that the format accepts."""
+    found in a short chat that the format accepts.
+
+    Raises:
+      GenerationError: a template that renders no chat; or a format with tokens that the vocabulary does not have.
+    """
     ends = set(tokenizer.stop_ids)
     format = resolve_format(tokenizer, format)
     question: Message = {"role": "user", "content": "?"}
     reply = chr(PRIVATE_USE[-1])
     chat: list[Message] = [question, {"role": "assistant", "content": reply}, question]
-    for messages in (chat, chat[:2]):
+    error: GenerationError | None = None
+    for messages, tools in ((chat, ()), (chat[:2], ()), (chat[:1], ()), (chat, (PROBE_TOOL,)), (chat[:1], (PROBE_TOOL,))):
         try:
-            parts = chat_parts(tokenizer, messages, format, reply=False)
-        except GenerationError:
-            if format != "template":
-                raise
-            continue  # the template accepts other chats
+            parts = chat_parts(tokenizer, messages, format, renderer, tools, reply=False)
+        except GenerationError as refused:  # a template may accept other chats
+            error = error or refused
+            continue
         for part, following in pairwise(parts):
             if isinstance(part, str) and isinstance(following, int) and part.rstrip().endswith(reply):
                 ends.add(following)
-        break
-    return tuple(sorted(ends))
+        return tuple(sorted(ends))
+    assert error is not None
+    raise error
 
 
 def resolve_format(tokenizer: Tokenizer, format: Format) -> Format:
@@ -338,10 +348,17 @@ def check_messages(messages: Sequence[Message], format: Format) -> None:
     roles = get_args(Role) if format == "template" else get_args(Role)[:-1]
     for i, message in enumerate(messages):
         needed = {"role"} if isinstance(message, Mapping) and message.get("tool_calls") else {"role", "content"}
-        if not isinstance(message, Mapping) or not needed <= set(message) <= known:
+        if not isinstance(message, Mapping) or not needed <= set(message):
             raise GenerationError(f"message {i} is {shown(message)}; it must be an object with a role and a content")
         if message["role"] not in roles:
-            raise GenerationError(f"message {i} has the role {shown(message['role'], 40)}; use {', '.join(roles)}")
+            raise GenerationError(
+                f"message {i} has the role {shown(message['role'], 40)}; in the format {format} use {', '.join(roles)}"
+            )
+        if unknown := set(message) - known:
+            raise GenerationError(
+                f"message {i} has the field {shown(min(unknown, key=str), 40)}, which the format {format} does not have;"
+                " omit it"
+            )
         content = message.get("content")
         if not (isinstance(content, str) or _are_parts(content) or (content is None and message.get("tool_calls"))):
             raise GenerationError(

@@ -89,7 +89,9 @@ class ReplyEncoder:
     @property
     def ends(self) -> tuple[int, ...]:
         """The tokens that end generation: those of the chat format if a chat has been encoded."""
-        return self.tokenizer.stop_ids if self._resolved is None else reply_ends(self.tokenizer, self._resolved)
+        return (
+            self.tokenizer.stop_ids if self._resolved is None else reply_ends(self.tokenizer, self._resolved, self._renderer)
+        )
 
     def chat(self, messages: Sequence[Message], given: int = 0, tools: Sequence[Mapping[str, Any]] = ()) -> EncodedExample:
         """Encode a whole chat; the targets are all of the assistant's text.

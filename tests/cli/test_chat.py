@@ -207,7 +207,14 @@ def test_a_template_from_a_file_and_its_variables(chat, tmp_path):
         chat(b"", *given, "--template-arg", "thinking=1")
     )
     assert "must be NAME=VALUE" in error_of(chat(b"", "--template-arg", "mood"))
-    assert "missing.jinja" in error_of(chat(b"", "--chat-template", tmp_path / "missing.jinja"))
+    assert "does not exist; pass a file" in error_of(chat(b"", "--chat-template", tmp_path / "missing.jinja"))
+    assert "does not use --chat-template" in error_of(chat(b"", "--chat-template", file, "--format", "zephyr"))
+    for broken, reason in (
+        ("{% for m in messages %}", "Unexpected end of template"),
+        ("Hello", "does not appear in the prompt"),
+    ):
+        file.write_text(broken)
+        assert reason in error_of(chat(b"", "--chat-template", file))
 
 
 def test_plain_is_one_text_that_both_write():

@@ -31,7 +31,8 @@ def following(tokenizer):
         constraint = request.constraint
         if constraint is None:
             return [*tokenizer.encode("Done.", bos=False), ends[0]]
-        soonest = [*ends, *tokenizer.encode('}"]', bos=False), *range(tokenizer.vocab_size)]
+        special = tokenizer.special_tokens.values()
+        soonest = [*ends, *tokenizer.encode('}"]', bos=False), *special, *range(tokenizer.vocab_size)]
 
         def write():
             while True:
@@ -134,6 +135,20 @@ def test_three_turns_with_a_real_model(smollm2):
     with client_of(engine, served(tokenizer, "template")) as client:
         for stream in (False, True):
             run_loop(client, stream, temperature=0.0, parallel_tool_calls=False)
+
+
+def test_a_call_that_is_cut_after_a_whole_one():
+    template, _, tokens = TOOL_TEMPLATES["hermes"]
+    tokenizer = vocabularies.with_tokens(template, tokens)
+    reply = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>\n<tool_call>\n{"na'
+    engine = FakeEngine(says=lambda request: tokenizer.encode(reply + "me", bos=False), vocab_size=tokenizer.vocab_size)
+    ask = {"messages": [{"role": "user", "content": "Stop."}], "tools": TOOLS, "max_tokens": len(reply)}
+    engine.context = 4000
+    body = talk(engine, lambda c: c.post("/v1/chat/completions", ask), shown=served(tokenizer, "template")).json
+    choice = body["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["stop"]
+    assert choice["message"]["content"] == '\n<tool_call>\n{"na'
 
 
 def test_a_text_before_calls_that_begin_with_a_special_token():

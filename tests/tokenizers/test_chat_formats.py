@@ -209,7 +209,16 @@ def test_which_format_auto_is(all_kinds, tmp_path):
         ("Hello", "llama3", "must be a list"),
         (["Hello"], "llama3", "message 0 is 'Hello'"),
         ([{"role": "user"}], "llama3", "it must be an object with a role and a content"),
-        ([{"role": "tool", "content": ""}], "llama3", "message 0 has the role 'tool'; use system, user, assistant"),
+        (
+            [{"role": "tool", "content": ""}],
+            "llama3",
+            "message 0 has the role 'tool'; in the format llama3 use system, user",
+        ),
+        (
+            [{"role": "user", "content": "", "tool_calls": []}],
+            "llama3",
+            "message 0 has the field 'tool_calls', which the format",
+        ),
         ([{"role": "user", "content": None}], "llama3", "message 0 has the content None"),
         (CHAT[:3], "llama2", "the last message is from 'assistant'; the format llama2 needs one from 'user'"),
         (CHAT[:1], "mistral", "the last message is from 'system'"),

@@ -96,7 +96,7 @@ class Choice:
             if self.finish is not None:
                 rest, calls = self._tools.finish()
                 shown += rest
-                self.finish = "tool_calls" if calls else self.finish
+                self.finish = "tool_calls" if calls and self.finish == "stop" else self.finish
         return Delta(shown, self._ready(), calls)
 
     def _count(self, token: ScoredToken) -> None:

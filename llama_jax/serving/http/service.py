@@ -146,12 +146,12 @@ class Service:
         self._busy_since = 0.0
         self._preparing: set[asyncio.Task[Any]] = set()
         self._ends = served.tokenizer.stop_ids
-        self._chat_ends = () if served.chat is None else reply_ends(served.tokenizer, served.chat)
+        self._renderer = Renderer(template_args=served.template_args)
+        self._chat_ends = () if served.chat is None else reply_ends(served.tokenizer, served.chat, self._renderer)
         self._grammars = Grammars(served.tokenizer, engine.vocab_size, self._ends)
         same = set(self._ends) == set(self._chat_ends)
         self._chat_grammars = self._grammars if same else Grammars(served.tokenizer, engine.vocab_size, self._chat_ends)
         self._call_tokens = call_tokens(served.tokenizer)
-        self._renderer = Renderer(template_args=served.template_args)
         self._json = JsonParser()
         self._texts = DaemonThreadPool("texts", threads_beside_engine(TEXT_THREADS), niceness=LOW)
         self._long_texts = DaemonThreadPool("long texts", threads_beside_engine(LONG_THREADS), LONG_WAITING, LOW)
