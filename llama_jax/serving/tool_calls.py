@@ -1,9 +1,10 @@
-"""Calls of tools in a reply: the dialects in which models write them, their grammar, and their recognition in text."""
+"""Calls of tools in a reply: their grammar, and their recognition in text."""
 
 from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
 import secrets
 import string
@@ -14,10 +15,13 @@ from typing import Any, Literal, NamedTuple
 from llama_jax.errors import UserError, shown
 from llama_jax.serving.grammar import JSON_STYLE
 from llama_jax.tokenizers.interface import Tokenizer, split_special
+from llama_jax.tokenizers.tool_dialects import CALL_TOKEN, CLOSING_TAG, END_OF_THOUGHT, OPENINGS, TAG, Dialect
 
 ID_LETTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # Mistral's templates accept no other
-MAX_PYTHON = 100_000  # characters of calls in Python's syntax, since its parser may need a lot of memory
+MAX_PYTHON = 20_000  # characters of calls in Python's syntax, since its parser may need a lot of memory
+MAX_ATTEMPTS = 32  # beginnings of a call that turn out to be none; what follows is text
+MAX_DIGITS = 1000  # digits of an integer
 
 
 class ToolCall(NamedTuple):
@@ -31,92 +35,18 @@ class ToolCall(NamedTuple):
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-class Dialect(NamedTuple):
-    """How a family of models writes calls: `opening`, then `before` NAME `middle` ARGUMENTS `after` for each call with
-    `between` between two of them, then `closing`.
-
-    Attributes:
-      marks: texts that are all in the chat templates of these models.
-      arguments: the syntax of arguments: JSON, a tag for each (Qwen3-Coder), or Python's.
-    """
-
-    marks: tuple[str, ...]
-    opening: str
-    before: str
-    middle: str
-    after: str
-    between: str
-    closing: str
-    arguments: Literal["json", "tags", "python"] = "json"
-
-
-# The first whose marks are all in the template. "{key}" stands for the name that the template has for arguments.
-DIALECTS = {
-    "qwen3-coder": Dialect(
-        ("<function=", "<parameter="), "", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", "", "tags"
-    ),
-    "functionary-v3.1": Dialect(("<function=",), "", "<function=", ">", "</function>", "\n", ""),
-    "functionary-v3.2": Dialect((">>>all",), "", "", "\n", "", ">>>", ""),
-    "deepseek": Dialect(
-        ("<｜tool▁call▁begin｜>",),
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        "\n```json\n",
-        "\n```<｜tool▁call▁end｜>",
-        "\n",
-        "<｜tool▁calls▁end｜>",
-    ),
-    "mistral-args": Dialect(("[TOOL_CALLS]", "[ARGS]"), "", "[TOOL_CALLS]", "[ARGS]", "", "", ""),
-    "mistral": Dialect(("[TOOL_CALLS]",), "[TOOL_CALLS][", '{"name": "', '", "arguments": ', "}", ", ", "]"),
-    "command-r7b": Dialect(
-        ("<|START_ACTION|>",), "<|START_ACTION|>[", '{"tool_name": "', '", "parameters": ', "}", ", ", "]<|END_ACTION|>"
-    ),
-    "command-r": Dialect(
-        ("Action:", "tool_name"), "Action: ```json\n[", '{"tool_name": "', '", "parameters": ', "}", ", ", "]\n```"
-    ),
-    "phi4": Dialect(
-        ("<|tool_call|>", "<|/tool_call|>"),
-        "<|tool_call|>[",
-        '{"name": "',
-        '", "{key}": ',
-        "}",
-        ", ",
-        "]<|/tool_call|>",
-    ),
-    "granite": Dialect(("<|tool_call|>",), "<|tool_call|>[", '{"name": "', '", "{key}": ', "}", ", ", "]"),
-    "hermes": Dialect(("<tool_call>",), "", '<tool_call>\n{"name": "', '", "{key}": ', "}\n</tool_call>", "\n", ""),
-    "python": Dialect(("[func_name1(",), "[", "", "(", ")", ", ", "]", "python"),
-    "json": Dialect((), "", '{"name": "', '", "{key}": ', "}", "\n", ""),
-}
-# Texts with which calls begin anywhere in a reply; other beginnings count only at its start.
-OPENINGS: tuple[str, ...] = (
-    *("<tool_call>", "<function=", "<function_call>", "<|tool_call|>", "[TOOL_CALLS]", "<|python_tag|>"),
-    *("<|START_ACTION|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-)
-# Texts beside calls that belong to them. A model that has them as special tokens writes none of them as text.
-TAG = re.compile(
-    r"</?tool_calls?>|</?function_call>|<\|/?tool_call\|>|\[TOOL_CALLS\]|<\|python_tag\|>|<\|(?:START|END)_ACTION\|>"
-    r"|<｜tool▁calls?▁(?:begin|end)｜>|```[a-z_]{0,10}|Action:|>>>"
-)
-CLOSING_TAG = re.compile(r"\s*(?:</|<\|/|<\|END|<｜tool▁calls?▁end|```$|[;,])")
-CALL_TOKEN = re.compile(rf"(?:{TAG.pattern}|\[ARGS\]|\[CALL_ID\]|<｜tool▁sep｜>)")
+AT_END = re.compile(r"\s*(?:```)?\s*")
 SPACE, SEPARATOR = re.compile(r"\s*"), re.compile(r"\s*[;,]")
-NAME_KEYS, ARGUMENT_KEYS = ("name", "tool_name"), ("arguments", "parameters")
+NAME_KEYS, ARGUMENT_KEYS = ("name", "tool_name", "function"), ("arguments", "parameters")
 FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
 PARAMETER = re.compile(
     r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|$))", re.DOTALL
 )
 # Between a name and its arguments, with and without the special tokens; at most AFTER_NAME characters.
-BETWEEN = r"(?:\[CALL_ID\])?(?:[a-zA-Z0-9]{9})?(?:\[ARGS\])?\s{0,2}(?:```json\s{0,2})?(?=\{)"
-AFTER_NAME = 40
-
-
-def dialect_of(template: str) -> Dialect:
-    """The dialect of the models with a chat template."""
-    dialect = next(dialect for dialect in DIALECTS.values() if all(mark in template for mark in dialect.marks))
-    # Llama 3.1 uses this name for arguments, other templates use OpenAI's. A template's text contains no tool schemas.
-    as_parameters = re.search(r'parameters\\?"\s*:', template) and not re.search(r'arguments\\?"\s*:', template)
-    return dialect._replace(middle=dialect.middle.replace("{key}", "parameters" if as_parameters else "arguments"))
+ID = r"(?:\[CALL_ID\])?(?:[a-zA-Z0-9]{9})?(?:\[ARGS\]|<｜tool▁sep｜>)?\s{0,2}"
+BETWEEN = ID + r"(?:```json\s{0,2})?(?=\{)"
+AFTER_NAME = 50
+PREFIXES = ("", "function", "function<｜tool▁sep｜>")  # DeepSeek's, before a name
 
 
 # --- the grammar ---------------------------------------------------------------------------------------------------------
@@ -155,7 +85,9 @@ def grammar_of_calls(
     is_object = dialect.before.endswith('"')
     for i, function in called:
         name = json.dumps(function["name"], ensure_ascii=False)[1:-1] if is_object else function["name"]
-        if dialect.arguments == "python" and not all(map(str.isidentifier, name.split("."))):
+        if dialect.arguments == "python" and not all(
+            part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")
+        ):
             raise UserError(
                 f"the function {shown(name, 70)} has no name of Python, which this model's calls need; rename it"
             )
@@ -164,20 +96,30 @@ def grammar_of_calls(
     opening = dialect.opening + dialect.before
     if not optional:
         return "\n".join([f"start: {literal(opening)} calls", *lines])
-    # A text is none that would be recognized as a call.
-    tag = _first_tag(opening + dialect.between)
-    openings = "|".join(re.escape(name).replace("/", r"\/") for name in (*OPENINGS, *([tag] if tag else [])))
-    starts = "|".join(re.escape(function["name"]).replace("/", r"\/") for _, function in called)
-    refused = rf"((?s:.)*({openings})|(function)?({starts})[\s.({{\[`])(?s:.)*"
-    text = rf"/[^\s{{\[`](?s:.)*/ & ~/{refused}/"
-    if not tag or not opening.startswith(tag):
-        start = f"TEXT | {literal(opening)} calls"
-    elif tag in special_tokens:
-        start = f"TEXT | TEXT? {literal(opening)} calls"
+    # A text does not begin like a call of the dialect. Special tokens, such as those around a thought, may be anywhere.
+    tag = _first_tag(opening)
+    if tag:
+        text = rf"/(?s:.)+/ & ~/(?s:.)*{_escaped(tag)}(?s:.)*/"
+    elif opening:
+        text = r"/\s*[^\s{\[](?s:.)*/"
     else:
-        start = f"TEXT | before {literal(opening.removeprefix(tag))} calls"
-        lines.append(f"before[suffix={json.dumps(tag)}]: /(?s:.)*/")
-    return "\n".join([f"start: {start}", f"TEXT: {text}", *lines])
+        text = rf"/(?s:.)+/ & ~/\s*({'|'.join(_escaped(function['name']) for _, function in called)})\s*\{{(?s:.)*/"
+    others = [f"<[{token}]>" for name, token in special_tokens.items() if not CALL_TOKEN.fullmatch(name)]
+    lines.append(f"TEXT: {text}")
+    if others:  # never two texts in a row, which could divide a tag
+        lines += ["text: TEXT (special TEXT)* special? | special (TEXT special)* TEXT?", f"special: ({' | '.join(others)})+"]
+    else:
+        lines.append("text: TEXT")
+    if not tag:
+        return "\n".join([f"start: text | {literal(opening)} calls", *lines])
+    if tag in special_tokens:
+        return "\n".join([f"start: text | text? {literal(opening)} calls", *lines])
+    lines.append(f"before[suffix={json.dumps(tag)}]: /(?s:.)*/")
+    return "\n".join([f"start: text | before {literal(opening.removeprefix(tag))} calls", *lines])
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
 
 
 def _first_tag(text: str) -> str:
@@ -224,6 +166,11 @@ def _tagged_arguments(rule: str, schema: dict[str, Any], literal: Callable[[str]
 
 def _python_arguments(rule: str, schema: dict[str, Any], literal: Callable[[str], str]) -> Iterator[str]:
     parameters = _parameters(rule, schema)
+    for name, *_ in parameters:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise UserError(
+                f"the parameter {shown(name, 40)} is no name of Python, which this model's calls need; rename it"
+            )
     written = [f"{json.dumps(name + '=')} {value}" for name, value, _, _ in parameters]
     count = sum(required for *_, required in parameters)
     later = lambda begin: " ".join(f'(", " {text})?' for text in written[begin:])
@@ -258,6 +205,7 @@ class ToolText:
       tools: the functions that may be called: their names, or the schemas of their parameters by name.
       dialect: that of the model, whose beginning of a call is recognized anywhere.
       tokens: texts of special tokens that are passed on by name, see `call_tokens`; they are not shown.
+      constrained: whether the reply follows the grammar, so that calls of other dialects are text.
 
     Attributes:
       tokens: see above.
@@ -268,11 +216,15 @@ class ToolText:
         tools: Sequence[str] | Mapping[str, Any],
         dialect: Dialect | None = None,
         tokens: Mapping[int, str] | None = None,
+        *,
+        constrained: bool = False,
     ) -> None:
         self.tokens = dict(tokens or {})
         self._tools: dict[str, Any] = dict(tools) if isinstance(tools, Mapping) else dict.fromkeys(tools)
-        own = "" if dialect is None else _first_tag(dialect.opening + dialect.before + dialect.between)
-        self._openings = (*OPENINGS, own) if own else OPENINGS
+        opening = "" if dialect is None else dialect.opening + dialect.before
+        tag = _first_tag(opening) or ("" if dialect is None else _first_tag(dialect.between))
+        self._openings = (tag,) if constrained and tag else (*OPENINGS, tag) if tag else OPENINGS
+        self._begins_untagged = not (constrained and _first_tag(opening))
         self._call = _call_pattern(self._tools)
         self._held = ""
         self._begun = False  # some text was shown
@@ -289,10 +241,15 @@ class ToolText:
         if self._calls:
             return ""
         positions = [at for at in map(self._held.find, self._openings) if at >= 0]
+        thought = self._held.find(END_OF_THOUGHT)
+        if 0 <= thought < min(positions, default=len(self._held)):  # after a thought a reply begins
+            end = thought + len(END_OF_THOUGHT)
+            shown, self._held, self._begun = self._held[:end], self._held[end:], False
+            return self._without_tokens(shown) + self.push("")
         if positions:
             at, self._calls = min(positions), True
         else:
-            starts = (tag[:n] for tag in self._openings for n in range(1, len(tag)))
+            starts = (tag[:n] for tag in (*self._openings, END_OF_THOUGHT) for n in range(1, len(tag)))
             at = len(self._held) - max((len(start) for start in starts if self._held.endswith(start)), default=0)
         if not self._begun and not self._held[:at].strip():  # white space before a call is not shown
             return ""
@@ -313,13 +270,15 @@ class ToolText:
         return text
 
     def _begins(self, start: str) -> bool:
+        if not self._begins_untagged:
+            return False
         return start[:1] in ("{", "[") or start.startswith("```") or self._call.match(start) is not None
 
     def _may_begin(self, start: str) -> bool:
         """Whether it depends on the text after this start whether it is the beginning of a call."""
-        if self._begins(start):
+        if self._begins(start) or not self._begins_untagged:
             return False
-        names = [prefix + name for name in self._tools for prefix in ("", "function")]
+        names = [prefix + name for name in self._tools for prefix in PREFIXES]
         is_name = any(
             name.startswith(start) or (start.startswith(name) and len(start) < len(name) + AFTER_NAME) for name in names
         )
@@ -341,10 +300,11 @@ def find_calls(text: str, tools: Mapping[str, Any]) -> tuple[str, list[ToolCall]
     pattern = _call_pattern(tools)
     calls: list[ToolCall] = []
     pieces: list[tuple[str, Literal["text", "tag", "call"]]] = []
-    at, may_begin = 0, True
+    at, may_begin, tagged, failed = 0, True, False, 0
     while at < len(text):
         begin = SPACE.match(text, at).end()  # type: ignore[union-attr]
-        read = _read_calls(text, begin, tools, pattern) if may_begin else None
+        read = _read_calls(text, begin, tools, pattern, tagged) if may_begin and failed < MAX_ATTEMPTS else None
+        failed += may_begin and read is None
         if read is not None:
             calls += read[1]
             end, piece_type = read[0], "call"
@@ -355,8 +315,12 @@ def find_calls(text: str, tools: Mapping[str, Any]) -> tuple[str, list[ToolCall]
         else:
             following = TAG.search(text, begin)
             end, piece_type = following.start() if following else len(text), "text"
+        if piece_type == "text" and END_OF_THOUGHT in text[at:end]:  # what was before it is no call
+            end = text.rindex(END_OF_THOUGHT, at, end) + len(END_OF_THOUGHT)
+            calls, pieces, at, may_begin, tagged = [], [(text[:end], "text")], end, True, False
+            continue
         pieces.append((text[at:end], piece_type))  # type: ignore[arg-type]
-        at, may_begin = end, piece_type != "text"
+        at, may_begin, tagged = end, piece_type != "text", piece_type == "tag" and "```" not in text[at:end]
     if not calls:
         return text, []
     return _text_beside(pieces), calls
@@ -382,25 +346,32 @@ def _text_beside(pieces: Sequence[tuple[str, str]]) -> str:
 def _call_pattern(tools: Mapping[str, Any]) -> re.Pattern[str]:
     """A pattern of a name and what stands between it and its arguments."""
     names = "|".join(map(re.escape, sorted(tools, key=len, reverse=True))) or "(?!)"
-    return re.compile(rf"(?:function(?:<｜tool▁sep｜>)?)?({names})(?:{BETWEEN}|((?:\.call)?\())")
+    prefix = "|".join(map(re.escape, sorted(PREFIXES, key=len, reverse=True)))
+    return re.compile(rf"(?:{prefix})({names})(?:{BETWEEN}|((?:\.call)?\())")
 
 
-def _read_calls(text: str, at: int, tools: Mapping[str, Any], pattern: re.Pattern[str]) -> tuple[int, list[ToolCall]] | None:
-    """The end of the calls that begin at this character, and the calls; None if none do."""
+def _read_calls(
+    text: str, at: int, tools: Mapping[str, Any], pattern: re.Pattern[str], tagged: bool
+) -> tuple[int, list[ToolCall]] | None:
+    """The end of the calls that begin at this character, and the calls; None if none do.
+
+    Args:
+      tagged: whether a tag precedes; otherwise an object needs arguments, and Python's syntax must be the rest of the text.
+    """
     if at >= len(text):
         return None
     if text[at] in "{[":
         value, end = _json_at(text, at)
-        calls = [_call_of(item, tools) for item in (value if isinstance(value, list) else [value])]
+        calls = [_call_of(item, tools, tagged) for item in (value if isinstance(value, list) else [value])]
         if calls and all(calls):
             return end, [call for call in calls if call is not None]
     if text[at] == "[":
-        return _python_calls(text, at, tools)
+        return _python_calls(text, at, tools, tagged)
     if function := FUNCTION.match(text, at):
         return _tagged_call(text, function, tools)
     if named := pattern.match(text, at):
         if named[2]:
-            return _python_calls(text, at, tools)
+            return _python_calls(text, at, tools, tagged)
         value, end = _json_at(text, named.end())
         return (end, [_new_call(named[1], value)]) if isinstance(value, dict) else None
     return None
@@ -416,25 +387,34 @@ def _json_at(text: str, at: int) -> tuple[Any, int]:
     def clip(number: str) -> float:
         return max(-sys.float_info.max, min(float(number), sys.float_info.max))
 
+    def read_integer(digits: str) -> float:
+        return int(digits) if len(digits) <= MAX_DIGITS else clip(digits)
+
+    decoder = json.JSONDecoder(strict=False, parse_float=clip, parse_int=read_integer, parse_constant=refuse)
     try:
-        return json.JSONDecoder(strict=False, parse_float=clip, parse_constant=refuse).raw_decode(text, at)
+        return decoder.raw_decode(text, at)
     except (ValueError, RecursionError):
         return None, at
 
 
-def _call_of(value: Any, tools: Mapping[str, Any]) -> ToolCall | None:
-    """The call in an object with a name and arguments."""
+def _call_of(value: Any, tools: Mapping[str, Any], tagged: bool) -> ToolCall | None:
+    """The call in an object with a name and arguments, which it needs if no tag precedes."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict):
         return None
     name = next((value[key] for key in NAME_KEYS if key in value), None)
+    if not tagged and not any(key in value for key in ARGUMENT_KEYS):
+        return None
     arguments: Any = next((value[key] for key in ARGUMENT_KEYS if key in value), {})
     if isinstance(arguments, str):  # some models write the JSON as a string
         arguments = _json_at(arguments.strip() or "{}", 0)[0] or ""
     arguments = {} if arguments is None else arguments
-    known = isinstance(name, str) and name in tools
-    return _new_call(name, arguments) if known and isinstance(arguments, dict) else None  # type: ignore[arg-type]
+    if not isinstance(name, str) or name not in tools or not isinstance(arguments, dict):
+        return None
+    is_schema = arguments.get("type") == "object" and isinstance(arguments.get("properties"), dict)
+    properties = _object(_object(tools[name]).get("properties"))
+    return None if is_schema and "properties" not in properties else _new_call(name, arguments)
 
 
 def _tagged_call(text: str, function: re.Match[str], tools: Mapping[str, Any]) -> tuple[int, list[ToolCall]] | None:
@@ -455,20 +435,22 @@ def _tagged_call(text: str, function: re.Match[str], tools: Mapping[str, Any]) -
 def _typed(value: str, schema: Any, name: str) -> Any:
     """The value of a parameter that is written as a text, by its schema."""
     parameter = _object(_object(_object(schema).get("properties")).get(name))
-    if _is_text(parameter):
+    if _is_text(parameter) or value in (parameter.get("enum") or ()):
         return value
+    if value in ("True", "False", "None"):
+        value = {"True": "true", "False": "false", "None": "null"}[value]
     decoded, end = _json_at(value.strip(), 0)
     return decoded if end == len(value.strip()) and end else value
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:
-    return schema.get("type") == "string"
+    return schema.get("type") in ("string", ["string"], ["string", "null"], ["null", "string"])
 
 
-def _python_calls(text: str, at: int, tools: Mapping[str, Any]) -> tuple[int, list[ToolCall]] | None:
-    """Calls in Python's syntax: one, or a list of them."""
+def _python_calls(text: str, at: int, tools: Mapping[str, Any], tagged: bool) -> tuple[int, list[ToolCall]] | None:
+    """Calls in Python's syntax: one, or a list of them; without a tag, only if nothing else follows."""
     end = _closing_bracket(text, at)
-    if end is None:
+    if end is None or not (tagged or AT_END.fullmatch(text, end)):
         return None
     try:
         tree = ast.parse(text[at:end], mode="eval").body
@@ -478,7 +460,7 @@ def _python_calls(text: str, at: int, tools: Mapping[str, Any]) -> tuple[int, li
     for node in tree.elts if isinstance(tree, ast.List) else [tree]:
         if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
             return None
-        name = ast.unparse(node.func)
+        name = _dotted_name(node.func)
         name = name if name in tools else name.removesuffix(".call")
         if name not in tools:
             return None
@@ -490,12 +472,24 @@ def _python_calls(text: str, at: int, tools: Mapping[str, Any]) -> tuple[int, li
     return (end, calls) if calls else None
 
 
+def _dotted_name(node: ast.expr) -> str:
+    """The name ``a.b.c``; "" for another expression."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else ""
+
+
 def _literal(node: ast.expr) -> Any:
-    """The value of an expression, with JSON's names beside Python's."""
+    """The value of an expression, with JSON's names beside Python's, and numbers within float64."""
 
     class Names(ast.NodeTransformer):
         def visit_Name(self, name: ast.Name) -> ast.expr:
             return ast.Constant({"true": True, "false": False, "null": None}[name.id])
+
+        def visit_Constant(self, constant: ast.Constant) -> ast.expr:
+            return ast.Constant(sys.float_info.max) if constant.value == float("inf") else constant
 
     try:
         return ast.literal_eval(Names().visit(node))
@@ -524,6 +518,11 @@ def _closing_bracket(text: str, at: int) -> int | None:
 
 
 def _new_call(name: str, arguments: dict[str, Any]) -> ToolCall:
-    """Raises TypeError or ValueError for arguments that JSON cannot express."""
+    """A call; half a surrogate pair in its arguments becomes a question mark.
+
+    Raises:
+      TypeError, ValueError: arguments that JSON cannot express.
+    """
     call_id = "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
-    return ToolCall(call_id, name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return ToolCall(call_id, name, written.encode(errors="replace").decode())

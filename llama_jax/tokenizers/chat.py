@@ -16,6 +16,7 @@ from llama_jax.tokenizers.chat_template import (
     put_in_form,
     select_template,
     template_parts,
+    unused_characters,
 )
 from llama_jax.tokenizers.interface import Part, Tokenizer, split_special
 
@@ -92,7 +93,7 @@ def encode_chat(
     if last["role"] != "assistant" or last.get("tool_calls") or not text.strip():
         raise GenerationError("only a text of the assistant as the last message can be continued; add one")
     body = text.rstrip()
-    space, mark = text[len(body) :], chr(PRIVATE_USE[-1])
+    space, (mark,) = text[len(body) :], unused_characters([messages], 1)
     begun: list[Message] = [*messages[:-1], {**last, "content": body + mark + space}]
     parts = chat_parts(tokenizer, begun, format, renderer, tools, reply=False, template_args=template_args)
     number = next((i for i, part in enumerate(parts) if isinstance(part, str) and mark in part), None)

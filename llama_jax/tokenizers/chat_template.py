@@ -17,6 +17,14 @@ from typing import Any, NamedTuple
 from llama_jax.child_process import START_SECONDS, ChildProcess, isolated
 from llama_jax.errors import GenerationError, reason_of, shown
 from llama_jax.tokenizers.interface import Part, Tokenizer, special_pattern, split_special
+from llama_jax.tokenizers.tool_dialects import (
+    BEGIN_OF_THOUGHT,
+    CALL_TOKEN,
+    END_OF_THOUGHT,
+    Dialect,
+    dialect_of,
+    write_calls,
+)
 
 PRIVATE_USE = range(0xE000, 0xF900)  # Unicode's private-use characters
 RENDER_SECONDS = 5
@@ -25,7 +33,8 @@ RENDER_PACKAGES = ("jinja2", "markupsafe")  # packages of the child process
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # variables of every template
 TOOL_TEMPLATE = "tool_use"  # name of the template for chats with tools (transformers)
 SHORT_ID = re.compile("[a-zA-Z0-9]{9}")  # the only ids of calls that Mistral's templates accept
-END_OF_THOUGHT = "</think>"  # templates drop what an earlier reply has before this
+THOUGHT = (BEGIN_OF_THOUGHT, END_OF_THOUGHT)  # templates drop what an earlier reply has between these
+PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 ChatMessages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
@@ -133,7 +142,7 @@ def parse_template_args(texts: Sequence[str]) -> dict[str, Any]:
         if not equals or not name.isidentifier():
             raise GenerationError(f"the template argument {shown(text, 60)} must be NAME=VALUE")
         try:
-            arguments[name] = json.loads(value)
+            arguments[name] = PYTHON_WORDS[value] if value in PYTHON_WORDS else json.loads(value)
         except (ValueError, RecursionError):
             arguments[name] = value
     return arguments
@@ -177,30 +186,34 @@ def template_parts(
     template = select_template(tokenizer, with_tools)
     arguments = renderer.template_args | dict(template_args or {})
     check_template_args(tokenizer, arguments)
-    messages, tools = put_in_form(messages, tools, message_form(tokenizer, renderer, with_tools))
+    form = message_form(tokenizer, renderer, with_tools)
+    messages, tools = put_in_form(messages, tools, form, dialect_of(template))
     pattern = special_pattern(tokenizer.special_tokens)
-    with _depth_errors():
-        text = "".join([template, *_texts([messages, tools])])
-    unused = list(islice((chr(code) for code in PRIVATE_USE if chr(code) not in text), 3))
-    if len(unused) < 3:
-        raise GenerationError("the messages have every private character of Unicode (U+E000 to U+F8FF); remove some")
-    inside, first, last = unused
+    inside, first, last = unused_characters([template, messages, tools], 3)
+    # The assistant's own thoughts and calls, which templates look for, are the tokens that it writes.
+    names = [name for name in tokenizer.special_tokens if name not in THOUGHT and not CALL_TOKEN.fullmatch(name)]
+    others = special_pattern(names)
 
-    def marked(value: Any) -> Any:
+    def marked(value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            return pattern.sub(lambda found: found[0][0] + inside + found[0][1:], value)
+            return pattern.sub(lambda match: match[0][0] + inside + match[0][1:], value)
         if isinstance(value, Mapping):
-            return {marked(key): marked(entry) for key, entry in value.items()}
-        return [marked(entry) for entry in value] if isinstance(value, list | tuple) else value
+            return {marked(key, pattern): marked(entry, pattern) for key, entry in value.items()}
+        return [marked(entry, pattern) for entry in value] if isinstance(value, list | tuple) else value
 
     with _depth_errors():
-        marked_messages, marked_tools = marked(messages), marked(tools)
+        marked_messages = [marked(each, others if each["role"] == "assistant" else pattern) for each in messages]
+        marked_tools = marked(tools, pattern)
     # A template named for tools need not render chats without them.
     shown_tools = marked_tools if tools or template != tokenizer.chat_template else None
     variables = _variables(tokenizer, arguments)
     render = partial(renderer.render, template, reply=reply, tools=shown_tools, variables=variables)
     rendered = render(marked_messages, marks=(first, last) if spans else ("", ""))
-    _check_arrival(marked_messages, marked_tools, rendered, render, first)
+    # Some templates write the system prompt only before a message of the user.
+    checked = marked_messages[1:] if form.system and messages[0]["role"] == "system" else marked_messages
+    _check_arrival(
+        checked, marked_tools, rendered, lambda numbered: render([*marked_messages[: -len(checked)], *numbered]), first
+    )
     parts: list[tuple[Part, bool]] = []
     depth = 0
     for piece in re.split(f"([{first}{last}])", rendered):
@@ -230,8 +243,9 @@ class MessageForm(NamedTuple):
     """The form in which a template reads messages.
 
     Attributes:
-      texts: whether it reads a content that is a text.
-      parts: whether it reads a content that is a list of parts, as templates of models for images do.
+      texts: whether it reads a content that is a text; otherwise a list with a part, as templates of models for images do.
+      system: whether a first message of the system appears in a usual chat.
+      calls: whether calls appear; otherwise they are written into the content.
       call_content: the content of messages that have calls and no text; {} if they must have none.
       text_apart: whether a text and calls must be two messages, since the template writes only one of the two.
       text_arguments: whether the arguments of a call must be JSON, instead of an object.
@@ -241,7 +255,8 @@ class MessageForm(NamedTuple):
     """
 
     texts: bool = True
-    parts: bool = False
+    system: bool = False
+    calls: bool = False
     call_content: Mapping[str, Any] = {"content": ""}
     text_apart: bool = False
     text_arguments: bool = False
@@ -281,10 +296,10 @@ def find_message_form(render: Callable[..., str], template: str) -> MessageForm:
         text = rendered(chat) or rendered(chat, [PROBE_TOOL])
         return PROBE_TEXT in text and not re.search(r"""['"]type\\?['"]""", text)
 
-    form = DEFAULT_FORM
-    texts, parts = reads(PROBE_TEXT), reads([{"type": "text", "text": PROBE_TEXT}])
-    if texts or parts:
-        form = form._replace(texts=texts, parts=parts)
+    only_parts = not reads(PROBE_TEXT) and reads([{"type": "text", "text": PROBE_TEXT}])
+    form = DEFAULT_FORM._replace(texts=not only_parts)
+    system = put_in_form([{"role": "system", "content": PROBE_TEXT}, {"role": "user", "content": "?"}], (), form)[0]
+    form = form._replace(system=PROBE_TEXT in (rendered(system) or rendered(system, [PROBE_TOOL])))
     if "tools" not in template and "tool_calls" not in template:
         return form
     question = put_in_form([{"role": "user", "content": "?"}], (), form)[0]
@@ -317,31 +332,38 @@ def find_message_form(render: Callable[..., str], template: str) -> MessageForm:
         return names and as_json and said in text and text.count("None") <= template.count("None")
 
     contents: tuple[Mapping[str, Any], ...] = ({"content": None}, {"content": ""}, {})
+    usual = form
+    form = form._replace(calls=True)
     for short_ids, text_arguments, call_content in product((False, True), (False, True), contents):
         candidate = form._replace(short_ids=short_ids, text_arguments=text_arguments, call_content=call_content)
         if arrives(candidate):
             form = candidate._replace(one_call=not arrives(candidate, 2))
             apart = form._replace(text_apart=True)
             return apart if not arrives(form, said=PROBE_TEXT) and arrives(apart, said=PROBE_TEXT) else form
-    return form
+    return usual._replace(calls=f"{PROBE_NAME}0" in rendered(calls(form, 1, ""), [PROBE_TOOL]))
 
 
 def put_in_form(
-    messages: ChatMessages, tools: Tools, form: MessageForm
+    messages: ChatMessages, tools: Tools, form: MessageForm, dialect: Dialect | None = None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Messages and tools in the form that a template reads.
 
     Args:
       messages: a content is a text or a list of parts, or None beside calls; the arguments of a call are an object or JSON.
+      dialect: that of the model, in which calls are written into a content.
     """
     formed: list[dict[str, Any]] = []
     for message in messages:
         changed = {**message}
         content, called = message.get("content"), message.get("tool_calls")
-        if isinstance(content, str) and not form.texts:
-            changed["content"] = [{"type": "text", "text": content}]
-        elif isinstance(content, list | tuple) and not form.parts:
-            changed["content"] = join_parts(content)
+        if isinstance(content, list | tuple):
+            content = join_parts(content)
+        if called and not form.calls and dialect is not None:
+            content = "\n".join(filter(None, (content, write_calls(dialect, list(map(_name_and_arguments, called))))))
+            del changed["tool_calls"]
+            called = None
+        if content is not None:
+            changed["content"] = content if form.texts else [{"type": "text", "text": content}]
         if called:
             changed["tool_calls"] = [_call_in_form(call, form) for call in called]
             if content and form.text_apart:
@@ -384,6 +406,12 @@ def _call_in_form(call: Any, form: MessageForm) -> Any:
     return changed
 
 
+def _name_and_arguments(call: Any) -> tuple[str, Mapping[str, Any]]:
+    function = _call_in_form(call, DEFAULT_FORM).get("function") or {}
+    arguments = function.get("arguments")
+    return str(function.get("name", "")), arguments if isinstance(arguments, Mapping) else {}
+
+
 def _tool_in_form(tool: Mapping[str, Any], form: MessageForm) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, Mapping):
@@ -406,7 +434,8 @@ def _split_calls(messages: Sequence[dict[str, Any]], form: MessageForm) -> list[
         for call in calls:
             split.append({**message, "tool_calls": [call]})
             message = {"role": message["role"], **form.call_content}
-            answers = [result for result in results if result.get("tool_call_id") == call.get("id")] or results[:1]
+            own, none = call.get("id"), [result for result in results if result.get("tool_call_id") is None]
+            answers = none[:1] if own is None else [result for result in results if result.get("tool_call_id") == own]
             split += answers
             results = [result for result in results if result not in answers]
         split += results
@@ -489,6 +518,16 @@ def _names(functions: Sequence[Any]) -> list[str]:
     """The names of functions in OpenAI's format, of tools or of calls."""
     inner = [function.get("function") for function in functions if isinstance(function, Mapping)]
     return [each["name"] for each in inner if isinstance(each, Mapping) and isinstance(each.get("name"), str)]
+
+
+def unused_characters(values: Any, count: int) -> list[str]:
+    """Private characters of Unicode that are in no text of lists and objects; GenerationError if there are too few."""
+    with _depth_errors():
+        text = "".join(_texts(values))
+    unused = list(islice((chr(code) for code in PRIVATE_USE if chr(code) not in text), count))
+    if len(unused) < count:
+        raise GenerationError("the messages have every private character of Unicode (U+E000 to U+F8FF); remove some")
+    return unused
 
 
 @contextmanager

@@ -11,8 +11,9 @@ from fakes import BYTES, ids
 
 from llama_jax.errors import UserError
 from llama_jax.serving.grammar import Grammars
-from llama_jax.serving.tool_calls import ToolText, dialect_of, grammar_of_calls
+from llama_jax.serving.tool_calls import ToolText, grammar_of_calls
 from llama_jax.tokenizers import load_tokenizer
+from llama_jax.tokenizers.tool_dialects import dialect_of
 
 SCHEMA = {
     "type": "object",

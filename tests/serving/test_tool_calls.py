@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from llama_jax.errors import GenerationError, UserError
 from llama_jax.serving.grammar import Grammars
-from llama_jax.serving.tool_calls import ToolText, dialect_of, find_calls, grammar_of_calls
+from llama_jax.serving.tool_calls import ToolText, find_calls, grammar_of_calls
 from llama_jax.tokenizers import encode_chat, reply_ends
 from llama_jax.tokenizers.chat_template import message_form, shared_renderer
+from llama_jax.tokenizers.tool_dialects import DIALECTS, dialect_of
 
 ADD = {
     "type": "object",
@@ -107,6 +108,28 @@ REPLIES = {
         [("add", {"a": -1.7976931348623157e308})],
         "",
     ),
+    "a long integer": (
+        '{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}",
+        [("add", {"a": 1.7976931348623157e308})],
+        "",
+    ),
+    "half a surrogate pair": ('{"name": "add", "arguments": {"text": "\\ud800"}}', [("add", {"text": "?"})], ""),
+    "a function by its name": ('{"type": "function", "function": "add", "parameters": {"a": 1}}', [A], ""),
+    "after a thought": (
+        f"<think>\n<tool_call>{AGAIN}</tool_call>?\n</think>\n\n{CALL}",
+        [A],
+        f"<think>\n<tool_call>{AGAIN}</tool_call>?\n</think>",
+    ),
+    "after a thought, in tags": (f"Hm.</think>\n<tool_call>{CALL}</tool_call>", [A], "Hm.</think>"),
+    "Llama 4's tags": ("<|python_start|>[add(a=1)]<|python_end|>", [A], ""),
+    "Nemotron": (f"<TOOLCALL>[{CALL}]</TOOLCALL>", [A], ""),
+    "Phi-4 mini": (f"functools[{CALL}]", [A], ""),
+    "deepseek, a newer form": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>',
+        [A],
+        "",
+    ),
+    "pythonic, beyond float64": ("[add(a=1e999)]", [("add", {"a": 1.7976931348623157e308})], ""),
     "a name in letters of JSON": ('{"name": "\\u0061dd", "arguments": {"a": 1}}', [A], ""),
 }
 TEXTS = [
@@ -131,7 +154,13 @@ TEXTS = [
     "[add(**{'a': 1})]",
     "[open(a=1)]",
     "[add(a=1)",
-    "add(a=1e999)",
+    '{"name": "add", "description": "Adds."}',
+    '[{"name": "add", "a": 3}]',
+    '{"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}',
+    "add(a=1) gives 1",
+    "```python\nadd(a=1)\n```\nThis adds.",
+    "[add" + ".a" * 400 + "(a=1)]",
+    f"<think>I could write <tool_call>{CALL}</tool_call></think>No.",
     "```python\nadd(1)\n```",
     "<tool_call>",
     "<tool_call>\nadd\n</tool_call>",
@@ -158,6 +187,15 @@ def test_forms_of_calls(name):
     reply, calls, text = REPLIES[name]
     assert read([reply]) == (text, calls)
     assert read(reply) == (text, calls)  # letter by letter
+
+
+@pytest.mark.parametrize(
+    "part", ["<tool_call>[", "<tool_call>add(", "<tool_call><function=add><parameter=a>", "[TOOL_CALLS]{"]
+)
+def test_a_reply_that_repeats_a_beginning(part):
+    """Trying each of them to its end would take minutes."""
+    text = part * 8000
+    assert read([text]) == (text, [])
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
@@ -187,6 +225,7 @@ PIECES = st.sampled_from([*TAGS, *PARTS])
 
 
 @given(st.lists(PIECES, max_size=12).map("".join), st.data())
+@example('function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```', None)
 @example("add    " + '{"a": 1}', None)
 def test_any_division_of_the_text_gives_the_same_calls(text, data):
     whole = read([text])
@@ -290,8 +329,6 @@ def test_what_the_grammar_allows_renders_when_it_comes_back(model, seed):
 
 def test_the_dialect_is_the_templates(model):
     tokenizer, name, _ = model
-    from llama_jax.serving.tool_calls import DIALECTS
-
     assert dialect_of(tokenizer.chat_template)._replace(middle="") == DIALECTS[name]._replace(middle="")
 
 
@@ -340,7 +377,7 @@ def test_what_a_template_leaves_out_is_an_error():
     with pytest.raises(GenerationError, match=r"the message 'Be brief.' of the role 'system' does not appear"):
         encode_chat(tokenizer, [{"role": "system", "content": "Be brief."}, user])
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": {}}}
-    with pytest.raises(GenerationError, match="the call 'now' does not appear"):
+    with pytest.raises(GenerationError, match="of the role 'assistant' does not appear"):
         encode_chat(tokenizer, [user, {"role": "assistant", "content": None, "tool_calls": [call]}, user])
     silent = vocabularies.with_tokens("{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}tools{% endif %}", [])
     with pytest.raises(GenerationError, match="the tool 'lookup' does not appear"):

@@ -31,11 +31,12 @@ from llama_jax.serving.http.request_schema import (
 from llama_jax.serving.http.response import ChatFormat, CompletionFormat, EngineBridge, GeneratedResponse, ResponseFormat
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
-from llama_jax.serving.tool_calls import Dialect, ToolText, call_tokens, dialect_of, grammar_of_calls
+from llama_jax.serving.tool_calls import ToolText, call_tokens, grammar_of_calls
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.chat import NO_TOOLS
 from llama_jax.tokenizers.chat_template import Renderer, message_form, select_template
 from llama_jax.tokenizers.interface import check_rows
+from llama_jax.tokenizers.tool_dialects import Dialect, dialect_of
 
 MAX_PROMPT_LENGTH = 1_000_000  # characters; more if the context is long
 CHARACTERS_OF_A_TOKEN = 16  # maximum average, in a prompt that fills the context
@@ -342,7 +343,6 @@ class Service:
         dialect: Dialect | None = None,
     ) -> GeneratedResponse:
         requests, choices, constraints = [], [], []
-        tools = {} if dialect is None else _schemas_by_name(body)
         name = body.model or self.served.name
         stop_tokens = tuple(dict.fromkeys((*(() if body.ignore_eos else ends), *body.stop_token_ids)))
         for i, prompt in enumerate(prompts):
@@ -371,7 +371,7 @@ class Service:
                         echo=None if echo is None else echo[i],
                         at_start=at_start,
                         scored=body.alternatives is not None,
-                        tools=ToolText(tools, dialect, self._call_tokens) if tools else None,
+                        tools=None if dialect is None else self._tool_text(body, dialect, constraint is not None),
                     )
                 )
         if not self.bridge.open:
@@ -383,6 +383,11 @@ class Service:
         self.metrics.requests[name] += len(requests)
         written = format(body, name, self.names)
         return GeneratedResponse(body, written, prompts, choices, constraints, updates, self.metrics, arrived)
+
+    def _tool_text(self, body: ApiRequest, dialect: Dialect, constrained: bool) -> ToolText:
+        functions = [tool["function"] for tool in body.tools] if isinstance(body, ChatRequest) else []
+        schemas = {function["name"]: function.get("parameters") for function in functions}
+        return ToolText(schemas, dialect, self._call_tokens, constrained=constrained)
 
     def _has_text(self, token: int) -> bool:
         return self.served.tokenizer.token_bytes(token) != b""
@@ -428,12 +433,6 @@ class Service:
         """Kill the child processes that parse bodies, render chats and compile grammars."""
         for child in (self._json, self._renderer, self._grammars, self._chat_grammars):
             child.close()
-
-
-def _schemas_by_name(body: ApiRequest) -> dict[str, Any]:
-    """The schemas of the tools' parameters by their names."""
-    functions = [tool["function"] for tool in body.tools] if isinstance(body, ChatRequest) else []
-    return {function["name"]: function.get("parameters") for function in functions}
 
 
 def threads_beside_engine(most: int) -> int:
