@@ -52,12 +52,14 @@ PYTHONIC = """\
 MISTRAL_NEMO = (
     ALTERNATE
     + """\
-{{- check(messages) }}{{- bos_token }}
+{{- check(messages) }}{{- bos_token }}{%- set system = '' %}
+{%- if messages[0].role == 'system' %}{%- set system = messages[0].content + '\\n\\n' %}
+{%- set messages = messages[1:] %}{%- endif %}
 {%- for message in messages %}
 {%- if message.role == 'user' %}
 {%- if tools is not none and message == (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}
 {{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
-{{- '[INST]' + message.content + '[/INST]' }}
+{{- '[INST]' + (system if loop.last else '') + message.content + '[/INST]' }}
 {%- elif message.tool_calls is defined and message.tool_calls is not none %}
 {{- '[TOOL_CALLS][' }}
 {%- for call in message.tool_calls %}
@@ -76,7 +78,8 @@ MISTRAL_SMALL = """\
 {{- bos_token }}{%- if tools is not none %}{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
 {%- endif %}
 {%- for message in messages %}
-{%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
+{%- if message.role == 'system' %}{{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}
+{%- elif message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
 {%- elif message.role == 'assistant' %}
 {%- if message.content is string %}{{- message.content }}{%- endif %}
 {%- for call in message.tool_calls or [] %}
@@ -285,6 +288,13 @@ TOOL_TEMPLATES = {
         GRANITE, "granite", ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>")
     ),
 }
+
+# Ignores calls, as Granite 3.3.
+WITHOUT_CALLS = """\
+{%- if tools %}{{- '<|start_of_role|>available_tools<|end_of_role|>' + tools | tojson + '<|tool_call|><|end_of_text|>' }}
+{%- endif %}
+{%- for m in messages %}{{- '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + '<|end_of_text|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}"""
 
 # Reads only parts, as templates of models for images.
 LLAMA_GUARD = """\

@@ -209,11 +209,9 @@ def template_parts(
     variables = _variables(tokenizer, arguments)
     render = partial(renderer.render, template, reply=reply, tools=shown_tools, variables=variables)
     rendered = render(marked_messages, marks=(first, last) if spans else ("", ""))
-    # Some templates write the system prompt only before a message of the user.
-    checked = marked_messages[1:] if form.system and messages[0]["role"] == "system" else marked_messages
-    _check_arrival(
-        checked, marked_tools, rendered, lambda numbered: render([*marked_messages[: -len(checked)], *numbered]), first
-    )
+    # Some templates write the system prompt only before a last message of the user.
+    first_checked = int(form.system and len(messages) > 1 and messages[0]["role"] == "system")
+    _check_arrival(marked_messages, marked_tools, rendered, render, first, first_checked)
     parts: list[tuple[Part, bool]] = []
     depth = 0
     for piece in re.split(f"([{first}{last}])", rendered):
@@ -442,7 +440,9 @@ def _split_calls(messages: Sequence[dict[str, Any]], form: MessageForm) -> list[
     return split
 
 
-def _check_arrival(messages: ChatMessages, tools: Tools, rendered: str, render: Callable[..., str], mark: str) -> None:
+def _check_arrival(
+    messages: ChatMessages, tools: Tools, rendered: str, render: Callable[..., str], mark: str, first_checked: int
+) -> None:
     """Raise GenerationError if the template left out the text of a message, the name of a call, or a tool.
 
     The content of a message with calls, and a reply's text before the end of a thought, may be left out.
@@ -450,6 +450,7 @@ def _check_arrival(messages: ChatMessages, tools: Tools, rendered: str, render: 
     Args:
       render: renders the messages again.
       mark: a character that is in none of the texts.
+      first_checked: index of the first message that must appear.
     """
     for what, names in (("tool", _names(tools)), ("call", _names(_calls(messages)))):
         for name in names:
@@ -461,7 +462,8 @@ def _check_arrival(messages: ChatMessages, tools: Tools, rendered: str, render: 
     missing = [
         i
         for i, message in enumerate(messages)
-        if not message.get("tool_calls")
+        if i >= first_checked
+        and not message.get("tool_calls")
         and not all(_is_in(text, rendered) for text in map(_after_thought, _texts_of(message.get("content"))))
     ]
     if not missing:

@@ -344,6 +344,7 @@ def test_fields_that_clients_send_back_or_add():
         {"role": "user", "content": [{"type": "text", "text": "c"}]},
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "well"},
         {"role": "tool", "tool_call_id": "1", "content": "noon"},
+        {"role": "tool", "tool_call_id": "1", "content": None},
     ]
     now = {"type": "function", "function": {"name": "now", "strict": False}}
     body = {"messages": messages, "tools": [now], "chat_template_kwargs": {"mood": "glad"}}
@@ -361,7 +362,7 @@ def test_fields_that_clients_send_back_or_add():
     assert [answer.status for answer in answers] == [200, 200, 200, 400, 200]
     told = [tokenizer.decode(request.prompt) for request in engine.admitted]
     first = "user (Ann): a; "
-    assert told[0].startswith(f"{first}assistant (Bot): b[hm]; user: c; assistant: [well]now{{}}; tool: noon; [{{")
+    assert told[0].startswith(f"{first}assistant (Bot): b[hm]; user: c; assistant: [well]now{{}}; tool: noon; tool: ; [{{")
     assert told[0].endswith("]assistant: glad")
     assert told[1] == told[2] == f"{first}assistant: Onc"
     assert told[3] == f"{first}assistant: Onc; nullassistant: "

@@ -8,7 +8,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import vocabularies
-from dialect_templates import LLAMA_GUARD, TOOL_TEMPLATES
+from dialect_templates import LLAMA_GUARD, QWEN, TOOL_TEMPLATES, WITHOUT_CALLS
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -427,3 +427,63 @@ def test_results_follow_their_calls_where_a_message_has_one_call():
     prompt = tokenizer.decode(encode_chat(tokenizer, chat, tools=FUNCTIONS))
     found = re.findall(r'"zone": "(.)"|result (.)', prompt)
     assert "".join(call or result for call, result in found) == "aabbcc"
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_a_system_prompt_does_not_end_the_loop(name):
+    """Mistral's templates write it only before a message of the user that is the last."""
+    template, _, tokens = TOOL_TEMPLATES[name]
+    tokenizer = vocabularies.with_tokens(template, tokens)
+    chat = [SYSTEM, {**SAID_AND_CALLED[0]}, {**SAID_AND_CALLED[1], "content": None}, SAID_AND_CALLED[2]]
+    for count in (2, 4):
+        assert "When?" in tokenizer.decode(encode_chat(tokenizer, chat[:count], tools=FUNCTIONS))
+
+
+def test_calls_that_a_template_ignores_are_written_into_the_content():
+    tokenizer = vocabularies.with_tokens(
+        WITHOUT_CALLS, ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>")
+    )
+    ids = encode_chat(tokenizer, SAID_AND_CALLED, tools=FUNCTIONS)
+    text = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    assert 'Let me see.\n[{"name": "now", "arguments": {"zone": "UTC"}}]' in text
+    assert ids.count(tokenizer.special_tokens["<|tool_call|>"]) == 2  # also in the description of the tools
+
+
+def test_every_part_of_a_content_arrives():
+    first_part = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    for template in (first_part, LLAMA_GUARD):
+        tokenizer = vocabularies.with_tokens(template, ())
+        assert "one two" in tokenizer.decode(encode_chat(tokenizer, [{"role": "user", "content": parts}]))
+
+
+def test_thoughts_of_earlier_replies_are_the_templates():
+    """Their tags are tokens in the assistant's messages, and text in others; the template drops what is between them."""
+    tokenizer = vocabularies.with_tokens(QWEN, ("<|im_start|>", "<|im_end|>", "<think>", "</think>"))
+    thought = {"role": "assistant", "content": "<think>\nsecret\n</think>\n\nYes <|im_end|>."}
+    asked = {"role": "user", "content": "Is <think> a tag?"}
+    ids = encode_chat(tokenizer, [asked, thought, {"role": "user", "content": "Why?"}])
+    text = tokenizer.decode(ids)
+    assert "secret" not in text
+    assert "Is <think> a tag?" in text
+    assert "Yes <|im_end|>." in text
+
+
+def test_strict_calls_leave_room_for_thoughts():
+    tokens = (*TOOL_TEMPLATES["qwen"].tokens, "<think>", "</think>")
+    tokenizer = vocabularies.with_tokens(QWEN, tokens)
+    pytest.importorskip("llguidance")
+    with closing(Grammars(tokenizer, tokenizer.vocab_size, reply_ends(tokenizer))) as grammars:
+        text = grammar_of_calls(dialect_of(QWEN), FUNCTIONS, ["now"], tokenizer.special_tokens, several=False, optional=True)
+        for reply in (
+            '<think>\nHm.\n</think>\n\n{"a": 1}',
+            "\n\n```\nnow()\n```",
+            'Hm.<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        ):
+            constraint = grammars.lark(text, "grammar of the tools")
+            for token in tokenizer.encode(reply, bos=False, special=True):
+                assert np.unpackbits(constraint.allowed().view(np.uint8), bitorder="little")[token], reply
+                constraint.accept(token)

@@ -308,6 +308,13 @@ def test_a_reply_continues_the_last_message(all_kinds, others, format, begun):
         encode_chat(tokenizer, CHAT, format, continue_final=True)
 
 
+def test_no_character_of_a_chat_marks_where_a_reply_continues(all_kinds):
+    chat = [{"role": "user", "content": "a\uf8ff\ue000b"}, {"role": "assistant", "content": "Once"}]
+    text = all_kinds["llama3"].decode(encode_chat(all_kinds["llama3"], chat, "llama3", continue_final=True))
+    assert "a\uf8ff\ue000b" in text
+    assert text.endswith("Once")
+
+
 def test_a_chat_that_ends_with_the_assistant_gets_another_reply(all_kinds):
     tokenizer = all_kinds["llama3"]
     header = encode_chat(tokenizer, CHAT[1:2], "llama3")[-4:]
@@ -338,7 +345,8 @@ def test_variables_of_a_template(tmp_path):
             ask(template_args=wrong)
     with pytest.raises(GenerationError, match="the format llama3 has no arguments"):
         ask(format="llama3", template_args={"thinking": False})
-    assert parse_template_args(["a=false", "b=x y", "c=[1]", "d="]) == {"a": False, "b": "x y", "c": [1], "d": ""}
+    given = ["a=false", "b=x y", "c=[1]", "d=", "e=True"]
+    assert parse_template_args(given) == {"a": False, "b": "x y", "c": [1], "d": "", "e": True}
     with pytest.raises(GenerationError, match="the template argument 'a' must be NAME=VALUE"):
         parse_template_args(["a"])
 

@@ -247,7 +247,7 @@ def _message(longest: int) -> Schema:
 
     def of_role(*roles: str, **more: Schema) -> Schema:
         fields = {"role": f.enum(*roles), "content": content, "name": name} | empty | more
-        return f.object_of(fields, "role", *(() if roles == ("assistant",) else ("content",)))
+        return f.object_of(fields, "role", *(() if roles in (("assistant",), ("tool",)) else ("content",)))
 
     return f.tagged(
         "role",
@@ -349,6 +349,7 @@ def _must_call(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[str, ...]:
 def _message_for_templates(name: str, fields: dict[str, Any]) -> Message:
     """A message for chat templates, with arguments of calls as objects instead of JSON strings."""
     content, calls = fields["content"], fields["tool_calls"] or ()
+    content = "" if content is None and fields["role"] == "tool" else content  # a function without a result
     if content is None and not calls:
         raise refused(f"{name}.content is missing", f"{name}.content", "missing_field")
     role = "system" if fields["role"] == "developer" else fields["role"]
