@@ -251,6 +251,24 @@ GRANITE = """\
 {%- if add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}"""
 
 
+# Ignores calls, and thinks unless it is told not to.
+SMOLLM3 = """\
+{%- set thinks = enable_thinking is not defined or enable_thinking %}
+{{- '<|im_start|>system\\n## Metadata\\nReasoning Mode: ' + ('/think' if thinks else '/no_think') + '\\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content.rstrip() + '\\n' }}{%- endif %}
+{%- if xml_tools or tools %}{{- '### Tools\\n<tools>\\n' }}
+{%- for tool in xml_tools or tools %}{{- tool | string + '\\n' }}{%- endfor %}
+{{- '</tools>\\n<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>\\n' }}{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- for message in messages %}{%- set content = message.content if message.content is string else '' %}
+{%- if message.role == 'user' %}{{- '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' + ('' if thinks else '<think>\\n\\n</think>\\n') + content.lstrip('\\n') + '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}{{- '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if not thinks %}{{- '<think>\\n\\n</think>\\n' }}{%- endif %}{%- endif %}"""
+
+
 class DialectTemplate(NamedTuple):
     """A template, the dialect of its models' calls, and tokens of their vocabularies."""
 
@@ -284,6 +302,7 @@ TOOL_TEMPLATES = {
     "deepseek r1": DialectTemplate(DEEPSEEK_R1, "deepseek", (*DEEPSEEK, "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")),
     "functionary 3.1": DialectTemplate(FUNCTIONARY_31, "functionary-v3.1", HEADERS),
     "functionary 3.2": DialectTemplate(FUNCTIONARY_32, "functionary-v3.2", HEADERS),
+    "smollm3": DialectTemplate(SMOLLM3, "hermes", (*CHATML, "<think>", "</think>")),
     "granite": DialectTemplate(
         GRANITE, "granite", ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>")
     ),

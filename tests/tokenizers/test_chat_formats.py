@@ -11,6 +11,7 @@ from llama_jax.errors import GenerationError
 from llama_jax.tokenizers import encode_chat, load_tokenizer, reply_ends, resolve_format
 from llama_jax.tokenizers.chat_template import Renderer, message_form, parse_template_args, put_in_form, shared_renderer
 from llama_jax.tokenizers.load import replace_chat_template
+from llama_jax.tokenizers.tool_dialects import dialect_of
 
 # The published formats as templates.
 LLAMA_2 = (
@@ -281,7 +282,7 @@ def test_chats_with_tools_are_transformers_own(name, tmp_path):
     chat += [{"role": "assistant", "content": "Noon."}, {"role": "user", "content": "Thanks."}]
     for tools, messages in (((), [*system, *chat[-1:]]), ([{"type": "function", "function": tool}], chat)):
         form = message_form(ours, shared_renderer(os.getpid()), bool(tools))
-        given, shown = put_in_form(messages, tools, form)
+        given, shown = put_in_form(messages, tools, form, dialect_of(template))
         expected = theirs.apply_chat_template(given, tools=shown or None, add_generation_prompt=True, tokenize=False)
         assert shown_text(ours, encode_chat(ours, messages, tools=tools)) == expected
 
