@@ -251,7 +251,7 @@ GRANITE = """\
 {%- if add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}"""
 
 
-# Ignores calls, and thinks unless it is told not to.
+# Ignores calls, and thinks unless enable_thinking is false.
 SMOLLM3 = """\
 {%- set thinks = enable_thinking is not defined or enable_thinking %}
 {{- '<|im_start|>system\\n## Metadata\\nReasoning Mode: ' + ('/think' if thinks else '/no_think') + '\\n' }}

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from llama_jax.cli.options import DocumentOptions, ModelPath, stored_tokenizer
+from llama_jax.cli.options import DocumentOptions, ModelPath, TemplateArgOption, stored_tokenizer
 from llama_jax.cli.terminal import columns, note, printable
 from llama_jax.errors import UserError
 from llama_jax.progress import progress_counter
 from llama_jax.settings import at_least
 from llama_jax.tokenizers import EncodedExample, Format, ReplyEncoder, Tokenizer, load_tokenizer
-from llama_jax.tokenizers.chat_template import parse_template_args
 
 if TYPE_CHECKING:
     from llama_jax.data.chat_jsonl import Example
@@ -32,7 +31,7 @@ TARGET, SPECIAL, PLAIN = "\x1b[32m", "\x1b[36m", "\x1b[0m"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowData:
+class ShowData(TemplateArgOption):
     """Show chats and preferences as tokens: the id and the text of each, and whether it is a target."""
 
     file: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="FILE")]]
@@ -58,8 +57,6 @@ class ShowData:
     """Read "<|eot_id|>" and the like in prompts and completions as special tokens, not as text."""
     count: bool = False
     """Read the whole file and count the examples that are kept, dropped and cut."""
-    template_arg: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE"), tyro.conf.UseAppendAction] = ()
-    """A variable of the chat template, for example enable_thinking=false. Can be repeated."""
     color: Literal["auto", "always", "never"] = "auto"
     """Print targets in green and special tokens in cyan. auto does so on a terminal unless NO_COLOR is set."""
     json: bool = False
@@ -95,8 +92,7 @@ class ShowData:
         wanted = (one for one in (read_preferences if is_preferences else read_chats)(file) if one.line >= self.line)
         found: tuple[EncodedExample | None, ...] | None = None  # of the last example, None for an answer that is dropped
         ignored: set[str] = set()
-        template_args = parse_template_args(self.template_arg)
-        with ReplyEncoder(tokenizer, self.format, template_args=template_args) as encoder:
+        with ReplyEncoder(tokenizer, self.format, template_args=self.template_args()) as encoder:
             for example in islice(wanted, self.examples):
                 where = f"{self.file}, {RECORD_UNITS[kind_of(file)]} {example.line}"
                 try:

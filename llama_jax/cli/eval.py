@@ -19,6 +19,7 @@ from llama_jax.cli.options import (
     ModelPath,
     RememberOptions,
     SingleAdapterOption,
+    TemplateArgOption,
     WeightOptions,
     stored_tokenizer,
     unless_auto,
@@ -51,7 +52,7 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, RememberOptions):
+class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, RememberOptions, TemplateArgOption):
     """Print loss, perplexity and bits per byte of a model on texts; bits per byte compare across tokenizers.
 
     With --against: the divergence of its predictions from those of another model with the same vocabulary. For the cost of
@@ -89,8 +90,6 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
     template_time: str | None = None
     """For chats and preferences: the time that a chat template writes, for example 2026-07-31; chats.template_time in the
     recipe.json of a run. The default is the current time."""
-    template_arg: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE"), tyro.conf.UseAppendAction] = ()
-    """For chats and preferences: a variable of the chat template, for example enable_thinking=false. Can be repeated."""
     against: ModelPath | None = None
     """A reference model: print divergence, ratio of perplexities, and how often the most probable token agrees. It may be
     PATH itself; --quantize and --rope apply to PATH only, --dtype to both. Both models are in memory."""

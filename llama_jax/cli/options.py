@@ -154,9 +154,7 @@ class SingleAdapterOption:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TemplateOptions:
-    chat_template: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A file with a Jinja chat template, in place of the model's own."""
+class TemplateArgOption:
     template_arg: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE"), tyro.conf.UseAppendAction] = ()
     """A variable of the chat template, for example enable_thinking=false. VALUE is JSON or a text. Can be repeated."""
 
@@ -165,6 +163,12 @@ class TemplateOptions:
         from llama_jax.tokenizers.chat_template import parse_template_args
 
         return parse_template_args(self.template_arg)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateOptions(TemplateArgOption):
+    chat_template: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A file with a Jinja chat template, in place of the model's own."""
 
     def check_template(self, format: Format) -> None:
         """Check the options alone; GenerationError for a file that does not exist or that the format does not use."""

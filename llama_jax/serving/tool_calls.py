@@ -1,21 +1,27 @@
-"""Calls of tools in a reply: their grammar, and their recognition in text."""
+"""Recognition of tool calls in a reply."""
 
 from __future__ import annotations
 
 import ast
 import json
-import keyword
 import re
 import secrets
 import string
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from llama_jax.errors import UserError, shown
-from llama_jax.serving.grammar import JSON_STYLE
-from llama_jax.tokenizers.interface import Tokenizer, split_special
-from llama_jax.tokenizers.tool_dialects import CALL_TOKEN, CLOSING_TAG, END_OF_THOUGHT, OPENINGS, TAG, Dialect
+from llama_jax.serving.tool_grammar import as_schema, is_text
+from llama_jax.tokenizers.interface import Tokenizer
+from llama_jax.tokenizers.tool_dialects import (
+    CALL_TOKEN,
+    CLOSING_TAG,
+    END_OF_THOUGHT,
+    OPENINGS,
+    TAG,
+    Dialect,
+    first_tag,
+)
 
 ID_LETTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # Mistral's templates accept no other
@@ -43,156 +49,9 @@ PARAMETER = re.compile(
     r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|$))", re.DOTALL
 )
 # Between a name and its arguments, with and without the special tokens; at most AFTER_NAME characters.
-ID = r"(?:\[CALL_ID\])?(?:[a-zA-Z0-9]{9})?(?:\[ARGS\]|<｜tool▁sep｜>)?\s{0,2}"
-BETWEEN = ID + r"(?:```json\s{0,2})?(?=\{)"
+BETWEEN = r"(?:\[CALL_ID\])?(?:[a-zA-Z0-9]{9})?(?:\[ARGS\]|<｜tool▁sep｜>)?\s{0,2}(?:```json\s{0,2})?(?=\{)"
 AFTER_NAME = 50
 PREFIXES = ("", "function", "function<｜tool▁sep｜>")  # DeepSeek's, before a name
-
-
-# --- the grammar ---------------------------------------------------------------------------------------------------------
-
-
-def grammar_of_calls(
-    dialect: Dialect,
-    tools: Sequence[dict[str, Any]],
-    names: Sequence[str],
-    special_tokens: Mapping[str, int],
-    *,
-    several: bool,
-    optional: bool = False,
-) -> str:
-    """A grammar of tool calls, in llguidance's Lark syntax.
-
-    Args:
-      tools: the tools of a `ChatRequest`.
-      names: names of the tools that may be called.
-      special_tokens: ids of the vocabulary's special tokens, with which calls are written where they exist.
-      several: whether more than one call is allowed.
-      optional: whether the reply may be a text, or begin with one.
-
-    Raises:
-      UserError: parameters that are not an object, or that the dialect cannot express.
-    """
-
-    def literal(text: str) -> str:
-        parts = split_special(text, special_tokens)
-        return " ".join(json.dumps(part, ensure_ascii=False) if isinstance(part, str) else f"<[{part}]>" for part in parts)
-
-    called = [(i, tool["function"]) for i, tool in enumerate(tools) if tool["function"]["name"] in names]
-    more = f"({literal(dialect.between + dialect.before)} call)*" if several else ""
-    lines = [f"calls: call {more} {literal(dialect.closing)}", "call: " + " | ".join(f"call_{i}" for i, _ in called)]
-    write = {"json": _json_arguments, "tags": _tagged_arguments, "python": _python_arguments}[dialect.arguments]
-    is_object = dialect.before.endswith('"')
-    for i, function in called:
-        name = json.dumps(function["name"], ensure_ascii=False)[1:-1] if is_object else function["name"]
-        if dialect.arguments == "python" and not all(
-            part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")
-        ):
-            raise UserError(
-                f"the function {shown(name, 70)} has no name of Python, which this model's calls need; rename it"
-            )
-        lines.append(f"call_{i}: {literal(name + dialect.middle)} arguments_{i} {literal(dialect.after)}")
-        lines += write(f"arguments_{i}", _arguments_schema(i, function), literal)
-    opening = dialect.opening + dialect.before
-    if not optional:
-        return "\n".join([f"start: {literal(opening)} calls", *lines])
-    # A text does not begin like a call of the dialect. Special tokens, such as those around a thought, may be anywhere.
-    tag = _first_tag(opening)
-    if tag:
-        text = rf"/(?s:.)+/ & ~/(?s:.)*{_escaped(tag)}(?s:.)*/"
-    elif opening:
-        text = r"/\s*[^\s{\[](?s:.)*/"
-    else:
-        text = rf"/(?s:.)+/ & ~/\s*({'|'.join(_escaped(function['name']) for _, function in called)})\s*\{{(?s:.)*/"
-    others = [f"<[{token}]>" for name, token in special_tokens.items() if not CALL_TOKEN.fullmatch(name)]
-    lines.append(f"TEXT: {text}")
-    if others:  # never two texts in a row, which could divide a tag
-        lines += ["text: TEXT (special TEXT)* special? | special (TEXT special)* TEXT?", f"special: ({' | '.join(others)})+"]
-    else:
-        lines.append("text: TEXT")
-    if not tag:
-        return "\n".join([f"start: text | {literal(opening)} calls", *lines])
-    if tag in special_tokens:
-        return "\n".join([f"start: text | text? {literal(opening)} calls", *lines])
-    lines.append(f"before[suffix={json.dumps(tag)}]: /(?s:.)*/")
-    return "\n".join([f"start: text | before {literal(opening.removeprefix(tag))} calls", *lines])
-
-
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
-
-
-def _first_tag(text: str) -> str:
-    """The tag or other opening with which a text begins; "" for none."""
-    opening = next((name for name in OPENINGS if text.startswith(name)), "")
-    tag = TAG.match(text)
-    return opening or (tag[0] if tag else "")
-
-
-def _json_arguments(rule: str, schema: dict[str, Any], literal: Callable[[str], str]) -> Iterator[str]:
-    yield f"{rule}: %json {json.dumps(schema)}"
-
-
-def _parameters(rule: str, schema: dict[str, Any]) -> list[tuple[str, str, dict[str, Any], bool]]:
-    """For each parameter its name, the rule of its value, its schema, and whether it is required; those first."""
-    required = schema.get("required") or ()
-    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
-    properties: dict[str, Any] = schema.get("properties") or {}
-    order = sorted(enumerate(properties), key=lambda item: (item[1] not in required, item[0]))
-    return [(name, f"{rule}_{i}", {**shared, **_object(properties[name])}, name in required) for i, name in order]
-
-
-def _object(schema: Any) -> dict[str, Any]:
-    return schema if isinstance(schema, dict) else {}
-
-
-def _tagged_arguments(rule: str, schema: dict[str, Any], literal: Callable[[str], str]) -> Iterator[str]:
-    parameters = _parameters(rule, schema)
-    yield f"{rule}: " + (" ".join(value if required else f"({value})?" for _, value, _, required in parameters) or '""')
-    for name, value, parameter, _ in parameters:
-        head, end = literal(f"<parameter={name}>\n"), "\n</parameter>\n"
-        if _is_text(parameter) and "enum" not in parameter:
-            if rest := {"pattern", "format", "minLength", "maxLength"} & parameter.keys():
-                raise UserError(f"the parameter {shown(name, 40)} has {min(rest)}, which this model's calls cannot follow")
-            yield f"{value}: {head} {value}_text"
-            yield f"{value}_text[suffix={json.dumps(end)}]: /(?s:.*)/"
-        elif _is_text(parameter):
-            choices = " | ".join(json.dumps(str(choice), ensure_ascii=False) for choice in parameter["enum"])
-            yield f"{value}: {head} ({choices}) {json.dumps(end)}"
-        else:
-            yield f"{value}: {head} {value}_json {json.dumps(end)}"
-            yield f"{value}_json: %json {json.dumps(parameter)}"
-
-
-def _python_arguments(rule: str, schema: dict[str, Any], literal: Callable[[str], str]) -> Iterator[str]:
-    parameters = _parameters(rule, schema)
-    for name, *_ in parameters:
-        if not name.isidentifier() or keyword.iskeyword(name):
-            raise UserError(
-                f"the parameter {shown(name, 40)} is no name of Python, which this model's calls need; rename it"
-            )
-    written = [f"{json.dumps(name + '=')} {value}" for name, value, _, _ in parameters]
-    count = sum(required for *_, required in parameters)
-    later = lambda begin: " ".join(f'(", " {text})?' for text in written[begin:])
-    if count:
-        yield f"{rule}: " + ' ", " '.join(written[:count]) + " " + later(count)
-    else:
-        yield f"{rule}: " + " | ".join(['""', *(f"{text} {later(i + 1)}" for i, text in enumerate(written))])
-    for _, value, parameter, _ in parameters:
-        yield f"{value}: %json {json.dumps(parameter)}"
-
-
-def _arguments_schema(i: int, function: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments, with this library's JSON style."""
-    schema = function.get("parameters") or {}
-    if schema.get("type", "object") != "object":
-        json_type = shown(schema["type"], 40)
-        raise UserError(f"tools[{i}].function.parameters has type={json_type}; a call needs an object")
-    style = schema.get("x-guidance", {})
-    return {**schema, "type": "object", "x-guidance": JSON_STYLE | style if isinstance(style, dict) else style}
-
-
-# --- recognition ---------------------------------------------------------------------------------------------------------
 
 
 class ToolText:
@@ -222,9 +81,9 @@ class ToolText:
         self.tokens = dict(tokens or {})
         self._tools: dict[str, Any] = dict(tools) if isinstance(tools, Mapping) else dict.fromkeys(tools)
         opening = "" if dialect is None else dialect.opening + dialect.before
-        tag = _first_tag(opening) or ("" if dialect is None else _first_tag(dialect.between))
+        tag = first_tag(opening) or ("" if dialect is None else first_tag(dialect.between))
         self._openings = (tag,) if constrained and tag else (*OPENINGS, tag) if tag else OPENINGS
-        self._begins_untagged = not (constrained and _first_tag(opening))
+        self._begins_untagged = not (constrained and first_tag(opening))
         self._call = _call_pattern(self._tools)
         self._held = ""
         self._begun = False  # some text was shown
@@ -413,7 +272,7 @@ def _call_of(value: Any, tools: Mapping[str, Any], tagged: bool) -> ToolCall | N
     if not isinstance(name, str) or name not in tools or not isinstance(arguments, dict):
         return None
     is_schema = arguments.get("type") == "object" and isinstance(arguments.get("properties"), dict)
-    properties = _object(_object(tools[name]).get("properties"))
+    properties = as_schema(as_schema(tools[name]).get("properties"))
     return None if is_schema and "properties" not in properties else _new_call(name, arguments)
 
 
@@ -434,17 +293,13 @@ def _tagged_call(text: str, function: re.Match[str], tools: Mapping[str, Any]) -
 
 def _typed(value: str, schema: Any, name: str) -> Any:
     """The value of a parameter that is written as a text, by its schema."""
-    parameter = _object(_object(_object(schema).get("properties")).get(name))
-    if _is_text(parameter) or value in (parameter.get("enum") or ()):
+    parameter = as_schema(as_schema(as_schema(schema).get("properties")).get(name))
+    if is_text(parameter) or value in (parameter.get("enum") or ()):
         return value
     if value in ("True", "False", "None"):
         value = {"True": "true", "False": "false", "None": "null"}[value]
     decoded, end = _json_at(value.strip(), 0)
     return decoded if end == len(value.strip()) and end else value
-
-
-def _is_text(schema: Mapping[str, Any]) -> bool:
-    return schema.get("type") in ("string", ["string"], ["string", "null"], ["null", "string"])
 
 
 def _python_calls(text: str, at: int, tools: Mapping[str, Any], tagged: bool) -> tuple[int, list[ToolCall]] | None:

@@ -88,6 +88,13 @@ def dialect_of(template: str) -> Dialect:
     return dialect._replace(middle=dialect.middle.replace("{key}", "parameters" if as_parameters else "arguments"))
 
 
+def first_tag(text: str) -> str:
+    """The tag or other opening with which a text begins; "" for none."""
+    opening = next((name for name in OPENINGS if text.startswith(name)), "")
+    tag = TAG.match(text)
+    return opening or (tag[0] if tag else "")
+
+
 def write_calls(dialect: Dialect, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Calls, each a name and arguments, as a model of the dialect writes them."""
     write = {"json": _as_json, "tags": _as_tags, "python": _as_python}[dialect.arguments]

@@ -11,7 +11,8 @@ from fakes import BYTES, ids
 
 from llama_jax.errors import UserError
 from llama_jax.serving.grammar import Grammars
-from llama_jax.serving.tool_calls import ToolText, grammar_of_calls
+from llama_jax.serving.tool_calls import ToolText
+from llama_jax.serving.tool_grammar import grammar_of_calls
 from llama_jax.tokenizers import load_tokenizer
 from llama_jax.tokenizers.tool_dialects import dialect_of
 

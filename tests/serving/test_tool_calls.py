@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from llama_jax.errors import GenerationError, UserError
 from llama_jax.serving.grammar import Grammars
-from llama_jax.serving.tool_calls import ToolText, find_calls, grammar_of_calls
+from llama_jax.serving.tool_calls import ToolText, find_calls
+from llama_jax.serving.tool_grammar import grammar_of_calls
 from llama_jax.tokenizers import encode_chat, reply_ends
 from llama_jax.tokenizers.chat_template import message_form, shared_renderer
 from llama_jax.tokenizers.tool_dialects import DIALECTS, dialect_of

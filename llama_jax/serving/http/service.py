@@ -31,7 +31,8 @@ from llama_jax.serving.http.request_schema import (
 from llama_jax.serving.http.response import ChatFormat, CompletionFormat, EngineBridge, GeneratedResponse, ResponseFormat
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
-from llama_jax.serving.tool_calls import ToolText, call_tokens, grammar_of_calls
+from llama_jax.serving.tool_calls import ToolText, call_tokens
+from llama_jax.serving.tool_grammar import grammar_of_calls
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.chat import NO_TOOLS
 from llama_jax.tokenizers.chat_template import Renderer, message_form, select_template
