@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float32, Int8, Integer, Shaped, UInt8
 
 from llama_jax.ops.platform import lowering_platform
+from llama_jax.ops.weights.words import WordDecoder
 
 EitherArray: TypeAlias = Any  # numpy.ndarray or jax.Array
 
@@ -72,6 +73,7 @@ class QuantFormat:
       planes: the arrays, in the order of the leaf and, for GGUF, of the bytes of a block.
       decode: planes to float32[*out, D].
       encode: NumPy float32[*out, D] to planes, with int4 packed; None for formats that are only read from files.
+      words: decodes the same values by words, for GPUs; None for formats that are not decoded by words.
       is_gguf: whether GGUF files have such blocks.
     """
 
@@ -80,6 +82,7 @@ class QuantFormat:
     planes: tuple[QuantField, ...]
     decode: Callable[..., EitherArray]
     encode: Callable[[np.ndarray], tuple[np.ndarray, ...]] | None = None
+    words: WordDecoder | None = None
     is_gguf: bool = False
 
     @property

@@ -23,9 +23,11 @@ from llama_jax.ops.weights.format_spec import (
     to_float32,
 )
 from llama_jax.ops.weights.k_quants import encode_q4_k, encode_q5_k, encode_q6_k
+from llama_jax.ops.weights.words import BYTES, NIBBLES, WordDecoder, WordValues, divided, for_each_word, signed, unsigned
 
 # The values of the 4-bit indices of IQ4_NL and IQ4_XS, and of MXFP4 (floats e2m1, doubled).
 IQ4 = np.asarray([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+FIFTH_BITS = (0, 16, 1, 17, 2, 18, 3, 19)  # shifts of the fifth bits of the values of a 32-bit word
 E2M1 = np.asarray([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
@@ -95,11 +97,67 @@ def _decode_iq4_nl(d: EitherArray, values: EitherArray) -> EitherArray:
     return _scaled(_each(d), looked_up(IQ4, _nibbles_of_32(values)))
 
 
-def _decode_mxfp4(e: EitherArray, values: EitherArray) -> EitherArray:
-    """The scale is 2 ** (e - 128), half of the file's, because E2M1 is doubled; as float32 bits, denormal for e < 2."""
+def _power_of_two(e: EitherArray) -> EitherArray:
+    """2 ** (e - 128), half of the file's scale, because E2M1 is doubled; as float32 bits, denormal for e < 2."""
     exponent = e.astype(np.int32)
-    factor = ((exponent - 1) << 23).clip(np.int32(1 << 21) << exponent.clip(0, 1)).view(np.float32)
-    return _scaled(_each(factor), looked_up(E2M1, _nibbles_of_32(values)))
+    return ((exponent - 1) << 23).clip(np.int32(1 << 21) << exponent.clip(0, 1)).view(np.float32)
+
+
+def _decode_mxfp4(e: EitherArray, values: EitherArray) -> EitherArray:
+    return _scaled(_each(_power_of_two(e)), looked_up(E2M1, _nibbles_of_32(values)))
+
+
+# --- blocks of 32 by words -------------------------------------------------------------------------------------------------
+
+
+def _q8_0_words(parts: int, d: EitherArray, words: EitherArray) -> WordValues:
+    return WordValues(signed(divided(words, parts), BYTES, 8), d)
+
+
+def _of_32(decode: Callable[..., WordValues], *integers: int) -> WordDecoder:
+    """For blocks of 16 bytes, the low halves of which are the first values."""
+    return WordDecoder(decode, 8, integers, halves=2, words=4)
+
+
+def _q4_0_words(parts: int, d: EitherArray, words: EitherArray) -> WordValues:
+    centered = words ^ np.uint32(0x88888888)  # subtracts 8 from each
+    return WordValues(signed(divided(centered, parts), NIBBLES, 4), d)
+
+
+def _floats(integers: list[EitherArray]) -> list[EitherArray]:
+    return [to_float32(integer) for integer in integers]
+
+
+def _nibbles(parts: int, words: EitherArray) -> list[EitherArray]:
+    return unsigned(divided(words, parts), NIBBLES, 4)
+
+
+def _q4_1_words(parts: int, d: EitherArray, m: EitherArray, words: EitherArray) -> WordValues:
+    return WordValues(_floats(_nibbles(parts, words)), d, m)
+
+
+def _five_bits_by_word(parts: int, high: EitherArray, words: EitherArray) -> list[EitherArray]:
+    """Bit n of a block's `high` belongs to value n of the block."""
+    low = _nibbles(parts, words)
+    first = np.arange(0, 16, 4 // parts, dtype=np.uint32)  # the bit of the first value of each word of a block
+    fifth = for_each_word(high, low[0]) >> np.resize(first, low[0].shape[-1])
+    return [nibble | (bit << 4) for nibble, bit in zip(low, unsigned(fifth, FIFTH_BITS, 1), strict=True)]
+
+
+def _q5_0_words(parts: int, d: EitherArray, high: EitherArray, words: EitherArray) -> WordValues:
+    return WordValues(_floats([five - 16 for five in _five_bits_by_word(parts, high, words)]), d)
+
+
+def _q5_1_words(parts: int, d: EitherArray, m: EitherArray, high: EitherArray, words: EitherArray) -> WordValues:
+    return WordValues(_floats(_five_bits_by_word(parts, high, words)), d, m)
+
+
+def _iq4_nl_words(parts: int, d: EitherArray, words: EitherArray) -> WordValues:
+    return WordValues([looked_up(IQ4, index) for index in _nibbles(parts, words)], d)
+
+
+def _mxfp4_words(parts: int, e: EitherArray, words: EitherArray) -> WordValues:
+    return WordValues([looked_up(E2M1, index) for index in _nibbles(parts, words)], _power_of_two(e))
 
 
 # --- blocks of 256 ---------------------------------------------------------------------------------------------------------
@@ -199,13 +257,17 @@ _Q6_K = (
 _IQ4_XS = (_D256, QuantField("high", np.uint16, 1, 256), QuantField("low", _BYTE, 4, 256), _NIBBLES_OF_K)
 
 GGUF_FORMATS = (
-    QuantFormat("q8_0", 32, _Q8_0, _decode_q8_0, _encode_by("Q8_0", _Q8_0, 34), is_gguf=True),
-    QuantFormat("q4_0", 32, _Q4_0, _decode_q4_0, _encode_by("Q4_0", _Q4_0, 18), is_gguf=True),
-    QuantFormat("q4_1", 32, _Q4_1, _decode_q4_1, _encode_by("Q4_1", _Q4_1, 20), is_gguf=True),
-    QuantFormat("q5_0", 32, _Q5_0, _decode_q5_0, _encode_by("Q5_0", _Q5_0, 22), is_gguf=True),
-    QuantFormat("q5_1", 32, _Q5_1, _decode_q5_1, _encode_by("Q5_1", _Q5_1, 24), is_gguf=True),
-    QuantFormat("iq4_nl", 32, (_D32, _NIBBLES), _decode_iq4_nl, is_gguf=True),
-    QuantFormat("mxfp4", 32, (QuantField("e", _BYTE, 1, 32), _NIBBLES), _decode_mxfp4, is_gguf=True),
+    QuantFormat(
+        "q8_0", 32, _Q8_0, _decode_q8_0, _encode_by("Q8_0", _Q8_0, 34), WordDecoder(_q8_0_words, 4, (1,)), is_gguf=True
+    ),
+    QuantFormat("q4_0", 32, _Q4_0, _decode_q4_0, _encode_by("Q4_0", _Q4_0, 18), _of_32(_q4_0_words, 1), is_gguf=True),
+    QuantFormat("q4_1", 32, _Q4_1, _decode_q4_1, _encode_by("Q4_1", _Q4_1, 20), _of_32(_q4_1_words, 2), is_gguf=True),
+    QuantFormat("q5_0", 32, _Q5_0, _decode_q5_0, _encode_by("Q5_0", _Q5_0, 22), _of_32(_q5_0_words, 1, 2), is_gguf=True),
+    QuantFormat("q5_1", 32, _Q5_1, _decode_q5_1, _encode_by("Q5_1", _Q5_1, 24), _of_32(_q5_1_words, 2, 3), is_gguf=True),
+    QuantFormat("iq4_nl", 32, (_D32, _NIBBLES), _decode_iq4_nl, words=_of_32(_iq4_nl_words, 1), is_gguf=True),
+    QuantFormat(
+        "mxfp4", 32, (QuantField("e", _BYTE, 1, 32), _NIBBLES), _decode_mxfp4, words=_of_32(_mxfp4_words, 1), is_gguf=True
+    ),
     QuantFormat("q2_k", 256, (QuantField("scales", _BYTE, 16, 256), _PAIRS_OF_K, _D256, _DMIN), _decode_q2_k, is_gguf=True),
     QuantFormat("q3_k", 256, _Q3_K, _decode_q3_k, is_gguf=True),
     QuantFormat("q4_k", 256, (*_K, _NIBBLES_OF_K), _decode_q4_k, encode_q4_k, is_gguf=True),

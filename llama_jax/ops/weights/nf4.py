@@ -7,6 +7,8 @@ so that rows and columns can be permuted and sharded. The weights are the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from jaxtyping import Float32
 
@@ -20,8 +22,10 @@ from llama_jax.ops.weights.format_spec import (
     shifted,
     to_float32,
 )
+from llama_jax.ops.weights.words import WordDecoder, WordValues, divided, unsigned
 
 BLOCK = 64
+HIGH_FIRST = (4, 0, 12, 8, 20, 16, 28, 24)  # shifts of the values of a 32-bit word
 # The sixteen values: quantiles of a normal distribution, with zero and both ends (QLoRA, appendix E).
 NF4 = np.asarray(
     [
@@ -74,14 +78,27 @@ def _decode(values: EitherArray, factors: EitherArray) -> EitherArray:
     return rows_of(_numbers(values) * factors[..., None])
 
 
-def _decode_rows(values: EitherArray, absmax: EitherArray, nested: EitherArray, offset: EitherArray) -> EitherArray:
-    return _decode(values, looked_up(DYNAMIC, absmax) * nested[..., None] + offset[..., None])
+def _words(parts: int, words: EitherArray, factors: EitherArray) -> WordValues:
+    return WordValues([looked_up(NF4, index) for index in unsigned(divided(words, parts), HIGH_FIRST, 4)], factors)
 
 
-def _decode_groups(values: EitherArray, absmax: EitherArray, nested: EitherArray, offset: EitherArray) -> EitherArray:
+def _factors(absmax: EitherArray, nested: EitherArray, offset: EitherArray) -> EitherArray:
+    return looked_up(DYNAMIC, absmax) * nested[..., None] + offset[..., None]
+
+
+def _factors_of_256(absmax: EitherArray, nested: EitherArray, offset: EitherArray) -> EitherArray:
     """With a second scale for every 256 weights."""
     factors = rows_of(groups_of(looked_up(DYNAMIC, absmax), 256 // BLOCK) * to_float32(nested)[..., None])
-    return _decode(values, factors + offset[..., None])
+    return factors + offset[..., None]
+
+
+def _words_with(factors: Callable[..., EitherArray]) -> WordDecoder:
+    """`_words` with factors that are computed from the other planes."""
+    return WordDecoder(lambda parts, words, *planes: _words(parts, words, factors(*planes)), 8, (0,))
+
+
+def _decode_with(factors: Callable[..., EitherArray]) -> Callable[..., EitherArray]:
+    return lambda values, *planes: _decode(values, factors(*planes))
 
 
 def _nearest(table: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -109,7 +126,22 @@ def _encode(x: np.ndarray) -> tuple[np.ndarray, ...]:
 _VALUES = QuantField("values", np.uint8, 1, 2)
 _DOUBLE = (_VALUES, QuantField("absmax", np.uint8, 1, BLOCK))
 _OFFSET = QuantField("offset", np.float32, 0, 1)
-DOUBLE = QuantFormat("nf4", BLOCK, (*_DOUBLE, QuantField("nested", np.float32, 0, 1), _OFFSET), _decode_rows, _encode)
-DOUBLE_256 = QuantFormat("nf4_256", 256, (*_DOUBLE, QuantField("nested", np.float32, 1, 256), _OFFSET), _decode_groups)
-SINGLE = QuantFormat("nf4_single", BLOCK, (_VALUES, QuantField("absmax", np.float32, 1, BLOCK)), _decode)
+DOUBLE = QuantFormat(
+    "nf4",
+    BLOCK,
+    (*_DOUBLE, QuantField("nested", np.float32, 0, 1), _OFFSET),
+    _decode_with(_factors),
+    _encode,
+    _words_with(_factors),
+)
+DOUBLE_256 = QuantFormat(
+    "nf4_256",
+    256,
+    (*_DOUBLE, QuantField("nested", np.float32, 1, 256), _OFFSET),
+    _decode_with(_factors_of_256),
+    words=_words_with(_factors_of_256),
+)
+SINGLE = QuantFormat(
+    "nf4_single", BLOCK, (_VALUES, QuantField("absmax", np.float32, 1, BLOCK)), _decode, words=WordDecoder(_words, 8, (0,))
+)
 NF4_FORMATS = (DOUBLE, DOUBLE_256, SINGLE)

@@ -23,8 +23,10 @@ from llama_jax.ops.platform import AnyArray, for_cpu, is_partitioned, lowering_d
 from llama_jax.ops.weights.device_layout import TILES, arranged, in_runs, take
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, QuantFormat, unpack_halves, unpack_int4
 from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
+from llama_jax.ops.weights.words import NIBBLES, WordDecoder
 
 FEW_TOKENS = 16  # with at most this many tokens, per-group dot products are computed first and scaled afterwards
+FEW_TOKENS_BY_WORDS = 4  # on a GPU, with at most this many tokens, products are added without a matmul, see `words`
 FEW_TOKENS_OF_TPU = 64  # the same on a TPU
 DECODED_AT_ONCE = 1 << 22  # weights dequantized per chunk: 8 MB in 16 bits, which fit the VMEM of a TPU v5e (128 MB)
 DECODED_AT_ONCE_ON_GPU = 1 << 24  # 32 MB, which fit the L2 cache of an H100 (50 MB); each chunk launches several kernels
@@ -238,9 +240,15 @@ def multiply(x: Float[Array, "T D"], planes: tuple[jax.Array, ...], form: QuantF
     """[T, D] times the planes of [N, D].
 
     Row scales: one matmul, scaled afterwards. Group scales with few tokens: per-group matmuls, scaled and summed. Otherwise:
-    dequantize chunk by chunk (`_by_chunks`). One row on a TPU is padded to two. docs/notes/quantization.md explains these
-    choices by the compilers' output for GPUs and TPUs.
+    dequantize chunk by chunk (`_by_chunks`). One row on a TPU is padded to two. A few rows on a GPU are multiplied without a
+    matmul, by words if the format has them. docs/notes/quantization.md explains these choices by the compilers' output for
+    GPUs and TPUs.
     """
+    words = _word_decoder(form)
+    # From two rows on, a matmul of integers with a scale per row needs fewer instructions.
+    few = 1 if form.has_row_scales else FEW_TOKENS_BY_WORDS
+    if words is not None and len(x) <= few and x.shape[1] % len(NIBBLES) == 0:
+        return words.multiply(x, planes)
     if len(x) == 1 and lowering_platform() == "tpu":
         return multiply(jnp.pad(x, ((0, 1), (0, 0))), planes, form)[:1]
     if scale_after_matmul(form):
@@ -257,6 +265,11 @@ def multiply(x: Float[Array, "T D"], planes: tuple[jax.Array, ...], form: QuantF
         # No matmul: one kernel dequantizes in registers and sums the products. For several rows XLA would write the weight.
         return jnp.sum(form.decode(*planes) * x.astype(jnp.float32), axis=-1)[None]
     return _by_chunks(x, planes, form)
+
+
+def _word_decoder(form: QuantFormat) -> WordDecoder | None:
+    """Decodes by words on one GPU, see `words`. On a mesh, XLA would write more of the weights than otherwise."""
+    return form.words if lowering_platform() == "gpu" and not is_partitioned() else None
 
 
 @for_cpu("scale_after_matmul")
@@ -303,7 +316,7 @@ def multiply_transposed(
         return [total + product for total, product in zip(totals, products(index), strict=True)]
 
     # Starts from the first product: an array of zeros would be hoisted and copied per weight (34 MB for 2,048 tokens).
-    return jnp.stack(lax.fori_loop(1, chunks.parts, add, products(0)), axis=-1).reshape(len(gradient), -1)
+    return chunks.in_order(lax.fori_loop(1, chunks.parts, add, products(0)))
 
 
 def _by_chunks(x: jax.Array, planes: tuple[jax.Array, ...], form: QuantFormat) -> jax.Array:
@@ -311,10 +324,10 @@ def _by_chunks(x: jax.Array, planes: tuple[jax.Array, ...], form: QuantFormat) -
     if lowering_platform() == "gpu":  # otherwise weights of one chunk would be dequantized together with other layers'
         x, planes = lax.optimization_barrier((x, planes))
     chunks = _Chunks.of(form, planes)
+    columns = chunks.columns_of(x)
 
     def put(index: jax.Array, out: jax.Array) -> jax.Array:
-        decoded = chunks.decode(index, x.dtype)
-        product = sum(_dot(x[:, i :: len(decoded)], rows) for i, rows in enumerate(decoded))
+        product = sum(map(_dot, columns, chunks.decode(index, x.dtype)))
         return lax.dynamic_update_index_in_dim(out, product, index, 1 + chunks.strided)
 
     # Fully overwritten. Initialized from data, because XLA would hoist constant zeros out of the layer loop (2.8 GB for an
@@ -354,6 +367,8 @@ class _Chunks(NamedTuple):
         # Parts of whole tiles if possible: otherwise a TPU would write the whole weight, 263 MB for 128,256 rows of `q4_0`.
         count = next((n for n in counts if total // n % TILES[8] == 0), counts[0])
         chunks = cls(form, planes, columns, -(-total // count), count, is_partitioned())
+        if chunks.decoder is not None:
+            planes = chunks.decoder.read(planes)
         return chunks._replace(planes=tuple(chunks.divide(_as_bits(plane)) for plane in planes))
 
     @property
@@ -373,12 +388,37 @@ class _Chunks(NamedTuple):
         return lax.dynamic_index_in_dim(array, index, axis=axis + self.strided, keepdims=False)
 
     def decode(self, index: jax.typing.ArrayLike, dtype: Any) -> list[jax.Array]:
-        """Dequantize a part; packed int4 as two arrays (even and odd columns), six times faster on CPUs than
-        interleaving."""
+        """Dequantize a part, as arrays with some of the columns each, see `columns_of`."""
         taken = [self.take(plane, index) for plane in self.planes]
+        if self.decoder is not None:
+            return [self.decoder.dequantize(taken, dtype)]
         values, *rest = (_from_bits(array, plane.dtype) for array, plane in zip(taken, self.form.planes, strict=True))
-        is_packed = self.form.planes[0].dtype == INT4 and values.dtype != INT4
-        return [self.form.decode(some, *rest).astype(dtype) for some in (unpack_halves(values) if is_packed else (values,))]
+        return [
+            self.form.decode(some, *rest).astype(dtype) for some in (unpack_halves(values) if self.packed else (values,))
+        ]
+
+    def columns_of(self, x: jax.Array) -> list[jax.Array]:
+        """The columns of [T, D] that each array of `decode` has: all, possibly in another order; of packed int4 the even and
+        the odd ones, which is six times faster on CPUs than interleaving."""
+        if self.decoder is not None:
+            return [self.decoder.in_word_order(x)]
+        return [x[:, i :: 1 + self.packed] for i in range(1 + self.packed)]
+
+    def in_order(self, parts: list[jax.Array]) -> jax.Array:
+        """Undo `columns_of`."""
+        if self.decoder is not None:
+            return self.decoder.in_order(parts[0])
+        return jnp.stack(parts, axis=-1).reshape(len(parts[0]), -1)
+
+    @property
+    def decoder(self) -> WordDecoder | None:
+        """Decodes by words, on one GPU."""
+        return _word_decoder(self.form)
+
+    @property
+    def packed(self) -> bool:
+        """Whether the values are int4 in bytes."""
+        return self.form.planes[0].dtype == INT4 and self.planes[0].dtype != INT4
 
 
 def _as_bits(plane: jax.Array) -> jax.Array:

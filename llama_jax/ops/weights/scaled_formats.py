@@ -18,6 +18,7 @@ from llama_jax.ops.weights.format_spec import (
     to_float32,
     unpack_int4,
 )
+from llama_jax.ops.weights.words import BYTES, NIBBLES, WordDecoder, WordValues, divided, signed
 
 GROUPS = (128, 64, 32)  # values that share a scale, the largest group first
 LARGEST_FP8 = np.float32(448)
@@ -33,6 +34,18 @@ def _decode_groups(values: EitherArray, scales: EitherArray) -> EitherArray:
 
 def _decode_with_zeros(values: EitherArray, scales: EitherArray, zeros: EitherArray) -> EitherArray:
     return rows_of((to_float32(unpack_int4(values)) - to_float32(zeros)[..., None]) * scales[..., None])
+
+
+def _int8_words(parts: int, words: EitherArray, scales: EitherArray) -> WordValues:
+    return WordValues(signed(divided(words, parts), BYTES, 8), scales)
+
+
+def _int4_words(parts: int, words: EitherArray, scales: EitherArray, zeros: EitherArray | None = None) -> WordValues:
+    offsets = None if zeros is None else -zeros * scales
+    return WordValues(signed(divided(rows_of(words), parts), NIBBLES, 4), scales, offsets)
+
+
+INT4_WORDS = WordDecoder(_int4_words, 8, (0,))
 
 
 def _encode_int8(x: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -70,13 +83,15 @@ def _named(name: str, group: int) -> str:
 
 
 def _int4(group: int) -> QuantFormat:
-    return QuantFormat(_named("int4", group), group, _in_groups(INT4, group), _decode_groups, _encode_int4(group))
+    return QuantFormat(
+        _named("int4", group), group, _in_groups(INT4, group), _decode_groups, _encode_int4(group), INT4_WORDS
+    )
 
 
 def _int4_asym(group: int) -> QuantFormat:
     """With a zero point per group, as in GPTQ and AWQ files; values and zero points are stored without their offset of 8."""
     planes = (*_in_groups(INT4, group), QuantField("zeros", np.int8, 1, group))
-    return QuantFormat(_named("int4_asym", group), group, planes, _decode_with_zeros)
+    return QuantFormat(_named("int4_asym", group), group, planes, _decode_with_zeros, words=INT4_WORDS)
 
 
 def _fp8(group: int) -> QuantFormat:
@@ -91,6 +106,6 @@ def _in_rows(dtype: np.dtype) -> tuple[QuantField, ...]:
     return QuantField("values", dtype, 1, 1), QuantField("scales", np.float32, 0, 1)
 
 
-INT8 = QuantFormat("int8", 1, _in_rows(np.dtype(np.int8)), _decode_rows, _encode_int8)
+INT8 = QuantFormat("int8", 1, _in_rows(np.dtype(np.int8)), _decode_rows, _encode_int8, WordDecoder(_int8_words, 4, (0,)))
 FP8_ROWS = QuantFormat("fp8", 1, _in_rows(FP8), _decode_rows, _encode_fp8)
 SCALED_FORMATS = (INT8, FP8_ROWS, *map(_int4, GROUPS), *map(_int4_asym, GROUPS), *map(_fp8, GROUPS))

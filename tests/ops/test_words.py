@@ -1,0 +1,107 @@
+"""Quantized weights decoded by 32-bit words, as on a GPU, compared with decoding by NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_quantized_weights import held_by, numbers, random_planes, weight_of
+
+from llama_jax import ops
+from llama_jax.ops.exact import exact_mode
+from llama_jax.ops.platform import target_platform
+from llama_jax.ops.weights import quantized_matmul as matmul_module
+from llama_jax.ops.weights.formats import QUANT_FORMATS
+from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
+from llama_jax.ops.weights.words import WordDecoder
+
+BY_WORDS = [name for name, form in QUANT_FORMATS.items() if form.words is not None]
+MOST_USED = {"int8", "q4_0", "int4", "q5_1"}
+USUAL = [kind if kind in MOST_USED else pytest.param(kind, marks=pytest.mark.slow) for kind in BY_WORDS]
+
+
+def random_rows(rows: int, columns: int) -> jax.Array:
+    return jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (rows, columns)), np.float32))
+
+
+@given(st.integers(1, 3), st.sampled_from([1, 2]), st.integers(1, 4), st.sampled_from([2, 4]), st.integers(1, 3))
+def test_word_order(blocks, halves, words, each, rows):
+    """A word has `each` consecutive values of a row, or pairs from the two halves of its block."""
+    decoder = WordDecoder(lambda *planes: None, each, (0,), halves, words if halves == 2 else 1)
+    size = decoder.words * each
+    x = jnp.arange(rows * blocks * size).reshape(rows, -1)
+    found = np.asarray(decoder.in_word_order(x)).reshape(rows, blocks, size)
+    for n in range(size):
+        column = n if halves == 1 else n // 2 + n % 2 * (size // 2)
+        np.testing.assert_array_equal(found[:, :, n], np.asarray(x).reshape(found.shape)[:, :, column])
+    np.testing.assert_array_equal(decoder.in_order(decoder.in_word_order(x)), x)
+
+
+@pytest.mark.parametrize("kind", BY_WORDS)
+def test_words_hold_the_same_numbers(kind):
+    form, planes = QUANT_FORMATS[kind], random_planes(kind, 6, 768)
+    read = form.words.read(tuple(map(jnp.asarray, planes)))
+    wanted = form.decode(*planes)
+    # Absolute too: of scale times number plus offset, near zero, XLA may round once where NumPy rounds twice.
+    for dtype, error in ((jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)):
+        found = form.words.in_order(jax.jit(form.words.dequantize, static_argnums=1)(read, dtype))
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=error, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 3))])
+@pytest.mark.parametrize("kind", USUAL)
+def test_few_rows_are_multiplied_on_a_gpu(kind, rows, monkeypatch):
+    weight = held_by("gpu", weight_of(kind, rows=37, columns=768), monkeypatch)
+    x = random_rows(rows, 768)
+    with target_platform("gpu"):
+        found = jax.jit(ops.project)(x, weight)
+        program = str(jax.make_jaxpr(ops.project)(x, weight))
+    wanted = np.asarray(x, np.float64) @ numbers(weight).T.astype(np.float64)
+    np.testing.assert_allclose(found, wanted, atol=1e-6 * np.abs(wanted).max(), rtol=0)
+    few = 1 if weight.form.has_row_scales else 4
+    assert ("dot_general" in program) == (rows > few)
+
+
+def test_rows_that_are_not_whole_words_are_multiplied_otherwise(monkeypatch):
+    weight = held_by("gpu", weight_of("int8", rows=8, columns=102), monkeypatch)
+    x = random_rows(1, 102)
+    with target_platform("gpu"):
+        found = jax.jit(ops.project)(x, weight)
+    np.testing.assert_allclose(found, np.asarray(x) @ numbers(weight).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", USUAL)
+def test_many_rows_and_gradients_by_words(kind, monkeypatch):
+    """By chunks, of which the last has rows that the weight lacks."""
+    monkeypatch.setattr(matmul_module, "DECODED_AT_ONCE_ON_GPU", 1 << 13)
+    weight = held_by("gpu", weight_of(kind, rows=37, columns=768), monkeypatch)
+    x, dense = random_rows(20, 768), numbers(weight).astype(np.float64)
+    with target_platform("gpu"):
+        found, gradient = jax.jit(
+            lambda x: (ops.project(x, weight), jax.grad(lambda x: jnp.sum(ops.project(x, weight) ** 2))(x))
+        )(x)
+    wanted = np.asarray(x, np.float64) @ dense.T
+    its_gradient = 2 * wanted @ dense
+    np.testing.assert_allclose(found, wanted, atol=1e-6 * np.abs(wanted).max(), rtol=0)
+    np.testing.assert_allclose(gradient, its_gradient, atol=1e-6 * np.abs(its_gradient).max(), rtol=0)
+
+
+def test_exact_programs_have_the_same_bits_for_any_rows(monkeypatch):
+    weight = held_by("gpu", weight_of("q4_0", rows=37, columns=768), monkeypatch)
+    x = random_rows(5, 768)
+    with target_platform("gpu"), exact_mode(True):
+        together = jax.jit(ops.project)(x, weight)
+        alone = [jax.jit(ops.project)(x[i : i + 1], weight)[0] for i in range(5)]
+    np.testing.assert_array_equal(together, np.stack(alone))
+
+
+def test_a_weight_of_several_axes(monkeypatch):
+    """Query, key and value heads, as layers project onto them."""
+    flat = weight_of("q4_0", rows=24, columns=256)
+    weight = QuantizedWeight(tuple(plane.reshape(2, 3, 4, -1) for plane in flat.planes), "q4_0", "float32")
+    x = random_rows(2, 256)
+    with target_platform("gpu"):
+        found = jax.jit(ops.project)(x, weight)
+    np.testing.assert_allclose(found.reshape(2, -1), np.asarray(x) @ numbers(flat).T, rtol=1e-5, atol=1e-5)
