@@ -168,6 +168,7 @@ def train_programs(
     attention: AttentionBackend = "auto",
     lora: Lora | None = None,
     weights: FormatName | PureFormatName | Llama | None = None,
+    unroll: bool = False,
 ) -> list[Program]:
     """One training step with AdamW: float32 parameters, computation in `dtype`.
 
@@ -178,6 +179,7 @@ def train_programs(
       attention: the attention backend, see `Compute`; over `context` it is ring attention.
       lora: train adapters with these settings on a frozen model of `dtype`.
       weights: quantization format of that model's matrices; None for floats.
+      unroll: unroll the layers, see `Compute`.
 
     Raises:
       ConfigError: matrices that cannot be quantized in that format.
@@ -191,7 +193,7 @@ def train_programs(
     rows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
     row = _placed(rows, shardings(mesh, batch_spec(sizes, batch // accumulate, length)))
     tokens = Batch(row, row, row) if packed else Batch(row)
-    options = StepOptions(LossOptions(Compute(dtype, remat, attention)), accumulate)
+    options = StepOptions(LossOptions(Compute(dtype, remat, attention, unroll=unroll)), accumulate)
     out = placement, shardings(mesh, P())
     share = bytes_per_device(state.params)
     known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))

@@ -225,7 +225,7 @@ def run_layers(
 
     def layer_fn(unrolled_layer: int | None) -> Callable[..., Any]:
         run = partial(run_layer, unrolled_layer=unrolled_layer)
-        return run if compute.remat == "none" else rematerialize(compute.remat, run)
+        return run if compute.remat == "none" else rematerialize(compute.remat, run, in_loop=not compute.unroll)
 
     carry: Any = hidden, None if cache is None else cache.pages
     unrolled = cache is not None and lowering_platform() == "gpu"
@@ -249,7 +249,7 @@ def run_layers(
             return tuple(carry), kept
 
         # The cache is in the carry: as input and output of the scan, it would be copied at every call.
-        carry, kept = lax.scan(scan_layer, carry, (sliced, jnp.arange(config.n_layers)))
+        carry, kept = lax.scan(scan_layer, carry, (sliced, jnp.arange(config.n_layers)), unroll=compute.unroll)
     hidden, pages = carry
     hidden = call_outer_hooks("final", map_tokens(partial(apply_final_norm, config, params), hidden))
     kept |= call_outer_hooks.kept

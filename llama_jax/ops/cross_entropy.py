@@ -17,7 +17,10 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from llama_jax.ops.layers import Weight, project, weight_gradient
+from llama_jax.ops.platform import lowering_platform
 
+CHUNK = 64  # positions of each row whose logits are in memory at a time
+CHUNK_ON_ACCELERATORS = 256  # the head's gradient is read and written once per chunk; larger chunks are faster matmuls
 Constrain = Callable[[jax.Array, str], jax.Array]  # (array, its name) -> the array with a sharding constraint
 
 
@@ -38,7 +41,7 @@ class LogitOptions:
     """How logits and the loss are computed.
 
     Attributes:
-      chunk: positions of each row per chunk.
+      chunk: positions of each row per chunk; None is CHUNK on a CPU and CHUNK_ON_ACCELERATORS elsewhere.
       z_loss: weight of the z-loss, which keeps the softmax's denominator near 1 (Chowdhery et al. 2022, section 5).
       vocab_size: the number of tokens, if the head has more rows: the other rows are padding, with probability 0.
       batch_shards: number of devices over which B is sharded. The gradient of the head is accumulated per shard, and summed
@@ -47,11 +50,16 @@ class LogitOptions:
         "lm_head_gathered" [V, D]; "logits" [B, chunk, V]; "lm_head_gradient" [batch_shards, D, V].
     """
 
-    chunk: int
+    chunk: int | None = None
     z_loss: float = 0.0
     vocab_size: int | None = None
     batch_shards: int = 1
     constrain: Constrain = lambda x, name: x
+
+    @property
+    def positions(self) -> int:
+        """Positions of each row per chunk."""
+        return self.chunk or (CHUNK if lowering_platform() == "cpu" else CHUNK_ON_ACCELERATORS)
 
 
 def cross_entropy(
@@ -110,7 +118,7 @@ def token_logprobs(
         target_logits = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
         return jnp.where(targets >= 0, target_logits - jax.nn.logsumexp(logits, axis=-1), 0)
 
-    chunks = split_chunks(hidden, options.chunk), split_chunks(targets, options.chunk, fill=-1)
+    chunks = split_chunks(hidden, options.positions), split_chunks(targets, options.positions, fill=-1)
     return join_chunks(lax.map(lambda chunk: chunk_logprobs(*chunk), chunks), targets.shape[1])
 
 
@@ -125,7 +133,7 @@ def _loss_sums(
         chunk_sums, _ = _chunk_sums_and_d_logits(options, head_cast, *chunk)
         return LossSums(*map(jnp.add, sums, chunk_sums)), None
 
-    row_sums, _ = lax.scan(add_chunk, _zero_row_sums(hidden), _chunks(options.chunk, hidden, targets, weights))
+    row_sums, _ = lax.scan(add_chunk, _zero_row_sums(hidden), _chunks(options.positions, hidden, targets, weights))
     return LossSums(*map(jnp.sum, row_sums))
 
 
@@ -139,7 +147,7 @@ def _loss_sums_by_autodiff(
         chunk_sums, _ = _chunk_sums_and_d_logits(options, head, *chunk)
         return LossSums(*map(jnp.add, sums, chunk_sums)), None
 
-    row_sums, _ = lax.scan(add_chunk, _zero_row_sums(hidden), _chunks(options.chunk, hidden, targets, weights))
+    row_sums, _ = lax.scan(add_chunk, _zero_row_sums(hidden), _chunks(options.positions, hidden, targets, weights))
     return LossSums(*map(jnp.sum, row_sums))
 
 
@@ -181,7 +189,7 @@ def _loss_sums_and_gradients(
     d_head = None
     if needs_d_head:  # accumulated as [D, V], the layout of the CPU matmul, and transposed once at the end
         d_head = constrain(jnp.zeros_like(head, shape=(batch_shards, *head.shape[::-1])), "lm_head_gradient")
-    chunks = _chunks(options.chunk, hidden, targets, weights)
+    chunks = _chunks(options.positions, hidden, targets, weights)
     (row_sums, d_head), d_hidden = lax.scan(add_chunk, (_zero_row_sums(hidden), d_head), chunks)
     batch, length = targets.shape
     d_hidden = d_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from llama_jax.analysis.hardware import find_hardware
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError, TrainingError
 from llama_jax.model.forward_options import Sharding, identity
@@ -36,10 +38,15 @@ from llama_jax.parallel.sharding import (
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.interface import Backend, FrozenModels, Objective, StepMetrics, TrainingProgram, compute_of
 from llama_jax.training.exact_gradients import check_exact_mesh, check_exact_threads
+from llama_jax.training.flops import step_flops
 from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
 from llama_jax.xla_flags import return_large_blocks
+
+MAX_UNROLLED_LAYERS = 32
+MIN_UNROLLED_SECONDS = 600.0  # estimated time of a run
+UTILIZATION = 0.5  # usual MFU of a step: share of the FLOP/s of a datasheet, or of a large matmul
 
 
 def make_program(
@@ -62,7 +69,12 @@ def make_program(
 
 
 def _bind_recipe(
-    recipe: Recipe, objective: Objective, frozen: FrozenModels, step: Callable[..., tuple[TrainState, StepMetrics]]
+    recipe: Recipe,
+    objective: Objective,
+    frozen: FrozenModels,
+    step: Callable[..., tuple[TrainState, StepMetrics]],
+    *,
+    unroll: bool = False,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """`step`, a `train_step` with its configuration bound, with the recipe's optimizer, loss and options bound too.
 
@@ -80,7 +92,7 @@ def _bind_recipe(
         make_optimizer(recipe.optimizer, recipe.steps),
         loss=loss,
         options=StepOptions(
-            loss_options(recipe),
+            loss_options(recipe, unroll=unroll),
             accumulate=recipe.accumulate,
             ema_decay=recipe.ema_decay,
             count=objective.count,
@@ -89,9 +101,21 @@ def _bind_recipe(
     )
 
 
-def loss_options(recipe: Recipe) -> LossOptions:
-    """The loss options of a recipe."""
-    return LossOptions(compute_of(recipe), recipe.chunk, recipe.z_loss, recipe.neftune)
+def loss_options(recipe: Recipe, *, unroll: bool = False) -> LossOptions:
+    """The loss options of a recipe; `unroll` as in `Compute`."""
+    return LossOptions(replace(compute_of(recipe), unroll=unroll), recipe.chunk, recipe.z_loss, recipe.neftune)
+
+
+def repays_unrolling(recipe: Recipe, device: jax.Device, devices: int) -> bool:
+    """Whether faster steps repay a longer compilation with unrolled layers: on one GPU, in a run of some minutes.
+
+    A tenth of MIN_UNROLLED_SECONDS is about the additional time to compile MAX_UNROLLED_LAYERS layers.
+    """
+    hardware = find_hardware(device.device_kind)
+    if device.platform != "gpu" or devices > 1 or hardware is None or recipe.model.n_layers > MAX_UNROLLED_LAYERS:
+        return False
+    flops = step_flops(recipe.model, recipe.batch, recipe.length)
+    return recipe.steps * flops / (UTILIZATION * hardware.flops) >= MIN_UNROLLED_SECONDS
 
 
 def _init_state(recipe: Recipe, params: Llama) -> TrainState:
@@ -158,7 +182,8 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
                 prepare_batch = objective.make_prepare_batch(frozen)
                 params = step_sharding.prepare_params(state.params)
                 batch = prepare_batch(config, params, batch, loss_options(recipe), step_sharding)
-        return _bind_recipe(recipe, objective, frozen, partial(train_step, config, sharding=step_sharding))(state, batch)
+        bound_step = partial(train_step, config, sharding=step_sharding)
+        return _bind_recipe(recipe, objective, frozen, bound_step, unroll=unroll)(state, batch)
 
     def model_params(params: Llama) -> Llama:
         return params if base is None or lora is None else precompute_dora_scale(adapted(base, params, lora))
@@ -167,6 +192,7 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
     # If no shape differs on the mesh, `prepare_params` returns its argument: `jit` would copy it.
     is_unpadded = padded_shapes_config(recipe.model, sizes) == recipe.model
     models = base, objective.frozen
+    unroll = repays_unrolling(recipe, mesh.devices.flat[0], sizes.devices)
     batch_shapes = jax.tree.map(
         lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=batch_sharding), objective.batch_shapes
     )

@@ -32,7 +32,7 @@ from llama_jax.ops import project
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.multihost import Processes
 from llama_jax.runs.checkpoint_manager import CheckpointManager
-from llama_jax.runs.compiled_step import check_mesh
+from llama_jax.runs.compiled_step import UTILIZATION, check_mesh
 from llama_jax.runs.locks import run_of
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import METRICS, read_lines
@@ -419,9 +419,6 @@ def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
     if recipe.exact and not kind.exact:
         raise TrainingError(f"exact=true supports text, chats and rewards, but not {kind.name}; omit it")
     kind.check(recipe, mesh)
-
-
-UTILIZATION = 0.5  # usual MFU of a step: share of the FLOP/s of a datasheet, or of a large matmul
 
 
 def describe_plan(given: Recipe, task: Task, devices: int, compiling: float | None = None, done: int = 0) -> str:

@@ -27,7 +27,6 @@ from llama_jax.tokenizers import Format
 from llama_jax.tokenizers.chat_template import parse_template_args
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.exact_gradients import VIRTUAL_SHARDS, check_virtual_shards
-from llama_jax.training.loss import LOSS_CHUNK
 from llama_jax.training.optimizer import OptimizerSettings, learning_rate_schedule
 from llama_jax.training.policy_gradient import PolicyKind, PolicyOptions
 from llama_jax.training.preference_loss import PreferenceOptions
@@ -190,7 +189,7 @@ class Recipe:
     attention: AttentionBackend = "auto"
     parts: Parts = Parts()
     loss: LossFn | None = None
-    chunk: Positive = LOSS_CHUNK
+    chunk: Positive | None = None
     z_loss: Finite = 0.0
     neftune: Finite = 0.0
     ema_decay: float = 0.0

@@ -19,8 +19,6 @@ from llama_jax.ops.cross_entropy import LogitOptions, LossSums, cross_entropy
 from llama_jax.training.batch import Batch, replace_zero, target_mask, to_next_token_batch
 from llama_jax.training.neftune import with_noise
 
-LOSS_CHUNK = 64  # the default of `LossOptions.chunk`
-
 
 @dataclass(frozen=True)
 class LossOptions:
@@ -28,7 +26,7 @@ class LossOptions:
 
     Attributes:
       compute: options of the forward pass: dtype, rematerialization, attention.
-      chunk: positions per row whose logits are in memory at a time (chunked cross-entropy).
+      chunk: positions per row whose logits are in memory at a time (chunked cross-entropy); None: 64 on a CPU, else 256.
       z_loss: weight of the z-loss, see `ops.cross_entropy.LogitOptions`; 1e-4 is usual.
       neftune: NEFTune's alpha: uniform noise within alpha / sqrt(L D), from `Batch.noise`, is added to the embeddings of a
         document of L tokens (Jain et al. 2023, algorithm 1); 5 to 15 are usual for fine-tuning on few conversations.
@@ -38,12 +36,13 @@ class LossOptions:
     """
 
     compute: Compute = Compute()
-    chunk: int = LOSS_CHUNK
+    chunk: int | None = None
     z_loss: float = 0.0
     neftune: float = 0.0
 
     def __post_init__(self) -> None:
-        require_positive_int("chunk", self.chunk)
+        if self.chunk is not None:
+            require_positive_int("chunk", self.chunk)
         if not 0 <= self.z_loss < float("inf"):
             raise ConfigError(f"z_loss={self.z_loss} must be at least 0")
         if not 0 <= self.neftune < float("inf"):

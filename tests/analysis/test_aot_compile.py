@@ -91,6 +91,12 @@ programs = train_programs(small, eight, 8, 512, dtype="bfloat16", packed=True)
 host = 4 if hardware == "tpu-v5p" else 8  # chips: pmap is of one process
 programs.append(compile_report.pmap_program(small, mesh_for(hardware, MeshSizes(data=host)), 8, 256))
 programs += decode_programs(small, one, 2, 1024, dtype="bfloat16")[1:]
+if hardware == "h100":
+    out["attention"] = []
+    for remat, unroll in (("dots", False), ("dots", True), ("full", True)):
+        (step,) = train_programs(small, one, 2, 512, dtype="bfloat16", remat=remat, unroll=unroll)
+        text = step.compile().as_text()
+        out["attention"].append([text.count(f'__cudnn$fmhaSoftmax{name}"') for name in ("", "Backward")])
 out["programs"] = [examine(program).as_dict() for program in programs]
 out["by XLA's defaults"] = examine(programs[0], flags=False).as_dict()["overlapped_share"]
 large = replace(llama_jax.preset("llama-3.1-8b"), n_layers=2, vocab_size=1024)
@@ -140,6 +146,10 @@ def test_programs_by_the_compilers(hardware):
     token = decode["token"]
     assert 0.5 < token["read_ratio"] < 1.2  # a TPU keeps a part of so small a model on the chip
     assert token["kernels_per_layer"] > 4
+    if hardware == "h100":
+        (forward, backward), *unrolled = found["attention"]
+        assert forward == backward > 0  # "dots" saves what the kernel returns
+        assert unrolled == [[4, 4], [8, 4]]  # "full" recomputes it, also where the compiler could merge both
     if platform == "tpu":
         assert "exceeds available HBM" in found["refused"] or "memory" in found["refused"]
 

@@ -11,6 +11,7 @@ from training_options import loss_options
 
 import llama_jax
 from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
+from llama_jax.ops.platform import target_platform
 from llama_jax.training.batch import Batch, target_mask
 from llama_jax.training.loss import next_token_loss
 
@@ -40,25 +41,34 @@ def defined(models):
 
 
 @pytest.mark.parametrize(
-    ("kind", "chunk", "remat"),
+    ("kind", "chunk", "remat", "unroll"),
     [
-        pytest.param("gqa", 3, "none", marks=pytest.mark.slow),
-        ("gqa", 4, "full"),
-        pytest.param("tied", 100, "full", marks=pytest.mark.slow),
-        pytest.param("gqa", 11, "dots", marks=pytest.mark.slow),
-        pytest.param("tied", 5, "offload", marks=pytest.mark.slow),
+        pytest.param("gqa", 3, "none", False, marks=pytest.mark.slow),
+        ("gqa", 4, "full", False),
+        ("gqa", None, "dots", True),
+        pytest.param("tied", 100, "full", True, marks=pytest.mark.slow),
+        pytest.param("gqa", 11, "dots", False, marks=pytest.mark.slow),
+        pytest.param("tied", 5, "offload", False, marks=pytest.mark.slow),
     ],
 )
-def test_value_and_gradient_are_those_of_the_definition(defined, kind, chunk, remat):
+def test_value_and_gradient_are_those_of_the_definition(defined, kind, chunk, remat, unroll):
     config, params, tokens, (loss, gradients) = defined(kind)
     with jax.enable_x64(True):
-        loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=loss_options(chunk=chunk, remat=remat))
+        options = loss_options(chunk=chunk, remat=remat, unroll=unroll)
+        loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=options)
         found = jax.jit(jax.value_and_grad(loss_of))(params)
         np.testing.assert_allclose(found[0], loss, rtol=1e-12)
         assert found[0].dtype == jnp.float64
         # The rotary angles are float32 on both sides.
         near = partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12)
         jax.tree.map(near, found[1], gradients)
+
+
+def test_accelerators_have_larger_chunks():
+    assert LogitOptions().positions == 64
+    with target_platform("gpu"):
+        assert LogitOptions().positions == 256
+        assert LogitOptions(chunk=8).positions == 8
 
 
 def test_in_bfloat16_the_loss_and_the_gradients_stay_float32(defined, models):
