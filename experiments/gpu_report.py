@@ -1,17 +1,20 @@
-"""Correctness and speed on this machine's accelerator, as one JSON file and one table, in under 8 minutes.
+"""Correctness and speed on this machine's accelerator, as one JSON file and one table, in a quarter of an hour.
 
     python experiments/gpu_report.py                                  (PYTHONPATH=. if the package is not installed)
     python experiments/gpu_report.py --sections yardsticks decode --shapes llama-3-8b
+    python experiments/gpu_report.py --bundle FOLDER                  for a machine that has only JAX, see below
 
-Sections, in order of importance, because the time limit cuts from the end:
-  training          the library's train step in bfloat16 with AdamW, by remat policy and batch; one process per shape; runs
-                    first, because it needs nearly all of the device's memory
-  yardsticks        what the device itself can do: copy and read bandwidth, bfloat16 matrix rate
-  correctness       a small model compared with the CPU in float32 and bfloat16; generation compared with `logits`
-  decode            greedy tokens/s of the library's compiled decode loop, random bfloat16 weights made on the device
+Sections, in order of worth, because the time limit cuts from the end:
+  yardsticks        what the device itself can do: copy and read bandwidth, bfloat16 matrix rate, its clock and power
+  decode            greedy tokens/s of the library's compiled decode loop, with random weights made on the device: bfloat16
+                    and the most used formats
+  matmuls           one quantized product in several ways: the library's, by single weights, by chunks, by a dense matrix
   prefill           tokens/s of the library's compiled prefill
+  training          the library's train step in bfloat16 with AdamW, by remat policy and batch
   serving           whether other requests change a request's tokens; tokens/s of the engine for requests that arrive at once
-  quantized         every format: logits compared with dequantized weights; tokens/s of decoding
+  correctness       a small model compared with the CPU in float32 and bfloat16; generation compared with `logits`; every
+                    format compared with dequantized weights
+  formats           decoding with the other formats
   programs          the single-device programs of compile_report: the compiler's plan, with and without the device, and
                     measurements next to it
   attention         every backend of the device, forward and backward, from short to long; the shortest is compared with the
@@ -21,28 +24,34 @@ Sections, in order of importance, because the time limit cuts from the end:
   families          logits, greedy tokens and a training step of a small model of every family, compared with float64 on the
                     CPU: the rows of `docs/support.md`. It takes some minutes; run it by itself, into a separate file
                     (--sections families --device-json gpu_report_families_NAME.json)
+  published         figures of other projects, for comparison
 
-With other sections, training has at most TRAINING_SHARE of the time, divided among its shapes. Each shape measures as many
-candidates as fit, those with the least memory first. With only `--sections training` it has all of the time. Attention has
-ATTENTION_SHARE in the same way, the shortest first. Otherwise sections are cut in the order families, compiler_options,
-transformers, attention, programs, prefill, decode.
+Each section has its own process, with all of the device's memory, and a crash affects only its rows. The JSON is rewritten
+after every row. Run again, the report continues: it keeps rows of the same device, versions and source code, except those
+that failed or were skipped. If there are several sections, training and attention have at most a share of the time left.
 
 A section is a file of `gpu_parts`, with a function that takes the `Run` and yields rows as plain dicts; add new sections to
 SECTIONS. Without an accelerator the same code runs small shapes, so that it is always tested; they fit into the CPU's
-caches, so that their shares are meaningless. The JSON is rewritten after every row, so that a killed run keeps its results.
-The exit code is 1 if anything failed, and 0 if measurements were only skipped.
+caches, so that their shares are meaningless. The exit code is 1 if anything failed, and 0 if measurements were only skipped.
+
+--bundle copies the library, this script and the packages that they need besides those of JAX into one folder, for the same
+operating system and any version of Python. There:
+
+    PYTHONPATH=FOLDER python FOLDER/experiments/gpu_report.py
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import platform
 import re
+import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 # Read when JAX's backend starts. Otherwise JAX would reserve most of the GPU's memory and leave too little for torch in its
@@ -50,29 +59,32 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
+from bundle import bundle
 from gpu_parts.attention import attention
 from gpu_parts.correctness import correctness
-from gpu_parts.decode import decode
+from gpu_parts.decode import decode, formats
 from gpu_parts.families import families
+from gpu_parts.matmuls import matmuls
 from gpu_parts.options import compiler_options
 from gpu_parts.peer import WORKER, transformers
 from gpu_parts.peer_one import transformers_worker
 from gpu_parts.plan import GOAL_SHAPE, LARGE, SMALL
 from gpu_parts.prefill import prefill
 from gpu_parts.programs import programs
-from gpu_parts.quantized import quantized
-from gpu_parts.run import Row, Run, Section, describe, memory_limit
+from gpu_parts.published import published
+from gpu_parts.run import RUNNER, Row, Run, Section, describe, memory_limit
 from gpu_parts.serving import serving
 from gpu_parts.table import table
-from gpu_parts.training import TRAINING_WORKER, best_training, training
-from gpu_parts.training_one import training_worker
+from gpu_parts.training import best_training, training
 from gpu_parts.yardsticks import yardsticks
-from measuring import versions, write_report
+from measuring import ROOT, versions, write_report
 
 import llama_jax
 from llama_jax.training import flops
 
-GOAL_SHARE = 0.85  # of the copy bandwidth
+SECTION_WORKER = "--section-worker"
+GOAL_SHARE = 0.85  # of the copy bandwidth, bfloat16
+GOAL_INT8 = 1.5  # times the tokens/s of bfloat16
 TRAINING_GOAL = 0.5  # of the published peak
 FORMULAS = {
     "copy": "2 * bytes / seconds of `x + 1`: every byte is read once and written once",
@@ -80,6 +92,7 @@ FORMULAS = {
     "matrix": "2 * n**3 / seconds of a bfloat16 product with a float32 result",
     "gb_per_step": "weights (the embedding table only where it is also the head) and the tokens in the cache",
     "share_of_copy": "gb_per_step / seconds per step / copy bandwidth",
+    "gb_per_s": "bytes of the stored matrix / seconds of a product; several different matrices in one program",
     "tflop": "2 * layer parameters * tokens + 2 * L * N * H * B * T**2 for the causal half of attention; no head",
     "share_of_matrix": "tflop / seconds / matrix rate",
     "attention_tflop": "2 * N * H * B * T**2 forward: two products, of which causality needs half; 3.5 times that with"
@@ -92,19 +105,24 @@ FORMULAS = {
     "spread": "(slowest - fastest) / median of the repetitions",
 }
 SECTIONS: dict[str, Section] = {
-    "training": training,
     "yardsticks": yardsticks,
-    "correctness": correctness,
     "decode": decode,
+    "matmuls": matmuls,
     "prefill": prefill,
+    "training": training,
     "serving": serving,
-    "quantized": quantized,
+    "correctness": correctness,
+    "formats": formats,
     "programs": programs,
     "attention": attention,
     "transformers": transformers,
     "compiler_options": compiler_options,
     "families": families,
+    "published": published,
 }
+SHARES = {"training": 0.5, "attention": 0.3}  # of the time that is left
+# Memory that grows in pieces is too fragmented for the largest arrays of training.
+MEMORY = {"training": {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}}
 
 
 @dataclass(frozen=True)
@@ -112,75 +130,121 @@ class Arguments:
     """Check and measure llama_jax on the default device."""
 
     sections: tuple[str, ...] = ()
-    """Sections to run, in this order; all by default. The file contains only these."""
+    """Sections to run, in this order; all by default."""
     shapes: tuple[str, ...] = ()
     """Model shapes to measure, in sections that have shapes; all by default."""
-    time_limit: float = 460.0
+    time_limit: float = 840.0
     """Time limit in seconds; a measurement that might not end in time is not started."""
     output_folder: Path = Path("experiments/results")
     device_json: str = ""
     """File name in the output folder; by default gpu_report_<device kind>.json."""
+    bundle: Path | None = None
+    """Measure nothing: copy what another machine needs into this folder."""
 
 
 def main(arguments: Arguments) -> int:
-    """Run the sections, write the JSON, print the tables; return the exit code."""
-    device = jax.devices()[0]
-    plan = SMALL if device.platform == "cpu" else LARGE
-    for what, given, known in (("section", arguments.sections, SECTIONS), ("shape", arguments.shapes, plan.shapes)):
+    """Run each section in a process; return the exit code. This process does not use the device."""
+    if arguments.bundle is not None:
+        bundle(arguments.bundle)
+        return 0
+    shapes = {**SMALL.shapes, **LARGE.shapes}
+    for what, given, known in (("section", arguments.sections, SECTIONS), ("shape", arguments.shapes, shapes)):
         if unknown := [name for name in given if name not in known]:
             print(f"unknown {what} {unknown[0]!r}; the {what}s are {', '.join(known)}", file=sys.stderr)
             return 2
-    sections, plan = arguments.sections or tuple(SECTIONS), plan.limited_to(arguments.shapes)
-    run = Run(device, plan, arguments.time_limit, alone=len(sections) == 1)
+    sections, start, code = arguments.sections or tuple(SECTIONS), time.monotonic(), 0
+    for section in sections:
+        left = arguments.time_limit - (time.monotonic() - start)
+        limit = max(left * (SHARES.get(section, 1.0) if len(sections) > 1 else 1.0), 0.0)
+        request = asdict(replace(arguments, time_limit=limit)) | {"output_folder": str(arguments.output_folder)}
+        command = [sys.executable, str(RUNNER), SECTION_WORKER, section, json.dumps(request)]
+        try:
+            # A measurement that began in time may take longer than the limit, but not without end.
+            worker = subprocess.run(command, env={**os.environ, **MEMORY.get(section, {})}, timeout=limit + 120)
+            if worker.returncode not in (0, 1):
+                print(f"{section}: the process ended with {worker.returncode}", flush=True)
+            code |= worker.returncode != 0
+        except subprocess.TimeoutExpired:
+            print(f"{section}: stopped after {limit + 120:.0f} s", flush=True)
+            code = 1
+    return int(code)
+
+
+def run_section(section: str, arguments: Arguments) -> int:
+    """Measure one section, add its rows to the JSON, print its table; return the exit code."""
+    device = jax.devices()[0]
+    plan = (SMALL if device.platform == "cpu" else LARGE).limited_to(arguments.shapes)
     name = arguments.device_json or f"gpu_report_{re.sub(r'[^0-9A-Za-z]', '_', device.device_kind)}.json"
     path = arguments.output_folder / name
-    settings = {key: value for key, value in vars(run.plan).items() if isinstance(value, int)}
+    report = read_report(path, device, plan)
+    results = report["sections"]
+    run = Run(device, plan, arguments.time_limit, results, before=results.pop(section, []))
+    rows = results[section] = []
+    try:
+        for row in SECTIONS[section](run):
+            rows.append(row)
+            write_report(path, report | {"sections": results | {section: rows + run.before}})
+    except Exception as error:
+        rows.append({"error": describe(error)})
+    print(f"\n{section} on {device.device_kind} ({time.monotonic() - run.start:.0f} s)\n{table(rows)}", flush=True)
+    report["goals"] = goals(run)
+    if section in ("decode", "training"):
+        for line in report["goals"]:
+            print(f"goal {line}", flush=True)
+    failed = ["error" in row or row.get("ok") is False for rows in results.values() for row in rows]
+    report["failures"] = sum(failed)
+    write_report(path, report)
+    return int(any("error" in row or row.get("ok") is False for row in rows))
+
+
+def read_report(path: Path, device: jax.Device, plan: object) -> Row:
+    """The report in a file, to be continued, or an empty one if it is of another device, versions, sizes or source."""
+    settings = {key: value for key, value in vars(plan).items() if isinstance(value, int)}
+    found = versions("jax", "jaxlib", "flax", "numpy", "torch", "transformers") | {"llama_jax": llama_jax.__version__}
     report = {
         "device": describe_device(device),
-        "versions": versions("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
-        | {"llama_jax": llama_jax.__version__},
-        "settings": settings | {"time_limit": arguments.time_limit},
+        "versions": found | {"source": digest_source()},
+        "settings": settings,
         "formulas": FORMULAS,
-        "sections": run.results,
+        "sections": {},
     }
-    print(f"{device.device_kind} ({device.platform}), jax {jax.__version__}")
-
-    for section in sections:
-        rows = run.results[section] = []
-        start = time.monotonic()
-        try:
-            for row in SECTIONS[section](run):
-                rows.append(row)
-                write_report(path, report)
-        except Exception as error:
-            rows.append({"error": describe(error)})
-        print(f"\n{section} ({time.monotonic() - start:.0f} s)\n{table(rows)}", flush=True)
-        write_report(path, report)
-
-    report |= goals(run)
-    failures = [row for rows in run.results.values() for row in rows if "error" in row or row.get("ok") is False]
-    report |= {"seconds": time.monotonic() - run.start, "failures": len(failures)}
-    write_report(path, report)
-    print(f"\n{len(failures)} failures; {report['seconds']:.0f} s; written to {path}")
-    return 1 if failures else 0
+    before = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    same = before.get("device", {}).get("kind") == device.device_kind
+    if same and all(before.get(key) == report[key] for key in ("versions", "settings")):
+        return report | {"sections": before["sections"]}
+    return report
 
 
-def goals(run: Run) -> Row:
-    """Print and return the goals for decoding and training, with the measured results, if any."""
-    found: Row = {}
-    share = run.found("decode", "share_of_copy", shape=GOAL_SHAPE, batch=1)
+def digest_source() -> str:
+    """The first digits of a digest of the library's and this report's source code."""
+    digest = hashlib.sha256()
+    for folder in (ROOT / "llama_jax", ROOT / "experiments" / "gpu_parts"):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def goals(run: Run) -> list[str]:
+    """The goals for decoding and training that were measured, and whether they were reached."""
+    lines = []
+
+    def judge(what: str, value: float, goal: float) -> None:
+        lines.append(f"{'reached' if value >= goal else 'missed'}: {what} {value:.2f}, {goal} wanted")
+
+    share = run.found("decode", "share_of_copy", shape=GOAL_SHAPE, weights="bfloat16", batch=1)
     if share is not None:
-        found["goal"] = {"shape": GOAL_SHAPE, "batch": 1, "share_of_copy": share, "goal": GOAL_SHARE}
-        reached = "reached" if share >= GOAL_SHARE else "missed"
-        print(f"\ngoal {reached}: {GOAL_SHAPE} with batch 1 runs at {share:.1%} of copy bandwidth, {GOAL_SHARE:.0%} wanted")
+        judge(f"{GOAL_SHAPE} in bfloat16, one row, share of the copy bandwidth", share, GOAL_SHARE)
+    speeds = [
+        run.found("decode", "tokens_per_s", shape=GOAL_SHAPE, weights=weights, batch=1) for weights in ("bfloat16", "int8")
+    ]
+    if speeds[0] is not None and speeds[1] is not None:
+        judge(f"{GOAL_SHAPE} in int8, one row, over bfloat16", speeds[1] / speeds[0], GOAL_INT8)
     for case in run.plan.trainings:
         best = best_training(run.results.get("training", []), case)
         if best is not None:
-            found.setdefault("training_goals", []).append(best | {"goal": TRAINING_GOAL})
-            reached = "reached" if best["mfu"] >= TRAINING_GOAL else "missed"
             chosen = f"{case.parameters}, remat {best['remat']}, {best['batch']} rows"
-            print(f"goal {reached}: {case.shape} ({chosen}) trains at {best['mfu']:.1%} MFU, {TRAINING_GOAL:.0%} wanted")
-    return found
+            judge(f"training {case.shape} ({chosen}), MFU", best["mfu"], TRAINING_GOAL)
+    return lines
 
 
 def describe_device(device: jax.Device) -> Row:
@@ -208,11 +272,15 @@ def command_line() -> Arguments:
     return tyro.cli(Arguments, description=__doc__)
 
 
+def from_request(output_folder: str, sections: list[str], shapes: list[str], **rest: object) -> Arguments:
+    """The arguments that `main` passed to this process."""
+    return Arguments(output_folder=Path(output_folder), sections=tuple(sections), shapes=tuple(shapes), **rest)
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == [WORKER]:
         print(json.dumps(transformers_worker(**json.loads(sys.argv[2]))))
-    elif sys.argv[1:2] == [TRAINING_WORKER]:
-        for row in training_worker(**json.loads(sys.argv[2])):
-            print(json.dumps(row), flush=True)
+    elif sys.argv[1:2] == [SECTION_WORKER]:
+        sys.exit(run_section(sys.argv[2], from_request(**json.loads(sys.argv[3]))))
     else:
         sys.exit(main(command_line()))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 from gpu_parts.attention_one import PASSES, measure_attention
 from gpu_parts.run import Row, Run
 
-ATTENTION_SHARE = 0.2  # of the time limit
 BACKENDS = ("cudnn", "splash", "blockwise", "dense", "reference")
 
 
 def attention(run: Run) -> Iterator[Row]:
     """Measure every backend at every length: the attention of one layer, for one row."""
-    share = 1.0 if run.alone else ATTENTION_SHARE
-    end = time.monotonic() + min(share * run.time_limit, run.time_left())
     ended: set[tuple[str, str]] = set()  # did not fit; longer ones are skipped
     refused: set[str] = set()
     for tokens in run.plan.heads.lengths:
@@ -24,9 +20,6 @@ def attention(run: Run) -> Iterator[Row]:
                 if backend in refused:
                     continue
                 row = {"backend": backend, "tokens": tokens, "pass": direction}
-                if time.monotonic() >= end:
-                    yield row | {"skipped": "time limit"}
-                    continue
                 if (backend, direction) in ended:
                     yield row | {"skipped": "less did not fit"}
                     continue

@@ -1,9 +1,10 @@
-"""A small model compared with the CPU, and generation compared with repeated `logits`."""
+"""A small model compared with the CPU and with dequantized weights, and generation compared with repeated `logits`."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,14 @@ import numpy as np
 import llama_jax
 from gpu_parts.plan import SMALL_GQA
 from gpu_parts.run import Row, Run, number
+from llama_jax.model.trees import dequantize, quantize
 
 CHECK_TOKENS = (4, 48)
 FLOAT32_TOLERANCE = 1e-4  # of the largest logit
 # bfloat16 rounds every product to 8 bits, about 0.4 %: four layers of that stay within a few percent of the largest logit.
 BFLOAT16_TOLERANCE = 0.05
+# int8 activations round to 7 bits, and 4-bit weights make each such error larger, relative to the largest logit.
+QUANTIZED_TOLERANCE = 0.05
 BFLOAT16_AGREEMENT = 0.9  # of the positions; random weights have many near ties
 
 
@@ -60,6 +64,21 @@ def correctness(run: Run) -> Iterator[Row]:
 
     for check, name in ((float32, "float32 logits"), (bfloat16, "bfloat16 logits"), (greedy, "float32 greedy tokens")):
         yield run.attempt({"check": name}, check)
+    for kind in run.plan.formats:
+        for count in (1, 3, 48):
+            yield run.attempt(
+                {"check": "quantized logits", "format": kind, "tokens": count}, partial(quantized, kind, count)
+            )
+
+
+def quantized(kind: str, tokens: int) -> Row:
+    """The difference between logits [1, V] of quantized and of dequantized weights."""
+    with jax.default_matmul_precision("highest"):
+        params = quantize(jax.jit(llama_jax.init, static_argnums=0)(SMALL_GQA, jax.random.key(0)), kind)
+        ids = np.random.default_rng(0).integers(0, SMALL_GQA.vocab_size, (1, tokens), dtype=np.int32)
+        program = jax.jit(lambda params: llama_jax.logits(SMALL_GQA, params, ids)[:, -1])
+        got, expected = program(params), program(jax.jit(dequantize)(params))
+    return compared(np.asarray(got), np.asarray(expected), QUANTIZED_TOLERANCE)
 
 
 def compared(got: np.ndarray, expected: np.ndarray, tolerance: float) -> Row:

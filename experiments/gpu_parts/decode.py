@@ -1,4 +1,4 @@
-"""Greedy tokens/s of the library's decode loop, and the bytes that a step has to read."""
+"""Greedy tokens/s of the library's decode loop, in bfloat16 and with quantized weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,29 @@ import llama_jax
 from gpu_parts.plan import Plan
 from gpu_parts.run import Row, Run
 from gpu_parts.timing import spread, temporary_memory
-from gpu_parts.weights import for_every_shape
+from gpu_parts.weights import Weights, for_every_case
 from llama_jax.inference import compiled_decode as library
 from llama_jax.inference.decode import STEPS_PER_CHUNK, DecodeSettings, DecodeState
 from llama_jax.model.trees import bytes_in_memory
 
 
 def decode(run: Run) -> Iterator[Row]:
-    cases = [{"batch": batch} for batch in run.plan.decode_batches]
-    yield from for_every_shape(run, cases, measure_decode)
+    """The shapes and weights of the plan, at every batch."""
+    for shape, weights in run.plan.decodes:
+        yield from decode_with(run, shape, weights, run.plan.decode_batches)
+
+
+def formats(run: Run) -> Iterator[Row]:
+    """One row with the other formats."""
+    for weights in run.plan.formats:
+        if (run.plan.quantized_shape, weights) not in run.plan.decodes:
+            yield from decode_with(run, run.plan.quantized_shape, weights, (1,))
+
+
+def decode_with(run: Run, shape: str, weights: str, batches: tuple[int, ...]) -> Iterator[Row]:
+    """A row per batch; the weights are made at the first measurement."""
+    made, cases = Weights(run.plan.shapes[shape], weights), [{"batch": batch} for batch in batches]
+    yield from for_every_case(run, {"shape": shape, "weights": weights}, made, cases, measure_decode)
 
 
 def measure_decode(

@@ -51,7 +51,7 @@ def measure_transformers(run: Run, shape: str) -> Row:
         return row
     step, read = row["ms_per_step"] / 1e3, step_bytes(config, param_shapes(config, jnp.bfloat16), 1, mean_length(plan))
     copy = run.found("yardsticks", "value", name="copy")
-    ours = run.found("decode", "tokens_per_s", shape=shape, batch=1)
+    ours = run.found("decode", "tokens_per_s", shape=shape, weights="bfloat16", batch=1)
     return {
         **row,
         **({} if copy is None else {"share_of_copy": read / step / 1e9 / copy}),

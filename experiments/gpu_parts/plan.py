@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import llama_jax
 
-GOAL_SHAPE = "llama-2-7b"
+GOAL_SHAPE = "llama-3-8b"
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,9 @@ class Training:
 
     shape: str
     length: int
-    candidates: tuple[tuple[str, int], ...]
-    """(remat policy, rows), the least memory first; candidates after one that does not fit are skipped."""
+    candidates: tuple[tuple[str, int, bool], ...]
+    """(remat policy, rows, whether layers are unrolled), the least memory first; those after one that does not fit are
+    skipped."""
     parameters: str = "float32"
     """Dtype of parameters, gradients and moments: 16 bytes per parameter in float32, 8 in bfloat16."""
 
@@ -38,6 +39,7 @@ class Plan:
 
     shapes: dict[str, llama_jax.LlamaConfig]
     trainings: tuple[Training, ...]
+    decodes: tuple[tuple[str, str], ...]  # (shape, weights)
     decode_batches: tuple[int, ...]
     prefills: tuple[tuple[int, int], ...]  # (rows, tokens of each)
     heads: Heads  # for attention
@@ -48,6 +50,10 @@ class Plan:
     compared_requests: int
     quantized_shape: str
     formats: tuple[str, ...]
+    products: dict[str, tuple[int, int]]  # [N, D] of matrices to multiply
+    product_formats: tuple[str, ...]
+    product_rows: tuple[int, ...]
+    product_copies: int  # different matrices in one program, so that none stays in a cache
     repetitions: int
     new_tokens: int
     copy_bytes: int
@@ -64,6 +70,7 @@ class Plan:
             self,
             shapes={shape: self.shapes[shape] for shape in shapes},
             trainings=tuple(case for case in self.trainings if case.shape in shapes),
+            decodes=tuple(case for case in self.decodes if case[0] in shapes),
             peer_shapes=tuple(shape for shape in self.peer_shapes if shape in shapes),
             served_shapes=tuple(shape for shape in self.served_shapes if shape in shapes),
             options_shape=self.options_shape if self.options_shape in shapes else shapes[0],
@@ -73,23 +80,30 @@ class Plan:
 
 # The goal's shape comes first, in case the time runs out.
 LARGE = Plan(
-    shapes={name: llama_jax.preset(name) for name in (GOAL_SHAPE, "tinyllama-1.1b", "llama-3-8b")},
-    decode_batches=(1, 64),
-    prefills=((1, 512), (64, 128)),
-    # In float32 the states take 18 and 108 GB. The largest other arrays are attention scores, [rows, heads, 2048, 2048].
+    shapes={name: llama_jax.preset(name) for name in (GOAL_SHAPE, "tinyllama-1.1b")},
+    decodes=(
+        *((GOAL_SHAPE, weights) for weights in ("bfloat16", "int8", "q4_0", "q4_k")),
+        ("tinyllama-1.1b", "bfloat16"),
+    ),
+    decode_batches=(1, 8, 64),
+    prefills=((1, 512), (1, 4096), (64, 128)),
+    # The states take 18 and 64 GB.
     trainings=(
-        Training(GOAL_SHAPE, 2048, (("full", 1), ("full", 2), ("dots", 2), ("full", 4))),
-        Training("tinyllama-1.1b", 2048, (("full", 8), ("dots", 8), ("none", 2), ("dots", 16), ("full", 32))),
-        Training(GOAL_SHAPE, 2048, (("full", 4), ("dots", 4), ("full", 8)), parameters="bfloat16"),
+        Training("tinyllama-1.1b", 2048, (("dots", 8, False), ("dots", 8, True), ("dots", 16, True), ("dots", 16, False))),
+        Training(GOAL_SHAPE, 2048, (("full", 4, False), ("dots", 4, True)), parameters="bfloat16"),
     ),
     heads=Heads((2048, 4096, 8192, 16384, 32768), queries=32, keys=8, width=128),  # those of llama-3-8b
     peer_shapes=(GOAL_SHAPE, "tinyllama-1.1b"),
     options_shape="tinyllama-1.1b",
-    served_shapes=("llama-3-8b",),
+    served_shapes=(GOAL_SHAPE,),
     served_rows=64,
     compared_requests=24,
-    quantized_shape="llama-3-8b",
-    formats=("int8", "q4_0", "q4_k", "int4", "fp8", "q8_0", "nf4"),
+    quantized_shape=GOAL_SHAPE,
+    formats=("int8", "q4_0", "q4_k", "int4", "fp8", "q8_0", "nf4", "q5_0", "q4_1"),
+    products={"gate or up": (14336, 4096), "down": (4096, 14336)},  # of llama-3-8b
+    product_formats=("int8", "q4_0", "int4", "q8_0", "q4_k"),
+    product_rows=(1, 2, 4, 8, 64),
+    product_copies=8,
     repetitions=5,
     new_tokens=64,
     copy_bytes=1 << 32,
@@ -109,11 +123,12 @@ SMALL_GQA = llama_jax.LlamaConfig(
 )
 SMALL = Plan(
     shapes={"stories-260k": llama_jax.preset("stories-260k"), "small-gqa": SMALL_GQA},
+    decodes=(("small-gqa", "bfloat16"), ("small-gqa", "int8"), ("small-gqa", "q4_0"), ("stories-260k", "bfloat16")),
     decode_batches=(1, 4),
     prefills=((1, 64), (4, 32)),
     trainings=(
-        Training("stories-260k", 32, (("full", 2),)),
-        Training("stories-260k", 32, (("dots", 2),), parameters="bfloat16"),
+        Training("stories-260k", 32, (("full", 2, False),)),
+        Training("stories-260k", 32, (("dots", 2, True),), parameters="bfloat16"),
     ),
     heads=Heads((64, 96), queries=4, keys=2, width=16),
     peer_shapes=("small-gqa",),
@@ -122,7 +137,11 @@ SMALL = Plan(
     served_rows=4,
     compared_requests=6,
     quantized_shape="small-gqa",
-    formats=("int8", "q4_0"),
+    formats=("int8", "q4_0", "q8_0"),
+    products={"small": (96, 256)},
+    product_formats=("int8", "q4_0"),
+    product_rows=(1, 4),
+    product_copies=1,
     repetitions=3,
     new_tokens=16,
     copy_bytes=1 << 26,

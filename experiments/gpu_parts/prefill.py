@@ -13,13 +13,14 @@ import numpy as np
 import llama_jax
 from gpu_parts.run import Row, Run
 from gpu_parts.timing import spread, temporary_memory
-from gpu_parts.weights import for_every_shape
+from gpu_parts.weights import Weights, for_every_case
 from llama_jax.inference import compiled_decode as library
 
 
 def prefill(run: Run) -> Iterator[Row]:
     cases = [{"batch": batch, "tokens": tokens} for batch, tokens in run.plan.prefills]
-    yield from for_every_shape(run, cases, measure_prefill)
+    for shape, config in run.plan.shapes.items():
+        yield from for_every_case(run, {"shape": shape}, Weights(config), cases, measure_prefill)
 
 
 def measure_prefill(run: Run, config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int, tokens: int) -> Row:

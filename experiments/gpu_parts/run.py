@@ -21,15 +21,19 @@ Section = Callable[["Run"], Iterable[Row]]
 
 @dataclass
 class Run:
-    """The input of every section: the device, the sizes, the time left and the results so far."""
+    """The input of every section: the device, the sizes, the time left and the results so far.
+
+    Attributes:
+      before: rows of this section from an earlier run, which are not measured again.
+    """
 
     device: jax.Device
     plan: Plan
     time_limit: float
     results: dict[str, list[Row]] = field(default_factory=dict)
+    before: list[Row] = field(default_factory=list)
     start: float = field(default_factory=time.monotonic)
     longest: float = 0.0
-    alone: bool = False  # whether there is only one section to run
 
     def time_left(self) -> float:
         return self.time_limit - (time.monotonic() - self.start)
@@ -39,6 +43,9 @@ class Run:
 
         A running measurement cannot be interrupted, so it is skipped unless the longest one so far would still fit.
         """
+        for i, found in enumerate(self.before):
+            if row.items() <= found.items() and not {"error", "skipped"} & found.keys():
+                return self.before.pop(i)
         if self.time_left() <= self.longest:
             return row | {"skipped": "time limit"}
         start = time.monotonic()

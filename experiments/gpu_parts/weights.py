@@ -9,19 +9,21 @@ import jax.numpy as jnp
 
 import llama_jax
 from gpu_parts.run import Row, Run, memory_limit
-from llama_jax.model.trees import param_shapes, unstack_layers
+from llama_jax.model.trees import param_shapes, quantize, unstack_layers
 
 
 class Weights:
-    """Random bfloat16 weights of one shape, made on the device at the first use."""
+    """Random weights of one shape, in bfloat16 or a quantization format, made on the device at the first use."""
 
-    def __init__(self, config: llama_jax.LlamaConfig):
+    def __init__(self, config: llama_jax.LlamaConfig, kind: str = "bfloat16"):
         self.config = config
+        self.kind = kind
         self.params: llama_jax.Llama | None = None
 
     def made(self) -> llama_jax.Llama:
         if self.params is None:
-            self.params = jax.block_until_ready(noise(param_shapes(self.config, jnp.bfloat16)))
+            shapes = param_shapes(self.config, jnp.bfloat16)
+            self.params = jax.block_until_ready(noise(shapes if self.kind == "bfloat16" else quantize(shapes, self.kind)))
         return self.params
 
 
@@ -47,16 +49,13 @@ def laid_out(params: llama_jax.Llama) -> llama_jax.Llama:
     return unstack_layers(params) if jax.default_backend() == "gpu" else params
 
 
-def for_every_shape(run: Run, cases: list[Row], measure: Callable[..., Row]) -> Iterator[Row]:
-    """Yield a row for every shape and case."""
-    for shape, config in run.plan.shapes.items():
-        weights = Weights(config)
-        for case in cases:
-            row = {"shape": shape, **case}
-            if not fits(run.device, config):
-                yield row | {"skipped": "the weights do not fit into the device's memory"}
-                continue
-            yield run.attempt(row, lambda weights=weights, case=case: measure(run, weights.config, weights.made(), **case))
+def for_every_case(run: Run, row: Row, weights: Weights, cases: list[Row], measure: Callable[..., Row]) -> Iterator[Row]:
+    """Yield `row` with each case and its measurement."""
+    for case in cases:
+        if fits(run.device, weights.config):
+            yield run.attempt(row | case, lambda case=case: measure(run, weights.config, weights.made(), **case))
+        else:
+            yield row | case | {"skipped": "the weights do not fit into the device's memory"}
 
 
 def fits(device: jax.Device, config: llama_jax.LlamaConfig) -> bool:
