@@ -14,21 +14,19 @@ from llama_jax.ops.layers import MATMUL_OUTPUT
 from llama_jax.ops.platform import rematerializing
 
 LAYER_INPUT = "layer_input"
+# The primitive whose results, the output and the softmax's denominators, JAX does not name.
+CUDNN_ATTENTION = "dot_product_attention_fwd"
 
 
 def rematerialize(remat: Remat, layer: Callable[..., Any], *, in_loop: bool) -> Callable[..., Any]:
-    """Rematerialize the function of one layer.
-
-    Args:
-      layer: its first two arguments are the parameters and the residual stream.
-      in_loop: whether it is the body of a loop, where CSE with the forward pass is impossible, so that no barrier is needed.
-    """
+    """Rematerialize the function of one layer; its first two arguments are the parameters and the residual stream."""
     policies = jax.checkpoint_policies
+    names = policies.save_only_these_names(MATMUL_OUTPUT, ATTENTION_OUTPUT)
     policy = {
         # Blockwise attention is expensive for long rows, and its output is cheap to save. Values are selected by name,
         # because JAX's policies do not look inside custom_vjp matmuls.
-        "dots": policies.save_from_both_policies(
-            policies.save_only_these_names(MATMUL_OUTPUT, ATTENTION_OUTPUT), _is_cudnn_attention
+        "dots": lambda primitive, *args, **params: (
+            primitive.name.startswith(CUDNN_ATTENTION) or names(primitive, *args, **params)
         ),
         "full": policies.nothing_saveable,
         "offload": policies.save_and_offload_only_these_names(
@@ -43,12 +41,5 @@ def rematerialize(remat: Remat, layer: Callable[..., Any], *, in_loop: bool) -> 
         with rematerializing(True):
             return layer(block, checkpoint_name(hidden, LAYER_INPUT), *rest)
 
+    # Inside a loop, CSE with the forward pass is impossible, so no barrier is needed.
     return jax.checkpoint(named, prevent_cse=not in_loop, policy=policy)
-
-
-def _is_cudnn_attention(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy: save what cuDNN's attention returns, its output and the logarithm of the softmax's denominator.
-
-    JAX does not name them. Without the latter, the backward pass would call the forward kernel again.
-    """
-    return primitive.name.startswith("dot_product_attention_fwd")

@@ -19,8 +19,6 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from llama_jax.ops.layers import Weight, project, weight_gradient
 from llama_jax.ops.platform import lowering_platform
 
-CHUNK = 64  # positions of each row whose logits are in memory at a time
-CHUNK_ON_ACCELERATORS = 256  # the head's gradient is read and written once per chunk; larger chunks are faster matmuls
 Constrain = Callable[[jax.Array, str], jax.Array]  # (array, its name) -> the array with a sharding constraint
 
 
@@ -41,7 +39,7 @@ class LogitOptions:
     """How logits and the loss are computed.
 
     Attributes:
-      chunk: positions of each row per chunk; None is CHUNK on a CPU and CHUNK_ON_ACCELERATORS elsewhere.
+      chunk: positions of each row per chunk; None: 64 on a CPU and 256 elsewhere, where large matmuls are faster.
       z_loss: weight of the z-loss, which keeps the softmax's denominator near 1 (Chowdhery et al. 2022, section 5).
       vocab_size: the number of tokens, if the head has more rows: the other rows are padding, with probability 0.
       batch_shards: number of devices over which B is sharded. The gradient of the head is accumulated per shard, and summed
@@ -55,11 +53,6 @@ class LogitOptions:
     vocab_size: int | None = None
     batch_shards: int = 1
     constrain: Constrain = lambda x, name: x
-
-    @property
-    def positions(self) -> int:
-        """Positions of each row per chunk."""
-        return self.chunk or (CHUNK if lowering_platform() == "cpu" else CHUNK_ON_ACCELERATORS)
 
 
 def cross_entropy(
@@ -118,7 +111,7 @@ def token_logprobs(
         target_logits = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
         return jnp.where(targets >= 0, target_logits - jax.nn.logsumexp(logits, axis=-1), 0)
 
-    chunks = split_chunks(hidden, options.positions), split_chunks(targets, options.positions, fill=-1)
+    chunks = split_chunks(hidden, options.chunk), split_chunks(targets, options.chunk, fill=-1)
     return join_chunks(lax.map(lambda chunk: chunk_logprobs(*chunk), chunks), targets.shape[1])
 
 
@@ -133,7 +126,7 @@ def _loss_sums(
         chunk_sums, _ = _chunk_sums_and_d_logits(options, head_cast, *chunk)
         return LossSums(*map(jnp.add, sums, chunk_sums)), None
 
-    row_sums, _ = lax.scan(add_chunk, _zero_row_sums(hidden), _chunks(options.positions, hidden, targets, weights))
+    row_sums, _ = lax.scan(add_chunk, _zero_row_sums(hidden), _chunks(options.chunk, hidden, targets, weights))
     return LossSums(*map(jnp.sum, row_sums))
 
 
@@ -147,7 +140,7 @@ def _loss_sums_by_autodiff(
         chunk_sums, _ = _chunk_sums_and_d_logits(options, head, *chunk)
         return LossSums(*map(jnp.add, sums, chunk_sums)), None
 
-    row_sums, _ = lax.scan(add_chunk, _zero_row_sums(hidden), _chunks(options.positions, hidden, targets, weights))
+    row_sums, _ = lax.scan(add_chunk, _zero_row_sums(hidden), _chunks(options.chunk, hidden, targets, weights))
     return LossSums(*map(jnp.sum, row_sums))
 
 
@@ -189,7 +182,7 @@ def _loss_sums_and_gradients(
     d_head = None
     if needs_d_head:  # accumulated as [D, V], the layout of the CPU matmul, and transposed once at the end
         d_head = constrain(jnp.zeros_like(head, shape=(batch_shards, *head.shape[::-1])), "lm_head_gradient")
-    chunks = _chunks(options.positions, hidden, targets, weights)
+    chunks = _chunks(options.chunk, hidden, targets, weights)
     (row_sums, d_head), d_hidden = lax.scan(add_chunk, (_zero_row_sums(hidden), d_head), chunks)
     batch, length = targets.shape
     d_hidden = d_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
@@ -232,9 +225,9 @@ def _zero_row_sums(hidden: jax.Array) -> LossSums:
     return LossSums(zeros, zeros)
 
 
-def split_chunks(x: Shaped[Array, "B T *rest"], chunk: int, fill: int = 0) -> Shaped[Array, "chunks B chunk *rest"]:
+def split_chunks(x: Shaped[Array, "B T *rest"], chunk: int | None, fill: int = 0) -> Shaped[Array, "chunks B chunk *rest"]:
     """Split the axis T into chunks, padded with `fill`. B stays an axis, because it may be sharded."""
-    chunk = min(chunk, x.shape[1])
+    chunk = min(chunk or (64 if lowering_platform() == "cpu" else 256), x.shape[1])
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
     return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).swapaxes(0, 1)
 
@@ -244,5 +237,5 @@ def join_chunks(chunks: Shaped[Array, "chunks B chunk"], length: int) -> Shaped[
     return chunks.swapaxes(0, 1).reshape(chunks.shape[1], -1)[:, :length]
 
 
-def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _chunks(chunk: int | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(split_chunks(x, chunk) for x in arrays)

@@ -90,9 +90,9 @@ def token_divergence(
         return TokenDivergence(*(jnp.where(targets >= 0, part, 0) for part in (divergence, nll)))
 
     chunks = (
-        split_chunks(student.hidden, student_options.positions),
-        split_chunks(lax.stop_gradient(teacher.hidden), student_options.positions),
-        split_chunks(targets, student_options.positions, fill=-1),
+        split_chunks(student.hidden, student_options.chunk),
+        split_chunks(lax.stop_gradient(teacher.hidden), student_options.chunk),
+        split_chunks(targets, student_options.chunk, fill=-1),
     )
     return jax.tree.map(lambda x: join_chunks(x, targets.shape[1]), lax.map(lambda chunk: of_chunk(*chunk), chunks))
 

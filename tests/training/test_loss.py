@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from training_options import loss_options
 
 import llama_jax
-from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
+from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy, split_chunks
 from llama_jax.ops.platform import target_platform
 from llama_jax.training.batch import Batch, target_mask
 from llama_jax.training.loss import next_token_loss
@@ -65,10 +65,11 @@ def test_value_and_gradient_are_those_of_the_definition(defined, kind, chunk, re
 
 
 def test_accelerators_have_larger_chunks():
-    assert LogitOptions().positions == 64
+    x = jnp.zeros((2, 600))
+    assert split_chunks(x, None).shape == (10, 2, 64)
     with target_platform("gpu"):
-        assert LogitOptions().positions == 256
-        assert LogitOptions(chunk=8).positions == 8
+        assert split_chunks(x, None).shape == (3, 2, 256)
+        assert split_chunks(x, 8).shape == (75, 2, 8)
 
 
 def test_in_bfloat16_the_loss_and_the_gradients_stay_float32(defined, models):
