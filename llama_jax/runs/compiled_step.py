@@ -109,10 +109,13 @@ def loss_options(recipe: Recipe, *, unroll: bool = False) -> LossOptions:
 def repays_unrolling(recipe: Recipe, device: jax.Device, devices: int) -> bool:
     """Whether faster steps repay a longer compilation with unrolled layers: on one GPU, in a run of some minutes.
 
-    A tenth of MIN_UNROLLED_SECONDS is about the additional time to compile MAX_UNROLLED_LAYERS layers.
+    A tenth of MIN_UNROLLED_SECONDS is about the additional time to compile MAX_UNROLLED_LAYERS layers. Never in exact runs,
+    whose bits do not depend on the number of devices.
     """
     hardware = find_hardware(device.device_kind)
-    if device.platform != "gpu" or devices > 1 or hardware is None or recipe.model.n_layers > MAX_UNROLLED_LAYERS:
+    if device.platform != "gpu" or devices > 1 or hardware is None:
+        return False
+    if recipe.exact_shards or recipe.model.n_layers > MAX_UNROLLED_LAYERS:
         return False
     flops = step_flops(recipe.model, recipe.batch, recipe.length)
     return recipe.steps * flops / (UTILIZATION * hardware.flops) >= MIN_UNROLLED_SECONDS

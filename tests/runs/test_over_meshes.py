@@ -114,6 +114,7 @@ def test_weights_are_read_straight_into_shares(params, tmp_path):
         ({"steps": 100}, "NVIDIA H200", 1, False),  # half a minute of steps
         ({"steps": 5000}, "NVIDIA H200", 8, False),
         ({"steps": 5000, "model": replace(TINYLLAMA, n_layers=80)}, "NVIDIA H200", 1, False),
+        ({"steps": 5000, "exact": True}, "NVIDIA H200", 1, False),
         ({"steps": 5000}, "NVIDIA Unknown", 1, False),
     ],
 )
