@@ -25,9 +25,7 @@ def rematerialize(remat: Remat, layer: Callable[..., Any], *, in_loop: bool) -> 
     policy = {
         # Blockwise attention is expensive for long rows, and its output is cheap to save. Values are selected by name,
         # because JAX's policies do not look inside custom_vjp matmuls.
-        "dots": lambda primitive, *args, **params: (
-            primitive.name.startswith(CUDNN_ATTENTION) or names(primitive, *args, **params)
-        ),
+        "dots": lambda op, *args, **params: op.name.startswith(CUDNN_ATTENTION) or names(op, *args, **params),
         "full": policies.nothing_saveable,
         "offload": policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

@@ -77,6 +77,8 @@ def is_batch_invariant(x: Float[Array, "*batch _"], weight: jax.Array | Weight) 
 @for_cpu("embed")
 def embed(table: Any, rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
     """Look up rows of a table [V, D]: an array, or a `Weight` with an `embed`."""
+    if rows.size == 1 and lowering_platform() == "gpu" and is_partitioned():  # XLA would gather the table to slice it
+        return embed(table, jnp.stack([rows, rows]))[0]
     return table.embed(rows) if hasattr(table, "embed") else table[rows]
 
 
