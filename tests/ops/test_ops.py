@@ -384,3 +384,15 @@ def test_a_loop_looks_up_rows_of_16_bits_without_a_wider_table():
     rows = jnp.array([[3, 299], [0, 3]])
     found, wanted = gradient(lambda t: ops.embed(t, rows), table), gradient(lambda t: t[rows], table)
     np.testing.assert_array_equal(found, wanted)
+
+
+def test_one_row_of_a_divided_table_is_looked_up_on_gpus():
+    """By another way than several rows: XLA for GPUs would gather the table."""
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    numbers = np.arange(64 * 8, dtype=np.float32).reshape(64, 8)
+    table = jax.device_put(numbers, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tensor")))
+    with jax.set_mesh(mesh), target_platform("gpu"):
+        for token in (5, 40):
+            found = jax.jit(ops.embed)(table, jnp.array([[token]]))
+            assert found.shape == (1, 1, 8)
+            np.testing.assert_array_equal(found[0, 0], numbers[token])

@@ -26,8 +26,8 @@ from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
 from llama_jax.ops.weights.words import NIBBLES, WordDecoder
 
 FEW_TOKENS = 16  # with at most this many tokens, per-group dot products are computed first and scaled afterwards
-FEW_TOKENS_BY_WORDS = 4  # on a GPU, with at most this many tokens, products are added without a matmul, see `words`
 FEW_TOKENS_OF_TPU = 64  # the same on a TPU
+FEW_TOKENS_BY_WORDS = 4  # on a GPU, with at most this many tokens, products are added without a matmul, see `words`
 DECODED_AT_ONCE = 1 << 22  # weights dequantized per chunk: 8 MB in 16 bits, which fit the VMEM of a TPU v5e (128 MB)
 DECODED_AT_ONCE_ON_GPU = 1 << 24  # 32 MB, which fit the L2 cache of an H100 (50 MB); each chunk launches several kernels
 GPUS_WITH_FP8 = ("H100", "H200", "H20", "B100", "B200", "B300", "L4", "L40", "RTX 40", "RTX 50", "RTX PRO", "Ada")
