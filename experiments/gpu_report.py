@@ -48,6 +48,7 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -152,7 +153,11 @@ def main(arguments: Arguments) -> int:
         if unknown := [name for name in given if name not in known]:
             print(f"unknown {what} {unknown[0]!r}; the {what}s are {', '.join(known)}", file=sys.stderr)
             return 2
+    if arguments.time_limit <= 0:
+        print(f"time_limit={arguments.time_limit} must be positive", file=sys.stderr)
+        return 2
     sections, start, code = arguments.sections or tuple(SECTIONS), time.monotonic(), 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a section's process ends with this one
     for section in sections:
         left = arguments.time_limit - (time.monotonic() - start)
         limit = max(left * (SHARES.get(section, 1.0) if len(sections) > 1 else 1.0), 0.0)
@@ -164,6 +169,9 @@ def main(arguments: Arguments) -> int:
             if worker.returncode not in (0, 1):
                 print(f"{section}: the process ended with {worker.returncode}", flush=True)
             code |= worker.returncode != 0
+        except KeyboardInterrupt:
+            print(f"{section}: interrupted; the same command continues it", file=sys.stderr)
+            return 130
         except subprocess.TimeoutExpired:
             print(f"{section}: stopped after {limit + 120:.0f} s", flush=True)
             code = 1
@@ -281,6 +289,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == [WORKER]:
         print(json.dumps(transformers_worker(**json.loads(sys.argv[2]))))
     elif sys.argv[1:2] == [SECTION_WORKER]:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the process that started this one reports it
         sys.exit(run_section(sys.argv[2], from_request(**json.loads(sys.argv[3]))))
     else:
         sys.exit(main(command_line()))

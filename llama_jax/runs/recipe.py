@@ -141,7 +141,7 @@ class Recipe:
       attention: the attention backend; "auto" uses the device's kernel if possible.
       parts: your functions that replace parts of every layer, see `config.Parts`; they become the `parts` of any `model`.
       loss: your loss instead of `training.loss.total_loss`, which is used if None.
-      chunk: positions per row whose logits are in memory at a time (chunked cross-entropy).
+      chunk: positions per row whose logits are in memory at a time (chunked cross-entropy); None: 64 on a CPU, else 256.
       z_loss: weight of the z-loss, see `ops.cross_entropy.LogitOptions`; 1e-4 is usual.
       neftune: NEFTune's alpha, see `training.loss.LossOptions`; 0 for no noise. The noise depends only on the seed and the
         index of the batch.

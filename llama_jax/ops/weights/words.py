@@ -48,7 +48,7 @@ class WordDecoder(NamedTuple):
 
     Attributes:
       decode: ``decode(parts, *planes)`` is the `WordValues` of a matrix, given its planes from `read`. Each word is divided
-        into `parts` consecutive words, which hold J / parts values each.
+        into `parts` consecutive words; of their J values, only the first J / parts are used.
       numbers: J, the number of values per word.
       integers: indices of the planes that are read as words.
     """
