@@ -18,6 +18,8 @@ def bundle(folder: Path) -> None:
     """Copy the library, the experiments and the packages they import to `folder`, which must not exist yet."""
     if folder.exists():
         raise SystemExit(f"--bundle: {folder} exists; give a new folder")
+    if folder.resolve().is_relative_to(ROOT):
+        raise SystemExit(f"--bundle: {folder} is inside the repository, which is copied; give a folder outside")
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "results")
     for name in ("llama_jax", "experiments"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)

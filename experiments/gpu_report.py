@@ -52,6 +52,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -73,7 +74,7 @@ from gpu_parts.plan import GOAL_SHAPE, LARGE, SMALL
 from gpu_parts.prefill import prefill
 from gpu_parts.programs import programs
 from gpu_parts.published import published
-from gpu_parts.run import RUNNER, Row, Run, Section, describe, memory_limit
+from gpu_parts.run import RUNNER, Row, Run, Section, describe, is_result, memory_limit
 from gpu_parts.serving import serving
 from gpu_parts.table import table
 from gpu_parts.training import best_training, training
@@ -121,7 +122,7 @@ SECTIONS: dict[str, Section] = {
     "families": families,
     "published": published,
 }
-SHARES = {"training": 0.5, "attention": 0.3}  # of the time that is left
+SHARE, SHARES = 0.6, {"training": 0.5, "attention": 0.3}  # of the time that is left, so that none takes all of it
 # Memory that grows in pieces is too fragmented for the largest arrays of training.
 MEMORY = {"training": {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}}
 
@@ -160,7 +161,7 @@ def main(arguments: Arguments) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a section's process ends with this one
     for section in sections:
         left = arguments.time_limit - (time.monotonic() - start)
-        limit = max(left * (SHARES.get(section, 1.0) if len(sections) > 1 else 1.0), 0.0)
+        limit = max(left * (SHARES.get(section, SHARE) if len(sections) > 1 else 1.0), 0.0)
         request = asdict(replace(arguments, time_limit=limit)) | {"output_folder": str(arguments.output_folder)}
         command = [sys.executable, str(RUNNER), SECTION_WORKER, section, json.dumps(request)]
         try:
@@ -186,7 +187,8 @@ def run_section(section: str, arguments: Arguments) -> int:
     path = arguments.output_folder / name
     report = read_report(path, device, plan)
     results = report["sections"]
-    run = Run(device, plan, arguments.time_limit, results, before=results.pop(section, []))
+    before = [row for row in results.pop(section, []) if is_result(row)]
+    run = Run(device, plan, arguments.time_limit, results, before=before)
     rows = results[section] = []
     try:
         for row in SECTIONS[section](run):
@@ -199,6 +201,7 @@ def run_section(section: str, arguments: Arguments) -> int:
     if section in ("decode", "training"):
         for line in report["goals"]:
             print(f"goal {line}", flush=True)
+    results[section] = rows + run.before
     failed = ["error" in row or row.get("ok") is False for rows in results.values() for row in rows]
     report["failures"] = sum(failed)
     write_report(path, report)
@@ -206,7 +209,7 @@ def run_section(section: str, arguments: Arguments) -> int:
 
 
 def read_report(path: Path, device: jax.Device, plan: object) -> Row:
-    """The report in a file, to be continued, or an empty one if it is of another device, versions, sizes or source."""
+    """The report in a file, to be continued; an empty one if it is damaged, or of another device, versions or source."""
     settings = {key: value for key, value in vars(plan).items() if isinstance(value, int)}
     found = versions("jax", "jaxlib", "flax", "numpy", "torch", "transformers") | {"llama_jax": llama_jax.__version__}
     report = {
@@ -216,10 +219,15 @@ def read_report(path: Path, device: jax.Device, plan: object) -> Row:
         "formulas": FORMULAS,
         "sections": {},
     }
-    before = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    same = before.get("device", {}).get("kind") == device.device_kind
-    if same and all(before.get(key) == report[key] for key in ("versions", "settings")):
-        return report | {"sections": before["sections"]}
+    if not path.is_file():
+        return report
+    with suppress(ValueError, AttributeError, KeyError):  # not a report
+        before = json.loads(path.read_text("utf-8"))
+        same = before.get("device", {}).get("kind") == device.device_kind
+        if same and all(before.get(key) == report[key] for key in ("versions", "settings")):
+            return report | {"sections": before["sections"]}
+    path.replace(path.with_suffix(".old.json"))
+    print(f"{path} cannot be continued here; it is now {path.stem}.old.json", flush=True)
     return report
 
 

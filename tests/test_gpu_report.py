@@ -14,6 +14,7 @@ import device_programs
 import jax
 import jax.numpy as jnp
 import pytest
+from bundle import bundle
 from gpu_parts import attention, decode, prefill
 from gpu_parts.plan import GOAL_SHAPE, SMALL
 from gpu_parts.run import Run
@@ -183,9 +184,42 @@ def test_a_report_continues(report, monkeypatch, tmp_path):
     assert found["sections"]["one"] == [{"name": "a", "value": 1}, {"name": "b", "value": 4}, {"name": "c", "value": 5}]
     assert found["sections"]["other"] == [{"value": 0}]
     monkeypatch.setattr(report, "digest_source", lambda: "other")
-    _, found = run_sections(report, tmp_path, "one")
+    assert report.run_section("one", arguments_of(report, tmp_path)) == 0
+    (tmp_path / "report.old.json").unlink()
+    found = read(tmp_path)
     assert measured[5:] == ["a", "b", "c"]
     assert list(found["sections"]) == ["one"]
+
+
+def test_what_is_not_measured_again_is_kept(report, monkeypatch, tmp_path):
+    """Other shapes, and rows after a failure; a check that failed is tried again."""
+    results = iter([{"ok": False}, {"value": 1}, {"ok": True}])
+
+    def section(run):
+        for name in ("check", "speed"):
+            yield run.attempt({"name": name}, lambda: next(results))
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(report, "SECTIONS", {"section": section})
+    run_sections(report, tmp_path, "section")
+    monkeypatch.setattr(report, "SECTIONS", {"section": lambda run: [run.attempt({"name": "check"}, lambda: next(results))]})
+    _, found = run_sections(report, tmp_path, "section")
+    rows = [row for row in found["sections"]["section"] if "error" not in row]
+    assert rows == [{"name": "check", "ok": True}, {"name": "speed", "value": 1}]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"device": null}', "{}"])
+def test_a_report_that_cannot_be_continued_is_renamed(report, monkeypatch, tmp_path, content):
+    (tmp_path / "report.json").write_text(content)
+    monkeypatch.setattr(report, "SECTIONS", {"section": lambda run: [{"value": 0}]})
+    assert report.run_section("section", arguments_of(report, tmp_path)) == 0
+    assert (tmp_path / "report.old.json").read_text() == content
+    assert json.loads((tmp_path / "report.json").read_text())["sections"] == {"section": [{"value": 0}]}
+
+
+def test_a_bundle_is_not_copied_into_itself():
+    with pytest.raises(SystemExit, match="outside"):
+        bundle(SCRIPT.parent / "bundle")
 
 
 def test_the_sections_share_the_time(report, monkeypatch, tmp_path):
@@ -204,7 +238,7 @@ def test_the_sections_share_the_time(report, monkeypatch, tmp_path):
     assert report.main(arguments_of(report, tmp_path, sections=sections, time_limit=100)) == 1
     assert list(asked) == list(sections)
     limits = [limit for limit, *_ in asked.values()]
-    assert limits == pytest.approx([100, 100, 50, 100], abs=5)
+    assert limits == pytest.approx([60, 60, 50, 60], abs=5)
     assert [memory for _, memory, _ in asked.values()] == ["false", "false", "true", "false"]
     assert report.main(arguments_of(report, tmp_path, sections=("training",), time_limit=100)) == 0
     assert asked["training"][0] == pytest.approx(100, abs=5)

@@ -24,7 +24,7 @@ class Run:
     """The input of every section: the device, the sizes, the time left and the results so far.
 
     Attributes:
-      before: rows of this section from an earlier run, which are not measured again.
+      before: results of this section from an earlier run, which are not measured again.
     """
 
     device: jax.Device
@@ -44,7 +44,7 @@ class Run:
         A running measurement cannot be interrupted, so it is skipped unless the longest one so far would still fit.
         """
         for i, found in enumerate(self.before):
-            if row.items() <= found.items() and not {"error", "skipped"} & found.keys():
+            if row.items() <= found.items():
                 return self.before.pop(i)
         if self.time_left() <= self.longest:
             return row | {"skipped": "time limit"}
@@ -62,6 +62,11 @@ class Run:
             if key in row and all(row.get(name) == value for name, value in where.items()):
                 return row[key]
         return None
+
+
+def is_result(row: Row) -> bool:
+    """Whether a row was measured, and did not fail a check."""
+    return not {"error", "skipped"} & row.keys() and row.get("ok", True)
 
 
 def describe(error: Exception) -> str:

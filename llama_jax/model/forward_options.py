@@ -53,8 +53,8 @@ class Compute:
         matmuls with weights and blockwise attention; "full", everything in a layer, so that only the residual stream
         between layers is saved (Chen et al. 2016, section 3); "offload", like "full", with the residual stream kept in the
         host's memory.
-      unroll: unroll the loop over layers, without a cache. The loop copies saved activations and gradients into stacks of
-        all layers, which takes a tenth of a training step on a GPU; unrolled, a step takes twice as long to compile.
+      unroll: unroll the loop over layers. The loop copies saved activations and gradients into stacks of all layers, which
+        takes a tenth of a training step on a GPU; unrolled, a step takes twice as long to compile.
       attention: the attention backend, see `ops.attend`; "auto" uses `ops.attention.choose_backend`.
       exact: batch invariance: a token's results depend, bit for bit, only on its own row, not on other rows, their order,
         padding, the chunks of the prefill, or how many tokens are verified at once, see `ops.exact`. One device only, not

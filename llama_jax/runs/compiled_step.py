@@ -121,6 +121,13 @@ def repays_unrolling(recipe: Recipe, device: jax.Device, devices: int) -> bool:
     return recipe.steps * flops / (UTILIZATION * hardware.flops) >= MIN_UNROLLED_SECONDS
 
 
+def fits(compiled: Any, device: jax.Device) -> bool:
+    """Whether a compiled program fits, by XLA's plan, into the memory of a device; True if its type is unknown."""
+    plan, hardware = compiled.memory_analysis(), find_hardware(device.device_kind)
+    kept = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return hardware is None or hardware.holds(kept + plan.temp_size_in_bytes)
+
+
 def _init_state(recipe: Recipe, params: Llama) -> TrainState:
     """The state before the first step, from given parameters."""
     return init_state(make_optimizer(recipe.optimizer, recipe.steps), params, ema=recipe.ema_decay > 0)
@@ -174,7 +181,9 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
     )
     config, sharding = training_sharding(recipe.model, mesh)
 
-    def step(models: tuple[Llama | None, Any], state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
+    def step(
+        unroll: bool, models: tuple[Llama | None, Any], state: TrainState, batch: Any
+    ) -> tuple[TrainState, StepMetrics]:
         base, other = models
         step_sharding, frozen = sharding, FrozenModels(None, other)
         if base is not None and lora is not None:
@@ -195,14 +204,20 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
     # If no shape differs on the mesh, `prepare_params` returns its argument: `jit` would copy it.
     is_unpadded = padded_shapes_config(recipe.model, sizes) == recipe.model
     models = base, objective.frozen
-    unroll = repays_unrolling(recipe, mesh.devices.flat[0], sizes.devices)
     batch_shapes = jax.tree.map(
         lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=batch_sharding), objective.batch_shapes
     )
-    jitted = jax.jit(step, donate_argnums=1, out_shardings=(state_shardings, replicated))
-    compile_start = time.perf_counter()
+
+    def compile_step(*, unroll: bool) -> Any:
+        jitted = jax.jit(partial(step, unroll), donate_argnums=1, out_shardings=(state_shardings, replicated))
+        return jitted.lower(models, state_shapes, batch_shapes).compile()
+
+    compile_start, device = time.perf_counter(), mesh.devices.flat[0]
     with record_backends() as attention:
-        compiled = jitted.lower(models, state_shapes, batch_shapes).compile()
+        unroll = repays_unrolling(recipe, device, sizes.devices)
+        compiled = compile_step(unroll=unroll)
+        if unroll and not fits(compiled, device):
+            compiled = compile_step(unroll=False)
     plan: Any = compiled.memory_analysis()
     return_large_blocks(0 if plan is None else plan.temp_size_in_bytes)
 

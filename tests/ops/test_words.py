@@ -50,6 +50,13 @@ def test_words_hold_the_same_numbers(kind):
         np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=error, atol=1e-6)
 
 
+def test_the_least_zero_point_has_no_negative():
+    form, (values, scales, zeros) = QUANT_FORMATS["int4_asym"], random_planes("int4_asym", 2, 256)
+    planes = values, scales, np.full_like(zeros, -128)
+    read = form.words.read(tuple(map(jnp.asarray, planes)))
+    np.testing.assert_allclose(form.words.dequantize(read, jnp.float32), form.decode(*planes), rtol=1e-6)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 5, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 3))])
 @pytest.mark.parametrize("kind", USUAL)
 def test_few_rows_are_multiplied_on_a_gpu(kind, rows, monkeypatch):
@@ -62,6 +69,13 @@ def test_few_rows_are_multiplied_on_a_gpu(kind, rows, monkeypatch):
     np.testing.assert_allclose(found, wanted, atol=1e-6 * np.abs(wanted).max(), rtol=0)
     few = 1 if weight.form.has_row_scales else 4
     assert ("dot_general" in program) == (rows > few)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "q4_0"])
+def test_no_rows_are_no_products(kind, monkeypatch):
+    weight = held_by("gpu", weight_of(kind, rows=8, columns=256), monkeypatch)
+    with target_platform("gpu"):
+        assert jax.eval_shape(ops.project, jnp.ones((0, 256)), weight).shape == (0, 8)
 
 
 def test_rows_that_are_not_whole_words_are_multiplied_otherwise(monkeypatch):

@@ -244,6 +244,8 @@ def multiply(x: Float[Array, "T D"], planes: tuple[jax.Array, ...], form: QuantF
     matmul, by words if the format has them. docs/notes/quantization.md explains these choices by the compilers' output for
     GPUs and TPUs.
     """
+    if not len(x):
+        return jnp.zeros((0, len(planes[0])), jnp.float32)
     words = _word_decoder(form)
     # From two rows on, a matmul of integers with a scale per row needs fewer instructions.
     few = 1 if form.has_row_scales else FEW_TOKENS_BY_WORDS

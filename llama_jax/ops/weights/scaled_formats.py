@@ -41,7 +41,7 @@ def _int8_words(parts: int, words: EitherArray, scales: EitherArray) -> WordValu
 
 
 def _int4_words(parts: int, words: EitherArray, scales: EitherArray, zeros: EitherArray | None = None) -> WordValues:
-    offsets = None if zeros is None else -zeros * scales
+    offsets = None if zeros is None else zeros * -scales  # -(-128) is not an int8
     return WordValues(signed(divided(rows_of(words), parts), NIBBLES, 4), scales, offsets)
 
 
