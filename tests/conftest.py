@@ -21,8 +21,6 @@ os.environ.setdefault(
     # Since 0.11 jaxlib has no other emitters, and ends a process that names the flag.
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib") < "0.11" else ""),
 )
-# A test that replaces a part of the library would leave its programs to the next: executables are stored where a test asks.
-os.environ["LLAMA_JAX_EXECUTABLES"] = "off"
 
 import jax
 import jaxtyping

@@ -23,8 +23,7 @@ def outputs(smollm2, tmp_path, monkeypatch):
         wanted = [block for block in wanted if "import transformers" not in block.code]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    for name in ("XLA_FLAGS", "LLAMA_JAX_EXECUTABLES"):  # those of tests/conftest.py make slow programs, and store none
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # those of tests/conftest.py make slow programs
     return {done.code: done.output for done in first_hour.run(wanted, smollm2, tmp_path / "first_hour", port)}
 
 

@@ -19,7 +19,6 @@ FLOOR = {
     "storage": 0.5,  # what is small is read from it, and the kernel for CPUs is a file
     "config": 1,  # on one floor subpackages do not know each other: the operations know no configuration
     "ops": 1,
-    "compiled": 1.5,  # knows the kernels that executables call
     "model": 2,
     "inference": 3,
     "training": 3,

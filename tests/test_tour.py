@@ -26,7 +26,6 @@ LEFT_OUT = {  # as the page says
         "ops/exact.py",
         "ops/platform.py",
     ),
-    *("compiled/cached_jit.py", "compiled/keys.py", "compiled/store.py"),
     *("config/parts.py", "inference/checks.py", "model/checks.py", "model/hooks.py", "ops/attention/checks.py"),
 }
 # Of sizes that no other test has: what JAX has traced before it does not trace again.

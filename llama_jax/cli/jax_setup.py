@@ -13,7 +13,6 @@ from pathlib import Path
 
 import jax
 
-from llama_jax import compiled
 from llama_jax.cli.terminal import note
 from llama_jax.errors import UserError, reason_of
 from llama_jax.storage.paths import cache_folder
@@ -23,20 +22,17 @@ MIN_FREE_BYTES = 2**20  # bytes on the disk of the compilation cache; a program 
 
 
 def use_compilation_cache(off: bool = False) -> None:
-    """Keep compiled programs in `cache_folder`, so that a second start does not compile again.
+    """Keep what JAX compiles in `cache_folder`, so that a second start does not compile again.
 
-    JAX keeps what it compiles there, and `llama_jax.compiled` executables of the programs that generate and serve, which are
-    then not even traced. ``JAX_COMPILATION_CACHE_DIR`` names another folder; ``JAX_ENABLE_COMPILATION_CACHE=false``, or
-    `off`, turns both off.
+    ``JAX_COMPILATION_CACHE_DIR`` names another folder; ``JAX_ENABLE_COMPILATION_CACHE=false``, or `off`, turns it off.
     """
     if off or not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]  # made when JAX is imported
         jax.config.update("jax_enable_compilation_cache", False)
-        os.environ[compiled.EXECUTABLES_ENV] = "off"
         return
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache_folder()))
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", folder)
-    problem = _no_room(Path(folder)) if folder and "://" not in folder else None
+    problem = reason_unwritable(folder)
     if problem is not None:
         note(
             f"compiled programs are not cached: {folder} cannot be written ({problem}); set JAX_COMPILATION_CACHE_DIR to"
@@ -44,17 +40,15 @@ def use_compilation_cache(off: bool = False) -> None:
         )
         # JAX would warn about every program. Existing files are still read.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
-    if folder and "://" not in folder:
-        executables = Path(os.environ.setdefault(compiled.EXECUTABLES_ENV, str(Path(folder).absolute() / "executables")))
-        problem = compiled.reason_unsafe(executables)
-        if problem is not None:
-            note(f"executables in {executables} are not used: {problem}")
     # By default only programs that took over a second are kept; a generation needs several smaller ones.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def _no_room(folder: Path) -> str | None:
-    """Why nothing can be written into a folder that may have to be made, or None."""
+def reason_unwritable(cache: str) -> str | None:
+    """Why JAX cannot write to a folder of its cache, which is made if it is missing; None if it can, or for a URL."""
+    if not cache or "://" in cache:
+        return None
+    folder = Path(cache)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -93,7 +87,7 @@ class CompileClock:
 
     EVENTS = frozenset(
         f"/jax/core/compile/{stage}_duration" for stage in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
-    ) | {compiled.LOAD_DURATION_EVENT}
+    )
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []  # apart from each other, rising

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import re
 import sys
 import time
@@ -63,10 +62,10 @@ class Quickstart:
 
 @dataclass(frozen=True, kw_only=True)
 class Compile(ExactOption, LoadOptions):
-    """Compile a model's programs in advance, so that the first start of generate, chat or serve neither traces nor compiles.
+    """Compile a model's programs in advance, so that the first start of generate, chat or serve does not compile.
 
-    They are stored where these commands look for them, and are valid for the same model, options, library, JAX and
-    processor. Existing ones are not compiled again. For another machine, or without llama-jax, see export.
+    They are kept in JAX's compilation cache, where these commands look for them, and are valid for the same model, options,
+    library, JAX and processor. Existing ones are not compiled again.
     """
 
     SHOWN_FIRST = ("model", "purpose", "max_tokens")
@@ -79,25 +78,23 @@ class Compile(ExactOption, LoadOptions):
     """With --for generate: maximum number of tokens of a prompt and its continuation."""
 
     def run(self) -> None:
-        from llama_jax import compiled
-        from llama_jax.compiled import store
+        import jax
+
+        from llama_jax.cli.jax_setup import reason_unwritable
 
         if self.no_cache:
             raise GenerationError("compile needs the cache of programs; omit --no-cache")
-        if self.parts is not None:
-            raise GenerationError("programs with custom functions (--parts) are not stored, because their source may change")
         self.start_jax()
-        folder = store.folder()
-        if folder is None or compiled.reason_unsafe(folder):
-            reason = (
-                compiled.reason_unsafe(folder) if folder else f"{compiled.EXECUTABLES_ENV} or JAX's settings turn them off"
-            )
+        cache: str = jax.config.jax_compilation_cache_dir or ""  # type: ignore[attr-defined]  # made when JAX is imported
+        if not jax.config.jax_enable_compilation_cache or not cache or "://" in cache:  # type: ignore[attr-defined]
             raise GenerationError(
-                f"executables are not stored: {reason}; set {compiled.EXECUTABLES_ENV} to a folder of your own"
+                "compile needs JAX's compilation cache in a folder of this machine; set JAX_COMPILATION_CACHE_DIR to one,"
+                " and omit JAX_ENABLE_COMPILATION_CACHE=false"
             )
-        # Programs that cannot be stored are logged.
-        logging.basicConfig(format="llama-jax: %(message)s")
-        logging.getLogger("llama_jax.compiled").setLevel(logging.INFO)
+        problem = reason_unwritable(cache)
+        if problem is not None:
+            raise GenerationError(f"{cache} cannot be written ({problem}); set JAX_COMPILATION_CACHE_DIR to another folder")
+        folder = Path(cache)
         started, before = time.perf_counter(), _sizes(folder)
         if self.purpose == "serve":  # its engine compiles all that requests can need
             from llama_jax.cli.serve import Serve
@@ -142,10 +139,8 @@ class Compile(ExactOption, LoadOptions):
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """The bytes of each executable."""
-    from llama_jax.compiled.store import SUFFIX
-
-    return {path.name: path.stat().st_size for path in folder.glob(f"*{SUFFIX}")}
+    """The bytes of each compiled program in JAX's cache."""
+    return {path.name: path.stat().st_size for path in folder.glob("*-cache")}
 
 
 @dataclass(frozen=True)

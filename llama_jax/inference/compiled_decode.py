@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from llama_jax import compiled
-from llama_jax.compiled import CompiledFunction
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.checks import check_logprobs, longrope_switch_length, tokens_before_longrope_switch
 from llama_jax.inference.decode import (
@@ -78,7 +74,6 @@ class CompiledDecode:
         # The length at which the cache must be recomputed with LongRoPE's long factors; 0 if no row reaches it.
         recompute_length = (longrope_switch_length(self.config) or 0) if (settings.limit > before_switch).any() else 0
         capacity, max_chunks = capacity_for(lengths, settings), min(max_chunks, MAX_CHUNKS_PER_CALL)
-        self.compile_ahead(tokens, lengths, capped_settings, capacity, options, max_chunks)
         prefilled = self.prefill_prompts(tokens, lengths, capacity, options)
         state, packed = self.begin_decode(prefilled, tokens, lengths, capped_settings)
         chunk, done, _ = unpack(packed)
@@ -101,51 +96,6 @@ class CompiledDecode:
             if recompute_length:
                 chunks_so_far.append(chunk)
             yield chunk
-
-    def compile_ahead(
-        self,
-        tokens: PromptTokens,
-        lengths: PromptLengths,
-        settings: DecodeSettings,
-        capacity: int,
-        options: CacheOptions,
-        max_chunks: int,
-    ) -> None:
-        """Compile the four programs concurrently: each is lowered here and compiled in a thread.
-
-        Only with a compilation cache and without a mesh: on a mesh, the next program needs the output sharding, which is
-        known only after compilation.
-        """
-        chunk_size = prefill_chunk_size(options, tokens.shape[1])
-        init_args = self.config, self.params, len(tokens), capacity, options, self.sharding, chunk_size
-        if self.sharding.mesh is not None or not _init_prefill.needs_compilation(*init_args):
-            return
-        model, positions = (self.config, self.params), Positions(np.clip(lengths, 0, chunk_size), rope_lengths=lengths)
-        (device, *_) = jax.tree.leaves(self.params)[0].devices()
-        with ThreadPoolExecutor(3, "compiling") as threads:
-
-            def compile_in_thread(program: CompiledFunction, *args: Any) -> Any:
-                result_shapes, compile_or_load = program.lower_ahead(*args)
-                # In a copy of this context, so that the caller's `record_backends` records the backends.
-                threads.submit(contextvars.copy_context().run, compile_or_load)
-                return result_shapes
-
-            prefilled = compile_in_thread(_init_prefill, *init_args)
-            with decoding_context(self.use_native_code):
-                first_chunk = tokens[:, :chunk_size]
-                compile_in_thread(_prefill, *model, prefilled, first_chunk, positions, self.compute, self.sharding)
-            with self.begin_decode_context():
-                state, _ = compile_in_thread(_begin_decode, *model, *prefilled, tokens, lengths, settings, self.sharding)
-            with decoding_context(self.use_native_code):
-                compile_in_thread(
-                    _decode_for(device.platform),
-                    *model,
-                    state,
-                    np.int32(max_chunks),
-                    max_chunks,
-                    self.compute,
-                    self.sharding,
-                )
 
     def begin_decode(
         self, prefilled: PrefillState, tokens: PromptTokens, lengths: PromptLengths, settings: DecodeSettings
@@ -245,10 +195,10 @@ def decode_packed(*args: Any) -> tuple[DecodeState, Packed]:
     return state, pack(chunk, state.done, chunks_run)
 
 
-_init_prefill = compiled.jit(init_prefill, static_argnums=(0, 2, 3, 4, 5, 6))
-_prefill = compiled.jit(prefill, static_argnums=(0, 5, 6), donate_argnums=2)
-_begin_decode = compiled.jit(begin_decode_packed, static_argnums=(0, 7), donate_argnums=2)
-_with_settings = compiled.jit(with_settings, static_argnums=2)
+_init_prefill = jax.jit(init_prefill, static_argnums=(0, 2, 3, 4, 5, 6))
+_prefill = jax.jit(prefill, static_argnums=(0, 5, 6), donate_argnums=2)
+_begin_decode = jax.jit(begin_decode_packed, static_argnums=(0, 7), donate_argnums=2)
+_with_settings = jax.jit(with_settings, static_argnums=2)
 
 
 def capacity_for(lengths: PromptLengths, settings: DecodeSettings) -> int:
@@ -277,10 +227,10 @@ def prefill_chunk_size(options: CacheOptions, prompt_length: int) -> int:
 
 
 @functools.cache
-def _decode_for(platform: str) -> CompiledFunction:
+def _decode_for(platform: str) -> Callable[..., tuple[DecodeState, Packed]]:
     options = None
     if platform == "tpu":
         from llama_jax.xla_flags import decode_options_on_tpu
 
         options = decode_options_on_tpu()
-    return compiled.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=options)
+    return jax.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=options)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from llama_jax import compiled
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.decode import DecodeState, compute_logits
 from llama_jax.inference.sampling import sample
@@ -298,14 +297,12 @@ def programs_for(platform: str) -> Programs:
     """The programs for "cpu", "gpu" or "tpu"."""
     options = decode_options_on_tpu() if platform == "tpu" else None
     return Programs(
-        empty=compiled.jit(empty, static_argnums=(0, 2, 3, 4, 5)),
-        enter=compiled.jit(enter, static_argnums=3, donate_argnums=0),
-        step=compiled.jit(step, static_argnums=0, donate_argnums=2, compiler_options=options),
-        burst=compiled.jit(burst, static_argnums=0, donate_argnums=2, compiler_options=options),
-        score=compiled.jit(score, static_argnums=0, donate_argnums=2),
-        verify_drafts=compiled.jit(verify_drafts, static_argnums=0, donate_argnums=2, compiler_options=options),
-        verify_own_drafts=compiled.jit(
-            verify_own_drafts, static_argnums=(0, 2, 8), donate_argnums=4, compiler_options=options
-        ),
-        read_draft=compiled.jit(read_draft, static_argnums=0, donate_argnums=2),
+        empty=jax.jit(empty, static_argnums=(0, 2, 3, 4, 5)),
+        enter=jax.jit(enter, static_argnums=3, donate_argnums=0),
+        step=jax.jit(step, static_argnums=0, donate_argnums=2, compiler_options=options),
+        burst=jax.jit(burst, static_argnums=0, donate_argnums=2, compiler_options=options),
+        score=jax.jit(score, static_argnums=0, donate_argnums=2),
+        verify_drafts=jax.jit(verify_drafts, static_argnums=0, donate_argnums=2, compiler_options=options),
+        verify_own_drafts=jax.jit(verify_own_drafts, static_argnums=(0, 2, 8), donate_argnums=4, compiler_options=options),
+        read_draft=jax.jit(read_draft, static_argnums=0, donate_argnums=2),
     )

@@ -19,7 +19,7 @@ from mortal_run import recipe, write_words
 from running import StopAt, caches  # noqa: F401  # caches is a fixture
 
 import llama_jax
-from llama_jax import DraftModel, Parts, Sampling, compiled
+from llama_jax import DraftModel, Parts, Sampling
 from llama_jax.cli import COMMANDS
 from llama_jax.cli.serve import Serve
 from llama_jax.data import open_corpus
@@ -286,20 +286,18 @@ def arguments(text, made, tmp_path):
 @pytest.mark.parametrize(
     "name", ["generate", *(pytest.param(name, marks=(pytest.mark.slow, pytest.mark.rotating)) for name in [*COMPUTING][1:])]
 )
-def test_a_command_that_computes_needs_the_file(made, tmp_path, monkeypatch, name):
+def test_a_command_that_computes_needs_the_file(made, tmp_path, name):
     if name == "lm-eval":
         pytest.importorskip("lm_eval")
-    monkeypatch.setenv(compiled.EXECUTABLES_ENV, str(tmp_path / "programs"))
     assert_needed(name, COMPUTING[name], made, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.rotating
 @pytest.mark.parametrize("name", ["generate", "chat", "serve", "batch", "eval", "lm-eval", "verify"])
-def test_so_does_one_with_adapters_that_were_trained_with_it(others, tmp_path, monkeypatch, name):
+def test_so_does_one_with_adapters_that_were_trained_with_it(others, tmp_path, name):
     if name == "lm-eval":
         pytest.importorskip("lm_eval")
-    monkeypatch.setenv(compiled.EXECUTABLES_ENV, str(tmp_path / "programs"))
     assert_needed(name, COMPUTING[name].replace("{own}", "{plain} --adapter {adapters}"), others, tmp_path)
 
 

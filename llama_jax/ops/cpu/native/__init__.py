@@ -150,11 +150,6 @@ def prepare(libraries: Iterable[str]) -> None:
             _registered(_variant(library))
 
 
-def called_in(executable: bytes) -> tuple[str, ...]:
-    """The libraries whose kernels an executable calls."""
-    return tuple(name for name in LIBRARIES if f"{PREFIX}{name}".encode() in executable)
-
-
 def compiler() -> str | None:
     """The path of the C++ compiler; None if there is none, or if native code is disabled."""
     if os.environ.get("LLAMA_JAX_NATIVE", "on") == "off":
