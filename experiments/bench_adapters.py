@@ -38,7 +38,7 @@ class Turns:
         self._settings = jax.device_put(settings_of([], rows, config.vocab_size))
         self._rows, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32)
         starts, table = np.arange(rows + 1, dtype=np.int32), np.arange(rows * CONTEXT // PAGE_SIZE, dtype=np.int32)
-        self._batch = StepBatch(-ones, starts, self._rows, table.reshape(rows, -1), 0 * ones, ones, ones, ones == 1)
+        self._batch = StepBatch(-ones, starts, self._rows, table.reshape(rows, -1), 0 * ones, ones, ones, ones, ones == 1)
 
     def run(self, tokens: int) -> float:
         """Decode from the first position; return seconds per token of all rows."""

@@ -73,21 +73,6 @@ def check_context(
         )
 
 
-def longrope_switch_length(config: LlamaConfig) -> int | None:
-    """The length beyond which a LongRoPE model uses its long factors, so that the whole KV cache must be recomputed.
-
-    None for other models. transformers, too, recomputes its cache there.
-    """
-    scaling = config.rope_scaling
-    return scaling.original_max_seq_len if scaling is not None and scaling.kind == "longrope" else None
-
-
-def tokens_before_longrope_switch(config: LlamaConfig, length: Any) -> Any:
-    """How many tokens may follow a prompt of this length, a number or int[B], before its KV cache must be recomputed."""
-    switch, length = longrope_switch_length(config) or 0, np.asarray(length)
-    return np.where(length <= switch, switch + 1 - length, np.iinfo(np.int32).max)
-
-
 def check_max_chunks(max_chunks: Any) -> None:
     """Raise GenerationError for an invalid `max_chunks`."""
     if isinstance(max_chunks, bool) or not isinstance(max_chunks, int | np.integer) or max_chunks < 1:

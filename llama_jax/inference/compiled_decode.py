@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.checks import check_logprobs, longrope_switch_length, tokens_before_longrope_switch
+from llama_jax.inference.checks import check_logprobs
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
     DecodeSettings,
@@ -27,12 +26,12 @@ from llama_jax.inference.decode import (
     decode,
     init_prefill,
     prefill,
-    with_settings,
 )
 from llama_jax.inference.prepare_inputs import MIN_PREFILL_LENGTH
 from llama_jax.model.cache import CacheOptions, KVCache, bucket
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.model.rope import planned_rope_length
 from llama_jax.ops import exact
 from llama_jax.ops.platform import decodes_natively, decoding_context
 
@@ -59,48 +58,26 @@ class CompiledDecode:
         """Whether decoding may use native CPU kernels, see `ops.platform.decodes_natively`."""
         return decodes_natively(self.params, self.compute.dtype, self.sharding.mesh)
 
-    @contextmanager
-    def begin_decode_context(self) -> Iterator[None]:
-        """The context in which to trace `begin_decode`. Exact logits use native code, like those of all later tokens."""
-        with exact.exact_mode(self.compute.exact), decoding_context(self.use_native_code and self.compute.exact):
-            yield
-
     def stream(
         self, tokens: PromptTokens, lengths: PromptLengths, settings: DecodeSettings, options: CacheOptions, max_chunks: int
     ) -> Iterator[TokenChunk]:
         """See `inference.generate.stream`."""
-        before_switch = tokens_before_longrope_switch(self.config, lengths)
-        capped_settings = settings.replace(limit=np.minimum(settings.limit, before_switch).astype(np.int32))
-        # The length at which the cache must be recomputed with LongRoPE's long factors; 0 if no row reaches it.
-        recompute_length = (longrope_switch_length(self.config) or 0) if (settings.limit > before_switch).any() else 0
         capacity, max_chunks = capacity_for(lengths, settings), min(max_chunks, MAX_CHUNKS_PER_CALL)
-        prefilled = self.prefill_prompts(tokens, lengths, capacity, options)
-        state, packed = self.begin_decode(prefilled, tokens, lengths, capped_settings)
+        prefilled = self.prefill_prompts(tokens, lengths, settings.limit, capacity, options)
+        state, packed = self.begin_decode(prefilled, tokens, lengths, settings)
         chunk, done, _ = unpack(packed)
-        chunks_so_far = [chunk]
         yield chunk
-
-        while not done.all() or recompute_length:
-            if done.all():  # LongRoPE: unfinished rows have paused at the switch length
-                with allow_transfers():
-                    state = _with_settings(state, settings, self.sharding)
-                done = np.asarray(state.done)
-                if not done.all():
-                    state = state.replace(cache=None)
-                    cache = self.recompute_cache(tokens, lengths, chunks_so_far, recompute_length, capacity, options)
-                    state = state.replace(cache=cache)
-                chunks_so_far, recompute_length = [], 0
-                continue
+        while not done.all():
             state, packed = self.decode(state, max_chunks, max_chunks)
             chunk, done, _ = unpack(packed)
-            if recompute_length:
-                chunks_so_far.append(chunk)
             yield chunk
 
     def begin_decode(
         self, prefilled: PrefillState, tokens: PromptTokens, lengths: PromptLengths, settings: DecodeSettings
     ) -> tuple[DecodeState, Packed]:
-        with self.begin_decode_context(), allow_transfers():
+        # Exact logits use native code, like those of all later tokens.
+        native = decoding_context(self.use_native_code and self.compute.exact)
+        with exact.exact_mode(self.compute.exact), native, allow_transfers():
             return _begin_decode(self.config, self.params, *prefilled, tokens, lengths, settings, self.sharding)
 
     def decode(self, state: DecodeState, chunks: int, max_chunks: int) -> tuple[DecodeState, Packed]:
@@ -111,40 +88,20 @@ class CompiledDecode:
                 self.config, self.params, state, np.int32(chunks), max_chunks, self.compute, self.sharding
             )
 
-    def recompute_cache(
-        self,
-        tokens: PromptTokens,
-        lengths: PromptLengths,
-        chunks_so_far: Sequence[TokenChunk],
-        length: int,
-        capacity: int,
-        options: CacheOptions,
-    ) -> KVCache:
-        """A cache of each row's first `length` tokens (prompt and generated), with the RoPE frequencies of longer rows."""
-        history = np.zeros((len(tokens), bucket(length, MIN_PREFILL_LENGTH)), np.int32)
-        generated, valid = (
-            np.concatenate([getattr(chunk, name) for chunk in chunks_so_far], axis=1) for name in ("tokens", "valid")
-        )
-        for row, (prompt, end) in enumerate(zip(tokens, lengths, strict=True)):
-            # A shorter row has ended: its tokens are repeated up to `length`, and its cache is not used.
-            history[row, :length] = np.resize(np.append(prompt[:end], generated[row][valid[row]]), length)
-        return self.prefill_prompts(
-            history, np.full(len(tokens), length, np.int32), capacity, options, extra_rope_length=1
-        ).cache
-
     def prefill_prompts(
-        self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions, extra_rope_length: int = 0
+        self, tokens: PromptTokens, lengths: PromptLengths, limit: Any, capacity: int, options: CacheOptions
     ) -> PrefillState:
         """Prefill in chunks.
 
         Args:
-          extra_rope_length: added to `Positions.rope_lengths`, for RoPE scaling that depends on the length.
+          limit: the maximum number of tokens after each prompt, see `planned_rope_length`.
         """
         batch, padded_length = tokens.shape
         chunk_size = prefill_chunk_size(options, padded_length)
+        rope_lengths = planned_rope_length(self.config, lengths, limit)
         prefilled = _init_prefill(self.config, self.params, batch, capacity, options, self.sharding, chunk_size)
         for start in range(0, int(lengths.max()), chunk_size):
-            positions = Positions(np.clip(lengths - start, 0, chunk_size), rope_lengths=lengths + extra_rope_length)
+            positions = Positions(np.clip(lengths - start, 0, chunk_size), rope_lengths=rope_lengths)
             chunk = tokens[:, start : start + chunk_size]
             with decoding_context(self.use_native_code), allow_transfers():
                 prefilled = _prefill(self.config, self.params, prefilled, chunk, positions, self.compute, self.sharding)
@@ -198,7 +155,6 @@ def decode_packed(*args: Any) -> tuple[DecodeState, Packed]:
 _init_prefill = jax.jit(init_prefill, static_argnums=(0, 2, 3, 4, 5, 6))
 _prefill = jax.jit(prefill, static_argnums=(0, 5, 6), donate_argnums=2)
 _begin_decode = jax.jit(begin_decode_packed, static_argnums=(0, 7), donate_argnums=2)
-_with_settings = jax.jit(with_settings, static_argnums=2)
 
 
 def capacity_for(lengths: PromptLengths, settings: DecodeSettings) -> int:

@@ -123,7 +123,7 @@ def prefill(
     Args:
       tokens: padded on the right.
       positions: `lengths` int32[B], how many of each row's T tokens are valid (0 if its prompt has ended);
-        `rope_lengths` int32[B], lengths of the whole prompts, for length-dependent RoPE scaling.
+        `rope_lengths` int32[B], see `model.rope.planned_rope_length`.
     """
     token_hidden, cache = forward(
         config, params, tokens, prefilled.cache, positions=positions, compute=compute, sharding=sharding
@@ -172,12 +172,6 @@ def mark_seen(
     # Every id is a token, so padding gets an index out of range, which the scatter drops.
     token_or_out_of_range = jnp.where(jnp.arange(padded_length)[None] < lengths[:, None], tokens, seen.shape[1])
     return seen.at[jnp.arange(batch)[:, None], token_or_out_of_range].set(True, mode="drop")
-
-
-def with_settings(state: DecodeState, settings: DecodeSettings, sharding: Sharding = Sharding()) -> DecodeState:
-    """Replace the settings; rows without a stop token continue to the new limits."""
-    stopped = jnp.any(state.token[:, None] == settings.stop, axis=-1)
-    return state.replace(settings=settings, done=sharding.constrain(stopped | (state.count >= settings.limit), "replicated"))
 
 
 def decode(
@@ -304,7 +298,7 @@ def decode_step(
       The next state, and (token, logprob, valid), each [B]; rows that were done before are not valid.
     """
     valid = ~state.done
-    positions = Positions(lengths=valid.astype(jnp.int32))
+    positions = Positions(valid.astype(jnp.int32), rope_lengths=decode_rope_lengths(config, state))
     hidden, cache = forward(
         config, params, state.token[:, None], state.cache, positions=positions, compute=compute, sharding=sharding
     )
@@ -312,6 +306,15 @@ def decode_step(
         logits = compute_logits(config, params, hidden[:, 0], sharding)
         state, logprobs = sample_fn(state.replace(cache=shard_cache(cache, sharding)), logits, sharding)
     return state, (state.token, logprobs, valid)
+
+
+def decode_rope_lengths(config: LlamaConfig, state: DecodeState) -> Int32[Array, " B"] | None:
+    """`Positions.rope_lengths` for decoding: final lengths for "longrope" (`planned_rope_length`), else None."""
+    scaling = config.rope_scaling
+    if scaling is None or scaling.kind != "longrope":
+        return None
+    prompt_lengths = state.cache.length - (state.count - 1)  # the last sampled token is not in the cache yet
+    return prompt_lengths + state.settings.limit
 
 
 def shard_cache(cache: KVCache, sharding: Sharding) -> KVCache:

@@ -26,6 +26,7 @@ from llama_jax.inference.sampling import Sampling, sample
 from llama_jax.model.cache import init_cache, repeat_rows
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.model.rope import planned_rope_length
 from llama_jax.ops import exact
 
 
@@ -103,7 +104,7 @@ def roll_out(
       params: in any form, also with adapters or quantized, on any devices.
       sharding: see `generation_sharding`; P must be divisible by the number of batch shards.
     """
-    prefilled = _prefill(config, params, prompts, compute, sharding)
+    prefilled = _prefill(config, params, prompts, options, compute, sharding)
     batch = prompts.tokens.shape[0] * options.group_size
     state = _init_decode_state(prefilled, prompts, options, sharding)
     chunks = -(-options.max_new_tokens // STEPS_PER_CHUNK)
@@ -136,7 +137,12 @@ def roll_out(
 
 
 def _prefill(
-    config: LlamaConfig, params: Llama, prompts: RolloutPrompts, compute: Compute, sharding: Sharding
+    config: LlamaConfig,
+    params: Llama,
+    prompts: RolloutPrompts,
+    options: RolloutOptions,
+    compute: Compute,
+    sharding: Sharding,
 ) -> PrefillState:
     """Prefill all prompts in chunks; the cache has the dtype of the computation."""
     tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
@@ -144,9 +150,10 @@ def _prefill(
     dtype = jnp.dtype(compute.dtype or params.embedding.dtype)
     cache = init_cache(config, batch, padded_length, dtype)
     prefilled = PrefillState(shard_cache(cache, sharding), sharding.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
+    rope_lengths = planned_rope_length(config, lengths, options.max_new_tokens)
     for begin in range(0, padded_length, MAX_PREFILL_CHUNK):
         part = tokens[:, begin : begin + MAX_PREFILL_CHUNK]
-        positions = Positions(jnp.clip(lengths - begin, 0, part.shape[1]), rope_lengths=lengths)
+        positions = Positions(jnp.clip(lengths - begin, 0, part.shape[1]), rope_lengths=rope_lengths)
         prefilled = prefill(config, params, prefilled, part, positions, compute, sharding)
     return prefilled
 

@@ -6,8 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Int32
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import GenerationError
-from llama_jax.inference.checks import longrope_switch_length
 from llama_jax.inference.compiled_decode import MAX_PREFILL_CHUNK
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
@@ -20,6 +18,7 @@ from llama_jax.inference.decode import (
 )
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.params import Llama
+from llama_jax.model.rope import planned_rope_length
 from llama_jax.ops.platform import AnyArray
 
 
@@ -39,21 +38,13 @@ def complete(
 
     Returns:
       [B, 1 + capacity].
-
-    Raises:
-      GenerationError: a capacity beyond the original context of a "longrope" model.
     """
     batch, padded_length = tokens.shape
-    switch_length = longrope_switch_length(config)
-    if switch_length is not None and capacity > switch_length:
-        raise GenerationError(
-            f"capacity={capacity}: a longrope model must prefill a row again after {switch_length} tokens, which a single"
-            " program cannot do; use `generate`, or at most that capacity"
-        )
+    rope_lengths = planned_rope_length(config, lengths, settings.limit)
     chunk_size = min(padded_length, MAX_PREFILL_CHUNK)
     prefilled = init_prefill(config, params, batch, capacity)
     for begin in range(0, padded_length, chunk_size):
-        positions = Positions(jnp.clip(lengths - begin, 0, chunk_size), rope_lengths=lengths)
+        positions = Positions(jnp.clip(lengths - begin, 0, chunk_size), rope_lengths=rope_lengths)
         prefilled = prefill(config, params, prefilled, tokens[:, begin : begin + chunk_size], positions)
     state, first = begin_decode(config, params, prefilled, tokens, lengths, settings)
     _, _, rest = decode(config, params, state, (capacity - jnp.max(lengths)) // STEPS_PER_CHUNK, capacity // STEPS_PER_CHUNK)

@@ -17,6 +17,7 @@ from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.hooks import At
 from llama_jax.model.logits import observe
 from llama_jax.model.params import Llama
+from llama_jax.model.rope import planned_rope_length
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring_attention import (
     BATCH_AND_CONTEXT_AXES,
@@ -33,7 +34,7 @@ from llama_jax.training.batch import NextTokenBatch
 RingPrefill = Callable[[Llama, jax.Array, jax.Array], tuple[KVCache, jax.Array]]
 
 
-def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
+def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int, limit: int = 0) -> RingPrefill:
     """A `prefill` for whole prompts with their tokens sharded over `context`; meant for `jax.jit`.
 
     Each device computes its share of every layer. The cache has the same content as on one device and is sharded by
@@ -42,6 +43,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
     Args:
       config: the configuration of the model on the mesh, see `padded_config`; `load` with a mesh returns it.
       capacity: capacity of a row of the cache in tokens.
+      limit: maximum number of tokens after each prompt, see `model.rope.planned_rope_length`.
 
     Returns:
       A function of parameters on the mesh; tokens int32[B, T], padded on the right; and the number of real tokens of each
@@ -57,7 +59,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int) -> RingPrefill:
 
     def prefill(params: Llama, tokens: jax.Array, lengths: jax.Array) -> tuple[KVCache, jax.Array]:
         batch_spec(sizes, *tokens.shape)  # raises MeshError
-        rope_lengths = jnp.broadcast_to(lengths[:, None], tokens.shape)
+        rope_lengths = jnp.broadcast_to(planned_rope_length(config, lengths, limit)[:, None], tokens.shape)
         # Only the tokens and positions are used; there are no targets.
         rows = reorder(NextTokenBatch(tokens, tokens, jnp.ones(tokens.shape, bool), rope_lengths=rope_lengths))
         positions = Positions(position_ids=rows.position_ids, rope_lengths=rows.rope_lengths)

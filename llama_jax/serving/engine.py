@@ -28,7 +28,7 @@ from llama_jax.serving.programs import BURST
 from llama_jax.serving.requests import BusyError, ClosedError, FinishReason, GenerationRequest, Ticket, Update
 from llama_jax.serving.row_sampling import ChosenTokens, unpack
 from llama_jax.serving.rows import LaunchedStep, ServedRow, digests_of, scored_token, scores_of
-from llama_jax.serving.scheduler import Queue, Scheduler, checked, room_of
+from llama_jax.serving.scheduler import Queue, Scheduler, checked
 from llama_jax.serving.served_model import ServedModel
 from llama_jax.serving.thread_pool import DaemonThreadPool
 from llama_jax.serving.warmup import warm
@@ -103,7 +103,8 @@ class Engine:
         arrays = checked(request, self.model, self.context)
         digests: list[bytes] = []
         if not request.score_prompt:  # the program that scores prompts does not use the prefix cache
-            roots = *(each.rope_root(len(request.prompt)) for each in self.model.models), request.adapter
+            lengths = len(request.prompt), request.max_new_tokens
+            roots = *(model.rope_root(*lengths) for model in self.model.models), request.adapter
             digests = digests_of(np.asarray(request.prompt, np.int32), self.options.chunk, roots)
         with self._changed:
             self._check_room(len(request.prompt))
@@ -114,7 +115,7 @@ class Engine:
 
     def room(self, length: int) -> int:
         """The largest `max_new_tokens` for a prompt of this length. From any thread."""
-        return room_of(self.model.config, self.context, length)
+        return self.context - length
 
     def check_room(self, requests: int = 1) -> None:
         """Raise an error, as `submit` does, if this many prompts would not be admitted, however short. From any thread."""

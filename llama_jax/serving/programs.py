@@ -25,6 +25,7 @@ from llama_jax.model.forward import forward, lm_head_of, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.multi_lora import choose_adapters
 from llama_jax.model.params import Llama
+from llama_jax.model.rope import planned_rope_length
 from llama_jax.ops import exact
 from llama_jax.serving.row_sampling import (
     ChosenTokens,
@@ -73,6 +74,7 @@ class StepBatch(NamedTuple):
       table: int32[R, n], the pages of each row in order.
       lengths: int32[R], tokens of each row that are in the cache already.
       prompts: int32[R], tokens of each row's prompt.
+      limits: int32[R], the maximum number of tokens after it.
       counts: int32[R], tokens that each row has generated: the position in its random stream.
       live: bool[R], whether a token of the row is sampled.
     """
@@ -83,6 +85,7 @@ class StepBatch(NamedTuple):
     table: Any
     lengths: Any
     prompts: Any
+    limits: Any
     counts: Any
     live: Any
 
@@ -233,8 +236,9 @@ def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, ada
     row, position = cache.view(1, batch.starts).rows_and_positions(len(batch.tokens))
     if adapter is not None:
         params = choose_adapters(params, adapter[row])
-    positions = Positions(starts=batch.starts, rope_lengths=jnp.maximum(batch.prompts[row], position + 1)[:, None])
     config, compute, sharding = model
+    planned = planned_rope_length(config, batch.prompts, batch.limits)
+    positions = Positions(starts=batch.starts, rope_lengths=jnp.maximum(planned[row], position + 1)[:, None])
     hidden, cache = forward(
         config, params, batch.tokens[:, None], cache, positions=positions, compute=compute, sharding=sharding
     )

@@ -127,7 +127,7 @@ def batch_of(parts: Sequence[RowPart], shape: tuple[int, int], width: int, seats
     rows, most = shape
     tokens, starts = np.zeros(most, np.int32), np.zeros(rows + 1, np.int32)
     table, at = np.zeros((rows, width), np.int32), 0
-    of_row, live = np.zeros((4, rows), np.int32), np.zeros(rows, bool)
+    of_row, live = np.zeros((5, rows), np.int32), np.zeros(rows, bool)
     of_row[0] = seats
     for r, (row, begin, count) in enumerate(parts):
         known = row.tokens[begin : begin + count]
@@ -135,9 +135,9 @@ def batch_of(parts: Sequence[RowPart], shape: tuple[int, int], width: int, seats
         at += count
         starts[r + 1 :] = at
         table[r, : len(row.pages)] = row.pages
-        of_row[:, r] = row.seat, begin, len(row.request.prompt), row.chosen
+        of_row[:, r] = row.seat, begin, len(row.request.prompt), row.request.max_new_tokens, row.chosen
         live[r] = count == row.unread
-    return StepBatch(tokens, starts, of_row[0], table, of_row[1], of_row[2], of_row[3], live)
+    return StepBatch(tokens, starts, of_row[0], table, *of_row[1:], live)
 
 
 def settings_of(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSettings:
@@ -291,8 +291,7 @@ def digests_of(tokens: np.ndarray, chunk: int, roots: tuple[int, ...] = ()) -> l
 
     Args:
       tokens: int32[n].
-      roots: other values on which keys and values depend: the length of the prompt, for a RoPE scaling that depends on it,
-        and the adapter.
+      roots: other values on which keys and values depend: those of `ServedModel.rope_root`, and the adapter.
     """
     digests, digest = [], hashlib.sha256(f"{chunk} {roots}".encode())
     for end in range(chunk, len(tokens), chunk):

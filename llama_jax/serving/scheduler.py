@@ -14,13 +14,11 @@ from functools import partial
 import jax
 import numpy as np
 
-from llama_jax.config import LlamaConfig, suggest_context
+from llama_jax.config import suggest_context
 from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.checks import (
     checked_prompts,
     checked_stop_tokens,
-    longrope_switch_length,
-    tokens_before_longrope_switch,
 )
 from llama_jax.inference.decode import DecodeSettings
 from llama_jax.inference.sampling import Sampling
@@ -86,14 +84,6 @@ class Queue:
         return waiting
 
 
-def room_of(config: LlamaConfig, context: int, length: int) -> int:
-    """The largest `max_new_tokens` for a prompt of this length: within the context, and before "longrope" factors change.
-
-    An engine does not prefill a row again there, see `inference.checks.longrope_switch_length`.
-    """
-    return min(context - length, int(tokens_before_longrope_switch(config, length)))
-
-
 def checked(request: GenerationRequest, model: ServedModel, context: int) -> DecodeSettings:
     """Validate a request, and return its settings for a single row.
 
@@ -116,12 +106,6 @@ def checked(request: GenerationRequest, model: ServedModel, context: int) -> Dec
         raise GenerationError(
             f"a prompt of {len(prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed the context of {context};"
             f" shorten the prompt or generate at most {room}{suggest_context(model.config, total)}"
-        )
-    if request.max_new_tokens > (room := room_of(model.config, context, len(prompt))):
-        raise GenerationError(
-            f"a prompt of {len(prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed"
-            f" {longrope_switch_length(model.config)} tokens, after which the model's longrope frequencies change and the"
-            f" row would have to be prefilled again; generate at most {room}, then send them as part of the prompt"
         )
     if not isinstance(request.sampling, Sampling):
         raise GenerationError(f"sampling={shown(request.sampling, 40)} must be a Sampling")

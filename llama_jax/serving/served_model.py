@@ -16,6 +16,7 @@ from llama_jax.model.forward import lm_head_of
 from llama_jax.model.forward_options import Compute
 from llama_jax.model.multi_lora import adapters_in
 from llama_jax.model.params import Llama
+from llama_jax.model.rope import planned_rope_length
 from llama_jax.ops.platform import decodes_natively, decoding_context
 from llama_jax.ops.rope_scaling import LENGTH_DEPENDENT
 from llama_jax.serving.programs import Programs, ServingState, StaticModel, StepBatch, programs_for
@@ -91,10 +92,13 @@ class ServedModel:
         """Bytes of a page, including the draft model's."""
         return sum(cache_bytes(model.config, 1, PAGE_SIZE, model.cache_dtype) for model in self.models)
 
-    def rope_root(self, length: int) -> int:
-        """A value on which keys depend in addition to tokens: the length of the prompt, for some RoPE scalings."""
+    def rope_root(self, length: int, limit: int) -> int:
+        """A value on which keys depend in addition to tokens, for RoPE scalings that depend on the length."""
         scaling = self.config.rope_scaling
-        return length if scaling is not None and scaling.kind in LENGTH_DEPENDENT else 0
+        if scaling is None or scaling.kind not in LENGTH_DEPENDENT:
+            return 0
+        planned = planned_rope_length(self.config, length, limit)
+        return int(planned > scaling.original_max_seq_len) if scaling.kind == "longrope" else planned
 
     def empty(self, seats: int, count: int) -> ServingState:
         """The state before the first step, with this many seats and pages."""

@@ -79,7 +79,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
     ) -> tuple[DraftModel, KVCache]:
         """See `Drafter.begin`; the state is the draft model's cache."""
         placed = self.replace(sharding=sharding_of(self.params))
-        return placed, placed._programs().prefill_prompts(tokens, lengths, capacity, options).cache
+        return placed, placed._programs().prefill_prompts(tokens, lengths, 0, capacity, options).cache
 
     def catch_up(self, drafter_state: KVCache, history: Int32[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]) -> KVCache:
         """See `Drafter.catch_up`: process the missing tokens, if there are more than `propose` processes."""

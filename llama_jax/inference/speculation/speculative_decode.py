@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.errors import GenerationError, shown
-from llama_jax.inference.checks import tokens_before_longrope_switch
 from llama_jax.inference.compiled_decode import (
     MAX_CHUNKS_PER_CALL,
     CompiledDecode,
@@ -53,13 +52,6 @@ def stream_drafted(
             " omit the draft"
         )
     _, lengths, settings = prompts
-    before_switch = tokens_before_longrope_switch(programs.config, lengths)
-    if (settings.limit > before_switch).any():
-        row = int(np.argmax(settings.limit > before_switch))
-        raise GenerationError(
-            f"draft: a longrope model must prefill row {row} again after {lengths[row] + before_switch[row] - 1} tokens,"
-            f" which is not supported with a draft; omit the draft, or generate at most {before_switch[row]} tokens"
-        )
     drafter.check(programs.config, programs.params, lengths, settings, options)
     return drafted_chunks(programs, drafter, prompts, options, max_chunks)
 
@@ -79,7 +71,8 @@ def drafted_chunks(
     """
     tokens, lengths, settings = prompts
     capacity = capacity_for(lengths, settings)
-    state, packed = programs.begin_decode(programs.prefill_prompts(tokens, lengths, capacity, options), *prompts)
+    prefilled = programs.prefill_prompts(tokens, lengths, settings.limit, capacity, options)
+    state, packed = programs.begin_decode(prefilled, *prompts)
     drafter, drafter_state = drafter.begin(tokens, lengths, capacity, options)
     model = Model(programs.params, programs.config, programs.compute, programs.sharding)
     count_accepted = drafter.count_accepted(tokens, lengths)

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.decode import DecodeState, TokenChunk, sample_next, shard_cache
+from llama_jax.inference.decode import DecodeState, TokenChunk, decode_rope_lengths, sample_next, shard_cache
 from llama_jax.inference.drafter import Drafter
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
@@ -73,8 +73,10 @@ def verify(
     sharding = model.sharding
     tokens = jnp.concatenate([state.token[:, None], jnp.maximum(drafts, 0)], axis=1)
     before = state.cache.length
-    # The length of the row when the token is decoded one by one.
-    positions = Positions(rope_lengths=before[:, None] + 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32))
+    rope_lengths = decode_rope_lengths(model.config, state)
+    if rope_lengths is None:  # the length of the row when the token is decoded one by one
+        rope_lengths = before[:, None] + 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    positions = Positions(rope_lengths=rope_lengths)
     options: dict[str, Any] = {"positions": positions, "compute": model.compute, "sharding": sharding}
     hidden, cache = forward(model.config, model.params, tokens, state.cache, **options)
     with sharding.context(), exact.exact_mode(model.compute.exact):
