@@ -25,13 +25,13 @@ from llama_jax.inference.decode import (
     begin_decode,
     decode,
     init_prefill,
+    planned_rope_length,
     prefill,
 )
 from llama_jax.inference.prepare_inputs import MIN_PREFILL_LENGTH
 from llama_jax.model.cache import CacheOptions, KVCache, bucket
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
-from llama_jax.model.rope import planned_rope_length
 from llama_jax.ops import exact
 from llama_jax.ops.platform import decodes_natively, decoding_context
 

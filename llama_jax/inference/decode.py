@@ -123,7 +123,7 @@ def prefill(
     Args:
       tokens: padded on the right.
       positions: `lengths` int32[B], how many of each row's T tokens are valid (0 if its prompt has ended);
-        `rope_lengths` int32[B], see `model.rope.planned_rope_length`.
+        `rope_lengths` int32[B], see `planned_rope_length`.
     """
     token_hidden, cache = forward(
         config, params, tokens, prefilled.cache, positions=positions, compute=compute, sharding=sharding
@@ -306,6 +306,16 @@ def decode_step(
         logits = compute_logits(config, params, hidden[:, 0], sharding)
         state, logprobs = sample_fn(state.replace(cache=shard_cache(cache, sharding)), logits, sharding)
     return state, (state.token, logprobs, valid)
+
+
+def planned_rope_length(config: LlamaConfig, length: Any, limit: Any) -> Any:
+    """`Positions.rope_lengths` for prefilling `length` tokens of a row that may get `limit` more.
+
+    "longrope" has one list of factors for rows within the original context and one for longer rows. It is chosen for the
+    final length, because keys in the cache keep their rotation. The frequencies of "dynamic" change with the length so far.
+    """
+    scaling = config.rope_scaling
+    return length + limit if scaling is not None and scaling.kind == "longrope" else length
 
 
 def decode_rope_lengths(config: LlamaConfig, state: DecodeState) -> Int32[Array, " B"] | None:

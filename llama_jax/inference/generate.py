@@ -55,8 +55,8 @@ def generate(
     """Continue each prompt. With float32 weights, a prompt gets the same tokens in a batch as alone.
 
     With 16-bit or quantized weights, near ties may resolve differently: XLA's order of sums depends on the shapes, and CPU
-    kernels for block-quantized weights round activations to 8 bits. LongRoPE's factors are chosen for each row's final length,
-    prompt and `max_new_tokens`, see `model.rope.planned_rope_length`.
+    kernels for block-quantized weights round activations to 8 bits. LongRoPE's factors are chosen for the prompt and
+    `max_new_tokens` together, see `inference.decode.planned_rope_length`.
 
     Args:
       config, params: the model. If the parameters are sharded over a mesh (`load(..., mesh=...)`), generation runs on it.

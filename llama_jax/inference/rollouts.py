@@ -19,6 +19,7 @@ from llama_jax.inference.decode import (
     compute_logits,
     decode_chunks,
     decode_step,
+    planned_rope_length,
     prefill,
     shard_cache,
 )
@@ -26,7 +27,6 @@ from llama_jax.inference.sampling import Sampling, sample
 from llama_jax.model.cache import init_cache, repeat_rows
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
-from llama_jax.model.rope import planned_rope_length
 from llama_jax.ops import exact
 
 

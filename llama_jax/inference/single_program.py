@@ -14,11 +14,11 @@ from llama_jax.inference.decode import (
     begin_decode,
     decode,
     init_prefill,
+    planned_rope_length,
     prefill,
 )
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.params import Llama
-from llama_jax.model.rope import planned_rope_length
 from llama_jax.ops.platform import AnyArray
 
 

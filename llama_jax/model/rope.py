@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -56,13 +54,3 @@ def token_frequencies(
     if frequencies.ndim == 2:  # one per row, for all its positions
         frequencies = frequencies[:, None]
     return frequencies, attention_factor
-
-
-def planned_rope_length(config: LlamaConfig, length: Any, limit: Any) -> Any:
-    """`Positions.rope_lengths` for prefilling `length` tokens of a row that may get `limit` more.
-
-    "longrope" has one list of factors for rows within the original context and one for longer rows. It is chosen for the
-    final length, because keys in the cache keep their rotation. The frequencies of "dynamic" change with the length so far.
-    """
-    scaling = config.rope_scaling
-    return length + limit if scaling is not None and scaling.kind == "longrope" else length

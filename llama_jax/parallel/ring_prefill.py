@@ -12,12 +12,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
+from llama_jax.inference.decode import planned_rope_length
 from llama_jax.model.cache import KVCache, cache_from
 from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.hooks import At
 from llama_jax.model.logits import observe
 from llama_jax.model.params import Llama
-from llama_jax.model.rope import planned_rope_length
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring_attention import (
     BATCH_AND_CONTEXT_AXES,
@@ -43,7 +43,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int, limit: int = 0)
     Args:
       config: the configuration of the model on the mesh, see `padded_config`; `load` with a mesh returns it.
       capacity: capacity of a row of the cache in tokens.
-      limit: maximum number of tokens after each prompt, see `model.rope.planned_rope_length`.
+      limit: maximum number of tokens after each prompt, see `inference.decode.planned_rope_length`.
 
     Returns:
       A function of parameters on the mesh; tokens int32[B, T], padded on the right; and the number of real tokens of each

@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.decode import DecodeState, compute_logits
+from llama_jax.inference.decode import DecodeState, compute_logits, planned_rope_length
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.speculation.verify import choose_each
 from llama_jax.model.cache import KVCache, init_pages
@@ -25,7 +25,6 @@ from llama_jax.model.forward import forward, lm_head_of, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.multi_lora import choose_adapters
 from llama_jax.model.params import Llama
-from llama_jax.model.rope import planned_rope_length
 from llama_jax.ops import exact
 from llama_jax.serving.row_sampling import (
     ChosenTokens,

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from llama_jax.config import LlamaConfig
+from llama_jax.inference.decode import planned_rope_length
 from llama_jax.inference.drafter import Drafter
 from llama_jax.inference.sharding import check_rows, sharding_of
 from llama_jax.inference.speculation import DraftModel
@@ -16,7 +17,6 @@ from llama_jax.model.forward import lm_head_of
 from llama_jax.model.forward_options import Compute
 from llama_jax.model.multi_lora import adapters_in
 from llama_jax.model.params import Llama
-from llama_jax.model.rope import planned_rope_length
 from llama_jax.ops.platform import decodes_natively, decoding_context
 from llama_jax.ops.rope_scaling import LENGTH_DEPENDENT
 from llama_jax.serving.programs import Programs, ServingState, StaticModel, StepBatch, programs_for
