@@ -58,7 +58,6 @@ FEATURES: dict[str, dict[str, str]] = {
         "GGUF": "a file of floats is written and read back",
         "Q8_0": "a GGUF file of Q8_0 blocks is written, read and converted to safetensors",
         "orbax": "an orbax folder is written and read back",
-        "StableHLO": "an exported program continues prompts without this library, with the same tokens",
         "logits": "within 1e-4 of transformers', also with a cache that is filled in chunks",
         "ragged": "each row of a ragged batch has the logits that transformers gives for the row alone",
         "gradients": "those of every parameter match transformers', within 1e-4 of the largest",

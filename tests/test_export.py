@@ -1,11 +1,16 @@
 """Exported programs give, from bytes, what the functions give."""
 
+import re
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import environment
 from jax import export
 
 import llama_jax
@@ -14,6 +19,8 @@ from llama_jax.inference.decode import begin_decode, decode, init_prefill, prefi
 from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.forward_options import Positions
+
+PAGE = Path(__file__).parents[1] / "docs" / "generation.md"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,3 +76,21 @@ def test_one_program_for_every_number_of_rows(models):
     for rows in (1, 3):
         some = np.random.default_rng(rows).integers(0, config.vocab_size, (rows, 8), np.int32)
         np.testing.assert_allclose(call(params, some), forward(config, params, some)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_the_program_of_the_page_runs_without_this_library(quantize, tmp_path, monkeypatch):
+    """It prints the tokens of `generate`, in a process in which `import llama_jax` raises."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
+    section = PAGE.read_text("utf-8").partition("## Without this library\n")[2].partition("\n## ")[0]
+    write, run = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    config, params, tokenizer = llama_jax.load(dtype="float32", quantize=quantize)
+    exec(write, {"jax": jax, "jnp": jnp, "llama_jax": llama_jax, "config": config, "params": params})
+    assert "custom_call" not in export.deserialize(bytearray(Path("decode.stablehlo").read_bytes())).mlir_module()
+    command = [sys.executable, "-c", f"import sys; sys.modules['llama_jax'] = None\n{run}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(PYTHONPATH=""))
+    prompts = [tokenizer.encode("Once upon a time")]
+    expected = llama_jax.generate(config, params, prompts, max_new_tokens=32)[0].tokens
+    assert done.stdout == f"{expected}\n", done.stderr

@@ -34,7 +34,6 @@ COMMANDS = {
         "inspect": ("inspect.Inspect", "Show the contents of a model's files."),
         "verify": ("verify.Verify", "Compare a model's logits and layers with a reference."),
         "convert": ("convert.Convert", "Convert a model to another format: safetensors, GGUF, ..."),
-        "export": ("convert.Export", "Export programs and weights that run without llama-jax."),
         "merge": ("convert.Merge", "Merge a LoRA adapter into a model's weights."),
     },
     "Train and evaluate": {

@@ -1,4 +1,4 @@
-"""``llama-jax fetch``, ``convert``, ``merge`` and ``export``: get models, and write them in other formats."""
+"""``llama-jax fetch``, ``convert`` and ``merge``: get models, and write them in other formats."""
 
 from __future__ import annotations
 
@@ -18,15 +18,10 @@ from llama_jax.cli.options import (
     QUANTIZE,
     CompileOptions,
     ModelPath,
-    RememberOptions,
-    SingleAdapterOption,
-    WeightOptions,
     unless_auto,
-    with_rope,
 )
 from llama_jax.cli.terminal import ending_in_order, size
 from llama_jax.progress import progress_bar
-from llama_jax.settings import at_least
 from llama_jax.storage import Location, resolved
 
 if TYPE_CHECKING:
@@ -194,72 +189,6 @@ class Merge(CompileOptions):
                 overwrite=self.overwrite,
                 progress=progress,
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Export(RememberOptions, SingleAdapterOption, WeightOptions):
-    """Write a model as a folder that runs without this library: its prefill and decode in StableHLO, the weights, the
-    vocabulary, and run.py, which needs jax and flatbuffers. In float32 it generates the same tokens as generate.
-
-    The programs are compiled where they run. To compile those of generate and serve for this machine, see compile.
-    """
-
-    SHOWN_FIRST = ("model", "destination", "context", "batch", "chunk", "platforms", "overwrite")
-
-    model: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="MODEL")]]
-    """Folder or file of a model, in any supported format."""
-    destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="OUT")]]
-    """The folder to write."""
-    context: Annotated[int | None, at_least(1)] = None
-    """Capacity of the cache: maximum number of tokens of a prompt and its continuation. The default is the model's context,
-    but at most 2048."""
-    batch: Annotated[int, at_least(1)] = 1
-    """Number of prompts in a batch."""
-    chunk: Annotated[int, at_least(1)] = 64
-    """Prompt tokens per call of prefill; prompts are padded to a multiple of it."""
-    platforms: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "cpu,cuda,tpu"
-    """Platforms that the programs can be compiled for: cpu, cuda, rocm, tpu. Other compilers work best with a single
-    one."""
-    overwrite: bool = False
-    """Replace OUT: a folder that contains only an exported model, or a model."""
-
-    def run(self) -> None:
-        import jax
-
-        from llama_jax.cli.jax_setup import loading_bar
-        from llama_jax.formats import load, open_checkpoint
-        from llama_jax.formats.adapters import with_adapter_parts
-        from llama_jax.formats.model_folder import check_room
-        from llama_jax.formats.stablehlo import check_exportable, export_model
-
-        jax.config.update("jax_platforms", "cpu")  # nothing is computed: no accelerator need be there, or be free
-        self.start_jax()
-        cache, platforms = self.cache_options(), [name.strip() for name in self.platforms.split(",")]
-        sources = [self.model, *([] if self.adapter is None else [self.adapter])]
-        check_room(self.destination, folder=True, overwrite=self.overwrite, sources=sources)
-        # Before minutes go into loading.
-        (config,) = self.with_parts(with_adapter_parts(open_checkpoint(self.model).config, sources[1:]))
-        config = with_rope(config, self.rope)
-        context = check_exportable(config, self.context, self.batch, self.chunk, cache, platforms)
-        _, params, tokenizer = load(
-            self.model,
-            unless_auto(self.dtype),
-            quantize=unless_auto(self.quantize),
-            tokenizer=self.tokenizer,
-            adapter=self.adapter,
-            progress=loading_bar,
-        )
-        sizes = {"context": context, "batch": self.batch, "chunk": self.chunk}
-        exported = export_model(config, params, tokenizer, **sizes, cache=cache, platforms=platforms)
-        if tokenizer is None:
-            print(f"{self.model} has no vocabulary: run.py takes token ids; --tokenizer adds one", file=sys.stderr)
-        weights, state = (size(count) for count in exported.about["bytes"].values())
-        print(
-            f"weights {weights}, state {state} for {self.batch} x {context} tokens, programs for {', '.join(platforms)}",
-            file=sys.stderr,
-        )
-        with _writing(self.destination) as progress:
-            exported.save(self.destination, overwrite=self.overwrite, progress=progress)
 
 
 @contextmanager

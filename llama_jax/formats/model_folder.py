@@ -59,7 +59,6 @@ LICENSES = re.compile(r"(?i)(licen[cs]e|notice|use_policy)(\.(txt|md))?")
 WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|params")
 DECISIVE_FILES = ("config.json", "adapter_config.json")  # which make a folder a model, or an adapter
 OTHER_FILES = {"config.json", "adapter_config.json", "adapter_model.safetensors", *VOCABULARIES, *SETTINGS_FILES}
-EXPORTED_FILES = "prefill.stablehlo", "decode.stablehlo", "weights.safetensors", "export.json", "run.py"  # `stablehlo`
 
 
 @dataclass(frozen=True)
@@ -306,6 +305,6 @@ def _check_room(path: Location, folder: bool, overwrite: bool, sources: Iterable
         return
     if not overwrite:
         raise CheckpointError(f"{path} exists; remove it, or replace it with --overwrite (overwrite=True)")
-    foreign = [name for name in inside if name not in {*OTHER_FILES, *EXPORTED_FILES} and not WEIGHT_FILES.fullmatch(name)]
+    foreign = [name for name in inside if name not in OTHER_FILES and not WEIGHT_FILES.fullmatch(name)]
     if foreign:
         raise CheckpointError(f"{path} contains other files ({foreign[0]}), so it is not replaced; use another path")

@@ -273,7 +273,6 @@ COMPUTING = {
     "verify": "{own}",
     "estimate": "{own} --batch 1 --length 16",
     "compile": "{own}",
-    "export": "{own} {out}",
     "train": "{file}:plain --weights {own} --data {text} --workdir {out}",
 }
 OTHERS = {"fetch", "inspect", "convert", "merge", "data", "plot", "quickstart", "completion"}
