@@ -298,19 +298,20 @@ def measure(
     stage: str,
 ) -> Found:
     """Measure loss and retrieval at factor * L."""
+    from loss_by_length import cut_spans, window_losses
     from needle import needle
 
-    from llama_jax.evaluation.loss_by_length import evaluate_lengths
-
     began = time.perf_counter()
-    lengths = sorted({size.length, factor * size.length})
-    found = evaluate_lengths(config, params, held, lengths, max_tokens=size.measured_tokens, batch=size.rows)
+    length = factor * size.length
+    spans = cut_spans(held.tokens, length, size.measured_tokens)
+    losses = window_losses(config, params, spans, length, batch=size.rows)
+    within = losses if factor == 1 else window_losses(config, params, spans, size.length, batch=size.rows)
     keys = needle(
         config,
         params,
         tokenizer,
         held.tokens,
-        lengths=[lengths[-1]],
+        lengths=[length],
         depths=DEPTHS,
         trials=size.trials,
         seed=seed,
@@ -323,10 +324,10 @@ def measure(
         way,
         factor,
         stage,
-        found[-1].loss,
-        found[-1].last_quarter,
-        found[0].loss,
-        found[-1].by_position.reshape(-1, size.length // 8).mean(axis=1).tolist(),
+        float(losses.mean()),
+        float(losses[:, length * 3 // 4 :].mean()),
+        float(within.mean()),
+        losses.mean(axis=0).reshape(-1, size.length // 8).mean(axis=1).tolist(),
         float(keys.grid("exact").mean()),
         float(keys.grid("margin").mean()),
         keys.grid("exact")[:, 0].tolist(),

@@ -1,6 +1,6 @@
 """Needle in a haystack: does a model find one sentence in a long text, and does that depend on its position?
 
-    python experiments/needle.py PATH --data book.txt --lengths 512,2048 --depths 0,0.5,1 --plot needle.png
+    python experiments/needle.py PATH --data book.txt --lengths 512 2048 --depths 0 0.5 1 --plot needle.png
 
 A pass key is hidden in a text at every depth of every length, and the model is asked for it (Mohtashami and Jaggi 2023,
 section 4.2). Small models rarely repeat all digits of the key. The test therefore compares the key's probability with those
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import tyro
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data.load_corpus import Progress
@@ -267,7 +268,7 @@ def as_page(found: NeedleTest) -> str:
 class Arguments:
     """Hide a pass key in a text at every depth of every length, and measure whether the model finds it."""
 
-    path: Path
+    path: tyro.conf.Positional[Path]
     """A model's folder or file, of any format."""
     data: Path
     """A text file, used as the haystack."""
@@ -316,6 +317,4 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    import tyro
-
     main(tyro.cli(Arguments))

@@ -20,19 +20,23 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tyro
 from context_extension import ROOT, STAGES, TEXT, Size, extended, read_book, train
+from loss_by_length import cut_spans, window_losses
 from measuring import cpu_name, devices, settings, versions, write_report
 
+from llama_jax import Compute
 from llama_jax.training.optimizer import OptimizerSettings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
+    from llama_jax.model.params import Llama
     from llama_jax.training.batch import Batch
 
 FACTOR = 2
@@ -93,23 +97,11 @@ def skipping_rows(corpus: Corpus, rows: int, length: int, reach: int, steps: int
         yield Batch(tokens, position_ids=positions)
 
 
-def measure(config: Any, params: Any, held: Corpus, reach: int, rows: int) -> list[float]:
-    """Mean losses over the parts of the first `reach` held-out tokens, evaluated in `rows` windows of equal length."""
-    import jax
-    import jax.numpy as jnp
-
-    import llama_jax
-    from llama_jax.evaluation.measure import target_nats
-    from llama_jax.model.forward_options import Positions
-
-    @jax.jit
-    def losses(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        positions = Positions(rope_lengths=jnp.full(rows, reach // rows, jnp.int32))
-        hidden, _ = llama_jax.forward(config, params, tokens, positions=positions, compute=llama_jax.Compute("bfloat16"))
-        return target_nats(config, params, hidden, targets, chunk=512)
-
-    tokens, targets = (held.tokens[at : at + reach].astype(np.int32).reshape(rows, -1) for at in (0, 1))
-    return np.asarray(losses(params, tokens, targets), np.float64).reshape(PARTS, -1).mean(axis=1).tolist()
+def measure(config: LlamaConfig, params: Llama, held: Corpus, reach: int, windows: int) -> list[float]:
+    """Mean losses over the parts of the first `reach` held-out tokens, evaluated in windows of equal length."""
+    spans = cut_spans(held.tokens, reach, reach)
+    losses = window_losses(config, params, spans, reach // windows, compute=Compute("bfloat16"))
+    return losses.reshape(PARTS, -1).mean(axis=1).tolist()
 
 
 def run_all(arguments: Arguments) -> tuple[int, list[Found]]:

@@ -19,7 +19,6 @@ The public API, imported lazily:
   LlamaModule(config, params)         the model as a `flax.nnx.Module`
   train(recipe, workdir, data)        trains a Recipe into a folder;  evaluate(...) evaluates a model on a text
   divergence(config, params, reference, corpus)  how far a quantized model's predictions are from the dense model's
-  evaluate_lengths(...)               how much a model uses its context: loss by length and position
   register_for_export()               lets `jax.export` serialize programs of these functions
 
 and their arguments:
@@ -116,8 +115,6 @@ _LAZY_ATTRIBUTES = {
     "divergence": "evaluation.perplexity",
     "Evaluation": "evaluation.perplexity",
     "evaluate": "evaluation.perplexity",
-    "LengthLoss": "evaluation.loss_by_length",
-    "evaluate_lengths": "evaluation.loss_by_length",
     "train": "runs.loop",
     "Recipe": "runs.recipe",
     "with_parts": "runs.user_functions",
@@ -169,7 +166,6 @@ __all__ = [
     "GenerationError",
     "KVCache",
     "LayerConfig",
-    "LengthLoss",
     "Llama",
     "LlamaConfig",
     "LlamaModule",
@@ -202,7 +198,6 @@ __all__ = [
     "divergence",
     "encode_chat",
     "evaluate",
-    "evaluate_lengths",
     "forward",
     "generate",
     "init",
@@ -244,7 +239,6 @@ if TYPE_CHECKING:
     from llama_jax.config import LayerConfig, LlamaConfig, Parts, QueryScaling, RopeScaling
     from llama_jax.config.presets import preset
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
-    from llama_jax.evaluation.loss_by_length import LengthLoss, evaluate_lengths
     from llama_jax.evaluation.perplexity import Divergence, Evaluation, divergence, evaluate
     from llama_jax.export import register_for_export
     from llama_jax.formats import Checkpoint, convert, load, load_adapter, save, save_adapter

@@ -47,7 +47,6 @@ INSTEAD = {
         r"model\.vocab_size=32000": "model.vocab_size=4096",
         r"--max-new-tokens \d+": "--max-new-tokens 8",
         r"--window \d+": "--window 64",
-        r"--lengths [\d,]+": "--lengths 64,128",
         r"--length \d+": "--length 128",
         r"llama-3\.1-8b": "stories-110m",
         r"--mesh tensor=8": "--mesh tensor=2",

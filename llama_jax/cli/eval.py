@@ -17,7 +17,6 @@ from llama_jax.cli.options import (
     DocumentOptions,
     ExactOption,
     ModelPath,
-    RememberOptions,
     SingleAdapterOption,
     TemplateArgOption,
     WeightOptions,
@@ -25,7 +24,7 @@ from llama_jax.cli.options import (
     unless_auto,
     with_rope,
 )
-from llama_jax.cli.terminal import as_json, columns, ending_in_order, note, printable
+from llama_jax.cli.terminal import as_json, columns, ending_in_order, printable
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import UserError, shown
 from llama_jax.progress import progress_bar
@@ -52,7 +51,7 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, RememberOptions, TemplateArgOption):
+class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, TemplateArgOption):
     """Print loss, perplexity and bits per byte of a model on texts; bits per byte compare across tokenizers.
 
     With --against: the divergence of its predictions from those of another model with the same vocabulary. For the cost of
@@ -60,9 +59,6 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
 
     For chats: the same for the assistant's messages. For preferences: how often the chosen answer is the more
     probable one. With --against or --adapter, this is relative to a reference: that model, or PATH without the adapter.
-
-    With --lengths: the loss of the same text in windows of each length, and by position in them.
-    --cache, --window and --sinks apply only then.
     """
 
     SHOWN_FIRST = ("path", "data")
@@ -98,14 +94,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
     stride: int | None = None
     """Tokens between windows. The default is half a window. A larger stride is faster and gives tokens less context."""
     batch: int | None = None
-    """Rows of a batch. The default is 1 on a CPU, whose caches hold no more, and 8 elsewhere; with --lengths, as many as
-    make 32,768 tokens."""
-    lengths: Annotated[str, tyro.conf.arg(metavar="N,N,...")] = ""
-    """Compare several window sizes, without overlap, for example 256,512,1024: does more context help? They may exceed the
-    model's context."""
-    max_tokens: int | None = None
-    """With --lengths: maximum number of tokens to predict per size, in windows spread evenly over the text. The default is
-    the whole text."""
+    """Rows of a batch. The default is 1 on a CPU, whose caches hold no more, and 8 elsewhere."""
 
     def run(self) -> None:
         import jax
@@ -117,7 +106,8 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import record_backends
 
-        lengths = self._check()
+        if self.exact and self.against is not None:
+            raise UserError("exact is only for a single model; omit it or --against")
         self.start_jax()
         compiling = CompileClock()
         # Quick checks come first: no mistake should be found after minutes of loading.
@@ -133,9 +123,8 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         if kind == "preferences":
             settings, measure = self._preferences(config, tokenizer, reference, shorter.max_seq_len)
         else:
-            corpus, settings = self._corpus(config, tokenizer, kind, lengths)
-            prepare = self._by_length if lengths else self._by_window
-            sizes, measure = prepare(config, reference, shorter, corpus, lengths)
+            corpus, settings = self._corpus(config, tokenizer, kind)
+            sizes, measure = self._by_window(config, reference, shorter, corpus)
             settings |= {**sizes, "unknown_tokens": _unknown(tokenizer, corpus)}
         dtype = unless_auto(self.dtype)
         other: llama_jax.Llama | None = None
@@ -204,11 +193,8 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         config = with_rope(config, self.rope)
         return config, stored_tokenizer(self.path, opened) if self.tokenizer is None else load_tokenizer(self.tokenizer)
 
-    def _corpus(
-        self, config: LlamaConfig, tokenizer: Tokenizer, kind: str, lengths: tuple[int, ...]
-    ) -> tuple[Corpus, dict[str, Any]]:
-        """Texts, long enough for rows of these lengths where they are; or conversations whose targets are the assistant's
-        messages, with the counts of examples."""
+    def _corpus(self, config: LlamaConfig, tokenizer: Tokenizer, kind: str) -> tuple[Corpus, dict[str, Any]]:
+        """Texts; or conversations whose targets are the assistant's messages, with the counts of examples."""
         import numpy as np
 
         from llama_jax.data import open_corpus
@@ -217,7 +203,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
 
         settings: dict[str, Any] = {}
         if kind == "text":
-            reading = self.document_format(lengths, unless_auto(self.token_type))
+            reading = self.document_format(unless_auto(self.token_type))
             with ending_in_order("stopped"):
                 corpus = open_corpus(self.data, tokenizer, reading=reading, progress=progress_bar("tokenizing", "MB"))
         else:
@@ -236,7 +222,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
         return min(config.default_context, MAX_DEFAULT_WINDOW) if self.length is None else self.length
 
     def _by_window(
-        self, config: LlamaConfig, reference: LlamaConfig | None, shorter: LlamaConfig, corpus: Corpus, _: Sequence[int]
+        self, config: LlamaConfig, reference: LlamaConfig | None, shorter: LlamaConfig, corpus: Corpus
     ) -> tuple[dict[str, Any], Measure]:
         """Through a sliding window, alone or against a reference."""
         from llama_jax.evaluation.measure import choose_sizes
@@ -258,45 +244,6 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
             return Measured(finite, asdict(found.model) | {"against": against}, found.model.tokens, partial(as_page, found))
 
         return sizes, measure
-
-    def _by_length(
-        self, config: LlamaConfig, _: LlamaConfig | None, shorter: LlamaConfig, corpus: Corpus, lengths: Sequence[int]
-    ) -> tuple[dict[str, Any], Measure]:
-        """Windows of each length; lengths beyond the model's context are reported on stderr."""
-        from llama_jax.evaluation.loss_by_length import choose_lengths, evaluate_lengths
-
-        choose_lengths(shorter, corpus, lengths, max_tokens=self.max_tokens, batch=self.batch)
-        beyond = [f"{length:,}" for length in sorted(lengths) if length > shorter.max_seq_len]
-        if beyond and self.window is None:  # with a window no distance is longer than it
-            note(
-                f"{', '.join(beyond)}: beyond the model's context of {shorter.max_seq_len:,} tokens; this measures how the"
-                " model extrapolates"
-            )
-
-        def measure(params: llama_jax.Llama, other: llama_jax.Llama | None) -> Measured:
-            found = evaluate_lengths(
-                config,
-                params,
-                corpus,
-                lengths,
-                max_tokens=self.max_tokens,
-                batch=self.batch,
-                cache=self.cache_options(),
-                compute=self.compute(),
-                progress=progress_bar("evaluating", "pieces"),
-            )
-            names = ("length", "windows", "tokens", "loss", "standard_error", "perplexity", "last_quarter")
-            rows = [
-                {name: getattr(one, name) for name in names}
-                | {"beyond_context": one.length > config.max_seq_len}
-                | {"by_context": [bucket._asdict() for bucket in one.buckets]}
-                for one in found
-            ]
-            finite = {f"loss at length={one.length}": one.loss for one in found}
-            return Measured(finite, {"lengths": rows}, sum(one.tokens for one in found), partial(page_of_lengths, found))
-
-        names = ("batch", "max_tokens", "cache", "window", "sinks")
-        return {name: getattr(self, name) for name in names}, measure
 
     def _preferences(
         self, config: LlamaConfig, tokenizer: Tokenizer, reference: LlamaConfig | None, context: int
@@ -337,33 +284,11 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Rem
     def _check_kind(self, kind: str) -> None:
         """Raise UserError for options that do not apply to this kind of data."""
         texts = ("format", "too_long", "template_time", "template_arg")
-        unread = texts if kind == "text" else ("lengths", "separator", "longest", "token_type", "stride")
+        unread = texts if kind == "text" else ("separator", "longest", "token_type", "stride")
         for name in unread:
             value = getattr(self, name)
             if value != getattr(type(self), name):
                 raise UserError(f"{name}={shown(value, 40)} does not apply to {kind}, the kind of these data; omit it")
-
-    def _check(self) -> tuple[int, ...]:
-        """The lengths, or none; UserError for options that do not go together."""
-        self.cache_options()
-        for name in ("max_tokens", "cache", "window", "length", "stride", "against"):
-            value, by_length = getattr(self, name), name in ("max_tokens", "cache", "window")
-            if value in (None, "auto") or by_length == bool(self.lengths):
-                continue
-            if by_length:
-                raise UserError(f"{name}={value} needs --lengths")
-            raise UserError(f"{name}={value} and lengths={shown(self.lengths)} exclude each other; omit one of them")
-        if self.exact and self.against is not None:
-            raise UserError("exact is only for a single model; omit it or --against")
-        found = []
-        for part in self.lengths.split(",") if self.lengths else ():
-            try:
-                found.append(int(part))
-            except ValueError:
-                raise UserError(
-                    f"lengths={shown(self.lengths)} must be numbers such as 256,512,1024; {shown(part, 20)} is not one"
-                ) from None
-        return tuple(found)
 
     def _reference_config(self, path: ModelPath, config: LlamaConfig, tokenizer: Tokenizer) -> LlamaConfig:
         """The configuration of the model at a path; UserError where its vocabulary is another."""
@@ -438,36 +363,6 @@ def _rows_of_comparison(found: llama_jax.Divergence) -> list[list[str]]:
         ["divergence", f"KL {found.kl:.2e}{_plus_minus(found.kl_error)} nats per token; {spread}"],
         ["top token", f"the same at {found.same_top:.2%} of the tokens"],
     ]
-
-
-def page_of_lengths(found: Sequence[llama_jax.LengthLoss], facts: dict[str, Any]) -> str:
-    """A line for each length, then the loss by how much context there was, a column for each length."""
-    # Through a window no distance is longer than it, however long the text.
-    context = facts["context"] if facts["window"] is None else math.inf
-    rows = [["window", "predicted", "loss", "", "perplexity", "last quarter", ""]]
-    for one in found:
-        error = "" if math.isnan(one.standard_error) else f"± {one.standard_error:.2g}"
-        beyond = f"beyond the context of {context:,}" if one.length > context else ""
-        cells = f"{one.length:,}", f"{one.tokens:,}", f"{one.loss:.4f}", error, f"{one.perplexity:.5g}"
-        rows.append([*cells, f"{one.last_quarter:.4f}", beyond])
-    tables = [columns(rows, right=(0, 1, 2, 4, 5))]
-    # Where lengths are no powers of two their last buckets are cut short, and lie in the row of the whole one.
-    whole = [(bucket.first, 1 << (bucket.last - 1).bit_length()) for bucket in found[-1].buckets]
-    losses = [{bucket.first: f"{bucket.loss:.4f}" for bucket in one.buckets} for one in found]
-    rows = [["tokens of context", *(f"{one.length:,}" for one in found), ""]]
-    for first, last in whole:
-        place = f"{first:,}" if first == last else f"{first:,} to {last:,}"
-        rows.append([place, *(loss.get(first, "") for loss in losses), "beyond" if first > context else ""])
-    tables.append(columns(rows, right=range(1, len(found) + 1)))
-    note = "Loss in nats per token; the last quarter of each window is what has the most context."
-    if facts["unknown_tokens"]:
-        note += f" {facts['unknown_tokens']:,} tokens of the text are <unk>."
-    about = _model_of(facts) + (f", rope {printable(facts['rope'])}" if facts["rope"] else "")
-    if facts["cache"] != "auto":
-        about += f", cache {facts['cache']}"
-    if facts["window"] is not None:
-        about += f", each token sees {facts['window']:,} back" + (f" and {facts['sinks']} sinks" if facts["sinks"] else "")
-    return "\n\n".join([about, *tables, note])
 
 
 def kind_of_lines(data: Sequence[Location], field: str) -> Literal["text", "chats", "preferences"]:

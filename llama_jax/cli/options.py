@@ -136,18 +136,6 @@ class CacheOption:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RememberOptions(CacheOption):
-    window: int | None = None
-    """Let each token attend only to this many tokens before it. The cache stops growing, and the text may exceed the
-    context."""
-    sinks: int = 0
-    """With --window: keep this many first tokens visible (attention sinks). 4 is usual and keeps long texts fluent."""
-
-    def cache_options(self) -> llama_jax.CacheOptions:
-        return replace(super().cache_options(), window=self.window, sinks=self.sinks)
-
-
-@dataclass(frozen=True, kw_only=True)
 class SingleAdapterOption:
     adapter: ModelPath | None = None
     """A LoRA adapter: a PEFT folder, or the folder of a run that trained one."""
@@ -234,20 +222,15 @@ class DocumentOptions:
     separator: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "<|endoftext|>"
     """The text that separates the documents of a text file."""
     longest: int | None = None
-    """Maximum length of a document of a text file, in characters; longer ones are split. The default is 131,072, or more if
-    the measured rows need it."""
+    """Maximum length of a document of a text file, in characters; longer ones are split. The default is 131,072."""
     field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
     """Field or column with the text in .jsonl, .json, .parquet and .arrow files."""
 
-    def document_format(
-        self, lengths: Sequence[int] = (), token_type: Literal["uint16", "uint32"] | None = None
-    ) -> DocumentFormat:
-        """How files are read: by default with documents long enough for rows of these lengths."""
+    def document_format(self, token_type: Literal["uint16", "uint32"] | None = None) -> DocumentFormat:
+        """How files are read."""
         from llama_jax.data import DocumentFormat
 
-        longest = self.longest
-        if longest is None:
-            longest = max([DocumentFormat.longest, *(64 * length for length in lengths)])
+        longest = DocumentFormat.longest if self.longest is None else self.longest
         return DocumentFormat(separator=self.separator, longest=longest, field=self.field, token_type=token_type)
 
 
@@ -513,7 +496,16 @@ class DraftOptions(ExactOption, LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(SingleAdapterOption, DraftOptions, RememberOptions, SamplingOptions, LoadOptions):
+class ModelOptions(SingleAdapterOption, DraftOptions, CacheOption, SamplingOptions, LoadOptions):
+    window: int | None = None
+    """Let each token attend only to this many tokens before it. The cache stops growing, and the text may exceed the
+    context."""
+    sinks: int = 0
+    """With --window: keep this many first tokens visible (attention sinks). 4 is usual and keeps long texts fluent."""
+
+    def cache_options(self) -> llama_jax.CacheOptions:
+        return replace(super().cache_options(), window=self.window, sinks=self.sinks)
+
     def load(self) -> tuple[LlamaConfig, llama_jax.Llama, Tokenizer]:
         """The model and its vocabulary; GenerationError as well for a draft of another vocabulary."""
         self.check_draft()

@@ -3,7 +3,6 @@
 perplexity.evaluate(config, params, corpus)         loss, perplexity and bits per byte
 perplexity.divergence(...)                          how far predictions are from a reference's
 perplexity.preference_accuracy(pair_logprobs(...))  how often preferred answers are the more probable ones
-loss_by_length.evaluate_lengths(...)                how much longer context reduces the loss
 loglikelihood.score_pairs(...)                      log-probabilities of given continuations
 lm_eval_adapter.HarnessModel(TextModel(...))        the tasks of the lm-evaluation-harness
 """

@@ -132,98 +132,25 @@ def test_a_model_that_overflows(run, model, text, tmp_path):
         run(*arguments, "--dtype", "float32")
 
 
-# -- by length -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def long_text(tmp_path):
-    path = tmp_path / "long.txt"
-    path.write_text(" ".join(TEXTS * 12))
-    return path
-
-
-@pytest.mark.slow
-def test_a_page_by_length(run, model, long_text):
-    arguments = "--lengths", "100,30", "--max-tokens", 250
-    out, err = run(model, "--data", long_text, *arguments)
-    first, by_length, by_context, _ = out.split("\n\n")
-    assert first == str(model)
-    heading, *rows = (line.split() for line in by_length.splitlines())
-    assert heading == ["window", "predicted", "loss", "perplexity", "last", "quarter"]
-    assert [row[:2] for row in rows] == [["30", "180"], ["100", "200"]]
-    assert "beyond the context of 64" in by_length.splitlines()[2]
-    heading, *rows = by_context.splitlines()
-    assert heading.split() == ["tokens", "of", "context", "30", "100"]
-    assert [row.split("  ")[0] for row in rows] == [
-        *("1", "2", "3 to 4", "5 to 8", "9 to 16", "17 to 32", "33 to 64", "65 to 128"),
-    ]
-    assert [len(row.replace(" to ", "-").split()) for row in rows] == [3, 3, 3, 3, 3, 3, 2, 3]
-    assert rows[-1].endswith("beyond")
-    assert err.splitlines()[0].startswith("llama-jax: 100: beyond the model's context of 64 tokens")
-
-
-def test_as_json_by_length(run, model, long_text):
-    found = json.loads(run(model, "--data", long_text, "--lengths", "100", "--json")[0], parse_constant=pytest.fail)
-    assert (found["context"], found["rope"]) == (64, None)
-    (one,) = found["lengths"]
-    assert one["beyond_context"]
-    assert one["tokens"] == one["windows"] * 100
-    assert one["by_context"][-1].keys() == {"first", "last", "loss"}
-    assert one["perplexity"] == pytest.approx(math.exp(one["loss"]))
-
-
-@pytest.mark.parametrize(
-    ("function", "more"), [("perplexity.evaluate", []), ("loss_by_length.evaluate_lengths", ["--lengths", "8"])]
-)
-def test_another_rope(run, model, text, monkeypatch, function, more):
+def test_another_rope(run, model, text, monkeypatch):
     def asked(config, *_, **__):
         assert config.rope_scaling == RopeScaling("linear", 2)
         assert config.max_seq_len == 128
         raise UserError("seen")
 
-    monkeypatch.setattr(f"llama_jax.evaluation.{function}", asked)
+    monkeypatch.setattr("llama_jax.evaluation.perplexity.evaluate", asked)
     with pytest.raises(UserError, match="seen"):
-        run(model, "--data", text, "--rope", "linear:2", *more)
-
-
-def test_documents_are_long_enough_for_the_lengths(run, model, tmp_path):
-    """A text file is cut into documents of 131,072 characters, unless the lengths ask for more."""
-    (tmp_path / "text.txt").write_text(TEXTS[1] * 3000)
-    with pytest.raises(UserError, match=r"length=90000 needs a document with one token more, but the longest has"):
-        run(model, "--data", tmp_path / "text.txt", "--lengths", "90000", "--longest", 1 << 17)
-    with pytest.raises(UserError, match=r"max_tokens=9 is less than one window of length=50000"):
-        run(model, "--data", tmp_path / "text.txt", "--lengths", "50000", "--max-tokens", 9)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lengths", "8,x"], r"lengths='8,x' must be numbers .*; 'x' is not one"),
-        (["--lengths", "8", "--length", "8"], r"length=8 and lengths='8' exclude each other"),
-        (["--lengths", "8", "--stride", "8"], r"stride=8 and lengths='8' exclude each other"),
-        (["--max-tokens", "8"], r"max_tokens=8 needs --lengths"),
-    ],
-)
-def test_mistakes_by_length(run, model, text, monkeypatch, arguments, message):
-    monkeypatch.setattr("llama_jax.formats.loading.load", pytest.fail)  # they come before the model is read
-    with pytest.raises(UserError, match=message):
-        run(model, "--data", text, *arguments)
+        run(model, "--data", text, "--rope", "linear:2")
 
 
 @pytest.mark.slow
 def test_attention_is_chosen_and_said(run, model, text):
-    found = {}
-    for way in ("auto", "reference", "blockwise"):
-        for more in ((), ("--lengths", "8,16")):
-            out, _ = run(
-                model, "--data", text, "--length" if not more else "--batch", 16, "--attention", way, "--json", *more
-            )
-            found[way, bool(more)] = json.loads(out)
-    assert found["reference", False]["attention"] == "reference"
-    assert found["blockwise", True]["attention"] == "blockwise"
-    for more in (False, True):
-        losses = [facts["lengths"][1]["loss"] if more else facts["loss"] for key, facts in found.items() if key[1] == more]
-        assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    arguments = model, "--data", text, "--length", 16, "--json", "--attention"
+    facts = {name: json.loads(run(*arguments, name)[0]) for name in ("auto", "reference", "blockwise")}
+    assert facts["reference"]["attention"] == "reference"
+    assert facts["blockwise"]["attention"] == "blockwise"
+    losses = [value["loss"] for value in facts.values()]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
 # -- against a reference -------------------------------------------------------------------------------------------------
@@ -266,5 +193,3 @@ def test_another_vocabulary_is_no_reference(run, model, text, tmp_path, stories_
         )
     with pytest.raises(UserError, match=r"against=.* has a different vocabulary"):
         run(model, "--data", text, "--against", other)
-    with pytest.raises(UserError, match=r"against=.*lengths='16' exclude each other"):
-        run(model, "--data", text, "--against", model, "--lengths", 16)

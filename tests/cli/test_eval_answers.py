@@ -110,7 +110,7 @@ def test_preferences_alone_and_against_a_reference(run, calling, stories_folder,
 
 def test_options_that_the_data_do_not_read(calling, stories_folder, files):
     for name, option, message in (
-        ("chats", ("--lengths", "32"), "lengths='32' does not apply to chats, the kind of these data; omit it"),
+        ("chats", ("--stride", "32"), "stride=32 does not apply to chats, the kind of these data; omit it"),
         ("pairs", ("--stride", "4"), "stride=4 does not apply to preferences, the kind of these data"),
         ("texts", ("--format", "plain"), "format='plain' does not apply to text, the kind of these data"),
         ("pairs", ("--length", "9999"), "length=9999 must be at least 1 and within the context of 512"),
