@@ -434,8 +434,7 @@ def draw(report: dict[str, Any]) -> Figure:
     """Words included before and after; accuracy on held-out pairs; rewards, true and shuffled."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-
-    from llama_jax.runs.plot import COLORS, smooth
+    from plotting import COLORS, smooth
 
     figure = Figure(figsize=(12, 3.8), dpi=100, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

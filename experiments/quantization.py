@@ -370,8 +370,7 @@ def draw(report: dict[str, Any]) -> Figure:
     """Draw divergence over bits per weight, with a mark for each kind, and the error of each layer of the first model."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-
-    from llama_jax.runs.plot import COLORS, DASHES
+    from plotting import COLORS, DASHES
 
     figure = Figure(figsize=(10, 4.2), dpi=100, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

@@ -175,8 +175,7 @@ def draw(limit: int, found: list[Found]) -> Figure:
     """Draw perplexity by position, before and after the training; the dotted line is L."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-
-    from llama_jax.runs.plot import COLORS, GRAY
+    from plotting import COLORS, GRAY
 
     figure = Figure(figsize=(10, 4), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

@@ -230,8 +230,7 @@ def draw(report: dict[str, Any]) -> Figure:
     """Draw the loss of each step of SFT, and the reward of each step of GRPO with the rewards of held-out problems."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-
-    from llama_jax.runs.plot import COLORS, smooth
+    from plotting import COLORS, smooth
 
     figure = Figure(figsize=(10, 3.6), dpi=100, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

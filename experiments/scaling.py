@@ -289,8 +289,7 @@ def draw(points: list[Point], law: Law, draws: list[Law], of_sizes: Law) -> Figu
     """Draw the loss over compute with the frontier and its law (left), and measured losses over those of L(N, D) (right)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-
-    from llama_jax.runs.plot import COLORS, GRAY
+    from plotting import COLORS, GRAY
 
     figure = Figure(figsize=(10, 4.2), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

@@ -22,6 +22,7 @@ from typing import Any
 
 import tyro
 from measuring import devices, text_of, versions, write_report
+from plotting import draw_runs
 
 from llama_jax.model.trees import parameter_count
 from llama_jax.runs import recipes
@@ -107,10 +108,6 @@ def run(chosen: Recipe, training: Path, validation: Path, workdir: Path) -> dict
 
 
 def main(arguments: Arguments) -> None:
-
-    from llama_jax.runs.metrics import read_runs
-    from llama_jax.runs.plot import draw
-
     training, validation = divide(arguments.data, arguments.workdir)
     found = {
         name: run(override(made(), arguments.changes), training, validation, arguments.workdir / name)
@@ -130,7 +127,7 @@ def main(arguments: Arguments) -> None:
         "nanogpt": NANOGPT,
     }
     write_report(arguments.output, about)
-    figure = draw(read_runs([arguments.workdir / name for name in found]), by="tokens")
+    figure = draw_runs({name: arguments.workdir / name for name in found})
     figure.savefig(arguments.output.with_suffix(".png"), dpi=80)
 
 

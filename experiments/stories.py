@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 import numpy as np
 import tyro
 from measuring import devices, versions, write_report
+from plotting import draw_runs, read_metrics
 
 from llama_jax.config.presets import preset
 from llama_jax.model.trees import parameter_count
@@ -100,8 +101,6 @@ def main(arguments: Arguments) -> None:
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.runs.log import Log
     from llama_jax.runs.loop import train
-    from llama_jax.runs.metrics import read_runs
-    from llama_jax.runs.plot import draw
 
     if not arguments.data:
         raise SystemExit("--data is missing; pass the text of TinyStories or any other text")
@@ -120,13 +119,13 @@ def main(arguments: Arguments) -> None:
     )
     if found.stopped is not None:
         return
-    [run] = read_runs([workdir])
+    losses = read_metrics(workdir, "validation")["loss"]
     row = {
         "parameters": parameter_count(chosen.model),
         "tokens": chosen.steps * chosen.batch * chosen.length,
-        "loss": run.validation["loss"][-1],
-        "lowest_loss": float(np.nanmin(run.validation["loss"])),
-        "tokens_per_second": float(np.nanmedian(run.train["tokens_per_second"])),
+        "loss": losses[-1],
+        "lowest_loss": float(np.nanmin(losses)),
+        "tokens_per_second": float(np.nanmedian(read_metrics(workdir, "train")["tokens_per_second"])),
     }
     print(f"{'size':8}{'parameters':>13}{'tokens':>16}{'loss':>9}{'lowest':>9}{'llama2.c':>10}{'tokens/s':>12}")
     print(
@@ -142,7 +141,7 @@ def main(arguments: Arguments) -> None:
         **row,
     }
     write_report(output, about)
-    draw([run], by="tokens").savefig(output.with_suffix(".png"), dpi=80)
+    draw_runs({arguments.size: workdir}).savefig(output.with_suffix(".png"), dpi=80)
 
 
 if __name__ == "__main__":

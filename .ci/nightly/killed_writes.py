@@ -158,9 +158,8 @@ class Work:
         answer = {"found": self.contents(operation, folder), "left": listing(folder)}
         self.perform(operation, folder)
         if operation == "checkpoints":
-            from llama_jax.runs.metrics import read_run
-
-            read_run(folder / "run")
+            lines = (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+            assert any('"kind": "train"' in line for line in lines)
         return answer | {"next": self.contents(operation, folder), "left next": listing(folder)}
 
     def fail(self, operation: str, folder: Path, limit: int | None) -> dict[str, Any]:

@@ -41,7 +41,6 @@ COMMANDS = {
         "data": ("data.Data", "Show training data as tokens, or tokenize it in advance."),
         "eval": ("eval.Eval", "Measure loss and perplexity on texts, chats or preferences."),
         "lm-eval": ("lm_eval.LmEval", "Run tasks of the lm-evaluation-harness."),
-        "plot": ("train.Plot", "Plot the curves of training runs."),
     },
     "Plan and set up": {
         "estimate": ("estimate.Estimate", "Estimate memory, communication and time of a run."),

@@ -1,4 +1,4 @@
-"""``llama-jax train`` and ``plot``: train a recipe, or resume it; the settings of a recipe; the curves of runs."""
+"""``llama-jax train``: train a recipe, or resume it; the settings of a recipe."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 import tyro
 
 from llama_jax.cli.options import CompileOptions, ModelPath, PartsOption, ProcessOptions
-from llama_jax.cli.terminal import end_at_once, filled, note
+from llama_jax.cli.terminal import end_at_once, filled
 from llama_jax.errors import StuckSaveError, UserError, shown
 from llama_jax.settings import help_of
-from llama_jax.storage.atomic_write import discard_output, write_atomically
+from llama_jax.storage.atomic_write import discard_output
 
 if TYPE_CHECKING:
     from llama_jax.data.data_files import Data
@@ -231,53 +231,3 @@ def _written(value: Any) -> str:
     if isinstance(value, tuple):
         return json.dumps(value, ensure_ascii=False)
     return str(value).lower() if value is None or isinstance(value, bool) else str(value).replace("\n", "\\n")
-
-
-# -- plot ------------------------------------------------------------------------------------------------------------------
-
-PICTURES = (".png", ".pdf", ".svg")
-
-
-@dataclass(frozen=True)
-class Plot:
-    """Draw loss, learning rate, gradient norm and throughput of one or several runs. Needs the extra 'plot'."""
-
-    runs: tyro.conf.Positional[Annotated[tuple[ModelPath, ...], tyro.conf.arg(metavar="RUN ...")]]
-    """Folders of runs, each with a metrics.jsonl, or in a store with metrics/; several are drawn over each other."""
-    output: Path | None = None
-    """The picture, .png, .pdf or .svg; by default curves.png in the run's folder, or in the current folder for several runs
-    or one in a store."""
-    by: Literal["step", "tokens"] = "step"
-    """The horizontal axis."""
-    log: bool = False
-    """Logarithmic axes for steps or tokens, loss and gradient norm."""
-    smoothing: float = 0.01
-    """Window of the moving average drawn over the faint curve, as a fraction of a run; 0 draws only the curve."""
-
-    def run(self) -> None:
-        from llama_jax.runs.metrics import METRICS, read_runs
-        from llama_jax.runs.plot import draw
-
-        output = self._output()
-        runs = read_runs(self.runs)
-        for folder, run in zip(self.runs, runs, strict=True):
-            if run.unreadable:
-                numbers = ", ".join(map(str, run.unreadable[:5])) + ", ..." * (len(run.unreadable) > 5)
-                where = folder / METRICS
-                note(f"{where}: incomplete lines were skipped (line {numbers})")
-        figure = draw(runs, by=self.by, log=self.log, smoothing=self.smoothing)
-        with write_atomically(output) as target:
-            figure.savefig(target, format=output.suffix[1:].lower())
-        print(output)
-
-    def _output(self) -> Path:
-        if self.output is None:
-            only = self.runs[0] if len(self.runs) == 1 else None
-            return (only if isinstance(only, Path) else Path()) / "curves.png"
-        if self.output.suffix.lower() not in PICTURES:
-            raise UserError(f"output={self.output} must end in {', '.join(PICTURES)}")
-        if self.output.is_dir():
-            raise UserError(f"output={self.output} is a folder, not a file")
-        if not self.output.parent.is_dir():
-            raise UserError(f"output={self.output}: the folder {self.output.parent} does not exist; create it")
-        return self.output

@@ -1,4 +1,4 @@
-"""The metrics of a run: lines of JSON, read as arrays and sent to TensorBoard, Weights & Biases or MLflow.
+"""The metrics of a run: lines of JSON, also sent to TensorBoard, Weights & Biases or MLflow.
 
 The authoritative copy is metrics.jsonl.
 """
@@ -10,19 +10,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-import numpy as np
-
-from llama_jax.errors import TrainingError, UserError, reading
+from llama_jax.errors import TrainingError
 from llama_jax.runs.log import Log
-from llama_jax.storage import Location, StoredPath, locate, resolved
 from llama_jax.storage.atomic_write import write_atomically
 
 METRICS = "metrics.jsonl"  # in the folder of a run
@@ -77,144 +71,6 @@ def _last_byte(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read()
-
-
-@dataclass(frozen=True)
-class RunHistory:
-    """The metrics of a run, in the order of its steps.
-
-    Attributes:
-      name: unique name from the folder's path.
-      train: float64[n] each, by the names of `TRAIN_METRICS` and available `OPTIONAL_METRICS`; nan if a value is missing or
-        not finite.
-      validation: float64[m] each, likewise by `VALIDATION_METRICS`, `OPTIONAL_METRICS` and names that begin with
-        `SOURCE_PREFIX`; tokens are from the training line of that step.
-      unreadable: line numbers, from 1, of incomplete lines of a run that was killed while writing.
-    """
-
-    name: str
-    train: dict[str, np.ndarray]
-    validation: dict[str, np.ndarray]
-    unreadable: tuple[int, ...] = ()
-
-
-TRAIN_METRICS = ("step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_second")
-VALIDATION_METRICS = ("step", "tokens", "loss")
-READERS = 8  # parts in a store read concurrently
-SOURCE_PREFIX = "loss/"  # before the name of a source
-# Metrics of only some kinds of runs, each drawn in a separate panel.
-OPTIONAL_METRICS = {
-    "reward": "Reward",
-    "length": "Answers, tokens",
-    "stopped": "Share of answers that ended",
-    "flat": "Share of groups without variance",
-    "clipped": "Share of tokens that were clipped",
-    "kl": "Divergence from the reference, nats per token",
-}
-
-
-def read_run(folder: str | os.PathLike[str]) -> RunHistory:
-    """The metrics of a run's folder.
-
-    The last of several lines for a step counts, and if a run was resumed at a step, lines of later steps by earlier
-    processes are dropped.
-
-    Raises:
-      UserError: the folder has no metrics, or none of training.
-    """
-    where = locate(folder)
-    with reading(where, UserError):
-        files = _files(resolved(where))
-        if not files:
-            raise UserError(f"{folder} holds no {METRICS}; pass the folder of a run, the --workdir of llama-jax train")
-
-        def read(file: Location) -> bytes:
-            with file.open("rb") as opened:
-                return opened.read()
-
-        with ThreadPoolExecutor(READERS) as pool:
-            parts = list(pool.map(read, files))
-    kept: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "validation": {}}
-    unreadable = []
-    for number, found in read_lines(parts):
-        try:
-            step, kind = int(found["step"]), str(found["kind"])
-        except (ValueError, TypeError, KeyError, OverflowError):
-            unreadable.append(number)
-            continue
-        if kind == "event" and found.get("event") in ("start", "resume"):
-            for lines in kept.values():
-                for later in [one for one in lines if one > step]:
-                    del lines[later]
-        elif kind in kept:
-            kept[kind][step] = found
-    if not kept["train"]:
-        damage = f"; {len(unreadable)} of its lines are incomplete" if unreadable else ""
-        raise UserError(f"{where / METRICS} has no line of training to draw{damage}; has the run logged a step yet?")
-    train, validation = _columns(kept["train"], TRAIN_METRICS), _columns(kept["validation"], VALIDATION_METRICS)
-    known = np.isfinite(train["tokens"])
-    if known.any():
-        validation["tokens"] = np.interp(validation["step"], train["step"][known], train["tokens"][known])
-    return RunHistory(resolved(where).name, train, validation, tuple(unreadable))
-
-
-def read_lines(parts: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
-    """The non-empty lines of metrics with their numbers from 1; None for an incomplete line."""
-    for number, line in enumerate(chain.from_iterable(part.splitlines() for part in parts), 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except (ValueError, RecursionError):
-                yield number, None
-
-
-def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunHistory]:
-    """The metrics of several folders, each with a unique name: the shortest unique end of its path.
-
-    Raises:
-      UserError: no folder, a folder given twice, or one without metrics.
-    """
-    if not folders:
-        raise UserError("no run given; pass the folder of at least one")
-    places = [resolved(locate(folder)) for folder in folders]
-    parts = [tuple(str(place).split("/")) if isinstance(place, StoredPath) else place.parts for place in places]
-    for i, folder in enumerate(folders):
-        if parts[i] in parts[:i]:
-            raise UserError(f"{folder} is given twice; one curve would hide the other")
-    runs = []
-    for i, folder in enumerate(folders):
-        ends = (parts[i][-depth:] for depth in range(1, len(parts[i]) + 1))
-        end = next(end for end in ends if sum(other[-len(end) :] == end for other in parts) == 1)
-        runs.append(replace(read_run(folder), name=os.path.join(*end)))
-    return runs
-
-
-def _files(folder: Location) -> list[Location]:
-    """The files of a run's metrics, in order: parts from a store, and a single file from a disk.
-
-    If a run has been on both, the older lines are in the parts for a folder on disk, and in the file for one in a store.
-    """
-    whole: list[Location] = [folder / METRICS] if (folder / METRICS).is_file() else []
-    parts: list[Location] = []
-    if (folder / PARTS).is_dir():
-        parts = sorted((folder / PARTS).glob("*.jsonl"), key=lambda part: part.name)
-    return [*whole, *parts] if isinstance(folder, StoredPath) else [*parts, *whole]
-
-
-def _columns(lines: dict[int, dict[str, Any]], usual: Sequence[str]) -> dict[str, np.ndarray]:
-    """All lines' values by name in order of steps, nan if not a finite number: float64[n] each."""
-    present = dict.fromkeys(name for line in lines.values() for name in line)
-    sources = [name for name in present if name.startswith(SOURCE_PREFIX)]
-    rows = [lines[step] | {"step": step} for step in sorted(lines)]
-    return {
-        name: np.array(
-            [
-                float(value) if isinstance(value := row.get(name), int | float) and abs(value) < 1e300 else np.nan
-                for row in rows
-            ]
-        )  # an integer can be too large for a float
-        for name in (*usual, *(name for name in OPTIONAL_METRICS if name in present), *sources)
-    }
 
 
 Track = Literal["tensorboard", "wandb", "mlflow"]

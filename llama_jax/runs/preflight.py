@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -35,7 +35,7 @@ from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.compiled_step import UTILIZATION, check_mesh
 from llama_jax.runs.locks import run_of
 from llama_jax.runs.log import Log, duration
-from llama_jax.runs.metrics import METRICS, read_lines
+from llama_jax.runs.metrics import METRICS
 from llama_jax.runs.recipe import FITTED_SETTINGS, RECIPE_FILE, Recipe, RewardSettings, differences, to_dict
 from llama_jax.runs.run_folder import RunFolder
 from llama_jax.runs.tasks import distillation, grpo, language_modeling, preferences
@@ -216,9 +216,9 @@ def estimate_compile_seconds(folder: Path) -> float | None:
     """Estimated seconds to compile the step: those of this run's last start, else a constant on CPUs, else None."""
     seconds = COMPILE_SECONDS if jax.default_backend() == "cpu" else None
     if (folder / METRICS).exists():
-        for _, found in read_lines([(folder / METRICS).read_bytes()]):
-            if isinstance(found, dict):
-                seconds = found.get("compile_seconds") or seconds
+        for line in (folder / METRICS).read_bytes().splitlines():
+            with suppress(ValueError, RecursionError, AttributeError):  # a killed run may leave an incomplete line
+                seconds = json.loads(line).get("compile_seconds") or seconds
     return seconds
 
 

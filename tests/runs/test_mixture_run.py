@@ -18,8 +18,6 @@ from llama_jax.errors import TrainingError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
-from llama_jax.runs.metrics import read_run
-from llama_jax.runs.plot import draw
 from llama_jax.runs.tasks.interface import TaskInputs
 from llama_jax.runs.tasks.language_modeling import data_summary, read_data
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
@@ -70,13 +68,6 @@ def test_what_is_read_too_often_is_said(files):
     assert said[-1].startswith("  books is read ")
     assert not any("repeated text" in line for line in data_summary(RECIPE, corpora))
     assert data_summary(replace(RECIPE, steps=90), corpora)[-1].startswith("warning: the data books is read ")
-
-
-def test_a_curve_for_each(whole):
-    history = read_run(whole[0])
-    assert {"loss/books", "loss/stories"} <= set(history.validation)
-    titles = [axes.get_title(loc="left") for axes in draw([history]).axes]
-    assert "Validation loss of books, nats per token" in titles
 
 
 @pytest.mark.slow

@@ -275,7 +275,7 @@ COMPUTING = {
     "compile": "{own}",
     "train": "{file}:plain --weights {own} --data {text} --workdir {out}",
 }
-OTHERS = {"fetch", "inspect", "convert", "merge", "data", "plot", "quickstart", "completion"}
+OTHERS = {"fetch", "inspect", "convert", "merge", "data", "quickstart", "completion"}
 
 
 def arguments(text, made, tmp_path):

@@ -259,5 +259,3 @@ def test_the_command(file, prompts, tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["rewards"]["functions"] == [f"{file}:letters"]
     assert "reward" in done.stdout
-    plotted = run_here("plot", tmp_path / "run")
-    assert plotted.returncode == 0, plotted.stderr

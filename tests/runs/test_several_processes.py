@@ -35,7 +35,6 @@ from running import (  # noqa: F401  # two are fixtures
 
 import llama_jax
 from llama_jax.cli.inspect import describe
-from llama_jax.cli.train import Plot
 from llama_jax.errors import TrainingError
 from llama_jax.formats import open_checkpoint
 from llama_jax.formats.orbax_index import read_index
@@ -297,7 +296,6 @@ def test_two_hosts_train_into_a_store(started, over_hosts, tmp_path, calling, co
     assert "resumed at step 6" in results[0][1]
     assert [list(host.glob(".scratch*")) for host in tmp_path.glob("host?")] == [[], []]
     assert describe(open_checkpoint("s3://bucket/run"))["problems"] == []
-    assert calling(Plot, "s3://bucket/run", "--output", tmp_path / "curves.png").out
     model = llama_jax.load("s3://bucket/run")
     stored, local = download(store, tmp_path) / "run", tmp_path / "local"
     step = Path(CHECKPOINTS, "12")
