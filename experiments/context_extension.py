@@ -71,14 +71,7 @@ WARM_UP = 20  # steps of the continued training
 TIE = 0.01  # nats; smaller differences decide nothing
 EQUAL_SHARES = 0.1  # the same for shares of keys found: two standard errors of a hundred trials
 
-WAYS: dict[str, Callable[[float, int], RopeScaling | None]] = {
-    "none": lambda factor, length: None,
-    "linear": lambda factor, length: RopeScaling("linear", factor),
-    "ntk": lambda factor, length: RopeScaling("ntk", factor),
-    "dynamic": lambda factor, length: RopeScaling("dynamic", 2.0, original_max_seq_len=length),
-    "by_parts": lambda factor, length: RopeScaling("by_parts", factor, original_max_seq_len=length),
-    "yarn": lambda factor, length: RopeScaling("yarn", factor, original_max_seq_len=length),
-}
+WAYS = ("none", "linear", "ntk", "dynamic", "by_parts", "yarn")
 STAGES = {"zero-shot": "zero-shot", "continued": "after continued training"}
 
 
@@ -212,8 +205,17 @@ def config_of(size: Size) -> LlamaConfig:
 
 def extended(config: LlamaConfig, way: str, factor: int) -> LlamaConfig:
     """The configuration with this scaling, for contexts that are `factor` times as long."""
-    scaling = WAYS[way](float(factor), config.max_seq_len)
-    return replace(config, max_seq_len=factor * config.max_seq_len, rope_scaling=scaling)
+    trained, theta = config.max_seq_len, config.rope_theta
+    yarn = RopeScaling("yarn", float(factor), original_max_seq_len=trained)
+    if way == "ntk":  # the lowest frequency is divided by the factor, and the highest stays
+        theta *= factor ** (config.head_dim / (config.head_dim - 2))
+    scalings = {
+        "linear": RopeScaling("linear", float(factor)),
+        "dynamic": RopeScaling("dynamic", 2.0, original_max_seq_len=trained),
+        "by_parts": replace(yarn, attention_factor=1.0),
+        "yarn": yarn,
+    }
+    return replace(config, max_seq_len=factor * trained, rope_theta=theta, rope_scaling=scalings.get(way))
 
 
 def batches(
@@ -559,8 +561,7 @@ def draw(size: Size, found: list[Found]) -> Figure:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-
-    from llama_jax.runs.plot import COLORS, GRAY
+    from plotting import COLORS, GRAY
 
     table = {(one.way, one.factor, one.stage): one for one in found}
     base = table["none", 1, "zero-shot"]

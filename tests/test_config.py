@@ -141,12 +141,12 @@ def test_impossible_sizes_are_named(changes, message):
     [
         (
             ("ntk-aware", 2.0),
-            "kind='ntk-aware' is not supported; use linear, ntk, dynamic, by_parts, yarn, ",
+            "kind='ntk-aware' is not supported; use linear, dynamic, yarn, ",
         ),
         ((["yarn"], 2.0), r"kind=\['yarn'\] is not supported"),
         (("yarn", 2.0), "'yarn' needs original_max_seq_len"),
         (("dynamic", 2.0), "'dynamic' needs original_max_seq_len"),
-        (("ntk", 2.0, None, None, 64), "'ntk' does not read original_max_seq_len=64"),
+        (("linear", 2.0, None, None, 64), "'linear' does not read original_max_seq_len=64"),
         (("linear", 2.0, 1.0), "'linear' does not read low_freq_factor=1.0"),
         (("linear", 0.5), "factor=0.5"),
         (("llama3", 8.0, 4.0, 2.0), "high_freq_factor=2.0 must be larger than low_freq_factor=4.0"),
@@ -171,7 +171,7 @@ def test_impossible_scalings_are_named(arguments, message):
         ("yarn", {"mscale": 1.0}, "mscale=1.0 and mscale_all_dim=None go together"),
         ("yarn", {"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 2.0}, "exclude each other"),
         ("yarn", {"short_factor": (1.0,)}, "'yarn' does not read short_factor="),
-        ("by_parts", {"attention_factor": 1.0}, "'by_parts' does not read attention_factor=1.0"),
+        ("dynamic", {"attention_factor": 1.0}, "'dynamic' does not read attention_factor=1.0"),
         ("dynamic", {"beta_fast": 32.0}, "'dynamic' does not read beta_fast=32.0"),
         ("longrope", {}, "'longrope' needs short_factor"),
         ("longrope", {"short_factor": 2.0}, "short_factor=2.0 must be a list"),
@@ -196,8 +196,8 @@ def test_scalings_that_do_not_fit_the_heads_are_named():
     longrope = RopeScaling("longrope", 4.0, original_max_seq_len=64, short_factor=[1] * 3, long_factor=[2] * 3)
     with pytest.raises(ConfigError, match="short_factor has 3 numbers, head_dim=8 needs 4"):
         replace(SMALL, rope_scaling=longrope)
-    with pytest.raises(ConfigError, match="head_dim=2 is too small for rope scaling kind='ntk'"):
-        replace(SMALL, head_dim=2, rope_scaling=RopeScaling("ntk", 2.0))
+    with pytest.raises(ConfigError, match="head_dim=2 is too small for rope scaling kind='dynamic'"):
+        replace(SMALL, head_dim=2, rope_scaling=RopeScaling("dynamic", 2.0, original_max_seq_len=8))
 
 
 def test_a_config_is_hashable_and_frozen():

@@ -85,15 +85,14 @@ def test_random_models(config, seed):
 
 @st.composite
 def rope_configs(draw):
-    """Scalings that transformers knows, some of them in other words."""
+    """Any scaling."""
     head_dim = draw(st.sampled_from([4, 8, 64, 128]))
-    kind = draw(st.sampled_from(["linear", "dynamic", "by_parts", "yarn", "llama3", "longrope"]))
+    kind = draw(st.sampled_from(["linear", "dynamic", "yarn", "llama3", "longrope"]))
     settings = {"original_max_seq_len": draw(st.sampled_from([16, 256, 2048, 8192]))} if kind != "linear" else {}
-    if kind in ("by_parts", "yarn"):
+    if kind == "yarn":
         slow = draw(st.sampled_from([0.5, 1.0, 3.0]))
         settings |= {"beta_slow": slow, "beta_fast": slow * draw(st.sampled_from([1.5, 16.0, 32.0]))}
         settings |= {"truncate": draw(st.booleans())}
-    if kind == "yarn":
         more = (
             {},
             {"attention_factor": 0.8},
@@ -136,8 +135,6 @@ def test_the_goldens_of_rope_are_what_transformers_gives(name):
 @pytest.mark.parametrize(
     "scaling",
     [
-        RopeScaling("ntk", 4.0),
-        RopeScaling("by_parts", 4.0, original_max_seq_len=16),
         RopeScaling("dynamic", 4.0, original_max_seq_len=16),
         RopeScaling("yarn", 4.0, original_max_seq_len=16),
         RopeScaling(
@@ -147,7 +144,7 @@ def test_the_goldens_of_rope_are_what_transformers_gives(name):
     ids=lambda scaling: scaling.kind,
 )
 def test_models_of_every_scaling_as_they_are_saved(scaling):
-    """What transformers makes of the words that ntk and by_parts are written in; and step by step, beyond the context.
+    """What transformers makes of what is written; and step by step, beyond the context.
 
     Kinds that depend on the length keep keys in the cache as they were turned when they were read, there as here.
     """

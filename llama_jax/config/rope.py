@@ -9,18 +9,23 @@ from typing import Any, Literal
 from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
 
-RopeScalingKind = Literal["linear", "ntk", "dynamic", "by_parts", "yarn", "llama3", "longrope"]
+RopeScalingKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
 
 REQUIRED: Any = object()  # marks a field without a default
-_BY_PARTS = {"original_max_seq_len": REQUIRED, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 # The fields that each kind of RoPE scaling uses in addition to its factor, with defaults. The formulas are in
 # `ops.rope_scaling.SCALINGS`.
 ROPE_FIELDS: dict[str, dict[str, Any]] = {
     "linear": {},
-    "ntk": {},
     "dynamic": {"original_max_seq_len": REQUIRED},
-    "by_parts": _BY_PARTS,
-    "yarn": _BY_PARTS | {"attention_factor": None, "mscale": None, "mscale_all_dim": None},
+    "yarn": {
+        "original_max_seq_len": REQUIRED,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+        "attention_factor": None,
+        "mscale": None,
+        "mscale_all_dim": None,
+    },
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192},
     "longrope": {
         "original_max_seq_len": REQUIRED,
@@ -40,21 +45,20 @@ class RopeScaling:
 
     Attributes:
       kind: ``linear`` divides the frequency of every pair of features by `factor` (position interpolation: Chen et al. 2023,
-        section 3.2). ``ntk`` raises theta so that the lowest frequency is divided by `factor` and the highest is unchanged
-        ("NTK-aware": Peng et al. 2023, section 3.1). ``dynamic`` does the same depending on the length of the sequence
-        (section 3.3, with transformers' factor). ``by_parts`` divides the frequencies of pairs with few rotations within the
-        original context and leaves the others unchanged ("NTK-by-parts", section 3.2); ``yarn`` also lowers the temperature
-        of the attention softmax (section 3.4). ``llama3`` has a ramp over rotations instead of pairs (Llama 3.1 reference
+        section 3.2). ``dynamic`` raises theta depending on the length of the sequence ("dynamic NTK": Peng et al. 2023,
+        section 3.3, with transformers' factor). ``yarn`` divides the frequencies of pairs with few rotations within the
+        original context, leaves the others unchanged, and lowers the temperature of the attention softmax (section 3.4).
+        ``llama3`` has a ramp over rotations instead of pairs (Llama 3.1 reference
         code, ``apply_scaling``). ``longrope`` divides the frequency of each pair by its entry in one of two lists, chosen by
         the length (Ding et al. 2024, section 3).
       factor: the ratio of the new context to the original one, at least 1; ``longrope`` uses it only for the attention
         factor.
       low_freq_factor, high_freq_factor: numbers of rotations within the original context: the frequency of a pair with at
         most the first is divided, that of one with at least the second is unchanged; default 1 and 4. For ``llama3``.
-      original_max_seq_len: the original context length of the model; default 8,192 for ``llama3``. Required for all kinds
-        except ``linear`` and ``ntk``.
+      original_max_seq_len: the original context length of the model; default 8,192 for ``llama3``. Required for ``dynamic``,
+        ``yarn`` and ``longrope``.
       beta_fast, beta_slow: numbers of rotations: the frequency of a pair with at least the first is unchanged, that of one
-        with at most the second is divided; default 32 and 1. For ``by_parts`` and ``yarn``.
+        with at most the second is divided; default 32 and 1. For ``yarn``.
       truncate: whether the ramp between them begins and ends at whole pairs; default True.
       attention_factor: factor of cosine and sine; attention scores are scaled by its square; default 0.1 ln(factor) + 1 for
         ``yarn``, and sqrt(1 + ln(factor) / ln(original_max_seq_len)) for ``longrope``.
@@ -153,7 +157,7 @@ def _checked(name: str, value: Any) -> Any:
 
 def check_fits(scaling: RopeScaling, head_dim: int) -> None:
     """Raise ConfigError for a scaling that does not fit this head size."""
-    if scaling.kind in ("ntk", "dynamic") and head_dim < 4:
+    if scaling.kind == "dynamic" and head_dim < 4:
         raise ConfigError(f"head_dim={head_dim} is too small for rope scaling kind={scaling.kind!r}, which needs two pairs")
     for name in ("short_factor", "long_factor"):
         factors = getattr(scaling, name)

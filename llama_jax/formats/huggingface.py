@@ -40,9 +40,8 @@ from llama_jax.formats.lazy_tensors import (
 )
 from llama_jax.formats.model_folder import About, read_about, token_ids, write_about
 from llama_jax.formats.rope_conversion import (
-    SCALING_NOTE,
-    in_known_kinds,
-    note_of,
+    NOTE,
+    context_note,
     stated_context,
     with_context,
     with_note,
@@ -191,7 +190,7 @@ def config_from_dict(found: Mapping[str, Any], *, scaled_context: bool = False) 
     for setting, names in BIASES.items():
         if setting in FAMILY_FEATURES[cast(ModelType, kind)]:
             more |= dict.fromkeys(names, found.get(setting) or False)
-    note = found.get(SCALING_NOTE)
+    note = found.get(NOTE)
     n_heads = found["num_attention_heads"]
     n_kv_heads = found.get("num_key_value_heads")
     config = LlamaConfig(
@@ -210,8 +209,9 @@ def config_from_dict(found: Mapping[str, Any], *, scaled_context: bool = False) 
         parts=_parts(object_in(found, PARTS_KEY)),
         **more,
     )
-    config = with_context(config, scaled_context=scaled_context)
-    return config if note is None else with_note(config, note, scaled_context=scaled_context)
+    if note is not None:
+        return with_note(config, note, scaled_context=scaled_context)
+    return with_context(config, scaled_context=scaled_context)
 
 
 def _parts(found: Mapping[str, Any]) -> Parts:
@@ -272,16 +272,15 @@ def _plain(scaling: Mapping[str, Any]) -> dict[str, Any]:
 def config_to_dict(config: LlamaConfig, *, scaled_context: bool = False) -> dict[str, Any]:
     """The settings of ``config.json`` for a configuration, in the spelling that old and new transformers read.
 
-    A rope scaling that transformers lacks is written as an equivalent one, with a note of its kind here; so is a context
-    that other libraries would not infer.
+    A context that other libraries would not infer is written with a note of ours.
 
     Args:
       scaled_context: see `config_from_dict`.
     """
     config = replace(config, parts=config.parts.names)
-    found = _plain_settings(in_known_kinds(config), scaled_context)
+    found = _plain_settings(config, scaled_context)
     if config_from_dict(found, scaled_context=scaled_context) != config and config.rope_scaling is not None:
-        found[SCALING_NOTE] = note_of(config)
+        found[NOTE] = context_note(config)
     back = config_from_dict(found, scaled_context=scaled_context)
     for name in (field.name for field in fields(config)):
         if getattr(back, name) != getattr(config, name):

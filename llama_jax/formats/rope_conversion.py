@@ -1,6 +1,6 @@
 """Rope scalings in the settings of other formats.
 
-A scaling that a format lacks is written as an equivalent one, with a note of ours. A GGUF has settings, and per-frequency
+A context that other libraries would not infer is written with a note of ours. A GGUF has settings, and per-frequency
 factors as tensors (ggml-org/llama.cpp, src/llama-model.cpp and src/llama-context.cpp): for the architecture "llama" none,
 linear, yarn with 32 and 1 turns, longrope, and, without a name, Llama 3.1's. llama.cpp's longrope depends on the context
 size that it was started with; ours and that of transformers on the length of the sequence.
@@ -8,10 +8,8 @@ size that it was started with; ours and that of transformers on the length of th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,11 +21,10 @@ from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.lazy_tensors import Tensor
 from llama_jax.gguf_header import short_decimal
-from llama_jax.model.rope import rotary_frequencies
 from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
 from llama_jax.ops.rotary import inverse_frequencies
 
-SCALING_NOTE = "llama_jax"  # its key in a file
+NOTE = "llama_jax"  # the key of our note in a config.json, and the prefix of our keys in a GGUF
 
 
 def with_context(config: LlamaConfig, *, scaled_context: bool = False) -> LlamaConfig:
@@ -41,7 +38,7 @@ def with_context(config: LlamaConfig, *, scaled_context: bool = False) -> LlamaC
         of dynamic never does: its frequencies depend on the original one.
     """
     scaling, stated = config.rope_scaling, config.max_seq_len
-    if scaling is None or scaling.kind in ("llama3", "longrope", "ntk"):
+    if scaling is None or scaling.kind in ("llama3", "longrope"):
         return config
     if scaling.kind != "dynamic" and (scaled_context or FAMILIES[config.model_type].scaled_context):
         return config
@@ -61,75 +58,42 @@ def stated_context(config: LlamaConfig, *, scaled_context: bool = False) -> int:
     return config.default_context
 
 
-def read_back(config: LlamaConfig, *, scaled_context: bool = False) -> LlamaConfig:
-    """The configuration that a file without our note gives."""
-    known = in_known_kinds(config)
-    stated = stated_context(known, scaled_context=scaled_context)
-    return with_context(replace(known, max_seq_len=stated, unscaled_max_seq_len=None), scaled_context=scaled_context)
+def infer_context(config: LlamaConfig) -> LlamaConfig:
+    """The configuration with the context that readers infer from the one that its file states."""
+    return with_context(replace(config, max_seq_len=stated_context(config), unscaled_max_seq_len=None))
 
 
-def in_known_kinds(config: LlamaConfig) -> LlamaConfig:
-    """An equivalent configuration without the kinds that exist only in this library.
+NOTE_FIELDS = ("max_seq_len", "unscaled_max_seq_len")
 
-    "ntk" is a larger theta, and "by_parts" is "yarn" with an attention factor of 1.
+
+def context_note(config: LlamaConfig) -> dict[str, int | None]:
+    """The note of a context that readers would not infer."""
+    return {name: getattr(config, name) for name in NOTE_FIELDS}
+
+
+def with_note(config: LlamaConfig, note: Any, *, scaled_context: bool = False) -> LlamaConfig:
+    """The configuration of a file, in which `max_seq_len` is the stated context, with the context of its note.
+
+    Raises:
+      ConfigError: not a note, or one of another stated context.
     """
-    scaling = config.rope_scaling
-    if scaling is None:
-        return config
-    if scaling.kind == "ntk":
-        theta = config.rope_theta * scaling.factor ** (config.head_dim / (config.head_dim - 2))
-        return replace(config, rope_theta=theta, rope_scaling=None)
-    if scaling.kind == "by_parts":
-        return replace(config, rope_scaling=replace(scaling, kind="yarn", attention_factor=1.0))
-    return config
-
-
-NOTED = ("max_seq_len", "rope_theta", "rope_scaling", "unscaled_max_seq_len")
-
-
-def note_of(config: LlamaConfig) -> dict[str, Any]:
-    """The JSON note that `with_note` restores the configuration from."""
-    assert config.rope_scaling is not None
-    scaling = {name: value for name, value in asdict(config.rope_scaling).items() if value is not None}
-    return {name: getattr(config, name) for name in NOTED} | {"rope_scaling": scaling}
-
-
-def with_note(found: LlamaConfig, note: Any, *, scaled_context: bool = False) -> LlamaConfig:
-    """The configuration of a file from its settings, with the extended context, and our note."""
-    try:
-        fields = {"unscaled_max_seq_len": None} | note  # which older notes do not have
-        noted = replace(found, **fields | {"rope_scaling": RopeScaling(**fields["rope_scaling"])})
-        whole = fields.keys() == set(NOTED)
-    except (KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise ConfigError(f"{SCALING_NOTE}={shown(note, 80)} is not a note of this library; remove it")
-    back = read_back(noted, scaled_context=scaled_context)
-    same_context = (found.max_seq_len, found.unscaled_max_seq_len) == (back.max_seq_len, back.unscaled_max_seq_len)
-    if not same_context or not same_rotation(found, noted):
+    if not isinstance(note, Mapping) or note.keys() != set(NOTE_FIELDS):
+        raise ConfigError(f"{NOTE}={shown(note, 80)} is not a note of a context; remove it")
+    noted = replace(config, **note)
+    if stated_context(noted, scaled_context=scaled_context) != config.max_seq_len:
         raise ConfigError(
-            f"{SCALING_NOTE}={shown(note, 200)} contradicts the other rope settings; remove it, or correct them"
+            f"{NOTE}={shown(note, 80)} contradicts the stated context of {config.max_seq_len}; remove it, or correct it"
         )
     return noted
-
-
-def same_rotation(a: LlamaConfig, b: LlamaConfig) -> bool:
-    """Whether two configurations have the same rotations at short and long lengths, up to rounding to float32."""
-    for length in (1, 1 << 30):
-        (ours, our_factor), (theirs, their_factor) = (rotary_frequencies(config, length) for config in (a, b))
-        if not np.allclose(ours, theirs, rtol=1e-5, atol=0) or not np.isclose(our_factor, their_factor, rtol=1e-5):
-            return False
-    return True
 
 
 LLAMA3_FACTORS = "rope_freqs.weight"  # the divisors of the frequencies of Llama 3.1's scaling, which has no key
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS)
-NOTE_KEY = f"{SCALING_NOTE}.rope_scaling"  # a JSON text
 LLAMA3_KEYS = {  # Llama 3.1's parameters, since a GGUF stores only their factors, and their defaults
-    f"{SCALING_NOTE}.rope.low_freq_factor": ("low_freq_factor", 1.0),
-    f"{SCALING_NOTE}.rope.high_freq_factor": ("high_freq_factor", 4.0),
-    f"{SCALING_NOTE}.rope.original_max_seq_len": ("original_max_seq_len", 8192),
+    f"{NOTE}.rope.low_freq_factor": ("low_freq_factor", 1.0),
+    f"{NOTE}.rope.high_freq_factor": ("high_freq_factor", 4.0),
+    f"{NOTE}.rope.original_max_seq_len": ("original_max_seq_len", 8192),
 }
 # Settings that llama.cpp does not read for this architecture, with the values it uses instead.
 FIXED_YARN = {
@@ -141,7 +105,6 @@ FIXED_YARN = {
 }
 # Those that architectures with all yarn settings read, and our names for them.
 YARN_KEYS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_log_multiplier": ""}
-MAX_NOTE = 1 << 20  # characters
 
 
 def with_scaling(
@@ -159,14 +122,10 @@ def with_scaling(
       whole_yarn: whether the architecture reads all yarn settings.
     """
     scaling = _found(fields, plain, tensors, f"{architecture}.rope.scaling.", whole_yarn)
-    found = with_context(replace(plain, rope_scaling=scaling))
-    if NOTE_KEY not in fields:
-        return found
-    note = fields[NOTE_KEY]
-    if isinstance(note, str) and len(note) <= MAX_NOTE:
-        with suppress(ValueError, RecursionError):
-            note = json.loads(note)
-    return with_note(found, note)
+    config = replace(plain, rope_scaling=scaling)
+    if f"{NOTE}.{NOTE_FIELDS[0]}" in fields:
+        return with_note(config, {name: fields.get(f"{NOTE}.{name}") for name in NOTE_FIELDS})
+    return with_context(config)
 
 
 def _found(
@@ -244,49 +203,47 @@ def settings_and_tensors(
     config: LlamaConfig, architecture: str, *, whole_yarn: bool = False
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The context, theta and the rope scaling as a file stores them: settings by key, and tensors float32[H/2] by name."""
-    plain, scaling, prefix = in_known_kinds(config), config.rope_scaling, f"{architecture}.rope.scaling."
-    known = plain.rope_scaling
+    scaling, prefix = config.rope_scaling, f"{architecture}.rope.scaling."
     settings: dict[str, Any] = {
-        f"{architecture}.context_length": stated_context(plain),
-        f"{architecture}.rope.freq_base": float(plain.rope_theta),
+        f"{architecture}.context_length": stated_context(config),
+        f"{architecture}.rope.freq_base": float(config.rope_theta),
     }
-    is_stored = scaling is None or scaling.kind in ("linear", "llama3")
-    if not is_stored or read_back(config) != config:
-        settings[NOTE_KEY] = json.dumps(note_of(config))
-    if scaling is None or known is None:
+    if scaling is None:
         return settings, {}
-    if known.kind == "dynamic":
+    if infer_context(config) != config:
+        settings |= {f"{NOTE}.{name}": value for name, value in context_note(config).items() if value is not None}
+    if scaling.kind == "dynamic":
         raise CheckpointError(
             "rope scaling kind='dynamic' cannot be stored in GGUF, whose readers support no frequencies that depend on the"
             " length; write Hugging Face's format or orbax"
         )
-    if known.kind == "llama3":
-        settings |= {key: getattr(known, name) for key, (name, _) in LLAMA3_KEYS.items()}
-        return settings, {LLAMA3_FACTORS: factors_of(config, known).astype(np.float32)}
-    settings[f"{prefix}type"] = known.kind
-    if known.kind != "longrope":  # llama.cpp would apply it to longrope as well
-        settings[f"{prefix}factor"] = float(known.factor)
-    if known.kind == "linear":
+    if scaling.kind == "llama3":
+        settings |= {key: getattr(scaling, name) for key, (name, _) in LLAMA3_KEYS.items()}
+        return settings, {LLAMA3_FACTORS: factors_of(config, scaling).astype(np.float32)}
+    settings[f"{prefix}type"] = scaling.kind
+    if scaling.kind != "longrope":  # llama.cpp would apply it to longrope as well
+        settings[f"{prefix}factor"] = float(scaling.factor)
+    if scaling.kind == "linear":
         return settings, {}
     for name, only in (("beta_fast", 32.0), ("beta_slow", 1.0), ("truncate", True)):
-        if known.kind == "yarn" and whole_yarn and name != "truncate":
-            settings[f"{prefix}yarn_{name}"] = float(getattr(known, name))
-        elif known.kind == "yarn" and getattr(known, name) != only:
+        if scaling.kind == "yarn" and whole_yarn and name != "truncate":
+            settings[f"{prefix}yarn_{name}"] = float(getattr(scaling, name))
+        elif scaling.kind == "yarn" and getattr(scaling, name) != only:
             raise CheckpointError(
-                f"rope scaling kind={scaling.kind!r} with {name}={getattr(known, name)} cannot be stored in GGUF,"
+                f"rope scaling kind={scaling.kind!r} with {name}={getattr(scaling, name)} cannot be stored in GGUF,"
                 f" whose readers assume {only}; write Hugging Face's format or orbax"
             )
-    settings[f"{prefix}original_context_length"] = known.original_max_seq_len
-    if whole_yarn and known.mscale == 1.0:
-        settings[f"{prefix}yarn_log_multiplier"] = float(known.mscale_all_dim or 0.0)
+    settings[f"{prefix}original_context_length"] = scaling.original_max_seq_len
+    if whole_yarn and scaling.mscale == 1.0:
+        settings[f"{prefix}yarn_log_multiplier"] = float(scaling.mscale_all_dim or 0.0)
         return settings, {}
-    settings[f"{prefix}attn_factor"] = sharpening(config, known)
-    if known.kind == "yarn":
-        settings[f"{prefix}attn_factor"] /= yarn_attention_factor(known.factor)  # llama.cpp multiplies by it
+    settings[f"{prefix}attn_factor"] = sharpening(config, scaling)
+    if scaling.kind == "yarn":
+        settings[f"{prefix}attn_factor"] /= yarn_attention_factor(scaling.factor)  # llama.cpp multiplies by it
         return settings, {}
     return settings, {
-        LONG_FACTORS: np.array(known.long_factor, np.float32),
-        SHORT_FACTORS: np.array(known.short_factor, np.float32),
+        LONG_FACTORS: np.array(scaling.long_factor, np.float32),
+        SHORT_FACTORS: np.array(scaling.short_factor, np.float32),
     }
 
 

@@ -1,7 +1,6 @@
 """Scalings of the rotary frequencies for longer contexts.
 
-Position interpolation (Chen et al. 2023), NTK-aware, NTK-by-parts and YaRN (Peng et al. 2023), Llama 3.1's, LongRoPE
-(Ding et al. 2024).
+Position interpolation (Chen et al. 2023), dynamic NTK and YaRN (Peng et al. 2023), Llama 3.1's, LongRoPE (Ding et al. 2024).
 """
 
 from __future__ import annotations
@@ -26,20 +25,13 @@ def scale_linear(inv_freq: InvFreq, theta: float, length: Length, scaling: Scali
     return inv_freq / scaling.factor, 1.0
 
 
-def scale_ntk(inv_freq: InvFreq, theta: float, length: Length, scaling: Scaling) -> tuple[InvFreq, float]:
-    """Divide the lowest frequency by `factor` and keep the highest (Peng et al. 2023, section 3.1).
-
-    Equivalent to replacing theta with theta * factor ** (H / (H - 2)).
-    """
-    return inv_freq * scaling.factor ** -_ntk_exponents(len(inv_freq)), 1.0
-
-
 def scale_dynamic(inv_freq: InvFreq, theta: float, length: Length, scaling: Scaling) -> tuple[Frequencies, float]:
-    """`scale_ntk` by a factor that depends on the sequence length; no scaling within the original context.
+    """Divide the lowest frequency by a number that grows with the sequence length, and keep the highest ("dynamic NTK").
 
-    Peng et al. 2023, section 3.3, use length / original. This is transformers' factor * length / original - (factor - 1),
-    which is the same if `factor` is 1, written so that a large `factor` does not cancel digits. Without a length there is no
-    scaling.
+    It is equivalent to replacing theta with theta * number ** (H / (H - 2)). Peng et al. 2023, section 3.3, use the number
+    length / original. This is transformers' factor * length / original - (factor - 1), which is the same if `factor` is 1,
+    written so that a large `factor` does not cancel digits. There is no scaling within the original context, or without a
+    length.
     """
     if isinstance(length, jax.Array):
         ratio = jnp.maximum(length.astype(jnp.float32) / scaling.original_max_seq_len, 1.0)[..., None]
@@ -49,8 +41,8 @@ def scale_dynamic(inv_freq: InvFreq, theta: float, length: Length, scaling: Scal
     return inv_freq * (1 + scaling.factor * (ratio - 1)) ** -_ntk_exponents(len(inv_freq)), 1.0
 
 
-def scale_by_parts(inv_freq: InvFreq, theta: float, length: Length, scaling: Scaling) -> tuple[InvFreq, float]:
-    """Keep high frequencies and divide low ones by `factor` (NTK-by-parts: Peng et al. 2023, section 3.2).
+def scale_yarn(inv_freq: InvFreq, theta: float, length: Length, scaling: Scaling) -> tuple[InvFreq, float]:
+    """Keep high frequencies, divide low ones by `factor`, and lower the softmax temperature (Peng et al. 2023, section 3.4).
 
     Pairs with at least `beta_fast` rotations within the original context are kept, and those with at most `beta_slow` are
     divided. The ramp between them is linear in the index of the pair, as in the authors' code and in transformers. In the
@@ -68,12 +60,7 @@ def scale_by_parts(inv_freq: InvFreq, theta: float, length: Length, scaling: Sca
     if low == high:
         high += 0.001
     ramp = np.clip((np.arange(pairs) - low) / (high - low), 0.0, 1.0)
-    return inv_freq * (1 - ramp) + inv_freq / scaling.factor * ramp, 1.0
-
-
-def scale_yarn(inv_freq: InvFreq, theta: float, length: Length, scaling: Scaling) -> tuple[InvFreq, float]:
-    """`scale_by_parts`, with a lower softmax temperature for longer contexts (Peng et al. 2023, section 3.4)."""
-    frequencies, _ = scale_by_parts(inv_freq, theta, length, scaling)
+    frequencies = inv_freq * (1 - ramp) + inv_freq / scaling.factor * ramp
     factor, mscale, mscale_all_dim = scaling.factor, scaling.mscale, scaling.mscale_all_dim
     if scaling.attention_factor is not None:
         return frequencies, scaling.attention_factor
@@ -126,9 +113,7 @@ def _ntk_exponents(pairs: int) -> Float64[np.ndarray, " half"]:
 # functions that depend on it return float32 frequencies [*axes of the length, H/2].
 SCALINGS: dict[str, Callable[[InvFreq, float, Length, Scaling], tuple[Frequencies, float]]] = {
     "linear": scale_linear,
-    "ntk": scale_ntk,
     "dynamic": scale_dynamic,
-    "by_parts": scale_by_parts,
     "yarn": scale_yarn,
     "llama3": scale_llama3,
     "longrope": scale_longrope,

@@ -133,7 +133,6 @@ def test_presets(config, words):
             PRESETS["llama-3.2-1b"].rope_scaling,
             "llama3, factor 32, low and high frequency factors 1 and 4, trained at 8,192",
         ),
-        (llama_jax.RopeScaling("ntk", 4), "ntk, factor 4"),
         (
             llama_jax.RopeScaling("yarn", 4, original_max_seq_len=2048, truncate=False, attention_factor=1.5),
             "yarn, factor 4, slow and fast beta 1 and 32, attention factor 1.5, not truncated, trained at 2,048",

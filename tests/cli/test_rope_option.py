@@ -19,9 +19,9 @@ PAIRS = CONFIG.head_dim // 2
     ("text", "scaling", "context"),
     [
         ("linear:2", RopeScaling("linear", 2), 128),
-        ("ntk:4.5", RopeScaling("ntk", 4.5), 288),
+        ("linear:4.5", RopeScaling("linear", 4.5), 288),
         ("dynamic:4", RopeScaling("dynamic", 4, original_max_seq_len=64), 256),
-        ("by_parts:4,beta_fast=16", RopeScaling("by_parts", 4, original_max_seq_len=64, beta_fast=16), 256),
+        ("yarn:4,beta_fast=16", RopeScaling("yarn", 4, original_max_seq_len=64, beta_fast=16), 256),
         (
             "yarn:4,truncate=false,original_max_seq_len=16",
             RopeScaling("yarn", 4, truncate=False, original_max_seq_len=16),
@@ -50,7 +50,10 @@ def test_a_model_that_has_one_already():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("yarn", r"rope='yarn' must be none, or KIND:FACTOR such as yarn:4; the kinds are linear, ntk"),
+        (
+            "yarn",
+            r"rope='yarn' must be none, or KIND:FACTOR such as yarn:4; the kinds are linear, dynamic, yarn, llama3",
+        ),
         ("alibi:2", r"rope='alibi:2' must be none, or KIND:FACTOR"),
         ("yarn:four", r"has 'four' instead of a number"),
         ("yarn:2,beta_fast", r"has 'beta_fast' after its factor; the other fields of yarn are: original_max_seq_len"),

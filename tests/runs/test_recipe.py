@@ -99,8 +99,8 @@ def test_a_rope_scaling_is_made_of_its_parts():
     scaling = llama_jax.RopeScaling("yarn", 4.0, original_max_seq_len=128, truncate=False)
     assert recipe.model.rope_scaling == scaling
     assert override(recipe, ["model.rope_scaling.factor=2"]).model.rope_scaling == dataclasses.replace(scaling, factor=2.0)
-    other = override(recipe, ["model.rope_scaling.kind=ntk", "model.rope_scaling.factor=2"]).model.rope_scaling
-    assert other == llama_jax.RopeScaling("ntk", 2.0)  # nothing is left of the fields of the other kind
+    other = override(recipe, ["model.rope_scaling.kind=linear", "model.rope_scaling.factor=2"]).model.rope_scaling
+    assert other == llama_jax.RopeScaling("linear", 2.0)  # nothing is left of the fields of the other kind
     assert override(recipe, ["model.rope_scaling=none"]).model.rope_scaling is None
     lists = [f"model.rope_scaling.{name}_factor={[1.5] * (recipe.model.head_dim // 2)}" for name in ("short", "long")]
     longrope = override(tiny(), ["model.rope_scaling.kind=longrope", *yarn[::2], *lists]).model.rope_scaling
@@ -113,10 +113,13 @@ def test_a_rope_scaling_is_made_of_its_parts():
         (["kind=yarn"], r"model.rope_scaling.kind needs model.rope_scaling.factor as well"),
         (["factor=2"], r"model.rope_scaling.factor needs model.rope_scaling.kind as well"),
         (["kind=yarn", "factor=2"], "needs original_max_seq_len"),
-        (["kind=ntk-aware", "factor=2"], r"model.rope_scaling.kind='ntk-aware' must be one of linear, ntk"),
-        (["kind=ntk", "factor=2", "beta=1"], r"'model.rope_scaling.beta' is not a setting .*; model.rope_scaling has kind,"),
-        (["kind=ntk", "facto=2"], r"did you mean 'model.rope_scaling.factor'"),
-        (["kind=ntk", "factor.more=2"], "has no parts"),
+        (["kind=ntk", "factor=2"], r"model.rope_scaling.kind='ntk' must be one of linear, dynamic"),
+        (
+            ["kind=linear", "factor=2", "beta=1"],
+            r"'model.rope_scaling.beta' is not a setting .*; model.rope_scaling has kind,",
+        ),
+        (["kind=linear", "facto=2"], r"did you mean 'model.rope_scaling.factor'"),
+        (["kind=linear", "factor.more=2"], "has no parts"),
         (["kind=longrope", "factor=2", "short_factor=a"], r"short_factor='a' must be numbers"),
         (["kind=linear", "factor=2", "beta_fast=2"], r"does not read beta_fast=2.0"),
     ],
@@ -172,7 +175,7 @@ def test_another_rope_scaling_is_a_difference():
         llama_jax.RopeScaling("linear", 4.0),
         llama_jax.RopeScaling("linear", 8.0),
         llama_jax.RopeScaling("yarn", 4.0, original_max_seq_len=128),
-        llama_jax.RopeScaling("by_parts", 4.0, original_max_seq_len=128),
+        llama_jax.RopeScaling("yarn", 4.0, original_max_seq_len=128, attention_factor=1.0),
     ]
     model = tiny().model
     stored = [
