@@ -137,7 +137,8 @@ def batch_of(parts: Sequence[RowPart], shape: tuple[int, int], width: int, seats
         table[r, : len(row.pages)] = row.pages
         of_row[:, r] = row.seat, begin, len(row.request.prompt), row.request.max_new_tokens, row.chosen
         live[r] = count == row.unread
-    return StepBatch(tokens, starts, of_row[0], table, *of_row[1:], live)
+    seat, lengths, prompts, limits, counts = of_row
+    return StepBatch(tokens, starts, seat, table, lengths, prompts, limits, counts, live)
 
 
 def settings_of(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSettings:
