@@ -353,7 +353,6 @@ def test_a_file_without_the_functions_is_refused(made, tmp_path):
     assert "is only for a model that names custom functions; omit it" in error_of(
         run_here("generate", "the", "--parts", made.file)  # with the bundled model
     )
-    assert "are not stored" in error_of(run_here("compile", made.own, "--parts", made.file))
 
 
 def test_files_keep_the_names_or_are_refused(made, tmp_path):
