@@ -343,7 +343,8 @@ def run_seed(size: Size, seed: int, folder: Path) -> dict[str, Any]:
         known = {line["prompt"] for line in held}
         taught = [line for line in lines if line["completion"] not in last and line["prompt"] not in known]
         for name, some in (("taught", taught), ("held", held)):
-            write_lines(files[name], some)
+            # Training warns of fields without an effect, and `words` is one.
+            write_lines(files[name], ({key: line[key] for key in ("prompt", "completion")} for line in some))
             asked = ({"prompt": line["prompt"], "words": line["words"]} for line in some)
             write_lines(files["asked" if name == "taught" else "asked_held"], asked)
         return {"lines": len(taught), "held": len(held)}
@@ -353,7 +354,7 @@ def run_seed(size: Size, seed: int, folder: Path) -> dict[str, Any]:
         return rates(held, answers(model, held, GROUP, seed)) | {"curve": curves(model, "validation", "loss")}
 
     def dpo_stage() -> dict[str, Any]:
-        asked = read_lines(files["taught"])
+        asked = read_lines(files["asked"])
         asked = asked[:: max(len(asked) // size.asked, 1)][: size.asked]
         for name, some in (("pairs", asked), ("held_pairs", held)):
             if not files[name].exists():
@@ -370,7 +371,7 @@ def run_seed(size: Size, seed: int, folder: Path) -> dict[str, Any]:
         return after | {"curve": curve, "held_curve": curves(rewarded, "validation", "reward")}
 
     found: dict[str, Any] = {"seed": seed, "data": once(folder / "data.json", data)}
-    held = read_lines(files["held"])
+    held = read_lines(files["asked_held"])
     found["base"] = once(folder / "base.json", lambda: rates(held, answers(base, held, GROUP, seed)))
     found["sft"] = once(folder / "sft.json", sft_stage)
     found["dpo"] = once(folder / "dpo.json", dpo_stage)
