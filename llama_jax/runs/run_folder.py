@@ -133,10 +133,10 @@ def open_run(place: Location, processes: Processes, log: Log) -> Iterator[RunFol
         return
     if place.view.root.startswith("hf://"):
         raise TrainingError(f"{place} is on the Hub, where runs cannot be stored; pass a local folder, s3:// or gs://")
-    run = StoredRun(place, processes, log, Path(os.fsdecode(processes.hear())) if processes.index else None)
+    run = StoredRun(place, processes, log, Path(os.fsdecode(processes.receive())) if processes.index else None)
     try:
         if processes.index == 0:
-            processes.tell(os.fsencode(run.path))
+            processes.broadcast(os.fsencode(run.path))
         yield run
     except BaseException:
         run.end(failed=True)

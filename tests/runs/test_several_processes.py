@@ -39,7 +39,7 @@ from llama_jax.errors import TrainingError
 from llama_jax.formats import open_checkpoint
 from llama_jax.formats.orbax_index import read_index
 from llama_jax.formats.step_dirs import CHECKPOINTS, steps_in
-from llama_jax.parallel.multihost import OTHER_DIED
+from llama_jax.parallel.multihost import HEARTBEAT_TIMEOUT
 from llama_jax.runs.loop import train
 from llama_jax.storage import locate
 
@@ -115,6 +115,12 @@ def read_until(process, start):
         if line.startswith(start):
             return
     raise AssertionError(f"no line began with {start!r}: {process.stderr.read()}")
+
+
+def check_died(code, said, victim):
+    """JAX's words for a process that was killed; they name the number of any but the first."""
+    assert code == -signal.SIGABRT, said
+    assert ("leader task was preempted/died" if victim == 0 else f"stopped sending heartbeats):\n{victim}\n") in said
 
 
 def check_the_same(folder, alone, *changes):
@@ -286,8 +292,7 @@ def test_two_hosts_train_into_a_store(started, over_hosts, tmp_path, calling, co
     store.write_fault = kill
     with live(count=count) as running:
         code, _, said = ended(running[:1])[0]
-    assert code == OTHER_DIED, said
-    assert re.search(rf"error: process {last} \(pid \d+ on host1\) of {count} is gone: .* again with --resume", said)
+    check_died(code, said, last)
     assert saved_in_the_store() == [3, 6]
     store.write_fault = lambda key, _: None
     with live(count=count) as running:
@@ -366,7 +371,7 @@ def test_what_is_missing_and_what_differs(started, tmp_path):
         results = ended(running)
     for code, _, said in results:
         assert code == 2
-        assert re.search(r"llama-jax: error: 1 of 3 processes did not connect to \S+ in time: process 2; start them", said)
+        assert re.search(r"llama-jax: error: 1 of 3 processes did not connect to \S+ in time: 2; start them", said)
     with started(tmp_path, own=("steps=5", "steps=6")) as running:
         results = ended(running)
     for code, _, said in results:
@@ -414,13 +419,8 @@ def test_one_is_killed_and_the_other_says_so(started, whole, tmp_path, victim, n
     with started(tmp_path, "steps=20") as running:
         read_until(running[0], "step 6/")
         running[victim].kill()
-        killed = time.monotonic()
-        code, _, said = ended([running[1 - victim]], seconds=60)[0]
-        assert time.monotonic() - killed < 60
-    # Where the coordinator died JAX may be the quicker to end the process, with words of its own.
-    by_jax = victim == 0 and code == -signal.SIGABRT and "leader task was preempted/died" in said
-    assert by_jax or code == OTHER_DIED, said
-    assert by_jax or re.search(rf"error: process {victim} \(pid \d+ on .*\) of 2 is gone: .* again with --resume", said)
+        code, _, said = ended([running[1 - victim]], seconds=2 * HEARTBEAT_TIMEOUT)[0]
+    check_died(code, said, victim)
     with started(tmp_path, "steps=20", count=next_count) as running:
         for code, _, said in ended(running):
             assert code == 0, said

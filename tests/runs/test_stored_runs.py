@@ -22,7 +22,6 @@ from llama_jax.formats import open_checkpoint, step_dirs
 from llama_jax.formats.orbax_format import load_params
 from llama_jax.formats.step_dirs import StepRemovedError, by_loss, steps_in
 from llama_jax.parallel.multihost import Processes
-from llama_jax.parallel.rendezvous import Member
 from llama_jax.runs import locks, run_folder
 from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.log import Log
@@ -255,7 +254,7 @@ def test_metrics_are_put_in_parts(store, run, monkeypatch):
 
 
 def test_hosts_whose_scratch_folder_is_the_same(run):
-    second = Processes(1, (Member(0, "host0", 1), Member(1, "host1", 1)))
+    second = Processes(1, ("host0", "host1"))
     with pytest.raises(TrainingError, match=r"cannot be created on \S+ \(File exists\); TMPDIR must be set to"):
         StoredRun(locate(RUN), second, Log(quiet=True), run.path)
 
