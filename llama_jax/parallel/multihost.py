@@ -219,13 +219,16 @@ def _leave(joined: Processes, error: BaseException) -> NoReturn:
     else:
         reason, code = "".join(traceback.format_exception_only(error)), 1
         text = "".join(traceback.format_exception(error))
-        time.sleep(2 * NOTICE_SECONDS)  # a collective fails if another process does, whose reason then ends this process,
+    # A collective fails where another process has failed, which then ends this one, or was killed, which JAX then names.
+    other_may_have_failed = isinstance(error, jax.errors.JaxRuntimeError)
+    if other_may_have_failed:
+        time.sleep(2 * NOTICE_SECONDS)
     with suppress(OSError):
         sys.stdout.flush()
     sys.stderr.write(text)
     sys.stderr.flush()
-    if code == 1:
-        time.sleep(HEARTBEAT_TIMEOUT)  # or if one was killed, which JAX then names
+    if other_may_have_failed:
+        time.sleep(HEARTBEAT_TIMEOUT)
     joined.fail(reason, code)
     os._exit(code)
 
