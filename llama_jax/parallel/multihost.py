@@ -219,8 +219,9 @@ def _leave(joined: Processes, error: BaseException) -> NoReturn:
     else:
         reason, code = "".join(traceback.format_exception_only(error)), 1
         text = "".join(traceback.format_exception(error))
-    # A collective fails where another process has failed, which then ends this one, or was killed, which JAX then names.
-    other_may_have_failed = isinstance(error, jax.errors.JaxRuntimeError)
+    # A collective fails, with either of these errors, where another process has failed, which then ends this one, or was
+    # killed, which JAX then names.
+    other_may_have_failed = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
     if other_may_have_failed:
         time.sleep(2 * NOTICE_SECONDS)
     with suppress(OSError):
