@@ -121,6 +121,13 @@ def test_a_pass_whose_time_is_unknown_is_charged_as_guessed():
     assert record_passes(state, 3, 1, 1.0, 0, 1, 0.025).credit == pytest.approx(state.credit - 1.5)
 
 
+def test_drafts_without_a_measured_step_are_charged_as_guessed():
+    """An engine may run them with fewer rows than it has measured."""
+    state = DraftLength.start((3,), prior=1.0)
+    for seconds in (None, 0.5):
+        assert record_passes(state, 3, 1, 1.0, 0, 1, seconds).credit == pytest.approx(START_CREDIT - 0.4)
+
+
 def test_a_time_that_was_long_once_is_not_believed():
     """Of one that was measured before: another process may have used the processor."""
     state = record_passes(DraftLength.start((3,), prior=1.0), 0, 4, 4.0, 0, 0, 0.04)

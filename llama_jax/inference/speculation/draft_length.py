@@ -1,7 +1,7 @@
-"""How many tokens to draft in the next pass: the number with the most tokens per second, as long as a credit lasts.
+"""How many tokens to draft in the next pass: the number with the most tokens per second, while a credit lasts.
 
-Plain steps earn a credit, from which passes with drafts pay for what they cost more than the tokens that they generate are
-worth. So drafts never cost more than the credit, whatever the text is.
+Plain steps earn a credit, counted in plain steps. A pass with drafts earns the tokens that it generates and pays its time.
+So drafts lose at most the credit, whatever the text is. After a loss, they wait until plain steps have earned it back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ HALF_LIFE_TOKENS = 24  # of an observed draft; a reply may copy a hundred tokens
 MIN_SPEEDUP = 1.05
 MAX_RISE = 1.1  # of a measured time, because another process may have used the processor
 ROUND_SECONDS = 0.1  # time of the device between two decisions; the host works for about half a millisecond
-MIN_PLAIN_STEPS, MAX_PLAIN_STEPS = 4, 32  # between two decisions, if they take longer; doubled while there are no drafts
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class DraftLength:
       prior: acceptance rate assumed before anything is observed: 1 for a drafter that must run to be judged.
       accepted, examined: numbers of accepted drafts and of all up to the first wrong one; older ones have less weight.
       credit: plain steps that drafts may still waste.
-      plain_steps: minimum number of plain steps before the next decision.
     """
 
     lengths: tuple[int, ...]
@@ -37,7 +35,6 @@ class DraftLength:
     accepted: float = 0.0
     examined: float = 0.0
     credit: float = START_CREDIT
-    plain_steps: int = MIN_PLAIN_STEPS
 
     @classmethod
     def start(cls, lengths: tuple[int, ...], prior: float) -> DraftLength:
@@ -65,17 +62,18 @@ def speedup_of(state: DraftLength, length: int) -> float:
 
 def cost_of_pass(state: DraftLength, length: int) -> float:
     """The time of a pass in plain steps; of an unmeasured pass, that of the next shorter one, or a guess."""
-    step, *passes = (s for n, s in zip(state.lengths, state.seconds, strict=True) if s is not None and n <= length)
-    return max(passes[-1] / step, 1.0) if passes else 1.1 + 0.1 * length
+    step, *passes = state.seconds
+    measured = [s for n, s in zip(state.lengths[1:], passes, strict=True) if s is not None and n <= length]
+    return max(measured[-1] / step, 1.0) if step is not None and measured else 1.1 + 0.1 * length
 
 
 def max_passes(state: DraftLength, length: int) -> int:
     """Passes (or plain steps) before the next decision: as fit into ROUND_SECONDS and waste no more than the credit."""
     seconds = state.seconds[state.lengths.index(length)]
-    fitting = 1 if seconds is None else math.ceil(ROUND_SECONDS / seconds)
-    if not length:
-        return max(fitting, state.plain_steps)
-    return max(min(fitting, int(state.credit / (cost_of_pass(state, length) - 1 + 1e-3))), 1)
+    if seconds is None:
+        return 1
+    affordable = state.credit / (cost_of_pass(state, length) - 1 + 1e-3) if length else math.inf
+    return max(int(min(math.ceil(ROUND_SECONDS / seconds), affordable)), 1)
 
 
 def record_passes(
@@ -96,5 +94,4 @@ def record_passes(
         new = min(new, MAX_RISE * old)
         state = replace(state, seconds=(*state.seconds[:index], new, *state.seconds[index + 1 :]))
     earned = tokens - passes * cost_of_pass(state, length) if length else CREDIT_PER_STEP * passes
-    plain_steps = MIN_PLAIN_STEPS if length else min(2 * state.plain_steps, MAX_PLAIN_STEPS)
-    return replace(state, credit=min(state.credit + earned, MAX_CREDIT), plain_steps=plain_steps)
+    return replace(state, credit=min(state.credit + earned, MAX_CREDIT))
