@@ -218,12 +218,3 @@ def check_parts(config: LlamaConfig, compute: Compute) -> None:
         raise ConfigError(f"feed_forward of {parts} is for models without experts, but this one has {config.experts}")
     if parts.feed_forward is not None and config.mlp_bias:
         raise ConfigError(f"feed_forward of {parts} is for models without mlp_bias, but this one has mlp_bias=True")
-
-
-def call_part(name: str, function: Any, x: jax.Array, *args: Any, **options: Any) -> jax.Array:
-    """Call a custom function and check the shape of its result, because swapped axes might go unnoticed."""
-    found = function(x, *args, **options)
-    kind, wanted = (f"{getattr(x, 'dtype', type(x))}{list(getattr(x, 'shape', ()))}" for x in (found, x))
-    if kind != wanted:
-        raise ConfigError(f"{name} gave {kind}; {wanted} is needed, the shape and dtype of its first argument")
-    return found

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,26 +14,19 @@ from jaxtyping import Array, Float, Integer
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import ConfigError, MeshError
-from llama_jax.model.cache import KVCache, gather_pages, init_cache, is_quantized
-from llama_jax.model.checks import (
-    call_part,
-    check_arguments,
-    check_exact,
-    check_head,
-    check_hooks,
-    check_parts,
-    check_parts_found,
-)
+from llama_jax.errors import ConfigError
+from llama_jax.model.attention_inputs import NewTokens, Pages, attend_new_tokens, attend_pages
+from llama_jax.model.cache import KVCache, init_cache
+from llama_jax.model.checks import check_arguments, check_exact, check_head, check_hooks, check_parts, check_parts_found
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.hooks import HookCaller
+from llama_jax.model.layer import LayerContext, TokenTables, layer, scale
+from llama_jax.model.operations import Ops, select_ops
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialize
-from llama_jax.model.rope import token_frequencies
+from llama_jax.model.rope import token_tables
 from llama_jax.ops import exact
-from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
-from llama_jax.ops.attention.mask import visible
-from llama_jax.ops.int8 import smooth_keys
+from llama_jax.ops.attention import PagedView
 from llama_jax.ops.platform import AnyArray, lowering_platform, tracing_context
 from llama_jax.ops.weights.layers import scan_reads_in_place, split_for_scan
 
@@ -120,29 +114,6 @@ class PassOptions(NamedTuple):
     sharding: Sharding
 
 
-CosSin: TypeAlias = tuple[jax.Array, jax.Array]
-
-
-class _SharedInputs(NamedTuple):
-    """Inputs that all layers share. A layer kind is an index into `LlamaConfig.layer_kinds`.
-
-    Attributes:
-      rope: for each layer kind, the cosines and sines of the tokens' positions, float32[B, 1, T, 1, H/2].
-      masks: which keys each query attends to, for each distinct size of attention chunks; not used by paged attention.
-      sink_rope: like `rope`, for the scores between queries and sink keys; None without sinks.
-      query_scale: factor for the queries, float32[B, 1, T, 1, 1], or None.
-      paged: the page table and lengths, without `pages` and `layer`, which every layer sets; None without a cache.
-      position_ids: int32[B, T], for hooks; None without hooks.
-    """
-
-    rope: tuple[CosSin, ...]
-    masks: tuple[AttentionMask, ...]
-    sink_rope: tuple[CosSin, ...] | None = None
-    query_scale: jax.Array | None = None
-    paged: PagedView | None = None
-    position_ids: jax.Array | None = None
-
-
 def run_layers(
     config: LlamaConfig,
     params: Llama,
@@ -157,434 +128,121 @@ def run_layers(
     check_parts_found(config)
     check_parts(config, compute)
     check_hooks(config, params, cache, compute, sharding)
-    kinds = config.layer_kinds
-    kind_of_layer = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
-    chunk_sizes = _chunk_sizes(config, tokens, cache, positions)
-    # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. For 8B on eight v5e, this has less
-    # than 1.05 times the minimal HBM traffic; a kernel per device has 1.24 times.
-    head_sharding = sharding.head_sharding if positions.starts is None else None
-    attend_layer = _make_attend_layer(config, compute, sharding, cache, chunk_sizes, head_sharding)
-    map_tokens = ops.map_all_tokens  # applies per-token operations to all tokens at once, or in exact mode block by block
+    table = select_ops(config, compute, sharding, positions.starts is not None)
+    view = None if cache is None else cache.view(tokens.shape[1], positions.starts)
+    positions, indices = _positions_of(tokens, view, positions)
+    position_ids = indices if positions.position_ids is None else positions.position_ids
+    kv: NewTokens | Pages
+    if cache is None or view is None:
+        kv = attend_new_tokens(config, tokens.shape[1], positions)
+    else:
+        kv = attend_pages(config, cache, view)
+        if cache.sinks and cache.window is not None:
+            sinks_at = jnp.minimum(indices, cache.sinks + cache.window - 1)
+            kv = replace(kv, sink_rotation=_rope_tables(config, table, sinks_at - indices, indices, positions, 1.0)[:2])
+    tables = _rope_tables(config, table, position_ids, indices, positions)
+    outer_hooks = HookCaller(params.hooks, position_ids)
+    ctx = LayerContext(config, table, sharding.constrain, tables, kv, outer_hooks)
+
+    x = table.embed(params.embedding, sharding.constrain(tokens, "tokens"))
+    x = scale(x.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
     if compute.exact:
-        map_tokens = partial(_map_blocks, jnp.asarray(positions.starts)[-1])
-    shared = _shared_inputs(config, tokens, cache, positions, chunk_sizes, map_tokens, params.hooks is not None)
-    call_outer_hooks = HookCaller(params.hooks, shared.position_ids)
-    embedded = ops.embed(params.embedding, sharding.constrain(tokens, "tokens"))
-    embedded = _scaled(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
-    if compute.exact:
-        embedded = jnp.where((jnp.arange(len(tokens)) < jnp.asarray(positions.starts)[-1])[:, None, None], embedded, 0)
-    hidden = sharding.constrain(call_outer_hooks("embedded", sharding.constrain(embedded, "embedded")), "residual")
+        x = jnp.where((jnp.arange(len(tokens)) < jnp.asarray(positions.starts)[-1])[:, None, None], x, 0)
+    x = sharding.constrain(outer_hooks("embedded", sharding.constrain(x, "embedded")), "residual")
+    x, pages, kept = _run_blocks(ctx, params, compute, x, None if cache is None else cache.pages)
+    x = outer_hooks("final", final_norm(config, table, params, x))
+    kept |= outer_hooks.kept
+    if cache is None or view is None:
+        return x, None, kept
+    lengths = view.lengths if positions.lengths is None else cache.length + positions.lengths
+    return x, cache.replace(pages=pages, length=lengths), kept
 
-    def norm(x: jax.Array, weight: jax.Array | None, nan_on_overflow: bool = False) -> jax.Array:
-        return x if weight is None else _norm(config, x, weight, nan_on_overflow=nan_on_overflow)
 
-    def sublayer_output(x: jax.Array, bias: jax.Array | None, norm_weight: jax.Array | None) -> jax.Array:
-        """The output of attention or feed-forward that is added to the residual stream."""
-        x = ops.add_bias(sharding.constrain(x, "sublayer_output"), bias)
-        return _scaled(norm(x, norm_weight, nan_on_overflow=True), config.residual_multiplier)
+def _positions_of(tokens: jax.Array, view: PagedView | None, positions: Positions) -> tuple[Positions, jax.Array]:
+    """The positions, with the RoPE lengths of a ragged batch; and the index of each token in its row, int32[B, T]."""
+    if view is None:
+        return positions, jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    indices = jnp.maximum(view.rows_and_positions(tokens.size)[1], 0).reshape(tokens.shape)
+    if positions.starts is not None and positions.rope_lengths is None:
+        positions = positions._replace(rope_lengths=indices + 1)
+    return positions, indices
 
-    def run_layer(
-        block: Block, hidden: jax.Array, pages: Any, shared: _SharedInputs, layer: jax.Array, unrolled_layer: int | None
-    ) -> Any:
-        # The kind is an int if all layers have the same one or the layers are unrolled; else it is traced.
-        static_layer = unrolled_layer if len(kinds) > 1 else 0
-        kind = jnp.asarray(kind_of_layer)[layer] if static_layer is None else kind_of_layer[static_layer]
-        call_hooks = HookCaller(params.hooks, shared.position_ids, layer)
 
-        def attention_input(hidden: jax.Array) -> jax.Array:
-            return sharding.constrain(norm(hidden, block.attention_norm), "sublayer_input")
-
-        def split_heads(qkv: jax.Array, shared: _SharedInputs) -> _Heads:
-            """Queries, keys and values, as they are cached."""
-            heads = _split_heads(config, block, qkv, shared, kind)
-            queries = call_hooks.at_queries("queries", heads.queries)
-            keys, values = call_hooks.at_keys("keys", heads.keys), call_hooks.at_keys("values", heads.values)
-            heads = heads._replace(queries=queries, keys=keys, values=values)
-            return _smooth_for_int8(config, block, heads) if cache is not None and is_quantized(cache) else heads
-
-        def feed_forward_input(hidden: jax.Array, attended: jax.Array) -> tuple[jax.Array, jax.Array]:
-            added = sublayer_output(attended, block.attention.out_bias, block.attention_post_norm)
-            residual = hidden + call_hooks("attention", added)
-            residual = call_hooks("residual_between", residual)
-            return residual, sharding.constrain(norm(residual, block.ffn_norm), "sublayer_input")
-
-        def layer_output(residual: jax.Array, x: jax.Array) -> jax.Array:
-            added = sublayer_output(x, block.feed_forward.down_bias, block.ffn_post_norm)
-            residual = residual + call_hooks("feed_forward", added)
-            return sharding.constrain(call_hooks("residual_after", residual), "residual")
-
-        hidden = call_hooks("residual_before", hidden)
-        qkv = ops.project(map_tokens(attention_input, hidden), block.attention.qkv)
-        heads = map_tokens(split_heads, qkv, shared._replace(masks=(), paged=None))
-        pages, view = _write_cache(pages, heads, shared, layer, head_sharding)
-        attended = call_hooks.at_queries("heads", attend_layer(kind, heads, view, shared.masks, call_hooks))
-        attended = attended.swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
-        residual, normed = map_tokens(feed_forward_input, hidden, ops.project(attended, block.attention.out))
-        outputs = _feed_forward(config, block, normed, sharding, map_tokens, call_hooks)
-        return map_tokens(layer_output, residual, outputs), pages, call_hooks.kept
-
-    def layer_fn(unrolled_layer: int | None) -> Callable[..., Any]:
-        run = partial(run_layer, unrolled_layer=unrolled_layer)
-        return run if compute.remat == "none" else rematerialize(compute.remat, run, in_loop=not compute.unroll)
-
-    carry: Any = hidden, None if cache is None else cache.pages
-    unrolled = cache is not None and lowering_platform() == "gpu"
-    is_read_in_place = lambda path, leaf: (
-        unrolled or scan_reads_in_place(leaf, is_constant=cache is not None and is_matrix_in_block(path))
-    )
-    sliced, layer_params = split_for_scan(params.blocks, is_read_in_place)
-    if unrolled:
+def _run_blocks(
+    ctx: LayerContext, params: Llama, compute: Compute, x: jax.Array, pages: Any
+) -> tuple[jax.Array, Any, dict[str, Any]]:
+    """The residual stream after the last layer, the pages, and the values that hooks keep, stacked."""
+    has_cache = pages is not None
+    is_unrolled = has_cache and lowering_platform() == "gpu"
+    sliced, block_of_layer = split_for_scan(params.blocks, partial(_is_read_in_place, has_cache, is_unrolled))
+    run_layer: Callable[..., Any] = partial(_run_layer, ctx, params.hooks)
+    if compute.remat != "none":
+        run_layer = rematerialize(compute.remat, run_layer, in_loop=not compute.unroll)
+    if is_unrolled:
         # XLA for GPUs copies the slices of a scan (118 MB per layer of 8B), but reads static slices in place.
         kept_per_layer = []
-        for i in range(config.n_layers):
-            *carry, kept = layer_fn(i)(layer_params([], i), *carry, shared, jnp.int32(i))
+        for i in range(ctx.config.n_layers):
+            x, pages, kept = run_layer(block_of_layer([], i), x, pages, i)
             kept_per_layer.append(kept)
-        kept = jax.tree.map(lambda *arrays: jnp.stack(arrays), *kept_per_layer)
-    else:
-        scanned_layer = layer_fn(None)
+        return x, pages, jax.tree.map(lambda *arrays: jnp.stack(arrays), *kept_per_layer)
 
-        def scan_layer(carry: Any, slices_and_layer: Any) -> tuple[Any, Any]:
-            slices, layer = slices_and_layer
-            *carry, kept = scanned_layer(layer_params(slices, layer), *carry, shared, layer)
-            return tuple(carry), kept
+    def scan_layer(carry: Any, slices_and_layer: Any) -> tuple[Any, Any]:
+        slices, i = slices_and_layer
+        *carry, kept = run_layer(block_of_layer(slices, i), *carry, i)
+        return tuple(carry), kept
 
-        # The cache is in the carry: as input and output of the scan, it would be copied at every call.
-        carry, kept = lax.scan(scan_layer, carry, (sliced, jnp.arange(config.n_layers)), unroll=compute.unroll)
-    hidden, pages = carry
-    hidden = call_outer_hooks("final", map_tokens(partial(apply_final_norm, config, params), hidden))
-    kept |= call_outer_hooks.kept
-    if cache is None:
-        return hidden, None, kept
-    assert shared.paged is not None
-    lengths = shared.paged.lengths if positions.lengths is None else cache.length + positions.lengths
-    return hidden, cache.replace(pages=pages, length=lengths), kept
+    # The cache is in the carry: as input and output of the scan, it would be copied at every call.
+    scanned = sliced, jnp.arange(ctx.config.n_layers)
+    (x, pages), kept = lax.scan(scan_layer, (x, pages), scanned, unroll=compute.unroll)
+    return x, pages, kept
 
 
-def _map_blocks(count: jax.Array, function: Callable[..., Any], *trees: Any) -> Any:
-    """`function` of the first `count` tokens, block by block."""
-    return exact.map_blocks(function, exact.block_size(matmuls=False), count, *trees)
+def _run_layer(
+    ctx: LayerContext, hooks: Any, block: Block, x: jax.Array, pages: Any, index: int | jax.Array
+) -> tuple[jax.Array, Any, dict[str, Any]]:
+    """`layer`, and the values that its hooks keep."""
+    types = ctx.config.layer_kinds
+    type_of_layer = [types.index(ctx.config.layer(i)) for i in range(ctx.config.n_layers)]
+    layer_type: Any = 0
+    if len(types) > 1:
+        layer_type = type_of_layer[index] if isinstance(index, int) else jnp.asarray(type_of_layer)[index]
+    call_hooks = HookCaller(hooks, ctx.hooks.positions, jnp.asarray(index))
+    x, pages = layer(replace(ctx, hooks=call_hooks, layer=index, layer_type=layer_type), block, x, pages)
+    return x, pages, call_hooks.kept
 
 
-def apply_final_norm(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+def _is_read_in_place(has_cache: bool, is_unrolled: bool, path: tuple[Any, ...], leaf: Any) -> bool:
+    """Whether a parameter of the layers is indexed in its stack instead of sliced by the scan."""
+    return is_unrolled or scan_reads_in_place(leaf, is_constant=has_cache and is_matrix_in_block(path))
+
+
+def _rope_tables(
+    config: LlamaConfig,
+    table: Ops,
+    position_ids: jax.Array,
+    indices: jax.Array,
+    positions: Positions,
+    attention_factor: float | None = None,
+) -> TokenTables:
+    """The tables of tokens at these positions.
+
+    Args:
+      indices: the index of each token in its row.
+      attention_factor: by default the one of the model's RoPE scaling.
+    """
+    compute = partial(token_tables, config, attention_factor=attention_factor)
+    # Without `starts`, which has no axis of tokens to map over.
+    per_token = TokenTables(*table.map_tokens(compute, position_ids, indices, positions._replace(starts=None)))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None, :, None], per_token)
+
+
+def final_norm(config: LlamaConfig, table: Ops, params: Llama, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """The hidden states that `forward` returns, from the residual stream after the last layer."""
     # An overflow persists in the residual stream, so checking here covers the norms before sublayers; those after sublayers
     # check for themselves.
-    hidden = _norm(config, hidden, params.final_norm, nan_on_overflow=True)
+    x = table.norm(x, params.final_norm, config.norm_eps, config.norm_offset, nan_on_overflow=True)
     # Scaled here instead of at the logits, so that `unembed` and the losses need not scale.
-    return _scaled(hidden, 1 / config.logits_scaling)
-
-
-def _norm(config: LlamaConfig, x: jax.Array, weight: AnyArray, *, nan_on_overflow: bool = False) -> jax.Array:
-    """RMSNorm, or the model's custom norm."""
-    if config.parts.norm is None:
-        return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset, nan_on_overflow=nan_on_overflow)
-    if config.norm_offset:
-        weight = jnp.asarray(weight).astype(jnp.promote_types(weight.dtype, jnp.float32)) + config.norm_offset
-    return call_part("norm", config.parts.norm, x, weight, config.norm_eps)
-
-
-def _scaled(x: jax.Array, factor: float) -> jax.Array:
-    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
-
-
-def _make_attend_layer(
-    config: LlamaConfig,
-    compute: Compute,
-    sharding: Sharding,
-    cache: KVCache | None,
-    chunk_sizes: list[int | None],
-    head_sharding: HeadSharding | None,
-) -> Callable[[int | jax.Array, _Heads, KVView | PagedView, tuple[AttentionMask, ...], HookCaller], jax.Array]:
-    """A function that computes the attention of a layer of a given kind: [B, K, T, G, H]."""
-    custom_attention = config.parts.attend is not None or compute.attention != "auto"
-    if sharding.attend is not None and custom_attention:
-        raise MeshError("a mesh with `context` uses ring attention only; do not set attend or attention")
-    attend = sharding.attend or partial(ops.attend, head_sharding=head_sharding)
-    if config.parts.attend is not None:
-        attend = partial(call_part, "attend", config.parts.attend)
-    if custom_attention and cache is not None and cache.sinks:
-        raise ConfigError("a cache with sinks supports only the built-in paged attention; do not set attend or attention")
-    options: dict[str, Any] = {"scale": config.score_scale}
-    if compute.attention != "auto":
-        options["backend"] = compute.attention
-    cache_window = None if cache is None else cache.window
-    distinct_chunk_sizes = list(dict.fromkeys(chunk_sizes))
-    # The window of each layer kind, and the index of its mask; there is one mask per size of attention chunks.
-    variants = [
-        (min((w for w in (layer.window, cache_window) if w is not None), default=None), distinct_chunk_sizes.index(chunk))
-        for layer, chunk in zip(config.layer_kinds, chunk_sizes, strict=True)
-    ]
-    distinct_variants = list(dict.fromkeys(variants))
-
-    def attend_variant(
-        variant: tuple[int | None, int], heads: _Heads, view: KVView | PagedView, masks: tuple[AttentionMask, ...]
-    ) -> jax.Array:
-        window, mask = variant[0], masks[variant[1]]
-        if not isinstance(view, PagedView) or cache is None:
-            return attend(heads.queries, view, mask, window=window, **options)
-        if custom_attention:
-            dense = gather_pages(view, mask.query_positions.size, heads.queries.dtype)
-            return attend(heads.queries, dense, mask, window=window, **options)
-        sink_queries = None if heads.sink_queries is None else _flatten_tokens(heads.sink_queries)
-        attended = ops.attend_paged(
-            _flatten_tokens(heads.queries),
-            view,
-            scale=config.score_scale,
-            window=window,
-            chunk=distinct_chunk_sizes[variant[1]],
-            sinks=cache.sinks,
-            sink_queries=sink_queries,
-            head_sharding=head_sharding,
-        )
-        return _unflatten_tokens(attended, len(heads.queries))
-
-    def attend_layer(
-        kind: int | jax.Array,
-        heads: _Heads,
-        view: KVView | PagedView,
-        masks: tuple[AttentionMask, ...],
-        call_hooks: HookCaller,
-    ) -> jax.Array:
-        if call_hooks.has("scores", "pattern"):
-            if isinstance(view, PagedView):
-                view = gather_pages(view, masks[0].query_positions.size, heads.queries.dtype)
-            allowed = jnp.stack(jnp.broadcast_arrays(*(visible(masks[mask], window) for window, mask in variants)))
-            return call_hooks.attend(heads.queries, view, allowed[kind], config.score_scale)
-        if isinstance(kind, int):
-            return attend_variant(variants[kind], heads, view, masks)
-        # `lax.switch` inside the scan, so that only attention is compiled once per variant: the program's size depends on
-        # neither the depth nor the period, and no remainder layers are unrolled.
-        index = jnp.asarray([distinct_variants.index(variant) for variant in variants])[kind]
-        return lax.switch(index, [partial(attend_variant, variant) for variant in distinct_variants], heads, view, masks)
-
-    return attend_layer
-
-
-def _chunk_sizes(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, positions: Positions) -> list[int | None]:
-    """The size of the attention chunks of each layer kind; None if all positions are in the first chunk."""
-    max_positions: int | None = tokens.shape[1]  # an upper bound, or None if unknown
-    if cache is not None:
-        max_positions = cache.capacity
-    if positions.position_ids is not None:
-        max_positions = None
-    return [
-        None if max_positions is not None and layer.chunk is not None and max_positions <= layer.chunk else layer.chunk
-        for layer in config.layer_kinds
-    ]
-
-
-def _chunk_mask(config: LlamaConfig, mask: AttentionMask, chunk: int | None, positions: Positions) -> AttentionMask:
-    """The mask of layers with attention chunks: each chunk of each document becomes a segment."""
-    if chunk is None:
-        return mask
-    position_ids = mask.query_positions, mask.key_positions
-    if positions.position_ids is not None:
-        position_ids = positions.position_ids, positions.position_ids
-    queries, keys = (x // chunk for x in position_ids)
-    if mask.query_segments is not None:
-        # Unique ids, from an upper bound on the chunks per document.
-        max_chunks = -(-max(config.max_seq_len, mask.query_positions.shape[-1]) // chunk)
-        queries, keys = mask.query_segments * max_chunks + queries, mask.key_segments * max_chunks + keys
-    return mask.replace(query_segments=queries, key_segments=keys)
-
-
-def _shared_inputs(
-    config: LlamaConfig,
-    tokens: jax.Array,
-    cache: KVCache | None,
-    positions: Positions,
-    chunk_sizes: list[int | None],
-    map_tokens: Callable[..., Any],
-    has_hooks: bool,
-) -> _SharedInputs:
-    length = tokens.shape[1]
-    # int32[B, T]: the index of each token in its row, counting the tokens in the cache.
-    paged, cache_positions = None, jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-    if cache is not None:
-        paged = cache.view(length, positions.starts)
-        cache_positions = jnp.maximum(paged.rows_and_positions(tokens.size)[1], 0).reshape(tokens.shape)
-        if positions.starts is not None and positions.rope_lengths is None:
-            positions = positions._replace(rope_lengths=cache_positions + 1)
-    kinds = config.layer_kinds
-
-    def rope(position_ids: jax.Array) -> tuple[CosSin, ...]:
-        # Without `starts`, which has no axis of tokens to map over.
-        return map_tokens(compute_rope, position_ids, cache_positions, positions._replace(starts=None))
-
-    def compute_rope(position_ids: jax.Array, cache_positions: jax.Array, positions: Positions) -> tuple[CosSin, ...]:
-        tables: dict[Any, CosSin] = {}
-        for layer in kinds:
-            key = layer.rope, layer.rope_theta
-            if key not in tables:
-                cos, sin = ops.rotary_table(
-                    position_ids, *token_frequencies(config, cache_positions, positions, layer)
-                )  # [B, T, H/2]
-                tables[key] = cos[:, None, :, None], sin[:, None, :, None]
-        return tuple(tables[layer.rope, layer.rope_theta] for layer in kinds)
-
-    position_ids = cache_positions if positions.position_ids is None else positions.position_ids
-    token_rope, scale = rope(position_ids), None
-    if config.query_scaling is not None:
-        scaling = config.query_scaling
-        shifted = position_ids + scaling.offset if scaling.offset else position_ids
-        scale = map_tokens(
-            lambda shifted: 1 + scaling.beta * jnp.log1p((shifted // scaling.context).astype(jnp.float32)), shifted
-        )
-        scale = scale[:, None, :, None, None]
-
-    def mask_per_chunk_size(mask: AttentionMask) -> tuple[AttentionMask, ...]:
-        return tuple(_chunk_mask(config, mask, chunk, positions) for chunk in dict.fromkeys(chunk_sizes))
-
-    hook_positions = position_ids if has_hooks else None
-    if cache is None:
-        masks = mask_per_chunk_size(AttentionMask.causal(length, positions.segment_ids))
-        return _SharedInputs(token_rope, masks, query_scale=scale, position_ids=hook_positions)
-    sink_rope = None
-    if cache.sinks and cache.window is not None:
-        # StreamingLLM rotates queries as if the sinks came directly before the window, so that no distance to a sink exceeds
-        # sinks + window (Xiao et al. 2023, section 3.2).
-        sink_rope = rope(jnp.minimum(cache_positions, cache.sinks + cache.window - 1))
-    masks = mask_per_chunk_size(AttentionMask(cache_positions, jnp.arange(cache.capacity, dtype=jnp.int32)[None]))
-    return _SharedInputs(token_rope, masks, sink_rope, scale, paged, hook_positions)
-
-
-class _Heads(NamedTuple):
-    """Queries, keys and values of the new tokens.
-
-    Attributes:
-      queries: [B, K, T, G, H].
-      sink_queries: [B, K, T, G, H], queries rotated for the scores with the sinks, or None.
-      keys, values: [B, K, T, H].
-    """
-
-    queries: jax.Array
-    sink_queries: jax.Array | None
-    keys: jax.Array
-    values: jax.Array
-
-
-def _split_heads(config: LlamaConfig, block: Block, qkv: jax.Array, shared: _SharedInputs, kind: int | jax.Array) -> _Heads:
-    """Queries, keys and values from the projection [B, T, K, G + 2, H], with bias, norm and RoPE."""
-    weights = block.attention
-    qkv = ops.add_bias(qkv, weights.qkv_bias).swapaxes(1, 2)  # [B, K, T, G + 2, H]
-    # `split`, not indexing: its gradient is one concatenation; gradients of slices would be zero-padded and added.
-    groups = config.queries_per_kv_head
-    pre_rope, values = jnp.split(qkv, [groups + 1], axis=-2)
-    if weights.query_norm is not None and weights.key_norm is not None:
-        queries, keys = jnp.split(pre_rope, [groups], axis=-2)
-        queries, keys = (_norm_heads(config, x, w) for x, w in ((queries, weights.query_norm), (keys, weights.key_norm)))
-        pre_rope = jnp.concatenate([queries, keys], axis=-2)
-    queries, keys = jnp.split(_rotate(config, pre_rope, shared.rope, kind), [groups], axis=-2)
-    sink_queries = None
-    if shared.sink_rope is not None:
-        sink_queries = _rotate(config, pre_rope[..., :groups, :], shared.sink_rope, kind)
-    if (scale := _query_scale(config, shared, kind)) is not None:
-        queries = (queries * scale).astype(queries.dtype)
-        sink_queries = None if sink_queries is None else (sink_queries * scale).astype(queries.dtype)
-    return _Heads(queries, sink_queries, keys.squeeze(-2), values.squeeze(-2))
-
-
-def _norm_heads(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """RMSNorm of [B, K, T, G, H]: over each head for a weight [H], over all heads of a token for a weight [K, G, H]."""
-    if weight.ndim == 1:
-        return _norm(config, x, weight, nan_on_overflow=True)
-    tokens = x.swapaxes(1, 2)  # [B, T, K, G, H]
-    flat = tokens.reshape(*tokens.shape[:2], -1)
-    return _norm(config, flat, weight.reshape(-1), nan_on_overflow=True).reshape(tokens.shape).swapaxes(1, 2)
-
-
-def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[CosSin, ...], kind: int | jax.Array) -> jax.Array:
-    """Apply the RoPE of a layer kind to [..., H]. If the kind is traced, layers without RoPE rotate by angles of zero."""
-    if isinstance(kind, int):
-        if config.layer_kinds[kind].rope == "none":
-            return x
-        cos, sin = rope[kind]
-    else:
-        cos, sin = (jnp.stack(tables)[kind] for tables in zip(*rope, strict=True))
-    pairs, rest = (x, None) if config.rotary_dim is None else jnp.split(x, [config.rotary_dim], axis=-1)
-    if config.parts.rotary is None:
-        rotated = ops.apply_rotary(pairs, cos, sin)
-    else:
-        rotated = call_part("rotary", config.parts.rotary, pairs, cos, sin)
-        if not isinstance(kind, int) and any(layer.rope == "none" for layer in config.layer_kinds):
-            rotated = jnp.where(_has_rope(config)[kind], rotated, pairs)
-    rotated = rotated if rest is None else jnp.concatenate([rotated, rest], axis=-1)
-    if config.qk_norm != "l2":
-        return rotated
-    normed = ops.rms_norm(rotated, jnp.ones(config.head_dim), config.norm_eps)
-    return normed if isinstance(kind, int) else jnp.where(_has_rope(config)[kind], normed, rotated)
-
-
-def _smooth_for_int8(config: LlamaConfig, block: Block, heads: _Heads) -> _Heads:
-    """Queries and keys for an int8 cache, with the same scores, see `ops.int8.smooth_keys`."""
-    bias, sink_queries = None, () if heads.sink_queries is None else (heads.sink_queries,)
-    if block.attention.qkv_bias is not None and block.attention.key_norm is None:
-        bias = block.attention.qkv_bias[:, -2]
-    keys, *queries = smooth_keys(heads.keys, heads.queries, *sink_queries, bias=bias, rotary_dim=config.rope_dim)
-    return _Heads(queries[0], queries[1] if sink_queries else None, keys, heads.values)
-
-
-def _query_scale(config: LlamaConfig, shared: _SharedInputs, kind: int | jax.Array) -> jax.Array | None:
-    """The query scale of a layer kind, or None."""
-    if config.query_scaling is None or shared.query_scale is None or config.query_scaling.rotated:
-        return shared.query_scale
-    if isinstance(kind, int):
-        return shared.query_scale if config.layer_kinds[kind].rope == "none" else None
-    return jnp.where(_has_rope(config)[kind], 1, shared.query_scale)
-
-
-def _has_rope(config: LlamaConfig) -> jax.Array:
-    """bool[number of layer kinds]: whether layers of a kind have RoPE."""
-    return jnp.asarray([layer.rope != "none" for layer in config.layer_kinds])
-
-
-def _write_cache(
-    pages: Any, heads: _Heads, shared: _SharedInputs, layer: jax.Array, head_sharding: HeadSharding | None
-) -> tuple[Any, KVView | PagedView]:
-    """Write the new keys and values. Returns the pages, and all keys and values to which the layer's queries may attend."""
-    if shared.paged is None:
-        return None, KVView(heads.keys, heads.values)
-    view = shared.paged.replace(layer=layer.astype(jnp.int32))
-    pages = ops.write_paged(pages, _flatten_tokens(heads.keys), _flatten_tokens(heads.values), view, head_sharding)
-    return pages, view.replace(pages=pages)
-
-
-def _flatten_tokens(x: jax.Array) -> jax.Array:
-    """Reshape [B, K, T, ...] to [B * T, K, ...]."""
-    return x.swapaxes(1, 2).reshape(-1, x.shape[1], *x.shape[3:])
-
-
-def _unflatten_tokens(x: jax.Array, batch: int) -> jax.Array:
-    """Reshape [B * T, K, ...] to [B, K, T, ...]."""
-    return x.reshape(batch, -1, *x.shape[1:]).swapaxes(1, 2)
-
-
-def _feed_forward(
-    config: LlamaConfig,
-    block: Block,
-    normed: jax.Array,
-    sharding: Sharding,
-    map_tokens: Callable[..., Any],
-    call_hooks: HookCaller,
-) -> jax.Array:
-    """Dense or mixture-of-experts feed-forward, without the bias of its last matmul."""
-    weights = block.feed_forward
-    matrices, biases = (weights.gate, weights.up, weights.down), (weights.gate_bias, weights.up_bias)
-    if config.parts.feed_forward is not None:
-        return call_part("feed_forward", config.parts.feed_forward, normed, *matrices)
-    if call_hooks.has("neurons"):
-        gate, up = (ops.add_bias(ops.project(normed, matrix), bias) for matrix, bias in zip(matrices, biases, strict=False))
-        neurons = call_hooks("neurons", ops.gated_activation(gate, up, config.activation))
-        return ops.project(neurons, weights.down)
-    if weights.router is None:
-        return ops.feed_forward(normed, *matrices, config.activation, map_tokens, biases)
-    from llama_jax.ops.moe import Routing, mixture_of_experts
-
-    routing = Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")
-    routed = mixture_of_experts(normed, weights.router, *matrices, routing=routing, sharding=sharding.experts)
-    if weights.shared_gate is None:
-        return routed
-    return routed + ops.feed_forward(normed, weights.shared_gate, weights.shared_up, weights.shared_down)
+    return scale(x, 1 / config.logits_scaling)
 
 
 def unembed(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:

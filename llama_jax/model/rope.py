@@ -1,9 +1,13 @@
-"""The RoPE frequencies of a layer, with the model's scaling for longer contexts."""
+"""The RoPE frequencies of a layer, with the model's scaling for longer contexts, and what follows from positions."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float32, Int
 
 from llama_jax import ops
 from llama_jax.config import LayerConfig, LlamaConfig
@@ -54,3 +58,33 @@ def token_frequencies(
     if frequencies.ndim == 2:  # one per row, for all its positions
         frequencies = frequencies[:, None]
     return frequencies, attention_factor
+
+
+def token_tables(
+    config: LlamaConfig,
+    position_ids: Int[Array, "B T"],
+    indices: Int[Array, "B T"],
+    positions: Positions,
+    attention_factor: float | None = None,
+) -> tuple[Float32[Array, "B types T half"], Float32[Array, "B types T half"], Float32[Array, "B types T 1"] | None]:
+    """What tokens at these positions need in each layer type: cosines, sines, and the factors of queries, or None.
+
+    Args:
+      indices: the index of each token in its row.
+      attention_factor: replaces that of the model's RoPE scaling.
+    """
+    rotations: dict[Any, tuple[jax.Array, jax.Array]] = {}
+    for layer in config.layer_kinds:
+        if (layer.rope, layer.rope_theta) not in rotations:
+            frequencies, factor = token_frequencies(config, indices, positions, layer)
+            factor = factor if attention_factor is None else attention_factor
+            rotations[layer.rope, layer.rope_theta] = ops.rotary_table(position_ids, frequencies, factor)
+    tables = [rotations[layer.rope, layer.rope_theta] for layer in config.layer_kinds]
+    cos, sin = (jnp.stack(arrays, axis=1) for arrays in zip(*tables, strict=True))
+    if (scaling := config.query_scaling) is None:
+        return cos, sin, None
+    shifted = position_ids + scaling.offset if scaling.offset else position_ids
+    scale = 1 + scaling.beta * jnp.log1p((shifted // scaling.context).astype(jnp.float32))
+    # Without `rotated`, only the queries of layers without RoPE are scaled.
+    is_scaled = jnp.asarray([scaling.rotated or layer.rope == "none" for layer in config.layer_kinds])
+    return cos, sin, jnp.where(is_scaled[:, None, None], scale[:, None, :, None], 1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,6 +67,17 @@ def map_row_blocks(function: Callable[..., Any], count: jax.Array, *trees: Any) 
 def rows_in_use(unused: jax.Array) -> jax.Array:
     """int32[]: the number of rows up to and including the last one that is not `unused`, bool[B]."""
     return jnp.max(jnp.where(unused, 0, jnp.arange(1, len(unused) + 1, dtype=jnp.int32)))
+
+
+def map_all(function: Callable[..., Any], *trees: Any, **options: Any) -> Any:
+    """`function(*trees, **options)` for trees of arrays [N, ...], without matmuls, in blocks."""
+    count = jnp.int32(len(jax.tree.leaves(trees)[0]))
+    return map_blocks(partial(function, **options), block_size(matmuls=False), count, *trees)
+
+
+def map_first(function: Callable[..., Any], x: jax.Array, *args: Any, **options: Any) -> Any:
+    """`function(x, *args, **options)`, without matmuls, in blocks of only `x`."""
+    return map_all(lambda x: function(x, *args, **options), x)
 
 
 def map_blocks(function: Callable[..., Any], size: int, count: jax.Array, *trees: Any) -> Any:

@@ -24,9 +24,11 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, UserError, shown
 from llama_jax.formats import huggingface
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
-from llama_jax.model.forward import apply_final_norm, unembed
+from llama_jax.model.forward import final_norm, unembed
+from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.model.hooks import At
 from llama_jax.model.logits import observe
+from llama_jax.model.operations import select_ops
 from llama_jax.model.params import Block, Llama
 from llama_jax.model.trees import stack
 from llama_jax.storage.atomic_write import write_atomically
@@ -108,7 +110,8 @@ def run_layer(config: LlamaConfig, block: Block, stream: jax.Array) -> jax.Array
 @partial(jax.jit, static_argnums=0)
 def run_output(config: LlamaConfig, params: Llama, stream: jax.Array) -> jax.Array:
     """Logits [T, V] from the residual stream [T, D] after the last layer."""
-    return unembed(config, params, apply_final_norm(config, params, stream))
+    table = select_ops(config, Compute(), Sharding(), is_ragged=False)
+    return unembed(config, params, final_norm(config, table, params, stream))
 
 
 # Simple enough for a model that was trained only on children's stories, and not from any book.
