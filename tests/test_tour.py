@@ -76,8 +76,8 @@ def test_one_token_through_generate(params, monkeypatch):
     run = partial(llama_jax.generate, CONFIG, params, [[1, 2, 3]], max_new_tokens=6)
     files = visited(run)
     assert files == named("One token through `generate`")
-    assert len(files) <= 17
-    assert lines(files) < 3850  # "some 3,800"
+    assert len(files) <= 20
+    assert lines(files) < 3950  # "some 3,900"
 
 
 def test_one_batch_through_train_step(params):
@@ -87,13 +87,13 @@ def test_one_batch_through_train_step(params):
     step = jax.jit(partial(llama_jax.train_step, CONFIG, optimizer))
     files = visited(partial(step, state, batch))
     assert files == named("One batch through `train_step`")
-    assert len(files) <= 17
-    assert lines(files) < 3350  # "some 3,300"
+    assert len(files) <= 20
+    assert lines(files) < 3650  # "some 3,600"
 
 
 @pytest.mark.parametrize(
     ("module", "most_files", "most_lines"),
-    [("inference.generate", 46, 7000), pytest.param("training.step", 40, 5980, marks=pytest.mark.slow)],
+    [("inference.generate", 46, 7000), pytest.param("training.step", 43, 6250, marks=pytest.mark.slow)],
 )
 def test_what_an_entry_point_imports(module, most_files, most_lines):
     """Kernels, quantized formats, experts, drafts and the CPU's variants are imported by what uses them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -49,7 +49,6 @@ class Ops(NamedTuple):
     map_tokens: Callable[..., Any] = ops.map_all_tokens
 
 
-@lru_cache(maxsize=256)
 def select_ops(config: LlamaConfig, compute: Compute, sharding: Sharding, is_ragged: bool) -> Ops:
     """The operations of a pass.
 
