@@ -45,6 +45,7 @@ from llama_jax.model.mixtures import MIXTURES, base_kind
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
 from llama_jax.model.trees import quantize as quantized_params
+from llama_jax.ops.layers import Weight
 from llama_jax.ops.weights.formats import FormatName
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 from llama_jax.parallel.padding import unpad_params
@@ -343,7 +344,7 @@ def _check(path: str | os.PathLike[str], format: WrittenFormat, dtype: WrittenDt
 
 def _check_leaves(params: Llama) -> None:
     """Raise CheckpointError for a leaf that is not a weight, such as an adapter."""
-    is_leaf = lambda leaf: hasattr(leaf, "project")
+    is_leaf = lambda leaf: isinstance(leaf, Weight)
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_leaf):
         if is_leaf(leaf) and not isinstance(leaf, QuantizedWeight | JoinedWeight):
             raise CheckpointError(

@@ -22,7 +22,7 @@ from llama_jax.model.forward import forward
 from llama_jax.model.mixtures import MIXTURES, kinds_of_parameter
 from llama_jax.model.params import Attention, Block, Llama
 from llama_jax.model.trees import layers_of, stack
-from llama_jax.ops.layers import project
+from llama_jax.ops.layers import Weight, is_quantized, project
 from llama_jax.ops.weights.formats import with_fallback
 
 EXPONENTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75)  # candidate factors: powers of a channel's mean absolute input
@@ -31,7 +31,7 @@ MEASURED_ROWS = 512  # inputs of each matrix on which errors are measured
 Progress = Callable[[Sequence[int]], Iterable[int]]
 
 
-class _Recorded(struct.PyTreeNode):
+class _Recorded(Weight):
     """A matrix that records some rows of its inputs."""
 
     matrix: Any
@@ -74,7 +74,7 @@ def scale_channels(
         raise ConfigError(f"channel scaling does not support mixtures of experts; this model has experts={config.experts}")
     if config.parts:
         raise ConfigError(f"channel scaling needs the library's parts, and this model has {config.parts}")
-    if any(hasattr(leaf, "planes") for leaf in _leaves(params)):
+    if any(is_quantized(leaf) for leaf in _leaves(params)):
         raise ConfigError("channel scaling needs dense parameters; load the model with a dtype")
     layers_before, recorded, blocks = layers_of(params), _recorded(params.blocks), []
     forward(config, params.replace(blocks=recorded), jnp.asarray(tokens))
@@ -87,7 +87,7 @@ def scale_channels(
 
 
 def _leaves(params: Llama) -> list[Any]:
-    return jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "project"))
+    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Weight))
 
 
 def _recorded(block: Block) -> Block:

@@ -144,11 +144,13 @@ def check_exact(params: Llama, cache: KVCache | None, positions: Positions, shar
       ConfigError: hooks; packed rows; experts or adapter tables, whose matmuls depend on the other tokens.
       MeshError: as `check_exact_devices`.
     """
+    from llama_jax.model.multi_lora import adapters_in
+
     if params.hooks is not None:
         raise ConfigError("exact=True does not support hooks; omit one of the two")
     if cache is None and not (positions.segment_ids is None and positions.position_ids is None):
         raise ConfigError("exact=True does not support packed rows; omit segment_ids and position_ids")
-    if any(hasattr(leaf, "of_adapter") for leaf in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "of_adapter"))):
+    if adapters_in(params):
         raise ConfigError("exact=True does not support adapter tables; load only the adapter that is used")
     if params.blocks.feed_forward.router is not None:
         raise ConfigError("exact=True does not support mixtures of experts, whose matmuls depend on the other tokens")

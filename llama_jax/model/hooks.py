@@ -95,7 +95,7 @@ def _as_tree(hook: Hook) -> Any:
     if not callable(hook):
         raise ConfigError(f"{shown(hook, 80)} is not a hook; pass a function (value, at) -> (value, kept)")
     tree = Partial(hook) if jax.tree_util.all_leaves([hook]) else hook
-    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), tree)
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf), tree)
 
 
 class HookCaller:

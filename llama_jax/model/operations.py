@@ -22,13 +22,13 @@ class Ops(NamedTuple):
     """The operations that a pass is made of. Kernels, exact forms and a model's own functions replace fields.
 
     Attributes:
+      experts: `ops.moe.mixture_of_experts(x, router, gate, up, down)`.
       embed: `ops.embed(table, tokens)`.
       project: `ops.project(x, weight)`, a matmul with a parameter.
       norm: `ops.rms_norm(x, weight, eps, offset, nan_on_overflow=...)`.
       rotary: `ops.apply_rotary(x, cos, sin)`, of the first `rotary_dim` features.
       feed_forward: `ops.feed_forward(x, gate, up, down, activation, biases)`: gate, up, activation and down together, since
         rematerialization spans them.
-      experts: `ops.moe.mixture_of_experts(x, router, gate, up, down)`; None in a model without experts.
       attend: `ops.attend(queries, view, mask, scale=..., window=...)`.
       attend_paged: `ops.attend_paged(queries, view, scale=..., window=..., chunk=..., sinks=..., sink_queries=...)`.
       write_pages: `ops.write_paged(pages, keys, values, view)`.
@@ -36,12 +36,12 @@ class Ops(NamedTuple):
       map_tokens: calls a function of trees with a leading axis of rows: of all at once, or in blocks.
     """
 
+    experts: Callable[..., jax.Array]
     embed: Callable[..., jax.Array] = ops.embed
     project: Callable[..., jax.Array] = ops.project
     norm: Callable[..., jax.Array] = ops.rms_norm
     rotary: Callable[..., jax.Array] = ops.apply_rotary
     feed_forward: Callable[..., jax.Array] = ops.feed_forward
-    experts: Callable[..., jax.Array] | None = None
     attend: Callable[..., jax.Array] = ops.attend
     attend_paged: Callable[..., jax.Array] = ops.attend_paged
     write_pages: Callable[..., Any] = ops.write_paged
@@ -63,15 +63,11 @@ def select_ops(config: LlamaConfig, compute: Compute, sharding: Sharding, is_rag
     # than 1.05 times the minimal HBM traffic; a kernel per device has 1.24 times.
     head_sharding = None if is_ragged else sharding.head_sharding
     table = Ops(
+        experts=partial(_call_experts, config, sharding.experts),
         attend=sharding.attend or partial(ops.attend, head_sharding=head_sharding),
         attend_paged=partial(ops.attend_paged, head_sharding=head_sharding),
         write_pages=partial(ops.write_paged, head_sharding=head_sharding),
     )
-    if config.experts:
-        from llama_jax.ops.moe import Routing, mixture_of_experts
-
-        routing = Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")
-        table = table._replace(experts=partial(mixture_of_experts, routing=routing, sharding=sharding.experts))
     if compute.exact:
         table = table._replace(
             norm=partial(exact.map_first, ops.rms_norm),
@@ -117,6 +113,14 @@ def call_part(name: str, function: Any, x: jax.Array, *args: Any, **options: Any
     if returned != expected:
         raise ConfigError(f"{name} gave {returned}; {expected} is needed, the shape and dtype of its first argument")
     return result
+
+
+def _call_experts(config: LlamaConfig, sharding: Any, x: jax.Array, *matrices: Any) -> jax.Array:
+    """Call the mixture of experts, which only models with experts import."""
+    from llama_jax.ops.moe import Routing, mixture_of_experts
+
+    routing = Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")
+    return mixture_of_experts(x, *matrices, routing=routing, sharding=sharding)
 
 
 def _call_norm(function: Any, x: jax.Array, weight: Any, eps: float, offset: float, *, nan_on_overflow: bool) -> jax.Array:

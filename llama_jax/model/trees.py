@@ -29,6 +29,7 @@ from llama_jax.model.params import (
     spec_at,
     specs_for,
 )
+from llama_jax.ops.layers import Weight
 from llama_jax.ops.weights.format_spec import QuantFormat, bits_of
 from llama_jax.ops.weights.formats import QUANT_FORMATS, FormatName, PureFormatName, format_for, with_fallback
 from llama_jax.ops.weights.layers import MixedStack, get_layer, unstack
@@ -205,7 +206,7 @@ def dequantize(params: Llama) -> Llama:
 
 def count(params: Llama) -> int:
     """The number of parameters in a tree of arrays, or of shapes from `jax.eval_shape`."""
-    is_one = lambda leaf: hasattr(leaf, "project") or is_weight(leaf)
+    is_one = lambda leaf: isinstance(leaf, Weight | MixedStack)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params, is_leaf=is_one))
 
 

@@ -73,7 +73,7 @@ def cross_entropy(
         LoRA head, the backward pass is derived by autodiff and recomputes the logits.
       weights: the weight of each token in the sums, such as the loss mask; 0 ignores the token. Not differentiated.
     """
-    loss_sums = _loss_sums_by_autodiff if hasattr(head, "project") else _loss_sums
+    loss_sums = _loss_sums_by_autodiff if isinstance(head, Weight) else _loss_sums
     sums = loss_sums(options, hidden, head, targets, weights)
     return LossSums(sums.loss, lax.stop_gradient(sums.nll))
 
@@ -191,7 +191,7 @@ def _loss_sums_and_gradients(
 
 def gathered_head(head: Any, dtype: jax.typing.DTypeLike, constrain: Constrain) -> Any:
     """The head [V, D], cast on its shards and then gathered once for all chunks; a `Weight` is returned unchanged."""
-    if hasattr(head, "project"):
+    if isinstance(head, Weight):
         return head
     return constrain(constrain(head.astype(dtype), "lm_head_sharded"), "lm_head_gathered")
 

@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int32
 
-from llama_jax.ops.layers import MATMUL_OUTPUT, project, weight_gradient
+from llama_jax.ops.layers import MATMUL_OUTPUT, Weight, project, weight_gradient
 from llama_jax.ops.linear_map import directional, linear_map
 from llama_jax.ops.platform import (
     for_cpu,
@@ -62,7 +62,7 @@ def grouped_matmul(
     Returns:
       In the dtype of `x`; sums are float32 at least.
     """
-    if hasattr(weight, "project"):
+    if isinstance(weight, Weight):
         product = _grouped_project(x, weight, sizes)
     elif gather is not None or x.dtype != weight.dtype:
         product = _cast_and_gathered((gather, bool(rematerializing.value), weight.dtype), x, weight, sizes)
@@ -298,7 +298,7 @@ def _blocks(rows: int, groups: int) -> RowBlocks:
 @for_cpu("blocks_for")
 def _blocks_for(weight: Any, rows: int, groups: int) -> RowBlocks:
     """Blocks for rows that are multiplied by a weight [E, N, K]."""
-    if not hasattr(weight, "project"):
+    if not isinstance(weight, Weight):
         return _blocks(rows, groups)
     return RowBlocks(QUANTIZED_BLOCKS, at_once=True).within(rows)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
@@ -21,14 +22,51 @@ Activation = Literal["silu", "gelu"]
 MATMUL_OUTPUT = "product"  # checkpoint name of the results of matmuls with weights
 
 
-class Weight(Protocol):
-    """Interface of weights that are not arrays (quantized, LoRA). They are recognized by their `project` method.
+class Weight(struct.PyTreeNode):
+    """Base class of weights that are not arrays: quantized, with adapters, in a stack of layers.
 
-    They must be pytrees with the `shape` and `dtype` of the weight. An embedding also needs an `embed`.
+    Attributes:
+      is_quantized: whether the arrays of the weight are the planes of a quantization format.
     """
 
+    is_quantized: ClassVar[bool] = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix, [*out, D]."""
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the matrix."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the computation."""
+        raise NotImplementedError
+
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
-        """Project [..., D] onto the rows of this weight [*out, D]: [..., *out]."""
+        """Project [..., D] onto the rows of this weight: [..., *out]. See `ops.layers.project`."""
+        raise NotImplementedError
+
+    def embed(self, rows: jax.Array) -> jax.Array:
+        """Look up rows of a table [V, D]."""
+        raise NotImplementedError
+
+    def to_dense(self) -> Any:
+        """The matrix as an array, for tests and files, not for matmuls."""
+        raise NotImplementedError
+
+
+def is_quantized(weight: Any) -> bool:
+    """Whether this is a weight in a quantization format."""
+    return isinstance(weight, Weight) and weight.is_quantized
+
+
+def dense(weight: Any) -> Any:
+    """A weight as an array: an array itself, or `Weight.to_dense`."""
+    return weight.to_dense() if isinstance(weight, Weight) else weight
 
 
 def map_all_tokens(function: Callable[..., Any], *args: Any) -> Any:
@@ -60,7 +98,7 @@ def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtyp
 
 
 def _project(x: jax.Array, weight: jax.Array | Weight, out_dtype: Any) -> jax.Array:
-    if hasattr(weight, "project"):
+    if isinstance(weight, Weight):
         return weight.project(x, out_dtype)
     return checkpoint_name(matmul(x, jnp.asarray(weight), out_dtype), MATMUL_OUTPUT)
 
@@ -79,7 +117,7 @@ def embed(table: Any, rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
     """Look up rows of a table [V, D]: an array, or a `Weight` with an `embed`."""
     if rows.size == 1 and lowering_platform() == "gpu" and is_partitioned():  # XLA would gather the table to slice it
         return embed(table, jnp.stack([rows, rows]))[0]
-    return table.embed(rows) if hasattr(table, "embed") else table[rows]
+    return table.embed(rows) if isinstance(table, Weight) else table[rows]
 
 
 def rms_norm(

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Int32
 
 from llama_jax.ops.grouped import Gather, grouped_matmul
-from llama_jax.ops.layers import feed_forward, gated_activation, project, remat
+from llama_jax.ops.layers import Weight, feed_forward, gated_activation, project, remat
 from llama_jax.ops.platform import current_mesh_sizes
 
 
@@ -62,7 +62,7 @@ def mixture_of_experts(
     """
     weights, chosen = route(x, router, routing)
     mesh = {axis: size for axis, size in current_mesh_sizes().items() if size > 1}
-    if mesh and (sharding is None or hasattr(gate, "project")):
+    if mesh and (sharding is None or isinstance(gate, Weight)):
         return all_experts(x, weights, chosen, gate, up, down, scale_inputs=routing.scale_inputs)
     if routing.scale_inputs:
         x, weights = x[..., None, :] * weights.astype(x.dtype)[..., None], jnp.ones_like(weights)

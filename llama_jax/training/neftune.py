@@ -13,11 +13,12 @@ from jaxtyping import Array, Float, Int
 from llama_jax import ops
 from llama_jax.errors import ConfigError
 from llama_jax.model.params import Llama
+from llama_jax.ops.layers import Weight
 from llama_jax.ops.rope_scaling import lengths_of
 from llama_jax.training.batch import NextTokenBatch
 
 
-class NoisyEmbedding(struct.PyTreeNode):
+class NoisyEmbedding(Weight):
     """An embedding whose lookup adds noise.
 
     Attributes:

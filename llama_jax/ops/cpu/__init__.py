@@ -42,6 +42,7 @@ from jax.interpreters import ad, batching, mlir
 from llama_jax.ops.cpu import native
 from llama_jax.ops.cpu.threefry import unrolled_threefry
 from llama_jax.ops.exact import is_exact
+from llama_jax.ops.layers import Weight, is_quantized
 from llama_jax.ops.linear_map import flattened, linear_map, replaced
 from llama_jax.ops.platform import (
     current_mesh_sizes,
@@ -112,9 +113,9 @@ def is_batch_invariant(plain: Callable[..., bool], x: jax.Array, weight: Any) ->
     if parts := getattr(stack, "parts", getattr(stack, "stacks", ())):
         of = lambda part: part if stack is weight else weight.replace(stack=part)
         return all(is_batch_invariant(plain, x, of(part)) for part in parts)
-    if hasattr(stack, "planes"):
+    if is_quantized(stack):
         return is_native(stack.kind)
-    if hasattr(stack, "project"):
+    if isinstance(stack, Weight):
         return plain(x, weight)
     rows, matrix = (jax.ShapeDtypeStruct((math.prod(y.shape[:-1]), y.shape[-1]), y.dtype) for y in (x, weight))
     return _has_native_matmul(rows, matrix)
@@ -234,9 +235,9 @@ def multiply_group(
     plain: Callable[..., jax.Array], x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any
 ) -> jax.Array:
     """`weights.layers.multiply_group`: by `native`, which reads the group's matrix in place. XLA would copy it."""
-    if hasattr(weight, "planes") and is_native(weight.kind):
+    if is_quantized(weight) and is_native(weight.kind):
         return native.multiply(x, weight.planes, weight.kind, group).astype(out_dtype)
-    if not hasattr(weight, "project") and _has_native_matmul(x, jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype)):
+    if not isinstance(weight, Weight) and _has_native_matmul(x, jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype)):
         return native.multiply_floats(x, weight, group).astype(out_dtype)
     return plain(x, weight, group, out_dtype)
 
@@ -244,7 +245,7 @@ def multiply_group(
 def blocks_for(plain: Callable[..., Any], weight: Any, rows: int, groups: int) -> Any:
     """`grouped`'s blocks. Small groups have blocks that suit `native`, which reads a matrix once for each block."""
     blocks = plain(weight, rows, groups)
-    is_float = not hasattr(weight, "project") or not hasattr(getattr(weight, "stack", weight), "project")
+    is_float = not isinstance(weight.stack if isinstance(weight, LayerWeight) else weight, Weight)
     max_rows = min(_max_native_rows(weight.dtype), max(MAX_NATIVE_ROWS.values())) if native_code.value and is_float else 0
     if rows > max_rows * groups:
         return blocks
@@ -264,7 +265,7 @@ def is_native(kind: str) -> bool:
 
 def tracing_context(plain: Callable[..., Any], params: Any) -> AbstractContextManager[Any]:
     """`platform.tracing_context`: with native code if any quantized weight has a native format."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "planes"))
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
     kinds = {getattr(leaf, "kind", "") for leaf in leaves} & {*native.NATIVE_FORMATS}
     if not is_partitioned():
         native.prepare(f"quantized_{kind}" for kind in kinds)  # compiled in parallel
@@ -301,7 +302,7 @@ def layer_weight(plain: Callable[..., Any], stack: Any, layer: int | jax.Array) 
 
 def scan_reads_in_place(plain: Callable[..., bool], leaf: Any, *, is_constant: bool) -> bool:
     """`weights.layers.scan_reads_in_place`: also all constants and quantized weights."""
-    return plain(leaf, is_constant=is_constant) or (not is_partitioned() and (is_constant or hasattr(leaf, "planes")))
+    return plain(leaf, is_constant=is_constant) or (not is_partitioned() and (is_constant or is_quantized(leaf)))
 
 
 def decoded_at_once(plain: Callable[[], int]) -> int:

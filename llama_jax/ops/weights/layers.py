@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from llama_jax.ops.layers import MATMUL_OUTPUT, project
+from llama_jax.ops.layers import MATMUL_OUTPUT, Weight, dense, is_quantized, project
 from llama_jax.ops.linear_map import directional, linear_map
 from llama_jax.ops.platform import for_cpu, pack_bits, unpack_bits
 
@@ -54,13 +54,13 @@ class MixedStack(struct.PyTreeNode):
 
     def to_dense(self) -> Any:
         """Dequantized, as one array [L, *out, D]."""
-        dense = [stack.to_dense() if hasattr(stack, "to_dense") else stack for stack in self.stacks]
-        return (np if isinstance(dense[0], np.ndarray) else jnp).stack(
-            [dense[stack][index] for stack, index in self.locations]
+        stacks = [dense(stack) for stack in self.stacks]
+        return (np if isinstance(stacks[0], np.ndarray) else jnp).stack(
+            [stacks[stack][index] for stack, index in self.locations]
         )
 
 
-class LayerWeight(struct.PyTreeNode):
+class LayerWeight(Weight):
     """A reference to the matrix of one layer (or expert) in a stack; `project` does not copy the matrix.
 
     Attributes:
@@ -79,16 +79,11 @@ class LayerWeight(struct.PyTreeNode):
         return self.stack.shape[1 if self.expert_index is None else 2 :]
 
     @property
-    def ndim(self) -> int:
-        """The number of axes of the matrix."""
-        return len(self.shape)
-
-    @property
     def dtype(self) -> Any:
         """The dtype of the computation."""
         return self.stack.dtype
 
-    def expert(self, expert_index: Int[Array, ""]) -> LayerWeight:
+    def expert(self, expert_index: Int[Array, ""] | int) -> LayerWeight:
         """A reference to the matrix of one expert of this layer."""
         return self.replace(expert_index=expert_index)
 
@@ -109,7 +104,7 @@ class LayerWeight(struct.PyTreeNode):
         def dense_from(stack: Any, index: jax.Array) -> jax.Array:
             weight = index_stack(stack, index)
             weight = weight if self.expert_index is None else index_stack(weight, self.expert_index)
-            return weight.to_dense() if hasattr(weight, "to_dense") else weight
+            return dense(weight)
 
         return self._switch_stack(dense_from) if isinstance(self.stack, MixedStack) else dense_from(self.stack, self.layer)
 
@@ -131,7 +126,7 @@ class LayerWeight(struct.PyTreeNode):
 
 def index_stack(weight: Any, index: Int[Array, ""] | int) -> Any:
     """Entry `index` of the leading axis of an array or weight."""
-    if hasattr(weight, "expert"):
+    if isinstance(weight, LayerWeight):
         return weight.expert(index)
     if isinstance(index, int):
         return jax.tree.map(lambda array: array[index], weight)
@@ -210,7 +205,7 @@ def split_for_scan(
       stacked: a tree of arrays and weights with a leading axis L.
       is_read_in_place: `is_read_in_place(path, leaf)` is whether a leaf is indexed by `layer_weight` instead of sliced.
     """
-    is_leaf = lambda leaf: hasattr(leaf, "planes") or isinstance(leaf, MixedStack)  # a quantized weight or several stacks
+    is_leaf = lambda leaf: isinstance(leaf, MixedStack) or is_quantized(leaf)
     leaves, structure = jax.tree.flatten_with_path(stacked, is_leaf=is_leaf)
     in_place = [is_read_in_place(path, leaf) for path, leaf in leaves]
 

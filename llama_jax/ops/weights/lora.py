@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from llama_jax.ops.layers import MATMUL_OUTPUT, project
+from llama_jax.ops.layers import MATMUL_OUTPUT, Weight, dense, project
 
 
 class LowRank(struct.PyTreeNode):
@@ -69,7 +69,7 @@ def _rows_of_parts(b: jax.Array) -> list[jax.Array]:
     return jnp.split(b, [groups, groups + 1], axis=-3)
 
 
-class LowRankWeight(struct.PyTreeNode):
+class LowRankWeight(Weight):
     """A frozen matrix and its low-rank updates: base class of `LoraWeight` and `MultiLoraWeight`.
 
     Attributes:
@@ -87,11 +87,6 @@ class LowRankWeight(struct.PyTreeNode):
     def shape(self) -> tuple[int, ...]:
         """The shape of the matrix."""
         return self.base.shape
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the matrix."""
-        return self.base.ndim
 
     @property
     def dtype(self) -> np.dtype:
@@ -139,7 +134,7 @@ class LoraWeight(LowRankWeight, kw_only=True):
 
     def _changed(self) -> jax.Array:
         """W + s B A in float32 at least."""
-        base = self.base.to_dense() if hasattr(self.base, "to_dense") else self.base
+        base = dense(self.base)
         wide = jnp.promote_types(base.dtype, jnp.float32)
         change = self.low_rank.replace(a=self.low_rank.a.astype(wide), b=self.low_rank.b.astype(wide)).product()
         return jnp.asarray(base, wide) + self.scale * change
@@ -159,5 +154,5 @@ class LoraWeight(LowRankWeight, kw_only=True):
 
 def row_lengths(matrix: Any) -> Float[Array, " ..."]:
     """The Euclidean length of each row of a matrix [*out, D], an array or a quantized weight: [*out] in float32 at least."""
-    dense = matrix.to_dense() if hasattr(matrix, "to_dense") else jnp.asarray(matrix)
-    return jnp.linalg.norm(dense.astype(jnp.promote_types(dense.dtype, jnp.float32)), axis=-1)
+    array = jnp.asarray(dense(matrix))
+    return jnp.linalg.norm(array.astype(jnp.promote_types(array.dtype, jnp.float32)), axis=-1)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Integer
 
-from llama_jax.ops.layers import MATMUL_OUTPUT, project
+from llama_jax.ops.layers import MATMUL_OUTPUT, Weight, dense, project
 from llama_jax.ops.linear_map import directional, linear_map
 from llama_jax.ops.platform import AnyArray, for_cpu, is_partitioned, lowering_device_kind, lowering_platform
 from llama_jax.ops.weights.device_layout import TILES, arranged, in_runs, take
@@ -33,7 +33,7 @@ DECODED_AT_ONCE_ON_GPU = 1 << 24  # 32 MB, which fit the L2 cache of an H100 (50
 GPUS_WITH_FP8 = ("H100", "H200", "H20", "B100", "B200", "B300", "L4", "L40", "RTX 40", "RTX 50", "RTX PRO", "Ada")
 
 
-class QuantizedWeight(struct.PyTreeNode):
+class QuantizedWeight(Weight):
     """A quantized matrix [*out, D], see `formats`.
 
     Attributes:
@@ -41,6 +41,8 @@ class QuantizedWeight(struct.PyTreeNode):
       kind: the name of the format.
       dtype_name: the dtype of the computation, and of dense matrices of the same model.
     """
+
+    is_quantized = True
 
     planes: tuple[Any, ...]
     kind: str = struct.field(pytree_node=False)
@@ -58,11 +60,6 @@ class QuantizedWeight(struct.PyTreeNode):
         if plane.grouped:
             return (*array.shape[:-2], array.shape[-2] * plane.numbers)
         return (*array.shape[:-1], array.shape[-1] * plane.numbers // plane.entries)
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the matrix."""
-        return len(self.shape)
 
     @property
     def dtype(self) -> np.dtype:
@@ -97,7 +94,7 @@ class QuantizedWeight(struct.PyTreeNode):
         return self.form.decode(*self.planes).astype(self.dtype)
 
 
-class JoinedWeight(struct.PyTreeNode):
+class JoinedWeight(Weight):
     """Matrices of different formats concatenated on axis 1: [K, sum, H, D] (fused QKV from files).
 
     Some files quantize the value projection with more bits than the others, and here the three are one weight. A stack of
@@ -111,11 +108,6 @@ class JoinedWeight(struct.PyTreeNode):
         """The shape of the concatenated matrix."""
         *before, _, features, columns = self.parts[0].shape
         return (*before, sum(part.shape[-3] for part in self.parts), features, columns)
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the matrix."""
-        return len(self.shape)
 
     @property
     def dtype(self) -> np.dtype:
@@ -133,7 +125,7 @@ class JoinedWeight(struct.PyTreeNode):
 
     def to_dense(self) -> Any:
         """Dequantized, as one matrix."""
-        parts = [part.to_dense() if hasattr(part, "to_dense") else part for part in self.parts]
+        parts = [dense(part) for part in self.parts]
         return (np if isinstance(parts[0], np.ndarray) else jnp).concatenate(parts, axis=-3)
 
 
