@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import jit_dequantize, jit_init, jit_logits
-from flax import struct
 
 import llama_jax
 from llama_jax import ops
 from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama, is_matrix_in_block
 from llama_jax.model.trees import quantize
+from llama_jax.ops.layers import Weight
 from llama_jax.training.loss import next_token_loss
 
 
-class Adapted(struct.PyTreeNode):
+class Adapted(Weight):
     """A weight [*out, D] and the product of two thin ones, [*out, R] and [R, D] (Hu et al. 2021, section 4.1)."""
 
     weight: Any
