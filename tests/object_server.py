@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +24,7 @@ from xml.sax.saxutils import escape, unescape
 
 import pytest
 
-from llama_jax.storage import consistent_reader
+from llama_jax.storage import object_store
 
 BUCKET = "bucket"
 
@@ -281,10 +282,11 @@ def environment(server: ObjectServer, client: str = "someone") -> dict[str, str]
 
 @contextmanager
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    """An empty store, which s3:// leads to from this process; nothing waits before it is asked again."""
+    """An empty store, which s3:// leads to from this process; it is asked again at once, three times."""
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ALLOW_HTTP", "AWS_SKIP_SIGNATURE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(consistent_reader, "RETRY_WAITS", (0.0,) * 3)
+    quick = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2)}
+    monkeypatch.setattr(object_store, "RETRY_CONFIG", {"max_retries": 3, "backoff": quick})
     with serving() as server:
         for name, value in environment(server).items():
             monkeypatch.setenv(name, value)

@@ -5,8 +5,8 @@
                    rest     the rest of the training state (orbax)
                    about    config.json, the tokenizer's files, note.json, and SHA256SUMS of all files of the step
 
-A folder whose name is a number is complete, since it is renamed to it after everything is written. Object stores cannot
-rename: there the checksums are written last, and a folder without them is not a step.
+A folder whose name is a number is complete, since it is renamed to it after everything is written. In an object store the
+checksums are uploaded last, and a folder without them is not a step.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from llama_jax.errors import CheckpointError, UserError
 from llama_jax.storage import Location, StoredPath
-from llama_jax.storage.atomic_write import ScratchFolder, cannot_write
-from llama_jax.storage.consistent_reader import MAX_REQUEST_BYTES
+from llama_jax.storage.object_cache import fetch_to_cache, objects_below
 from llama_jax.storage.paths import read_object
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run
@@ -82,10 +79,16 @@ def cannot_read(path: Location, reason: str) -> str:
 
 
 def validation_loss(folder: Location, step: int) -> float:
-    """The validation loss in a step's metadata; infinity if there is none, or it cannot be read."""
+    """The validation loss in a step's metadata; infinity if there is none, or it cannot be read on a disk.
+
+    Raises:
+      CheckpointError: a store does not respond.
+    """
     try:
         loss = read_metadata(folder, step).get("validation_loss")
-    except CheckpointError:
+    except CheckpointError as error:
+        if isinstance(folder, StoredPath) and not isinstance(error, DamagedError):
+            raise  # so that no step is removed because its loss is not known
         return math.inf
     return float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else math.inf
 
@@ -104,32 +107,19 @@ def find_checkpoints(path: Location) -> Location | None:
 
 
 SUM_LINE = re.compile(r"(?P<sum>[0-9a-f]{64})  (?P<name>[^\\\n]+)")
-FILE_THREADS = 8  # files hashed or fetched concurrently
+FILE_THREADS = 8  # files hashed concurrently
 
 
-def write_sums(step: Path, elsewhere: Mapping[str, str] = {}) -> None:
-    """Write the checksums of all files of a step, and flush the files to disk.
-
-    Args:
-      elsewhere: {name: checksum} of files of the step that other hosts have.
-    """
-    sums = {**elsewhere, **sums_of(step, files_in(step))}
-    text = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
+def write_sums(step: Path) -> None:
+    """Write the checksums of all files of a step, and flush the files to disk."""
+    names = sorted(path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(FILE_THREADS) as pool:
+        sums = dict(zip(names, pool.map(lambda name: _sum_of(step / name, flush=True), names), strict=True))
+    text = "".join(f"{sums[name]}  {name}\n" for name in names)
     with (step / ABOUT / SUMS).open("w", encoding="utf-8") as file:
         file.write(f"{text}# {hashlib.sha256(text.encode()).hexdigest()}\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def files_in(step: Path) -> list[str]:
-    """The names of all files of a step: params/_METADATA."""
-    return sorted(path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file())
-
-
-def sums_of(step: Path, names: Collection[str]) -> dict[str, str]:
-    """{name: checksum} of files of a step, flushing them to disk."""
-    with ThreadPoolExecutor(FILE_THREADS) as pool:
-        return dict(zip(names, pool.map(lambda name: _sum_of(step / name, flush=True), names), strict=True))
 
 
 def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:
@@ -196,10 +186,6 @@ Arguments = ParamSpec("Arguments")
 Found = TypeVar("Found")
 
 
-class StepRemovedError(CheckpointError):
-    """The run has removed a step while it was being read."""
-
-
 def retry_with_newest_step(read: Callable[Arguments, Found]) -> Callable[Arguments, Found]:
     """Call `read` again if its first argument, `path`, is a run that has saved a newer step in the meantime.
 
@@ -213,9 +199,6 @@ def retry_with_newest_step(read: Callable[Arguments, Found]) -> Callable[Argumen
             before = _newest(path)
             try:
                 return read(*arguments, **named)
-            except StepRemovedError:  # unless `path` is the run, the next try cannot succeed
-                if not left:
-                    raise
             except (UserError, OSError) as error:
                 now = None if before is None else _newest(path)
                 if left and now != before:
@@ -239,129 +222,20 @@ def _newest(path: object) -> Location | None:
     return folder / str(steps[-1]) if folder is not None and steps else None
 
 
-# The files in which orbax stores array data. All other files of a step are small: array metadata, the index of these files,
-# the configuration and the vocabulary.
-NUMBER_FILES = re.compile(r"[^/]+/ocdbt\.process_[^/]+/d/.+")
+def fetch_model(location: StoredPath) -> tuple[StoredPath, Path]:
+    """Fetch the model of a step, or of the newest one in a folder of checkpoints, into the cache.
 
-
-@dataclass(frozen=True)
-class FetchedStep:
-    """Local copies of a step's files, deleted with this object.
-
-    Attributes:
-      folder: a local folder, in TMPDIR, with the number of the step as its name.
-      url: the step's URL.
-      sums: {name: checksum} of the requested files, including those that `complete` has yet to fetch.
-    """
-
-    folder: Path
-    url: StoredPath
-    sums: Mapping[str, str]
-    scratch: ScratchFolder
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Make errors name the location in the store instead of the folder."""
-        try:
-            yield
-        except UserError as error:
-            raise type(error)(str(error).replace(str(self.folder), str(self.url))) from None
-
-    def complete(self) -> None:
-        """Fetch the remaining files.
-
-        Raises:
-          StepRemovedError: the run has removed the step in the meantime.
-          CheckpointError, OSError: see `fetch_step`.
-        """
-        left = {name: found for name, found in self.sums.items() if not (self.folder / name).exists()}
-        try:
-            _fetch_all(self.url, self.folder, left)
-        except (CheckpointError, OSError):
-            if not is_step(self.url.resolve()):
-                raise StepRemovedError(f"{self.url} was removed while it was read; try again") from None
-            raise
-
-
-def of_model(parts: Collection[str]) -> set[str]:
-    """The folders of a step that make up a model, without the rest of the training state."""
-    return {ABOUT, EMA if EMA in parts else PARAMS}
-
-
-def fetch_step(
-    place: StoredPath, choose: Callable[[Collection[str]], Collection[str]], *, numbers: bool = True
-) -> FetchedStep:
-    """Fetch a step, or the newest one in a folder of checkpoints; see `retry_with_newest_step` for runs in progress.
-
-    Args:
-      choose: selects folders of the step.
-      numbers: whether to fetch array data at once, rather than in `FetchedStep.complete`.
+    Returns:
+      The step, and its copy: its configuration, vocabulary and parameters, without the rest of the training state.
 
     Raises:
-      StepRemovedError: the run has saved a newer step in the meantime, and may have removed this one.
-      CheckpointError: no step, or one that cannot be read; a DamagedError if a file is not what was saved.
-      OSError: the store does not respond; the message names the object.
+      CheckpointError: no step; or it was removed meanwhile, or the cache cannot be written to.
+      OSError: the store does not respond.
     """
-    now = place.resolve()
-    step = now if is_step(now) else now / str(existing_step(now, None))
-    scratch = ScratchFolder()
+    step = location if is_step(location) else location / str(existing_step(location, None))
+    model = EMA if (step / EMA).is_dir() else PARAMS
+    entries = {name: entry for part in (ABOUT, model) for name, entry in objects_below(step / part, f"{step.name}/{part}/")}
     try:
-        folder = scratch.path / step.name
-        sums = _wanted(step, choose)
-        _fetch_all(step, folder, {name: sums[name] for name in sums if numbers or not NUMBER_FILES.fullmatch(name)})
-        return FetchedStep(folder, step, sums, scratch)
-    except (CheckpointError, OSError):
-        scratch.close()
-        if step is not now and steps_in(place.resolve())[-1:] != [int(step.name)]:
-            raise StepRemovedError(f"{step} was removed while it was read; try again") from None
-        raise
-
-
-def fetch_files(step: StoredPath, folder: Path) -> None:
-    """Fetch all files of a step into a new folder; see `fetch_step`."""
-    _fetch_all(step, folder, _wanted(step, lambda parts: parts))
-
-
-def _wanted(step: StoredPath, choose: Callable[[Collection[str]], Collection[str]]) -> dict[str, str]:
-    """{name: checksum} of the files in the chosen folders."""
-    sums = read_sums(step)
-    if sums is None:
-        raise DamagedError(f"{step} has missing or damaged checksums; read another step")
-    if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in sums):
-        raise DamagedError(f"{step}: its checksums name a file outside of it; read another step")
-    wanted = set(choose({name.partition("/")[0] for name in sums}))
-    return {name: found for name, found in sums.items() if name.partition("/")[0] in wanted}
-
-
-def _fetch_all(step: StoredPath, folder: Path, sums: Mapping[str, str]) -> None:
-    def fetch(name: str) -> None:
-        target = folder / name
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            found = _fetch(step / name, target)
-        except FileNotFoundError:
-            raise DamagedError(f"{step / name} is missing") from None
-        except OSError as error:
-            if isinstance(error.filename, str) and "://" in error.filename:
-                raise
-            raise CheckpointError(f"{cannot_write(target, error)}; TMPDIR sets the folder for {step}") from None
-        if found != sums[name]:
-            raise DamagedError(f"{step / name} is not what was saved (its SHA-256 differs)")
-
-    with ThreadPoolExecutor(FILE_THREADS) as pool:
-        list(pool.map(fetch, sums))
-
-
-def _fetch(source: StoredPath, target: Path) -> str:
-    """Fetch a file completely or not at all; returns its SHA-256."""
-    digest, size = hashlib.sha256(), source.stat().st_size
-    try:
-        with target.open("wb") as file:
-            for first in range(0, size, MAX_REQUEST_BYTES):
-                piece = source.view.read(source.key, first, min(first + MAX_REQUEST_BYTES, size))
-                digest.update(piece)
-                file.write(piece)
-    except BaseException:
-        target.unlink(missing_ok=True)
-        raise
-    return digest.hexdigest()
+        return step, fetch_to_cache(step.parent, entries, CheckpointError) / step.name
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{step} was removed while it was read ({error.filename}); try again") from None

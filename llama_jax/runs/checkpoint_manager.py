@@ -1,8 +1,7 @@
 """The checkpoints of a run while it trains: saved in the background, the last and best kept, restored bit for bit.
 
 The files are described in `llama_jax.formats.step_dirs`. A step's folder appears only when complete: it is written under
-another name, with checksums of its files, and renamed; so whenever the process dies, earlier steps can be restored. A
-`CheckpointStore` decides where it gets its name, on disk or in an object store.
+another name, with checksums of its files, and renamed; so whenever the process dies, earlier steps can be restored.
 """
 
 from __future__ import annotations
@@ -52,14 +51,16 @@ from llama_jax.formats.step_dirs import (
     verify,
     write_sums,
 )
-from llama_jax.runs.run_folder import REMOVED, CheckpointStore
-from llama_jax.storage.atomic_write import remedy_for, remove_leftovers
+from llama_jax.runs.run_folder import Mirror
+from llama_jax.storage import Location
+from llama_jax.storage.atomic_write import flush_folders, remedy_for, remove_leftovers, replace_path
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.step import TrainState
 
 # Suffixes to a step's number in the name of a folder being written or removed: such a folder is not a checkpoint.
 TEMPORARY = ".orbax-checkpoint-tmp"  # orbax is writing it
 SAVING = ".saving"  # its checksums are being written; or it was replaced
+REMOVED = ".removed"  # it is being removed
 SAVE_TIMEOUT = 1800.0  # seconds
 
 _log = logging.getLogger("llama_jax.runs")
@@ -68,8 +69,8 @@ _log = logging.getLogger("llama_jax.runs")
 class CheckpointManager:
     """The checkpoints of one run, for the process that trains it: two must not write into one folder at the same time.
 
-    With several processes, each makes one and calls the same methods; the first of them writes what is not an array. They
-    share one folder, or each host has a folder of the same name (`CheckpointStore.shared`).
+    With several processes, each makes one for the same folder, on a disk that they share, and calls the same methods; the
+    first of them writes what is not an array.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class CheckpointManager:
         keep_last: int = 2,
         keep_best: int = 1,
         timeout: float = SAVE_TIMEOUT,
-        store: CheckpointStore | None = None,
+        check: Callable[[], None] = lambda: None,
+        mirror: Mirror | None = None,
         stuck: Callable[[StuckSaveError], object] | None = None,
     ) -> None:
         """Open a folder, which need not exist, and clean up after a killed process.
@@ -88,7 +90,8 @@ class CheckpointManager:
           keep_last: number of newest steps to keep, at least 1.
           keep_best: number of additional steps to keep, those with the lowest validation loss.
           timeout: maximum seconds of a save: first the call of `save`, and then its thread.
-          store: receives complete steps; None is `folder`, in which they are written.
+          check: raises TrainingError if another run has the folder now.
+          mirror: uploads complete steps.
           stuck: called in another thread with the error of a `save` call that exceeds the timeout, since no exception
             reaches a hanging thread. It may end the process; None logs the error.
 
@@ -106,18 +109,16 @@ class CheckpointManager:
         self._keep_best = keep_best
         self._timeout = timeout
         self._tell_stuck = stuck
-        self._store = CheckpointStore(self.folder) if store is None else store
+        self._check = check
+        self._mirror = mirror
         self._pending: _Save | None = None
         self._latest: int | None = None  # as last known
         try:
-            if self._keeps_folder():
+            if _is_first():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._clear_up()
-            if _is_first():
-                self._store.clear_up()
         except OSError as error:
-            where = self._store.checkpoints
-            raise CheckpointError(f"{where} cannot be used for checkpoints ({error}); use another folder") from None
+            raise CheckpointError(f"{self.folder} cannot be used for checkpoints ({error}); use another folder") from None
         _wait_for_all("opened")
         with suppress(OSError):
             self.latest()
@@ -152,7 +153,7 @@ class CheckpointManager:
             can succeed.
           TrainingError: another run has taken the folder over; nothing was written.
         """
-        self._store.check()
+        self._check()
         if validation_loss is not None and not math.isfinite(validation_loss):
             validation_loss = None
         versions = {name: version(name) for name in ("llama_jax", "jax", "orbax-checkpoint")}
@@ -162,9 +163,11 @@ class CheckpointManager:
         with ExitStack() as until_written, self._watched(step):
             until_written.enter_context(without_tracebacks())
             try:
-                with _writing(self._store):
+                with _writing():
                     saving = ocp.save_checkpointables_async(self._saving(step), {**_parts(state), ABOUT: about})
-                pending = _Save(step, partial(self._finish, step, saving, until_written.pop_all()))
+                pending = _Save(
+                    step, partial(self._finish, step, saving, until_written.pop_all()), self._upload, self._timeout
+                )
                 pending.start()
             except Exception as error:  # orbax and its dependencies raise any type for a full disk
                 raise self._failure(step, error) from None
@@ -180,10 +183,10 @@ class CheckpointManager:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        while not pending.ended.wait(min(1.0, max(0.0, self._left(pending)))):
+        while not pending.ended.wait(min(1.0, max(0.0, pending.deadline - time.monotonic()))):
             if not pending.is_alive() and not pending.ended.is_set():
                 raise self._stuck(pending, "the thread that writes it has died")
-            if self._left(pending) <= 0:
+            if time.monotonic() >= pending.deadline:
                 raise self._stuck(
                     pending,
                     f"it has not been written within {self._timeout:g} s; if writing takes that long, raise the limit"
@@ -194,15 +197,15 @@ class CheckpointManager:
 
     def check(self) -> None:
         """Raise the error of `wait` once a save is known to have failed or to take too long; never waits."""
-        self._store.check()
+        self._check()
         if self._pending is not None and (
-            self._pending.ended.is_set() or not self._pending.is_alive() or self._left(self._pending) <= 0
+            self._pending.ended.is_set() or not self._pending.is_alive() or time.monotonic() >= self._pending.deadline
         ):
             self.wait()
 
     def steps(self) -> list[int]:
         """The steps that can be restored, ascending, without one that is being saved."""
-        return steps_in(self._store.now())
+        return steps_in(self.folder)
 
     def latest(self) -> int | None:
         """The newest step, or None if there is none."""
@@ -211,7 +214,7 @@ class CheckpointManager:
 
     def best(self) -> int | None:
         """The step with the lowest validation loss, or None if none has one."""
-        return next(iter(by_loss(self._store.now())), None)
+        return next(iter(by_loss(self.folder)), None)
 
     def restore(self, shapes: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """The saved state, bit for bit, and its metadata.
@@ -227,21 +230,18 @@ class CheckpointManager:
         """
         self.wait()
         _wait_for_all("restoring")  # the first process has renamed saved steps
-        step = existing_step(self._store.now(), step)
+        step = existing_step(self.folder, step)
         try:
             return self._restore(shapes, step)
         except DamagedError as error:
             older = next((s for s in reversed(self.steps()) if s < step and self._can_read(shapes, s)), None)
-            here = self._store.checkpoints / str(step)
+            here = self.folder / str(step)
             remedy = f"the last good checkpoint is step {older}: remove {here} to resume from there"
             remedy = "no older step is intact" if older is None else remedy
             raise CheckpointError(f"step {step} is damaged: {error}; {remedy}") from None
 
     def _restore(self, shapes: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
-        with self._store.local_step(step) as folder:
-            return self._read_folder(shapes, folder)
-
-    def _read_folder(self, shapes: TrainState, folder: Path) -> tuple[TrainState, dict[str, Any]]:
+        folder = self.folder / str(step)
         wanted = {name: jax.tree.map(_described, part) for name, part in _parts(shapes).items()}
         self._verify(folder)
         metadata = read_metadata(folder.parent, int(folder.name))
@@ -294,11 +294,12 @@ class CheckpointManager:
         with until_written:
             try:
                 saving.result()
-                elsewhere = self._store.gather_step(self._saving(step), step)
                 if not _is_first():
                     return
-                write_sums(self._saving(step), elsewhere)
-                self._store.put_step(self._saving(step), step)
+                write_sums(self._saving(step))
+                self._check()
+                flush_folders(self._saving(step))
+                replace_path(self._saving(step), self.folder / str(step))
                 self._latest = step
             except UserError:  # the files may belong to another run now
                 raise
@@ -306,35 +307,42 @@ class CheckpointManager:
                 raise self._failure(step, error) from None
         try:
             self._clear_up()
-            steps = self.steps()
-            kept = {step, *steps[-self._keep_last :], *by_loss(self._store.now())[: self._keep_best]}
-            for old in steps:
-                if old not in kept:
-                    self._store.remove_step(old)
+            for old in set(self.steps()) - {step, *self._choose_kept(self.folder)}:
+                # Renamed first: a process killed in between leaves no partial checkpoint under a step's name.
+                shutil.rmtree((self.folder / str(old)).rename(self.folder / f"{old}{REMOVED}"))
         except OSError as error:
             raise CheckpointError(f"step {step} is saved, but an older checkpoint cannot be removed ({error})") from None
+
+    def _choose_kept(self, folder: Location) -> set[int]:
+        """The steps to keep of those in a folder."""
+        return {*steps_in(folder)[-self._keep_last :], *by_loss(folder)[: self._keep_best]}
+
+    def _upload(self) -> None:
+        if self._mirror is not None:
+            self._mirror.upload(self._choose_kept)
+
+    def finish_mirror(self) -> None:
+        """At the end of the run: upload the rest; raises TrainingError if that fails."""
+        if self._mirror is not None:
+            self._mirror.finish(self._choose_kept)
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Clean up after a failed save; return the error, which names the last good checkpoint."""
         left = ""
         wait_for_writers()
-        self._store.check()
-        if self._keeps_folder():
+        self._check()
+        if _is_first():
             try:
                 self._clear_up()
             except OSError as problem:
                 left = f"; its files cannot be removed ({problem})"
-        if isinstance(error, OSError) and "://" in str(error.filename):
-            cause, said = error, f"{error.filename}: {error.strerror}"
-        else:
-            cause = write_error(error)
-            said = cause.strerror or str(cause)
-        why = f"({said}){remedy_for(cause)}{left}"
-        return CheckpointError(f"{self._store.checkpoints}: step {step} could not be saved {why}; {self._last_good()}")
+        cause = write_error(error)
+        why = f"({cause.strerror or cause}){remedy_for(cause)}{left}"
+        return CheckpointError(f"{self.folder}: step {step} could not be saved {why}; {self._last_good()}")
 
     def _stuck(self, pending: _Save, why: str) -> StuckSaveError:
         """The error of a hanging save; its files stay, since its thread may still write them."""
-        return StuckSaveError(f"{self._store.checkpoints}: step {pending.step} is not saved: {why}; {self._last_good()}")
+        return StuckSaveError(f"{self.folder}: step {pending.step} is not saved: {why}; {self._last_good()}")
 
     @contextmanager
     def _watched(self, step: int) -> Iterator[None]:
@@ -343,7 +351,7 @@ class CheckpointManager:
         def tell() -> None:
             why = f"it did not start within {self._timeout:g} s (--save-timeout): a device or a disk does not respond"
             # The last known step: listing the steps would hang as well.
-            error = StuckSaveError(f"{self._store.checkpoints}: step {step} is not saved: {why}; {self._last_known()}")
+            error = StuckSaveError(f"{self.folder}: step {step} is not saved: {why}; {self._last_known()}")
             if self._tell_stuck is None:
                 _log.error("%s", error)
             else:
@@ -367,13 +375,6 @@ class CheckpointManager:
             "there is no good checkpoint yet" if self._latest is None else f"the last good checkpoint is step {self._latest}"
         )
 
-    def _left(self, pending: _Save) -> float:
-        """Seconds left until a save has taken too long."""
-        return pending.began + self._timeout - time.monotonic()
-
-    def _keeps_folder(self) -> bool:
-        return jax.process_index() == self._store.first
-
     def _saving(self, step: int) -> Path:
         return self.folder / f"{step}{SAVING}"
 
@@ -391,20 +392,23 @@ class _Save(threading.Thread):
 
     Attributes:
       ended: set when it ends, with or without an `error`; never set if the thread dies before it runs.
-      began: start time by the monotonic clock.
+      deadline: when it has taken too long, by the monotonic clock; requests of an upload have their own limits.
     """
 
-    def __init__(self, step: int, finish: Callable[[], None]) -> None:
+    def __init__(self, step: int, finish: Callable[[], None], upload: Callable[[], None], timeout: float) -> None:
         super().__init__(name=f"saving step {step}", daemon=True)
         self.step = step
         self.ended = threading.Event()
         self.error: BaseException | None = None
-        self.began = time.monotonic()
+        self.deadline = time.monotonic() + timeout
         self._finish = finish
+        self._upload = upload
 
     def run(self) -> None:
         try:
             self._finish()
+            self.deadline = math.inf
+            self._upload()
         except BaseException as error:  # raised by `wait`
             self.error = error
         finally:
@@ -440,14 +444,9 @@ def _parts(state: TrainState) -> dict[str, Any]:
     return {PARAMS: state.params, **average, REST: state.replace(params=None, ema=None)}
 
 
-def _writing(store: CheckpointStore) -> ocp.Context:
+def _writing() -> ocp.Context:
     """The settings with which orbax writes."""
     context = ocp.Context()
-    if not store.shared:
-        # Each host makes its folder, and an index of what it has written. Orbax would compare its notes about arrays with
-        # those of all processes, in one folder.
-        context.multiprocessing_options.primary_host = store.first
-        context.array_options.saving.array_metadata_store = None
     # Trained float32 values shrink by 7%, and compressing them takes the CPU from training for a second or more.
     context.array_options.saving.use_compression = False
     # In `save` instead of the thread: after an error there the writers would wait for the folders until they time out.

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import uuid
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -144,6 +143,7 @@ def _upload_folder(folder: Path, path: StoredPath, last_names: Collection[str]) 
             key = (path / name).key
             path.view.write(key, files[name])
             written.append(key)
+        written.append((path / last).key)
         try:
             path.view.create((path / last).key, files[last].read_bytes())
         except FileExistsError:
@@ -156,26 +156,6 @@ def _upload_folder(folder: Path, path: StoredPath, last_names: Collection[str]) 
         raise
     for name in before - files.keys():
         path.view.delete((path / name).key)
-
-
-class ScratchFolder:
-    """An empty folder in TMPDIR, deleted on close or garbage collection; leftovers of killed processes are removed when the
-    next one is created.
-
-    Attributes:
-      path: the path of the folder.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        """Create the folder; at `path` if given, for the name that another host chose.
-
-        Raises:
-          OSError: it cannot be created, or exists.
-        """
-        wanted = Path(tempfile.gettempdir()) / "scratch" if path is None else path
-        remove_leftovers(wanted.parent)
-        self.path, lock = _create_locked(wanted, folder=True, as_it_is=path is not None)
-        self.close = weakref.finalize(self, _discard, self.path, lock)
 
 
 def _discard(path: Path, lock: int | None) -> None:
@@ -301,14 +281,10 @@ def _close(lock: int | None) -> None:
         os.close(lock)
 
 
-def _create_locked(path: Path, folder: bool, *, as_it_is: bool = False) -> tuple[Path, int | None]:
-    """Create the temporary file or folder of `path`, locked; after three failures without a lock: some systems have none.
-
-    Args:
-      as_it_is: whether `path` itself is the temporary name.
-    """
+def _create_locked(path: Path, folder: bool) -> tuple[Path, int | None]:
+    """Create the temporary file or folder of `path`, locked; after three failures without a lock: some systems have none."""
     for last in (False, False, False, True):
-        target = path if as_it_is else _temporary(path, "partial")
+        target = _temporary(path, "partial")
         if folder:
             target.mkdir()
         else:
