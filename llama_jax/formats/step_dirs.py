@@ -233,8 +233,9 @@ def fetch_model(location: StoredPath) -> tuple[StoredPath, Path]:
       OSError: the store does not respond.
     """
     step = location if is_step(location) else location / str(existing_step(location, None))
-    model = EMA if (step / EMA).is_dir() else PARAMS
-    entries = {name: entry for part in (ABOUT, model) for name, entry in objects_below(step / part, f"{step.name}/{part}/")}
+    unread = {REST, PARAMS} if (step / EMA).is_dir() else {REST}
+    files = ((name, entry) for name, entry in objects_below(step) if name.partition("/")[0] not in unread)
+    entries = {f"{step.name}/{name}": entry for name, entry in files}
     try:
         return step, fetch_to_cache(step.parent, entries, CheckpointError) / step.name
     except FileNotFoundError as error:

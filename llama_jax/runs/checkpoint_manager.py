@@ -120,8 +120,7 @@ class CheckpointManager:
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be used for checkpoints ({error}); use another folder") from None
         _wait_for_all("opened")
-        with suppress(OSError):
-            self.latest()
+        self.latest()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -211,10 +210,6 @@ class CheckpointManager:
         """The newest step, or None if there is none."""
         self._latest = max(self.steps(), default=None)
         return self._latest
-
-    def best(self) -> int | None:
-        """The step with the lowest validation loss, or None if none has one."""
-        return next(iter(by_loss(self.folder)), None)
 
     def restore(self, shapes: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """The saved state, bit for bit, and its metadata.
@@ -366,7 +361,7 @@ class CheckpointManager:
             timer.cancel()
 
     def _last_good(self) -> str:
-        with suppress(OSError):  # the store cannot be reached
+        with suppress(OSError):  # the disk fails
             self.latest()
         return self._last_known()
 

@@ -16,9 +16,9 @@ from conftest import shared_data
 
 import llama_jax
 from llama_jax.data import DataError, DocumentFormat, open_corpus
-from llama_jax.errors import UserError
 from llama_jax.data import load_corpus as module
 from llama_jax.data.corpus_file import read_corpus
+from llama_jax.errors import UserError
 
 STORIES = ["Once upon a time,\nthere was a llama.", "é🦙", "The end."]
 

@@ -24,7 +24,7 @@ from small_run import CASES, CONFIG, save, shapes_of, state_of
 
 import llama_jax
 from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
-from llama_jax.formats.step_dirs import steps_in
+from llama_jax.formats.step_dirs import by_loss, steps_in
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.sharding import param_specs, shardings
 from llama_jax.runs import checkpoint_manager
@@ -139,11 +139,11 @@ def test_a_state_may_be_donated_at_once(kept, monkeypatch, devices):
 def test_the_last_and_the_best_stay(tmp_path):
     losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 1.5, 60: None}
     with CheckpointManager(tmp_path, keep_last=2, keep_best=2) as kept:
-        assert (kept.latest(), kept.best(), kept.steps()) == (None, None, [])
+        assert (kept.latest(), kept.steps()) == (None, [])
         for step, loss in losses.items():
             save(kept, step, step, validation_loss=loss)
         kept.wait()
-        assert (kept.steps(), kept.latest(), kept.best()) == ([20, 50, 60], 60, 20)
+        assert (kept.steps(), kept.latest(), by_loss(kept.folder)[0]) == ([20, 50, 60], 60, 20)
         assert {path.name for path in tmp_path.iterdir()} == {"20", "50", "60"}
         save(kept, 5, 5)  # resumed from before all of them
         kept.wait()
@@ -156,7 +156,7 @@ def test_a_step_saved_again_is_replaced(kept):
     save(kept, 10, 2)
     state, note = kept.restore(shapes_of())
     same(state, state_of(2))
-    assert (note["seed"], kept.best()) == (2, None)
+    assert (note["seed"], by_loss(kept.folder)) == (2, [])
     assert [path.name for path in kept.folder.iterdir()] == ["10"]
 
 
