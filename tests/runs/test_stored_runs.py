@@ -86,7 +86,7 @@ def test_a_model_is_read_from_a_run(store, kept):
     model = llama_jax.load(RUN)
     assert model.config == CONFIG
     same(model.params, state_of(20).params)
-    assert {key.split("/")[3] for key in store.asked if "/20/" in key} == {"about", "params"}, "and no optimizer"
+    assert not [key for key in store.asked if "/10/" in key or "/rest/" in key], "neither the older step nor the optimizer"
     store.asked.clear()
     same(llama_jax.load(f"{STEPS}/20").params, model.params)
     assert not [key for key in store.asked if "/params/" in key], "the copy in the cache"
@@ -116,8 +116,9 @@ def test_an_upload_that_ends_before_the_checksums_is_no_step(store, run, kept):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [503, 403, "slow"])
-def test_a_store_that_fails_does_not_end_the_run(store, kept, fault, monkeypatch, caplog):
-    monkeypatch.setattr("llama_jax.storage.object_store.CLIENT_OPTIONS", {"timeout": "300ms", "allow_http": True})
+def test_a_store_that_fails_does_not_end_the_run(store, request, fault, monkeypatch, caplog):
+    monkeypatch.setattr("llama_jax.storage.object_store.CLIENT_OPTIONS", {"timeout": "500ms", "allow_http": True})
+    kept = request.getfixturevalue("kept")  # which opens the store
     save(kept, 10, 10)
     kept.wait()
     store.write_fault = lambda key, changes: fault if "/rest/" in key else None
@@ -175,7 +176,7 @@ def test_another_machine_fetches_the_newest_step(store, monkeypatch, tmp_path):
     monkeypatch.setenv("LLAMA_JAX_CACHE", str(tmp_path / "elsewhere"))
     with pytest.raises(TrainingError, match="s3://bucket/run holds a run that is at step 30; continue with --resume"):
         opened(resume=False).__enter__()
-    assert not list((tmp_path / "elsewhere/runs").iterdir())
+    assert not (tmp_path / "elsewhere").exists()
     with opened() as run, manager(run) as kept:
         assert (kept.steps(), (run.path / "metrics.jsonl").read_text()) == ([30], "{}\n")
         same(kept.restore(shapes_of())[0], state_of(30))
