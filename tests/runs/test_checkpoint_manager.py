@@ -221,7 +221,9 @@ def test_a_failed_save_is_told_at_the_next_call(kept, monkeypatch):
     same(kept.restore(shapes_of())[0], state_of(20))
     assert threading.active_count() <= threads
 
-    monkeypatch.setattr("llama_jax.runs.run_folder.replace_path", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
+    monkeypatch.setattr(
+        "llama_jax.runs.checkpoint_manager.replace_path", lambda *_: (_ for _ in ()).throw(OSError("read-only"))
+    )
     save(kept, 20, 21)
     with pytest.raises(CheckpointError, match=r"step 20 could not be saved \(read-only\); the last good .* is step 20$"):
         kept.wait()

@@ -1,6 +1,5 @@
 """Runs in a store: written to a disk, mirrored after each checkpoint, and resumed anywhere with the same bits."""
 
-import json
 import signal
 import threading
 import time
@@ -21,7 +20,6 @@ from llama_jax.parallel.multihost import Processes
 from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
-from llama_jax.runs.metrics import read_run
 from llama_jax.runs.run_folder import open_run
 from llama_jax.storage import locate
 
@@ -62,7 +60,7 @@ def stored_steps():
 
 @pytest.mark.slow
 def test_the_store_has_what_the_disk_has(store, run, kept):
-    (run.path / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 1, "loss": 1.0, "tokens": 1}) + "\n")
+    (run.path / "metrics.jsonl").write_text("{}\n")
     for step, loss in ((10, 2.0), (20, 1.0), (30, 3.0)):
         save(kept, step, step, validation_loss=loss)
         kept.wait()
@@ -71,7 +69,7 @@ def test_the_store_has_what_the_disk_has(store, run, kept):
         assert sum(key.endswith("SHA256SUMS") for key in changed) == 1
     assert stored_steps() == kept.steps() == [20, 30], "the best and the last"
     assert not [key for key in store.objects if "checkpoints/10/" in key or key.startswith(("run/lock", "run/."))]
-    assert read_run(RUN).train["step"].tolist() == [1]
+    assert store.objects["run/metrics.jsonl"] == b"{}\n"
     assert [path for _, path in store.changes].count("run/metrics.jsonl") == 1, "it did not change"
     files = {path.relative_to(kept.folder).as_posix(): path for path in kept.folder.rglob("*") if path.is_file()}
     assert {f"run/checkpoints/{name}": path.read_bytes() for name, path in files.items()}.items() <= store.objects.items()
@@ -267,11 +265,9 @@ def test_killed_twenty_times_and_the_same_to_the_bit(environment, text, local, t
 
 @pytest.mark.slow
 @pytest.mark.rotating
-def test_commands_read_a_run_in_a_store(store, environment, text, local, tmp_path, calling):
+def test_commands_read_a_run_in_a_store(store, local, calling):
     from llama_jax.cli.inspect import Inspect
-    from llama_jax.cli.train import Plot
 
     url = store.upload(local, "copied")
     assert f"{url}/checkpoints/24: orbax, step 24 of a run" in calling(Inspect, url).out
-    assert calling(Plot, url, "--output", tmp_path / "curves.png").out.strip() == str(tmp_path / "curves.png")
     same(llama_jax.load(url).params, llama_jax.load(local).params)
