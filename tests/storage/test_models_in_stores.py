@@ -340,16 +340,6 @@ def test_another_that_writes_there_is_noticed(store, model):
     assert store.objects["one/config.json"] == b"{}"
 
 
-def test_what_is_created_is_new(store):
-    view = locate("s3://bucket").view
-    view.create("lease", b"mine")
-    with pytest.raises(FileExistsError, match="the object already exists"):
-        view.create("lease", b"yours")
-    assert store.objects == {"lease": b"mine"}
-    view.delete("lease")
-    assert store.objects == {}
-
-
 def test_formats_and_places_that_are_not_written(model):
     config, params = model
     for format in ("orbax", "llama2c"):
