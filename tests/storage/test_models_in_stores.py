@@ -17,7 +17,7 @@ import llama_jax
 from llama_jax.errors import CheckpointError, TokenizerError
 from llama_jax.formats.device_fill import STORED_READ_BYTES
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.storage import locate, object_store
+from llama_jax.storage import object_store
 from llama_jax.storage.object_store import ObjectBucket, open_bucket
 
 CONFIG = make_goldens.KINDS["gqa"]
