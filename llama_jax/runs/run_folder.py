@@ -169,14 +169,12 @@ class Mirror:
 
 
 def _upload_step(folder: Path, step: StoredPath) -> None:
-    """Upload a step, its checksums last."""
-    sums = (step / ABOUT / SUMS).key
-    if (step / ABOUT / SUMS).exists():  # of another step of this number
-        step.view.delete(sums)
+    """Upload a step, its checksums last, in place of what the store has of this number."""
+    _remove_step(step)
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / ABOUT / SUMS]
     with ThreadPoolExecutor(UPLOAD_THREADS) as pool:
         list(pool.map(lambda file: step.view.write((step / file.relative_to(folder).as_posix()).key, file), files))
-    step.view.write(sums, folder / ABOUT / SUMS)
+    step.view.write((step / ABOUT / SUMS).key, folder / ABOUT / SUMS)
 
 
 def _remove_step(step: StoredPath) -> None:
