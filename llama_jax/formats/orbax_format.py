@@ -551,13 +551,12 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
     if not is_step(step):
         return CheckpointError(f"{path} is not a whole orbax checkpoint ({reason}); copy it again")
     try:
-        known = verify(step)
+        verify(step)
     except DamagedError as damage:
         return DamagedError(f"{path} is not a whole orbax checkpoint ({damage}); {_remedy(step)}")
     except CheckpointError as problem:
         return problem
-    proof = "although its files are as they were saved" if known else "and has no checksums that would show damage"
-    return CheckpointError(f"{path} cannot be read ({reason}), {proof}; {_remedy(step)}")
+    return CheckpointError(f"{path} cannot be read ({reason}), although its files are as they were saved; {_remedy(step)}")
 
 
 def _remedy(step: Path) -> str:

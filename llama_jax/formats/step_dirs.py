@@ -5,8 +5,7 @@
                    rest     the rest of the training state (orbax)
                    about    config.json, the tokenizer's files, note.json, and SHA256SUMS of all files of the step
 
-A folder whose name is a number is complete, since it is renamed to it after everything is written. In an object store the
-checksums are uploaded last, and a folder without them is not a step.
+The checksums are written or uploaded last, and removed first: a folder without them is not a step.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import hashlib
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,8 +23,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from llama_jax.errors import CheckpointError, UserError
 from llama_jax.storage import Location, StoredPath
+from llama_jax.storage.atomic_write import flush, write_atomically
 from llama_jax.storage.object_cache import fetch_to_cache, objects_below
-from llama_jax.storage.paths import read_object
+from llama_jax.storage.paths import read_object, resolved
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run
 PARAMS, EMA, REST, ABOUT = "params", "ema", "rest", "about"
@@ -39,14 +40,14 @@ def steps_in(folder: Location) -> list[int]:
     """The steps in a folder of checkpoints, ascending."""
     if not folder.is_dir():
         return []
-    names = (entry.name for entry in folder.iterdir() if entry.is_dir())
+    names = (entry.name for entry in folder.iterdir())
     steps = sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
-    return [step for step in steps if is_step(folder / str(step))] if isinstance(folder, StoredPath) else steps
+    return [step for step in steps if is_step(folder / str(step))]
 
 
 def is_step(folder: Location) -> bool:
-    """Whether a folder is a step of a run."""
-    return (folder / ABOUT / SUMS).exists() if isinstance(folder, StoredPath) else (folder / ABOUT).is_dir()
+    """Whether a folder is a complete step of a run."""
+    return (folder / ABOUT / SUMS).exists()
 
 
 def existing_step(folder: Location, step: int | None) -> int:
@@ -103,7 +104,7 @@ def find_checkpoints(path: Location) -> Location | None:
     """The folder of checkpoints at a path, or in the run's folder at a path; None if it is neither."""
     if (path / CHECKPOINTS).is_dir():
         return path / CHECKPOINTS
-    return path if any(is_step(path / str(step)) for step in steps_in(path)) else None
+    return path if steps_in(path) else None
 
 
 SUM_LINE = re.compile(r"(?P<sum>[0-9a-f]{64})  (?P<name>[^\\\n]+)")
@@ -111,19 +112,24 @@ FILE_THREADS = 8  # files hashed concurrently
 
 
 def write_sums(step: Path) -> None:
-    """Write the checksums of all files of a step, and flush the files to disk."""
+    """Flush all files of a step to disk, then write their checksums, with which the step is complete."""
+    flush(step)
     names = sorted(path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file())
     with ThreadPoolExecutor(FILE_THREADS) as pool:
-        sums = dict(zip(names, pool.map(lambda name: _sum_of(step / name, flush=True), names), strict=True))
-    text = "".join(f"{sums[name]}  {name}\n" for name in names)
-    with (step / ABOUT / SUMS).open("w", encoding="utf-8") as file:
-        file.write(f"{text}# {hashlib.sha256(text.encode()).hexdigest()}\n")
-        file.flush()
-        os.fsync(file.fileno())
+        sums = pool.map(lambda name: _sum_of(step / name), names)
+        text = "".join(f"{checksum}  {name}\n" for checksum, name in zip(sums, names, strict=True))
+    with write_atomically(step / ABOUT / SUMS, raises=CheckpointError) as target:
+        target.write_text(f"{text}# {hashlib.sha256(text.encode()).hexdigest()}\n", encoding="utf-8")
 
 
-def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:
-    """Whether a step's files are verified to be what was saved; False without checksums.
+def remove_step(step: Path) -> None:
+    """Remove a step, its checksums first."""
+    (step / ABOUT / SUMS).unlink(missing_ok=True)
+    shutil.rmtree(step)
+
+
+def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> None:
+    """Verify that a step's files are what was saved.
 
     Args:
       parts: the folders of the step to check, in addition to files that are in no folder; None is all.
@@ -134,17 +140,14 @@ def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple
       CheckpointError: a file cannot be read, which does not prove damage.
     """
     sums = read_sums(step)
-    if sums is None:
-        return False
     wanted = [name for name in sums if "/" not in name or parts is None or name.partition("/")[0] in parts]
     with ThreadPoolExecutor(FILE_THREADS) as pool:
         problems = pool.map(lambda name: _problem(step / name, sums[name]), wanted[share[0] :: share[1]])
         first = next(filter(None, problems), None)
-    if first is None:
-        return True
-    if not (step / ABOUT / SUMS).resolve().exists():
+    if first is not None and not is_step(resolved(step)):
         raise CheckpointError(f"{step} was removed while it was read; read another step")
-    raise first
+    if first is not None:
+        raise first
 
 
 def _problem(path: Location, expected: str) -> CheckpointError | None:
@@ -157,26 +160,29 @@ def _problem(path: Location, expected: str) -> CheckpointError | None:
     return None if found == expected else DamagedError(f"{path} is not what was saved (its SHA-256 differs)")
 
 
-def read_sums(step: Location) -> dict[str, str] | None:
-    """{name: checksum} of a step; None if there are none, or if the list itself is damaged."""
+def read_sums(step: Location) -> dict[str, str]:
+    """{name: checksum} of a step's files.
+
+    Raises:
+      DamagedError: the list itself is damaged.
+      CheckpointError: it was removed, or cannot be read.
+    """
     path = step / ABOUT / SUMS
     try:
         with path.open("rb") as file:
-            text, mark, last = file.read().decode().rpartition("# ")
-    except (FileNotFoundError, UnicodeDecodeError):
-        return None
+            text, _, last = file.read().decode(errors="replace").rpartition("# ")
+    except FileNotFoundError:
+        raise CheckpointError(f"{step} was removed while it was read; read another step") from None
     except OSError as error:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
-    if not mark or last != hashlib.sha256(text.encode()).hexdigest() + "\n":
-        return None
-    found = [SUM_LINE.fullmatch(line) for line in text.splitlines()]
-    return {line["name"]: line["sum"] for line in found if line is not None}
+    if last != hashlib.sha256(text.encode()).hexdigest() + "\n":
+        raise DamagedError(f"{path} is not what was saved")
+    matches = [SUM_LINE.fullmatch(line) for line in text.splitlines()]
+    return {match["name"]: match["sum"] for match in matches if match is not None}
 
 
-def _sum_of(path: Location, *, flush: bool = False) -> str:
+def _sum_of(path: Location) -> str:
     with path.open("rb") as file:
-        if flush:
-            os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

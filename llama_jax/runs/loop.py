@@ -73,7 +73,6 @@ def train(
     trace: range | None = None,
     track: Sequence[Track] = (),
     save_timeout: float = SAVE_TIMEOUT,
-    stuck: Callable[[StuckSaveError], object] | None = None,
     processes: Processes | None = None,
     log: Log | None = None,
 ) -> Result:
@@ -101,8 +100,6 @@ def train(
       trace: steps, counted from 1, whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
       track: trackers that get the numbers of metrics.jsonl too, see `runs.metrics`.
       save_timeout: maximum seconds for writing a checkpoint in the background; if exceeded, the run ends with an error.
-      stuck: called with the error, in another thread, if this thread hangs for longer than `save_timeout` when it starts to
-        write a checkpoint, where no exception can reach it. The command line ends the process; None logs the error.
       processes: with several processes, the result of `parallel.multihost.join_job`; all call this with the same arguments.
       log: prints progress, such as `runs.log.Log()`; None prints nothing.
 
@@ -153,7 +150,6 @@ def train(
             timeout=save_timeout,
             check=run_folder.check,
             mirror=run_folder.mirror,
-            stuck=stuck,
         ) as checkpoints,
         StopRequest(alone=processes.count == 1, quiet=processes.index > 0) as stop,
     ):

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_jax.errors import CheckpointError, TrainingError
-from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, SUMS, DamagedError, read_sums, steps_in, verify
+from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, SUMS, DamagedError, is_step, read_sums, steps_in, verify
 from llama_jax.parallel.multihost import Processes
-from llama_jax.runs.locks import RUN_LOCK, folder_lock
 from llama_jax.runs.log import Log
 from llama_jax.storage import Location, StoredPath
-from llama_jax.storage.atomic_write import write_atomically
+from llama_jax.storage.atomic_write import lock_file, write_atomically
 from llama_jax.storage.object_cache import fetch_objects, objects_below
 from llama_jax.storage.paths import cache_folder
 
+RUN_LOCK = "lock"  # in the folder of a run
 RUNS = "runs"  # in the cache: folders of runs that are mirrored
 UPLOAD_THREADS = 4  # files uploaded concurrently, large ones in parts
 
@@ -58,7 +58,7 @@ def open_run(location: Location, processes: Processes, log: Log, *, resume: bool
         the run is not resumed.
     """
     path = location if isinstance(location, Path) else _working_folder(location)
-    with folder_lock(path) if processes.index == 0 else nullcontext(lambda: None) as check:
+    with lock_run(path) if processes.index == 0 else nullcontext(lambda: None) as check:
         mirror = None
         if isinstance(location, StoredPath):
             if processes.index == 0:
@@ -67,6 +67,25 @@ def open_run(location: Location, processes: Processes, log: Log, *, resume: bool
                 mirror.fetch(resume=resume)
             processes.barrier("run fetched")
         yield RunFolder(location, path, check, mirror)
+
+
+@contextmanager
+def lock_run(folder: Path) -> Iterator[Callable[[], None]]:
+    """Lock the folder of a run: two runs in it would delete each other's checkpoints.
+
+    Yields:
+      A function that raises TrainingError once the folder or the lock was removed, renamed or replaced.
+    """
+    with lock_file(folder / RUN_LOCK, folder, TrainingError) as is_locked:
+
+        def check() -> None:
+            if not is_locked():
+                raise TrainingError(
+                    f"{folder} is no longer the folder of this run: it, or {RUN_LOCK!r} in it, was removed or replaced;"
+                    " nothing more is written; if the folder was renamed, resume there with --resume"
+                )
+
+        yield check
 
 
 def _working_folder(location: StoredPath) -> Path:
@@ -159,13 +178,20 @@ class Mirror:
                 store.view.write((store / name).key, file)
                 self._uploaded[file] = mark
         for step in sorted(choose_kept(checkpoints)):
-            if read_sums(store / CHECKPOINTS / str(step)) != read_sums(checkpoints / str(step)):
+            if not _is_uploaded(checkpoints / str(step), store / CHECKPOINTS / str(step)):
                 _upload_step(checkpoints / str(step), store / CHECKPOINTS / str(step))
         stored = store.resolve() / CHECKPOINTS
         kept = choose_kept(stored)
         for name in stored.view.names(stored.key):
             if name.isdecimal() and int(name) not in kept:
                 _remove_step(stored / name)
+
+
+def _is_uploaded(folder: Path, step: StoredPath) -> bool:
+    try:
+        return is_step(step) and read_sums(step) == read_sums(folder)
+    except DamagedError:
+        return False
 
 
 def _upload_step(folder: Path, step: StoredPath) -> None:

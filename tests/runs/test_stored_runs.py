@@ -191,7 +191,7 @@ def test_another_machine_fetches_the_newest_step(store, monkeypatch, tmp_path):
 
 
 def test_one_process_of_a_machine_writes(run):
-    with pytest.raises(TrainingError, match="is in use by another run, process"):
+    with pytest.raises(TrainingError, match="is in use by process"):
         opened().__enter__()
 
 
