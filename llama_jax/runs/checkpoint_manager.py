@@ -196,7 +196,7 @@ class CheckpointManager:
             older step.
         """
         self.wait()
-        _wait_for_all("restoring")  # the first process has renamed saved steps
+        _wait_for_all("restoring")  # the first process has completed saved steps
         step = existing_step(self.folder, step)
         try:
             return self._restore(shapes, step)
