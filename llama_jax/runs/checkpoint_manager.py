@@ -103,8 +103,7 @@ class CheckpointManager:
         self._mirror = mirror
         self._pending: _Save | None = None
         try:
-            if _is_first():
-                self.folder.mkdir(parents=True, exist_ok=True)
+            if _is_first() and self.folder.exists():
                 self._clear_up()
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be used for checkpoints ({error}); use another folder") from None

@@ -413,6 +413,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
     for options in ({"keep_last": 0}, {"keep_best": -1}):
         with pytest.raises(ConfigError, match="must be at least"):
             CheckpointManager(tmp_path / "run", **options)
+    assert not any(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be used for checkpoints"):
         CheckpointManager(tmp_path / "file")
