@@ -68,7 +68,9 @@ def read_metadata(folder: Location, step: int | None = None) -> dict[str, Any]:
     """
     path = folder / str(existing_step(folder, step)) / ABOUT / METADATA_FILE
     try:
-        path.stat()  # raises if missing, which is no damage: the step may have been removed
+        if not path.exists() and is_step(resolved(path.parent.parent)):
+            raise DamagedError(f"{path} is missing")
+        path.stat()  # raises if missing: the step has been removed
         return read_object(path, DamagedError)
     except OSError as error:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None

@@ -2,7 +2,8 @@
 
 A run is always written to a disk. If it is given a URL, its folder is in the cache, and after each checkpoint what is new is
 uploaded: recipe.json, metrics.jsonl and other files, then the checkpoint, with its checksums last, without which it is not a
-step. On another machine, the run first fetches the newest step. There are no locks in a store.
+step. On another machine, the run first fetches the newest step. There are no locks in a store: a process that finds a newer
+step than its own there uploads nothing.
 """
 
 from __future__ import annotations
@@ -169,6 +170,9 @@ class Mirror:
     def _upload(self, choose_kept: Callable[[Location], set[int]]) -> None:
         store = self._location.resolve()
         checkpoints = self._folder / CHECKPOINTS
+        newest = max(steps_in(store / CHECKPOINTS), default=-1)
+        if newest > max(steps_in(checkpoints), default=-1):
+            raise CheckpointError(f"it has step {newest} of another process, which writes there too; end one of the two")
         for file in sorted(self._folder.rglob("*")):
             name = file.relative_to(self._folder).as_posix()
             if not file.is_file() or name == RUN_LOCK or name.startswith((".", f"{CHECKPOINTS}/")):

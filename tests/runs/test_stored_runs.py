@@ -190,6 +190,38 @@ def test_another_machine_fetches_the_newest_step(store, monkeypatch, tmp_path):
         opened().__enter__()
 
 
+@pytest.mark.slow
+def test_two_machines_write_to_one_url(store, monkeypatch, tmp_path, caplog):
+    """The one that is behind leaves what the other has written."""
+    with opened() as behind, manager(behind) as kept_behind:
+        save(kept_behind, 10, 10)
+        kept_behind.wait()
+        monkeypatch.setenv("LLAMA_JAX_CACHE", str(tmp_path / "elsewhere"))
+        with opened() as ahead, manager(ahead) as kept_ahead:
+            save(kept_ahead, 20, 20)
+            save(kept_ahead, 30, 30)
+            kept_ahead.wait()
+        written = dict(store.objects)
+        save(kept_behind, 20, 21)
+        kept_behind.wait()
+        assert store.objects == written
+        said = "it has step 30 of another process, which writes there too; end one of the two"
+        assert caplog.messages[0].startswith(f"{RUN}: not uploaded ({said})")
+        with pytest.raises(TrainingError, match=said):
+            kept_behind.finish_mirror()
+
+
+@pytest.mark.slow
+def test_a_stored_step_without_its_metadata_does_not_stay(store, kept):
+    """As two processes that write and remove the same step can leave it."""
+    save(kept, 10, 10)
+    kept.wait()
+    del store.objects["run/checkpoints/10/about/note.json"]
+    save(kept, 20, 20)
+    kept.wait()
+    assert stored_steps() == [20]
+
+
 def test_one_process_of_a_machine_writes(run):
     with pytest.raises(TrainingError, match="is in use by process"):
         opened().__enter__()
