@@ -308,7 +308,7 @@ def whole(started, tmp_path_factory):
 def test_one_is_killed_and_the_other_says_so(started, whole, tmp_path, victim, next_count):
     """In the middle of training; then the run goes on, in two processes or in one, with the same data."""
     with started(tmp_path, "steps=20") as running:
-        read_until(running[0], "step 6/")
+        read_until(running[0], "step 9/")  # the save of step 8 has waited for that of step 4
         running[victim].kill()
         killed = time.monotonic()
         code, _, said = ended([running[1 - victim]], seconds=60)[0]
