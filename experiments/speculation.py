@@ -40,7 +40,7 @@ from llama_jax.inference.compiled_decode import CompiledDecode
 from llama_jax.inference.drafter import DraftedChunk
 from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.inference.speculation import Drafter
-from llama_jax.inference.speculation.draft_length import Pace
+from llama_jax.inference.speculation.draft_length import halved_lengths
 from llama_jax.inference.speculation.speculative_decode import drafted_chunks
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.forward_options import Compute, Sharding
@@ -143,7 +143,7 @@ def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Argu
     """Measure one row of the table."""
     run = partial(Timed.of, model, prompts, max_new_tokens=arguments.new_tokens, **options)
     passes_of = partial(seconds_of_pass, model, prompts, draft, max_new_tokens=arguments.new_tokens, **options)
-    numbers = Pace.of(draft.tokens).numbers
+    numbers = 0, *halved_lengths(draft.tokens)
     rehearsed = [[passes_of(number) for number in numbers] for _ in range(3)][1:]  # the first compiles every program
     prices = np.median([[seconds / row[0] for seconds in row] for row in rehearsed], axis=0)
     plain, drafted = [], []
@@ -171,16 +171,6 @@ def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Argu
     return row
 
 
-@dataclass(frozen=True)
-class Always(Pace):
-    """A fixed number of drafts, independent of acceptance."""
-
-    number: int = 0
-
-    def choose(self) -> int:
-        return self.number
-
-
 def seconds_of_pass(
     model: Any,
     prompts: Any,
@@ -192,10 +182,10 @@ def seconds_of_pass(
 ) -> float:
     """Generate with this many drafts per pass; return the seconds of a pass."""
     config, params = model
-    options, known = CacheOptions(), Pace.of(draft.tokens)
-    pace = Always(known.numbers, known.seconds, lengths=known.lengths, number=number)
+    options = CacheOptions()
     prepared = prepare_inputs(config, prompts, max_new_tokens, sampling, stop_tokens, options)
-    pieces = drafted_chunks(CompiledDecode(config, params, Compute(), Sharding()), draft, prepared, options, 64, pace)
+    programs = CompiledDecode(config, params, Compute(), Sharding())
+    pieces = drafted_chunks(programs, draft, prepared, options, 64, lambda state: number)
     next(pieces)
     started = time.perf_counter()
     passes = sum(piece.counts.passes for piece in pieces if isinstance(piece, DraftedChunk))

@@ -1,9 +1,8 @@
-"""Drafters and paces for tests: what is drafted, and how much, is known beforehand."""
+"""Drafters for tests: what is drafted, and how much, is known beforehand."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import numpy as np
 from flax import struct
 
 from llama_jax.inference.decode import STEPS_PER_CHUNK
-from llama_jax.inference.speculation import Drafter
+from llama_jax.inference.speculation import Drafter, speculative_decode
 
 
 class Told(Drafter, struct.PyTreeNode):
@@ -38,31 +37,16 @@ def told(results, vocab: int, wrong: float = 0.0, seed: int = 0, tokens: int = 5
     return Told(np.where(rng.random(answers.shape) < wrong, spoilt, answers).astype(np.int32), tokens)
 
 
-def forced(*numbers: int, on: tuple[int, ...] = (0,)) -> type:
-    """A pace that drafts these numbers in turn, whatever comes of it.
-
-    After a piece of one of the numbers `on`, every other time steps are started before it is seen what the piece gave.
-    """
+def force_draft_lengths(monkeypatch, *numbers: int) -> None:
+    """Let every generation draft these numbers in turn, whatever comes of it, in rounds of 1, 1, 2 and 4 passes."""
 
     class Forced:
-        def __init__(self, left: Iterator[int]):
-            self.left, self.alternately = left, itertools.cycle((True, False))
-            self.passes = itertools.cycle((1, 1, 2, 4))
+        @staticmethod
+        def start(lengths, prior):
+            return itertools.cycle(numbers), itertools.cycle((1, 1, 2, 4))
 
-        @classmethod
-        def of(cls, tokens, blind=True):
-            return cls(itertools.cycle(numbers))
-
-        def choose(self):
-            return next(self.left)
-
-        def goes_on(self, number):
-            return number in on and next(self.alternately)
-
-        def length(self, number):
-            return next(self.passes) * (1 if number else STEPS_PER_CHUNK)
-
-        def observe(self, *_):
-            return self
-
-    return Forced
+    steps = lambda state, length: next(state[1]) * (1 if length else STEPS_PER_CHUNK)
+    monkeypatch.setattr(speculative_decode, "DraftLength", Forced)
+    monkeypatch.setattr(speculative_decode, "next_draft_length", lambda state: next(state[0]))
+    monkeypatch.setattr(speculative_decode, "max_passes", steps)
+    monkeypatch.setattr(speculative_decode, "record_passes", lambda state, *_: state)

@@ -80,8 +80,8 @@ def test_the_slurm_script_trains(cluster, tmp_path):
     [
         (0, '{"event": "end"}', 0, False),
         (0, '{"event": "stop"}', 0, True),
-        (75, '{"event": "save"}', 4, True),
-        (75, '{"event": "save"}', 5, False),
+        (134, '{"event": "save"}', 4, True),
+        (134, '{"event": "save"}', 5, False),
         (2, '{"event": "save"}', 0, False),
     ],
 )

@@ -249,7 +249,7 @@ class ProcessOptions:
     start_timeout: float = 300.0
     """Seconds to wait for all processes. After that, those that started report which are missing."""
 
-    def join_processes(self, *, resumes: bool = True) -> AbstractContextManager[Processes]:
+    def join_processes(self) -> AbstractContextManager[Processes]:
         """All processes of the command, once they have found each other."""
         from llama_jax.parallel import multihost
 
@@ -259,7 +259,6 @@ class ProcessOptions:
             self.process_id,
             detect=self.distributed,
             timeout=self.start_timeout,
-            resumes=resumes,
         )
 
 

@@ -116,7 +116,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
 
         use_compilation_cache(self.no_cache)
         self._engine_options()  # invalid options end the command first
-        with self.join_processes(resumes=False) as joined:
+        with self.join_processes() as joined:
             if joined.index > 0:
                 self._follow(joined)
                 return
@@ -156,7 +156,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
 
         ready = lambda: note(f"ready after {time.perf_counter() - started:.1f} s")
         serve(start, startup, server, listening, ready)
-        joined.tell(b"")
+        joined.broadcast(b"")
         note("ended")
         if joined.count == 1:
             os._exit(0)  # in order, Python would wait for a step that still runs, and free array by array
@@ -173,7 +173,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         config, params, tokenizer = self._load(joined, startup)
         options = self._engine_options(self.drafter(tokenizer))
         note(f"process {joined.index} of {joined.count} follows process 0")
-        follow(ServedModel.of(config, params, options.cache, options.compute, options.draft), joined.hear)
+        follow(ServedModel.of(config, params, options.cache, options.compute, options.draft), joined.receive)
 
     def _startup(self) -> Startup:
         from llama_jax.serving.http.server import Startup
@@ -276,7 +276,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         loaded = time.perf_counter()
         with record_backends() as attention:
             model = ServedModel.of(config, params, options.cache, options.compute, options.draft)
-            engine = Engine(config, params, options, model if joined.count == 1 else leading(model, joined.tell))
+            engine = Engine(config, params, options, model if joined.count == 1 else leading(model, joined.broadcast))
             with _compiling(startup) as progress:
                 compiled = engine.warm(progress)
         return_freed_memory()

@@ -262,9 +262,9 @@ def fix_template_time(recipe: Recipe, tokenizer: Tokenizer, metadata: dict[str, 
     if template_time is None:
         template_time = datetime.now().isoformat(timespec="seconds")
         if processes.count > 1 and processes.index == 0:
-            processes.tell(template_time.encode())
+            processes.broadcast(template_time.encode())
         elif processes.count > 1:
-            template_time = processes.hear().decode()
+            template_time = processes.receive().decode()
     dated: dict[str, Any] = {name: replace(settings, template_time=template_time)}
     return replace(recipe, **dated)
 

@@ -1,21 +1,17 @@
-"""Speculative decoding in the engine: measured times and acceptance rates determine the number of drafts per iteration."""
+"""Speculative decoding in the engine: which iterations have drafts, by the rule of `generate` for each shape."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from llama_jax.inference.speculation import Drafter, DraftModel, PromptLookup
-from llama_jax.inference.speculation.draft_length import MARGIN, SOFTENING, Pace
-from llama_jax.inference.speculation.prompt_lookup import Following
+from llama_jax.inference.speculation.draft_length import DraftLength, next_draft_length, record_passes
+from llama_jax.inference.speculation.prompt_lookup import HostLookup
 
-GUESS = 2.0  # cost of an unmeasured iteration with drafts, relative to a plain iteration
-MEMORY = 256  # tokens after which the weight of an older draft is halved
-FORGETTING = 1.001  # divisor of the time estimate with drafts after each plain iteration, so that drafts are tried again
 CATCHING_UP = -1  # in place of a number of drafts: an iteration in which the draft model only prefilled missing tokens
 
 Shape = tuple[int, int]  # rows and tokens
@@ -23,16 +19,22 @@ StepKind = tuple[Any, int]  # what determines the time of an iteration: its shap
 
 
 class Drafting(ABC):
-    """Strategy and statistics of an engine's drafts. Measured times decide whether an iteration has drafts, not its tokens.
+    """The drafts of an engine and their statistics.
 
     Attributes:
-      numbers: possible numbers of drafts per row and iteration, ascending.
+      tokens: number of drafts per row in an iteration with drafts.
       offered, accepted: total number of draft tokens that were proposed, and accepted.
+
+    Args:
+      prior: see `DraftLength`.
     """
 
-    def __init__(self, numbers: tuple[int, ...]) -> None:
-        self.numbers = numbers
+    def __init__(self, tokens: int, prior: float) -> None:
+        self.tokens = tokens
         self.offered = self.accepted = 0
+        self._start = DraftLength.start((tokens,), prior)
+        self._draft_lengths: dict[Shape, DraftLength] = {}
+        self._tokens_per_row, self._right, self._examined = 1.0, 0, 0  # since the last `observe`
 
     @abstractmethod
     def begin(self, prompt: Sequence[int]) -> Any:
@@ -43,24 +45,38 @@ class Drafting(ABC):
         """Add the next token of a row to its state, whether or not it was drafted."""
 
     @abstractmethod
-    def choose(self, shape: Shape, rows: Sequence[Any]) -> int:
-        """The number of drafts, from `numbers` or 0, with the highest expected speed.
-
-        Args:
-          rows: state of each running row, from `begin`; None for a row without drafts.
-        """
+    def can_draft(self, row: Any) -> bool:
+        """Whether there are drafts for a row with this state."""
 
     @abstractmethod
     def propose(self, rows: Sequence[Any], number: int) -> np.ndarray:
         """The device input for this number of drafts, int32[B, any]; -1 for a row without drafts."""
 
+    def choose(self, shape: Shape, rows: Sequence[Any]) -> int:
+        """The number of drafts of the next iteration, `tokens` or 0.
+
+        Args:
+          rows: state of each running row, from `begin`; None for a row without drafts.
+        """
+        if not any(row is not None and self.can_draft(row) for row in rows):
+            return 0
+        return next_draft_length(self._draft_lengths.get(shape, self._start))
+
     def settle(self, number: int, counts: Sequence[int]) -> None:
         """Record the number of tokens of each running row in an iteration with `number` drafts."""
         self.accepted += sum(max(count - 1, 0) for count in counts)
+        self._tokens_per_row = sum(counts) / len(counts)
 
-    @abstractmethod
-    def observe(self, kinds: Sequence[StepKind], seconds: float | None) -> None:
-        """Record the time of iterations of these kinds; None if it includes other work."""
+    def observe(self, kind: StepKind, seconds: float | None) -> None:
+        """Record an iteration and its time; None if it includes other work."""
+        shape, number = kind
+        if number == CATCHING_UP:  # costs as much as drafts that are all wrong
+            number, seconds = self.tokens, None
+        state = self._draft_lengths.get(shape, self._start)
+        self._draft_lengths[shape] = record_passes(
+            state, number, 1, self._tokens_per_row, self._right, self._examined, seconds
+        )
+        self._tokens_per_row, self._right, self._examined = 1.0, 0, 0
 
 
 def drafting_by(draft: Drafter | None) -> Drafting | None:
@@ -71,28 +87,23 @@ def drafting_by(draft: Drafter | None) -> Drafting | None:
 
 
 class LookupDrafting(Drafting):
-    """Prompt lookup, whose acceptance can be measured even without drafting."""
+    """Prompt lookup, which also counts how many drafts would have been right in iterations without drafts."""
 
     def __init__(self, lookup: PromptLookup) -> None:
-        super().__init__((lookup.tokens,))
+        super().__init__(lookup.tokens, prior=0.0)
         self._shortest = lookup.shortest
-        self._hits = self._trials = 0.0
-        self._seconds: dict[tuple[Shape, bool], float] = {}
 
-    def begin(self, prompt: Sequence[int]) -> Following:
-        return Following(prompt, self._shortest)
+    def begin(self, prompt: Sequence[int]) -> HostLookup:
+        return HostLookup(prompt, self._shortest)
 
-    def learn(self, row: Following, token: int) -> None:
-        offered = row.draft is not None
-        self.record(offered, row.append(token))
+    def learn(self, row: HostLookup, token: int) -> None:
+        self._right += row.append(token)
+        self._examined += 1
 
-    def record(self, offered: bool, right: bool) -> None:
-        """Record whether a token would have been drafted, and whether the draft was right."""
-        decay = 0.5 ** (1 / MEMORY)
-        self._trials = self._trials * decay + offered
-        self._hits = self._hits * decay + right
+    def can_draft(self, row: HostLookup) -> bool:
+        return row.draft is not None
 
-    def propose(self, rows: Sequence[Following | None], number: int) -> np.ndarray:
+    def propose(self, rows: Sequence[HostLookup | None], number: int) -> np.ndarray:
         """The drafts, int32[B, number]."""
         drafts = np.full((len(rows), number), -1, np.int32)
         for i, row in enumerate(rows):
@@ -102,40 +113,12 @@ class LookupDrafting(Drafting):
                 self.offered += len(following)
         return drafts
 
-    def observe(self, kinds: Sequence[StepKind], seconds: float | None) -> None:
-        """Record the time of a single iteration; a total time of several iterations is ignored."""
-        if len(kinds) != 1 or seconds is None:
-            return
-        shape, drafted = kinds[0][0], bool(kinds[0][1])
-        old = self._seconds.get((shape, drafted))
-        believed = seconds if old is None or seconds < old else old + SOFTENING * (seconds - old)
-        self._seconds[shape, drafted] = believed
-        if not drafted and (shape, True) in self._seconds:
-            self._seconds[shape, True] = max(self._seconds[shape, True] / FORGETTING, believed)
-
-    def choose(self, shape: Shape, rows: Sequence[Following | None]) -> int:
-        plain, (count,) = self._seconds.get((shape, False)), self.numbers
-        offering = sum(row is not None and row.draft is not None for row in rows)
-        if plain is None or not offering:
-            return 0
-        acceptance = self._hits / (self._trials + 1)
-        more = offering * sum(acceptance**i for i in range(1, count + 1)) / len(rows)
-        return count if 1 + more > MARGIN * self._seconds.get((shape, True), GUESS * plain) / plain else 0
-
 
 class ModelDrafting(Drafting):
-    """Drafts from a smaller model; their number is chosen by `Pace`, as in `generate`.
-
-    Acceptance is estimated over all rows together, and the time of an iteration for each shape.
-    """
+    """Drafts from a smaller model."""
 
     def __init__(self, draft: DraftModel) -> None:
-        self._pace = Pace.of(draft.tokens)
-        super().__init__(self._pace.numbers[1:])
-        self._unknown = self._pace.seconds
-        self._seconds: dict[Shape, tuple[float | None, ...]] = {}
-        self._looked_at = self._right = self._rows = 0  # since the last update
-        self._read = 0.0  # seconds of prefilling tokens that the draft model had missed, since it last drafted
+        super().__init__(draft.tokens, prior=1.0)
 
     def begin(self, prompt: Sequence[int]) -> list[int]:
         """The tokens of the row, as a list."""
@@ -144,8 +127,8 @@ class ModelDrafting(Drafting):
     def learn(self, row: list[int], token: int) -> None:
         row.append(token)
 
-    def choose(self, shape: Shape, rows: Sequence[list[int] | None]) -> int:
-        return self._at(shape).choose() if any(row is not None for row in rows) else 0
+    def can_draft(self, row: list[int]) -> bool:
+        return True
 
     def propose(self, rows: Sequence[list[int] | None], number: int) -> np.ndarray:
         """The last two tokens of each row, from which the draft model continues: int32[B, 2]."""
@@ -155,27 +138,6 @@ class ModelDrafting(Drafting):
     def settle(self, number: int, counts: Sequence[int]) -> None:
         """Record the numbers of tokens; a row without drafts counts as one with wrong drafts."""
         super().settle(number, counts)
-        right = [max(count - 1, 0) for count in counts]
-        self._rows += len(counts)
-        self._right += sum(right)
-        self._looked_at += sum(right) + sum(each < number for each in right)
-
-    def observe(self, kinds: Sequence[StepKind], seconds: float | None) -> None:
-        rows, right, looked_at = self._rows, self._right, self._looked_at
-        self._looked_at = self._right = self._rows = 0
-        if not kinds:
-            return
-        shape, number = max(kinds, key=lambda kind: kind[1])
-        seconds = seconds if len(kinds) == 1 else None
-        pace = self._at(shape)
-        if number == CATCHING_UP:
-            self._read += max((seconds or 0.0) - (pace.seconds[0] or 0.0), 0.0)
-            return
-        pace = pace.observe(number, 1, max(rows, 1), right, looked_at, seconds)
-        if number:
-            wasted = pace.costs(number) if seconds is None and number != pace.best else 0.0  # unmeasured lost time
-            pace, self._read = replace(pace, wasted=pace.wasted + wasted + self._read), 0.0
-        self._pace, self._seconds[shape] = pace, pace.seconds
-
-    def _at(self, shape: Shape) -> Pace:
-        return replace(self._pace, seconds=self._seconds.get(shape, self._unknown))
+        accepted = [max(count - 1, 0) for count in counts]
+        self._right = sum(accepted)
+        self._examined = sum(min(n + 1, number) for n in accepted)

@@ -86,7 +86,7 @@ class Engine:
         """
         begun = time.monotonic()
         scheduler, drafting = self.scheduler, self.scheduler.drafting
-        numbers = () if drafting is None else drafting.numbers
+        numbers = () if drafting is None else (drafting.tokens,)
         report = progress or (lambda done, of: None)
         scheduler.state = warm(self.model, scheduler.state, self.options, scheduler.width, numbers, report)
         self._compiled.begin()
@@ -162,7 +162,7 @@ class Engine:
         begun, scheduler = time.monotonic(), self.scheduler
         if not self.busy:
             return False
-        kinds = [] if self._pending is None else [self._pending.kind]
+        kind = None if self._pending is None else self._pending.kind
         if (
             self._pending is not None and self._pending.settle is not None
         ):  # the next step depends on the number of accepted drafts
@@ -186,9 +186,9 @@ class Engine:
         self._iteration_seconds += self._last_iteration - begun
         if one_row and before is not None and before.kind[0] == self.options.steps[0]:
             self._token_seconds = (self._last_iteration - begun) / before.steps
-        if scheduler.drafting is not None:
-            steady = alone and launched is not None and kinds == [launched.kind]
-            scheduler.drafting.observe(kinds, self._last_iteration - begun if steady else None)
+        if scheduler.drafting is not None and kind is not None:
+            steady = alone and launched is not None and kind[0] == launched.kind[0]
+            scheduler.drafting.observe(kind, self._last_iteration - begun if steady else None)
         return True
 
     def stats(self) -> EngineStats:

@@ -1,7 +1,6 @@
 """Speculation changes no token, whatever is drafted: greedy and sampled, ragged, in every kind of cache, on a mesh."""
 
 import itertools
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -9,17 +8,14 @@ import jax
 import numpy as np
 import pytest
 from conftest import sharp
-from drafters import Told, forced, told
+from drafters import Told, force_draft_lengths, told
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax import CacheOptions, DraftModel, PromptLookup, Sampling
 from llama_jax.errors import ConfigError, GenerationError, MeshError
-from llama_jax.inference.speculation import draft_length
-from llama_jax.inference.speculation import speculative_decode as module
-from llama_jax.inference.speculation.draft_length import Pace
-from llama_jax.inference.speculation.prompt_lookup import Following, continued
+from llama_jax.inference.speculation.prompt_lookup import HostLookup, continued
 from llama_jax.parallel.mesh import parse_mesh
 
 NEW = 24
@@ -47,7 +43,7 @@ def model():
 
 @pytest.fixture
 def force(monkeypatch):
-    return lambda *numbers, **options: monkeypatch.setattr(module, "Pace", forced(*numbers, **options))
+    return partial(force_draft_lengths, monkeypatch)
 
 
 def same(found, expected):
@@ -75,7 +71,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
             in_the_midst = [free[seed % 4].tokens[seed % NEW], free[0].tokens[11]]  # of what is accepted
             arguments = {"max_new_tokens": limits, "stop_tokens": in_the_midst if stops else absent}
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(module, "Pace", forced(DRAFTED, DRAFTED, 0))
+                force_draft_lengths(patch, DRAFTED, DRAFTED, 0)
                 same(run(draft=told(free, 512, wrong, seed, DRAFTED), **arguments), run(**arguments))
 
         check()
@@ -100,28 +96,6 @@ class TestTheTokensAreThoseOfPlainGeneration:
         plain = run()
         for wrong in (0.0, 0.3):
             same(run(draft=told(plain, 512, wrong)), plain)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("cache", CACHES)
-    def test_while_steps_are_started_before_the_last_piece_is_seen(self, model, cache, force):
-        """After drafts too; rows end at their limits meanwhile, and a plain cache has no room for more at times."""
-        force(DRAFTED, 0, on=(0, DRAFTED))
-        limits = [NEW, 3, 11, NEW]
-        run = partial(llama_jax.generate, *model, PROMPTS, max_new_tokens=limits, sampling=SAMPLING, cache=CACHES[cache])
-        plain = run()
-        same(run(draft=told(plain, 512, 0.3)), plain)
-
-    def test_the_next_steps_are_started_before_the_last_are_seen(self, model, monkeypatch):
-        """So that the device does not wait for the host; not where all rows have ended, or the cache has no room."""
-        for name in ("SHORT", "LONG"):  # however fast the machine is, there are many pieces
-            monkeypatch.setattr(draft_length, name, 0.0)
-        events = []
-        for name in ("_start", "unpack"):
-            original = getattr(module, name)
-            monkeypatch.setattr(module, name, lambda *args, n=name, f=original: (events.append(n), f(*args))[1])
-        llama_jax.generate(*model, PROMPTS, max_new_tokens=60, draft=PromptLookup(DRAFTED))
-        assert events[:3] == ["_start", "unpack", "unpack"]  # the first steps, the prompt's; these steps are measured alone
-        assert "_start _start unpack" in " ".join(events)
 
     @pytest.mark.slow
     def test_where_the_rotary_frequencies_depend_on_the_length(self, model, force):
@@ -265,7 +239,7 @@ def test_lookup_is_what_a_search_finds(text, count, longest, more):
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 3))
 def test_hits_are_counted_as_by_a_search(text, shortest):
-    row, draft = Following([], shortest), None
+    row, draft = HostLookup([], shortest), None
     for place, token in enumerate(text):
         right = draft is not None and text[draft] == token
         assert row.append(token) == right
@@ -317,111 +291,6 @@ class TestWhatCannotBe:
         broken = params.replace(final_norm=params.final_norm * np.float32(np.inf))
         with pytest.raises(GenerationError, match="logits in row 0 are NaN"):
             llama_jax.generate(config, broken, [[1, 2]], max_new_tokens=3, draft=PromptLookup(DRAFTED))
-
-
-class Clock:
-    """A machine on which a step takes `step` milliseconds and a pass with drafts more; drafts are right so often.
-
-    A piece takes so many steps beside, `host`, unless it was started before the last was seen.
-    """
-
-    def __init__(self, cost, acceptance, seed=0, noise=0.0, host=0.0, step=1.0):
-        self.cost, self.acceptance, self.noise, self.host, self.step = cost, acceptance, noise, host, step
-        self.rng = np.random.default_rng(seed)
-        self.pieces = 0
-
-    def run(self, tokens, drafted=8, blind=False):
-        """Tokens per step's time, of plain decoding 1."""
-        pace, made, seconds, ahead = Pace.of(drafted, blind), 0, 0.0, False
-        while made < tokens:
-            number = 0 if ahead else pace.choose()
-            passes = min(pace.length(number), 16 if number else 256)
-            right = [0] * passes
-            if number:
-                tries = self.rng.random((passes, number)) < self.acceptance(made)
-                right = np.cumprod(tries, axis=1).sum(axis=1)
-            taken = passes * (self.cost(number) if number else 1.0) + (0.0 if ahead else self.host)
-            ahead = pace.goes_on(number)
-            made += passes + int(sum(right))
-            seconds += taken
-            self.pieces += 1
-            measured = taken * math.exp(self.noise * self.rng.standard_normal())
-            looked_at, accepted = sum(int(n) + (n < number) for n in right) if number else 0, int(sum(right))
-            if not number and not blind:
-                looked_at, accepted = passes, int((self.rng.random(passes) < self.acceptance(made)).sum())
-            pace = pace.observe(number, passes, 1, accepted, looked_at, measured * self.step / 1000)
-        return made / seconds
-
-
-class TestPace:
-    flat = staticmethod(lambda number: 1.7)
-    linear = staticmethod(lambda number: 1 + 0.5 * number)
-
-    @pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
-    @pytest.mark.parametrize("acceptance", [0.0, 0.2, 0.4])
-    def test_what_does_not_pay_costs_little(self, acceptance, noise):
-        for cost in (self.flat, self.linear):
-            rates = [Clock(cost, lambda _: acceptance, seed, noise).run(1000) for seed in range(5)]
-            assert np.median(rates) > 0.97
-
-    @pytest.mark.parametrize("noise", [0.0, 0.1])
-    def test_what_pays_is_drafted(self, noise):
-        rates = [Clock(self.flat, lambda _: 0.95, seed, noise).run(500) for seed in range(5)]
-        assert np.median(rates) > 0.85 * sum(0.95**i for i in range(9)) / 1.7
-
-    def test_a_drafter_that_costs(self):
-        """Whose acceptance is not known before it has drafted."""
-        useless = [
-            Clock(lambda number: 1.7 + 0.24 * number, lambda _: 0.1, seed).run(1000, 4, blind=True) for seed in range(5)
-        ]
-        assert np.median(useless) > 0.96
-        useful = [
-            Clock(lambda number: 1.4 + 0.24 * number, lambda _: 0.8, seed).run(500, 4, blind=True) for seed in range(5)
-        ]
-        assert np.median(useful) > 0.9 * sum(0.8**i for i in range(5)) / (1.4 + 0.96)
-
-    def test_as_many_as_pay(self):
-        """Where each costs half a step, few are best at 0.7 and many where all are right."""
-        clock = lambda acceptance: Clock(lambda number: 1 + 0.3 * number, lambda _: acceptance)
-        assert clock(0.75).run(2000) > 0.9 * max(sum(0.75**i for i in range(n + 1)) / (1 + 0.3 * n) for n in (2, 4, 8))
-        assert clock(1.0).run(2000) > 0.9 * 9 / 3.4
-
-    def test_text_that_becomes_a_copy_is_noticed(self):
-        rate = Clock(self.flat, lambda made: 0.1 if made < 1000 else 1.0).run(4000)
-        assert rate > 4000 / (1000 / 0.95 + 500 + 2500 / (9 / 1.7))
-
-    @pytest.mark.parametrize("acceptance", [0.0, 0.1, 0.2])
-    def test_what_the_host_does_between_pieces_costs_little(self, acceptance):
-        """Of short tokens: half a step for each piece, of which there are ever fewer, also after what was tried in vain."""
-        clocks = [Clock(lambda number: 1.8 + 0.2 * number, lambda _: acceptance, seed, 0.1, 0.5) for seed in range(5)]
-        assert np.median([clock.run(200) for clock in clocks]) > 0.97
-        assert max(clock.pieces for clock in clocks) <= 9
-
-    def test_a_short_reply_that_copies_is_drafted(self):
-        """Prices of SmolLM2-135M with 4-bit blocks on a Zen 4, and replies of 130 tokens of which most copy."""
-        copies = lambda made: 0.3 if made < 40 else 0.75
-        rates = [Clock({3: 1.15, 7: 2.6}.__getitem__, copies, seed, step=7.0).run(130, 7) for seed in range(9)]
-        assert np.median(rates) > 1.15
-        assert min(rates) > 0.95
-
-    def test_text_without_copies_is_not_tried_for_long(self):
-        """At these costs, of a model whose step takes half a millisecond, one try of eight drafts is 2 % of 192 tokens."""
-        rates = [Clock(lambda number: 4.8, lambda _: 0.1, seed, 0.1, 0.5).run(192) for seed in range(9)]
-        assert np.median(rates) > 0.985
-
-    def test_a_pass_that_was_dear_makes_smaller_ones_dear(self):
-        """A number that has not been tried is not taken for a guess that what was measured contradicts."""
-        pace = Pace.of(8, blind=False).observe(0, 100, 1, 70, 100, 0.05)  # half a millisecond
-        assert pace.rate(2) > pace.rate(0)
-        after = pace.observe(4, 1, 1, 2, 3, 0.0025)
-        assert after.best == 0
-        assert pace.observe(4, 1, 1, 2, 3, 0.0008).best
-
-    def test_numbers_are_halves(self):
-        assert Pace.of(8).numbers == (0, 2, 4, 8)
-        assert Pace.of(15).numbers == (0, 3, 7, 15)
-        assert Pace.of(3).numbers == (0, 3)
-        assert Pace.of(1).numbers == (0, 1)
 
 
 IN_EVERY_RUN = {(8, False, "int8"), (8, True, "window")}

@@ -25,7 +25,7 @@ from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 
-FOLLOWED = 64  # tokens per program call when the draft model catches up with tokens generated without it
+CATCH_UP_TOKENS = 64  # tokens per program call when the draft model catches up with tokens generated without it
 
 
 class DraftModel(Drafter, struct.PyTreeNode):
@@ -83,7 +83,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
 
     def catch_up(self, drafter_state: KVCache, history: Int32[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]) -> KVCache:
         """See `Drafter.catch_up`: process the missing tokens, if there are more than `propose` processes."""
-        width = FOLLOWED if drafter_state.window is None else 1 + MAX_DRAFT_TOKENS
+        width = CATCH_UP_TOKENS if drafter_state.window is None else 1 + MAX_DRAFT_TOKENS
         read = np.asarray(drafter_state.length)
         ends = np.maximum(lengths - 1, read)
         if (ends - read).max() == 1:
@@ -154,14 +154,14 @@ def read_more(
     tokens: Int32[Array, "B T"],
     starts: Int32[Array, " B"],
     lengths: Int32[Array, " B"],
-    whole: Int32[Array, " B"],
+    final_lengths: Int32[Array, " B"],
 ) -> KVCache:
     """Add `lengths` tokens of each row, starting at position `starts`, to the cache.
 
     Args:
-      whole: final number of tokens of each row.
+      final_lengths: final number of tokens of each row.
     """
-    positions = Positions(lengths, rope_lengths=whole)
+    positions = Positions(lengths, rope_lengths=final_lengths)
     cache = cache.replace(length=starts)
     _, cache = forward(draft.config, draft.params, tokens, cache, positions=positions, sharding=draft.sharding)
     return shard_cache(cache, draft.sharding)

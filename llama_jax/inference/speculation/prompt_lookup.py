@@ -42,7 +42,7 @@ class PromptLookup(Drafter, struct.PyTreeNode):
 
     def count_accepted(self, tokens: PromptTokens, lengths: PromptLengths) -> Callable[[TokenChunk], tuple[int, int]]:
         """See `Drafter.count_accepted`."""
-        rows = [Following(ids[:length].tolist(), self.shortest) for ids, length in zip(tokens, lengths, strict=True)]
+        rows = [HostLookup(ids[:length].tolist(), self.shortest) for ids, length in zip(tokens, lengths, strict=True)]
 
         def look_back(chunk: TokenChunk) -> tuple[int, int]:
             right = 0
@@ -63,7 +63,7 @@ class PromptLookup(Drafter, struct.PyTreeNode):
         return jax.vmap(of_row)(history, state.cache.length), drafter_state
 
 
-class Following:
+class HostLookup:
     """A row on the host with an index of earlier occurrences of its last tokens, which approximates `continued`.
 
     A draft continues its occurrence as long as it is right; otherwise it starts at the latest occurrence.
@@ -105,8 +105,8 @@ def continued(
     slots = jnp.arange(row.shape[0], dtype=jnp.int32)
     same, run = slots < last, jnp.zeros_like(slots)
     for back in range(longest):  # compare backwards, as long as all are equal
-        wanted = row[jnp.maximum(last - back, 0)]
-        same &= (jnp.roll(row, back) == wanted) & (slots >= back)
+        token = row[jnp.maximum(last - back, 0)]
+        same &= (jnp.roll(row, back) == token) & (slots >= back)
         run += same
     score = jnp.max(jnp.where(run >= shortest, run * len(slots) + slots, -1))
     place = score % len(slots)

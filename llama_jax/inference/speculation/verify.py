@@ -26,7 +26,7 @@ from llama_jax.model.params import Llama
 from llama_jax.ops import exact
 
 
-class Model(struct.PyTreeNode):
+class VerifierInputs(struct.PyTreeNode):
     """The model that verifies drafts, with its compute and sharding options."""
 
     params: Llama
@@ -43,11 +43,11 @@ class PassState(NamedTuple):
     history: jax.Array
 
 
-class Passes(NamedTuple):
+class PassResults(NamedTuple):
     """The results of some passes.
 
     Attributes:
-      chunk: [B, passes * (drafted + 1)]: for each pass, the tokens that it generated, followed by invalid ones.
+      chunk: [B, passes * (draft_tokens + 1)]: for each pass, the tokens that it generated, followed by invalid ones.
       offered: int32[B, passes], number of drafted tokens.
       accepted: int32[B, passes], how many of them the model also chose.
     """
@@ -58,7 +58,7 @@ class Passes(NamedTuple):
 
 
 def verify(
-    model: Model, state: DecodeState, drafts: Int32[Array, "B drafts"], choose: Any = sample_next
+    model: VerifierInputs, state: DecodeState, drafts: Int32[Array, "B drafts"], choose: Any = sample_next
 ) -> tuple[DecodeState, TokenChunk]:
     """Run the model on the last token of every row and its drafts, and choose a token after each of them.
 
@@ -91,78 +91,78 @@ def choose_each(
 ) -> tuple[DecodeState, TokenChunk]:
     """Sample position by position until no row has a correct draft left."""
     batch, width = drafts.shape[0], drafts.shape[1] + 1
-    wanted = jnp.concatenate([drafts, jnp.full((batch, 1), -1, drafts.dtype)], axis=1)
+    next_draft = jnp.concatenate([drafts, jnp.full((batch, 1), -1, drafts.dtype)], axis=1)
 
     def at(x: jax.Array, position: jax.Array) -> jax.Array:
         return lax.dynamic_index_in_dim(x, position, axis=1, keepdims=False)
 
-    def one(carry: Any) -> Any:
-        position, state, going, out = carry
-        stands = state.done | ~going
-        chosen, said = choose(state.replace(done=stands), sharding.constrain(at(logits, position), "logits"), sharding)
-        done = jnp.where(stands, state.done, chosen.done)
-        new = chosen.token, said, ~stands
-        out = tuple(lax.dynamic_update_index_in_dim(whole, x, position, 1) for whole, x in zip(out, new, strict=True))
-        going &= ~done & (chosen.token == at(wanted, position))
-        return position + 1, chosen.replace(done=done), going, out
+    def sample_position(carry: Any) -> Any:
+        position, state, active, out = carry
+        frozen = state.done | ~active
+        chosen, logprob = choose(state.replace(done=frozen), sharding.constrain(at(logits, position), "logits"), sharding)
+        done = jnp.where(frozen, state.done, chosen.done)
+        new = chosen.token, logprob, ~frozen
+        out = tuple(lax.dynamic_update_index_in_dim(buffer, x, position, 1) for buffer, x in zip(out, new, strict=True))
+        active &= ~done & (chosen.token == at(next_draft, position))
+        return position + 1, chosen.replace(done=done), active, out
 
     def unfinished(carry: Any) -> jax.Array:
         return (carry[0] < width) & jnp.any(carry[2])
 
-    _, said = jax.eval_shape(lambda state: choose(state, logits[:, 0], sharding), state)
-    kinds = (jnp.int32, ()), (said.dtype, said.shape[1:]), (bool, ())
-    out = tuple(jnp.zeros((batch, width, *rest), dtype) for dtype, rest in kinds)
-    _, state, _, out = lax.while_loop(unfinished, one, (jnp.int32(0), state, ~state.done, out))
+    _, logprob = jax.eval_shape(lambda state: choose(state, logits[:, 0], sharding), state)
+    shapes = (jnp.int32, ()), (logprob.dtype, logprob.shape[1:]), (bool, ())
+    out = tuple(jnp.zeros((batch, width, *rest), dtype) for dtype, rest in shapes)
+    _, state, _, out = lax.while_loop(unfinished, sample_position, (jnp.int32(0), state, ~state.done, out))
     return state, TokenChunk(*out)
 
 
-class Size(NamedTuple):
-    """Static sizes of a program of passes: `drafted` tokens per row and pass, and a maximum of `most` passes."""
+class PassShape(NamedTuple):
+    """Static sizes of a program of passes."""
 
-    drafted: int
-    most: int
+    draft_tokens: int  # per row and pass
+    max_passes: int
 
 
 def run_passes(
-    model: Model, drafter: Drafter, work: PassState, passes: Int32[Array, ""] | np.int32, size: Size
-) -> tuple[PassState, Int32[Array, ""], Passes]:
+    model: VerifierInputs, drafter: Drafter, work: PassState, passes: Int32[Array, ""] | np.int32, shape: PassShape
+) -> tuple[PassState, Int32[Array, ""], PassResults]:
     """Run up to `passes` passes, until all rows are done.
 
-    Cache, drafter state and history must have room for `passes` * (drafted + 1) more tokens in each row.
+    Cache, drafter state and history must have room for `passes` * (draft_tokens + 1) more tokens in each row.
 
     Args:
-      passes: at most `size.most`.
+      passes: at most `shape.max_passes`.
 
     Returns:
       The new state; the number of passes run; and their results, filled only for these passes.
     """
-    batch, width = work.state.token.shape[0], size.drafted + 1
+    batch, width = work.state.token.shape[0], shape.draft_tokens + 1
     sharding = model.sharding
 
-    def one(carry: Any) -> Any:
+    def run_pass(carry: Any) -> Any:
         (state, drafter_state, history), taken, tokens, counts = carry
-        drafts, drafter_state = drafter.propose(drafter_state, state, history, size.drafted)
+        drafts, drafter_state = drafter.propose(drafter_state, state, history, shape.draft_tokens)
         live, last = ~state.done, state.cache.length
         state, chunk = verify(model, state, drafts)
         drafter_state = drafter.roll_back(drafter_state, state.cache.length)
         put = lambda row, new, last: lax.dynamic_update_slice_in_dim(row, new, last + 1, 0)
         history = sharding.constrain(jax.vmap(put)(history, chunk.tokens, last), "row")
         tokens = tuple(
-            lax.dynamic_update_slice_in_dim(whole, new, taken * width, 1) for whole, new in zip(tokens, chunk, strict=True)
+            lax.dynamic_update_slice_in_dim(buffer, new, taken * width, 1) for buffer, new in zip(tokens, chunk, strict=True)
         )
         right = chunk.valid[:, :-1] & (chunk.tokens[:, :-1] == drafts)
         new = jnp.sum(live[:, None] & (drafts >= 0), axis=1), jnp.sum(right, axis=1)
         counts = tuple(
-            lax.dynamic_update_index_in_dim(whole, x.astype(jnp.int32), taken, 1)
-            for whole, x in zip(counts, new, strict=True)
+            lax.dynamic_update_index_in_dim(buffer, x.astype(jnp.int32), taken, 1)
+            for buffer, x in zip(counts, new, strict=True)
         )
         return PassState(state, drafter_state, history), taken + 1, tokens, counts
 
     def unfinished(carry: Any) -> jax.Array:
         return (carry[1] < passes) & ~jnp.all(carry[0].state.done)
 
-    tokens = tuple(jnp.zeros((batch, size.most * width), dtype) for dtype in (jnp.int32, jnp.float32, bool))
-    counts = tuple(jnp.zeros((batch, size.most), jnp.int32) for _ in range(2))
-    work, taken, tokens, counts = lax.while_loop(unfinished, one, (work, jnp.int32(0), tokens, counts))
+    tokens = tuple(jnp.zeros((batch, shape.max_passes * width), dtype) for dtype in (jnp.int32, jnp.float32, bool))
+    counts = tuple(jnp.zeros((batch, shape.max_passes), jnp.int32) for _ in range(2))
+    work, taken, tokens, counts = lax.while_loop(unfinished, run_pass, (work, jnp.int32(0), tokens, counts))
     state = work.state.replace(done=sharding.constrain(work.state.done, "replicated"))
-    return work._replace(state=state), taken, Passes(TokenChunk(*tokens), *counts)
+    return work._replace(state=state), taken, PassResults(TokenChunk(*tokens), *counts)
