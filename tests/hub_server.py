@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from llama_jax.storage import consistent_reader
-
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -100,7 +98,6 @@ def serving(monkeypatch, cache):
     from huggingface_hub import constants
     from huggingface_hub.utils import _http
 
-    monkeypatch.setattr(consistent_reader, "RETRY_WAITS", (0.0,))
     with Hub() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +24,7 @@ from xml.sax.saxutils import escape, unescape
 
 import pytest
 
-from llama_jax.storage import consistent_reader
+from llama_jax.storage import object_store
 
 BUCKET = "bucket"
 
@@ -45,10 +46,9 @@ class ObjectServer(ThreadingHTTPServer):
         "cut" (the connection ends within the body), "short" (a smaller range than was asked for), "slow" (of the second half
         of the body a byte comes now and then) or None.
       write_fault: given the key and how many changes there were before, what is wrong with the answer to a PUT: a status;
-        "lost" (the object is written, and the connection ends before the answer); "slow" (none comes, and nothing is
-        written), or "late" (likewise, and the object is written when the client has given up).
+        "lost" (the object is written, and the connection ends before the answer); or "slow" (none comes, and nothing is
+        written).
       changes: what was written and removed, in its order.
-      written: when objects were, by a clock that is an hour ahead; and how often, which Google tells.
     """
 
     daemon_threads = True
@@ -56,8 +56,6 @@ class ObjectServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, bytes] = {}
-        self.written: dict[str, float] = {}
-        self.generations: dict[str, int] = {}
         self.answers: list[Answer] = []
         self.fault: Callable[[str, int], int | str | None] = lambda key, before: None
         self.asked: dict[str, int] = {}
@@ -148,41 +146,26 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self.server.write_fault(key, len(self.server.changes))
         if isinstance(fault, int):
             return self._error(fault, "InternalError", "It is not for you to know")
-        if fault in ("slow", "late"):
+        if fault == "slow":
             self.close_connection = True
             with suppress(OSError):
                 while self.connection.recv(1):  # until the client ends the connection
                     pass
-            if fault == "slow":
-                return None
+            return None
         if "partNumber" in query:
             self.server.parts[key][int(query["partNumber"][0])] = body
             return self._answer(200, b"", ETag=etag(body))
         with self.server.lock:
-            there = self.server.objects.get(key)
-            if there is None and "If-Match" in self.headers:
-                return self._error(404, "NoSuchKey", "The specified key does not exist.")
-            if there is not None and (
-                self.headers.get("If-None-Match") == "*" or self.headers.get("If-Match", etag(there)) != etag(there)
-            ):
-                return self._error(
-                    412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold"
-                )
-            generation = self.headers.get("x-goog-if-generation-match")
-            if generation is not None and generation != str(self.server.generations.get(key, 0) if there is not None else 0):
+            if key in self.server.objects and self.headers.get("If-None-Match") == "*":
                 return self._error(
                     412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold"
                 )
             self.server.objects[key] = body
-            self.server.written[key] = time.time() + 3600
-            self.server.generations[key] = self.server.generations.get(key, 0) + 1
             self.server.changes.append(("PUT", key))
-        if fault == "late":
-            return None
         if fault == "lost":
             self.close_connection = True
             return self.connection.shutdown(socket.SHUT_RDWR)
-        return self._answer(200, b"", ETag=etag(body), x_goog_generation=str(self.server.generations[key]))
+        return self._answer(200, b"", ETag=etag(body))
 
     def _written(self) -> tuple[str, dict[str, list[str]], bytes]:
         url = urlsplit(self.path)
@@ -201,9 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = content[start:stop] if self.command == "GET" else b""
         with self.server.lock:
             self.server.answers.append(Answer(self.command, key, self._client(), len(body)))
-        when = formatdate(self.server.written.get(key, 0), usegmt=True)
+        when = formatdate(0, usegmt=True)
         headers = {"ETag": etag(content), "Last-Modified": when, "Content-Length": str(stop - start)}
-        headers["x-goog-generation"] = str(self.server.generations.get(key, 0))
         if found:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
         if fault == "cut" and body:  # an empty body arrives whole, and the client's next request meets a closed connection
@@ -281,10 +263,11 @@ def environment(server: ObjectServer, client: str = "someone") -> dict[str, str]
 
 @contextmanager
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    """An empty store, which s3:// leads to from this process; nothing waits before it is asked again."""
+    """An empty store, which s3:// leads to from this process; it is asked again at once, three times."""
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ALLOW_HTTP", "AWS_SKIP_SIGNATURE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(consistent_reader, "RETRY_WAITS", (0.0,) * 3)
+    quick = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2)}
+    monkeypatch.setattr(object_store, "RETRY_CONFIG", {"max_retries": 3, "backoff": quick})
     with serving() as server:
         for name, value in environment(server).items():
             monkeypatch.setenv(name, value)

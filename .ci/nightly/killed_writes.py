@@ -47,7 +47,7 @@ LEFTOVERS = 2  # entries at most beside what belongs there, however many process
 DISK = 64 << 20
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
 ADVICE = re.compile(r"\b(remove|delete|rm)\b", re.IGNORECASE)
-REMEDIES = ("the disk is full", "files have a largest size here", "give a folder that you may write to", "give another")
+REMEDIES = ("the disk is full", "file sizes are limited", "use a folder that you may write to", "write elsewhere")
 
 
 # What is written, in a process of its own.
@@ -91,8 +91,10 @@ class Work:
 
             return [read_corpus(path)[0].digest for path in sorted(folder.glob("*.corpus"))]
         if operation == "checkpoints":
-            steps = [path for path in (folder / "run" / "checkpoints").glob("*") if path.name.isdecimal()]
-            return {path.name: _digest(*llama_jax.load(path)) for path in sorted(steps)}
+            from llama_jax.formats.step_dirs import steps_in
+
+            checkpoints = folder / "run" / "checkpoints"
+            return {str(step): _digest(*llama_jax.load(checkpoints / str(step))) for step in steps_in(checkpoints)}
         path = folder / FORMATS[operation.partition(" ")[2]]
         return _digest(*llama_jax.load(path)) if path.exists() else None
 
@@ -154,12 +156,16 @@ class Work:
         """What is found after the accident, and what the next run makes of it."""
         import warnings
 
+        from llama_jax.storage.atomic_write import remove_leftovers
+
         warnings.simplefilter("always")
         answer = {"found": self.contents(operation, folder), "left": listing(folder)}
         self.perform(operation, folder)
         if operation == "checkpoints":
             lines = (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
             assert any('"kind": "train"' in line for line in lines)
+        if operation == "corpus":  # one that is whole is not written again, and only who writes removes leftovers
+            remove_leftovers(folder)
         return answer | {"next": self.contents(operation, folder), "left next": listing(folder)}
 
     def fail(self, operation: str, folder: Path, limit: int | None) -> dict[str, Any]:

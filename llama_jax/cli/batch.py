@@ -21,7 +21,7 @@ from llama_jax.config import suggest_context
 from llama_jax.errors import GenerationError, UserError, reading, shown
 from llama_jax.progress import progress_bar
 from llama_jax.settings import at_least
-from llama_jax.storage.atomic_write import cannot_write, lock_descriptor
+from llama_jax.storage.atomic_write import cannot_write, lock_file
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.tokenizers.interface import Text, check_rows
 
@@ -191,10 +191,8 @@ class _Output:
         """Write each job as it ends, and return their number."""
         made = 0
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab") as file:
-                if not lock_descriptor(file.fileno()):  # two batches would mix their lines; it ends with the process
-                    raise UserError(f"{self.path} is being written by another batch; choose another file to write")
+            lock = lock_file(self.path.with_name(f".{self.path.name}.lock"), self.path, UserError)
+            with lock, open(self.path, "ab") as file:  # two batches would mix their lines
                 if os.fstat(file.fileno()).st_size != self._read:  # before it was locked: what is there must not be cut off
                     raise UserError(f"{self.path} was changed after it was read; run the same command again to resume")
                 file.truncate(self._whole)

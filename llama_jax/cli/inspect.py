@@ -32,8 +32,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # kinds whose names say their bits
 class Inspect:
     """Show what is in a model's files: types and bytes of the tensors, configuration, parameters, cache, vocabulary.
 
-    No weights are read, except for the checksums of a run's checkpoint on a disk. Exit code 2 if something is wrong with the
-    files."""
+    No weights are read, except for the checksums of a run's checkpoint, which is fetched from a store. Exit code 2 if
+    something is wrong with the files."""
 
     path: tyro.conf.Positional[ModelPath]
     """Folder or file of a model, in any supported format."""
@@ -146,19 +146,14 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _check_sums(opened: Opened | OrbaxCheckpoint) -> None:
-    """Raise CheckpointError for a step of a run with changed files, or in a store with missing files."""
+    """Raise CheckpointError for a step of a run with changed files; of a step in a store, the model's files were fetched."""
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
-    from llama_jax.formats.step_dirs import DamagedError, verify
+    from llama_jax.formats.step_dirs import ABOUT, verify
+    from llama_jax.storage import StoredPath
 
-    if not isinstance(opened, OrbaxCheckpoint):
-        return
-    fetched = opened.fetched
-    if fetched is not None:
-        missing = [name for name in fetched.sums if not (fetched.url / name).is_file()]
-        if missing:
-            raise DamagedError(f"{fetched.url / missing[0]} is missing")
-    elif opened.of_run:
-        verify(opened.path)
+    if isinstance(opened, OrbaxCheckpoint) and opened.of_run:
+        folder, name = opened.arrays
+        verify(folder, {ABOUT, name} if isinstance(opened.path, StoredPath) else None)
 
 
 def _files(opened: Opened | OrbaxCheckpoint) -> list[Location]:
@@ -167,9 +162,6 @@ def _files(opened: Opened | OrbaxCheckpoint) -> list[Location]:
 
     if isinstance(opened, OrbaxCheckpoint):
         folder, name = opened.arrays  # of a run's checkpoint the model alone, not the optimizer's numbers
-        if opened.fetched is not None:
-            listed = [opened.fetched.url / file for file in opened.fetched.sums if file.startswith(f"{name}/")]
-            return [file for file in sorted(listed) if file.is_file()]
         where = folder / name if opened.of_run else folder.parent
         within = folder if opened.of_run else folder.parent
         files = sorted(file for file in where.rglob("*") if file.is_file())

@@ -9,21 +9,19 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
 from llama_jax.cli.options import CompileOptions, ModelPath, PartsOption, ProcessOptions
-from llama_jax.cli.terminal import end_at_once, filled
-from llama_jax.errors import StuckSaveError, UserError, shown
+from llama_jax.cli.terminal import filled
+from llama_jax.errors import UserError, shown
 from llama_jax.settings import help_of
 from llama_jax.storage.atomic_write import discard_output
 
 if TYPE_CHECKING:
     from llama_jax.data.data_files import Data
-    from llama_jax.parallel.multihost import Processes
     from llama_jax.runs.recipe import Recipe
 
 NAMED = re.compile(r"([\w.-]+)=(.+)")
@@ -126,7 +124,6 @@ class Train(PartsOption, CompileOptions, ProcessOptions):
                 trace=_steps(self.trace),
                 track=self.track,
                 save_timeout=self.save_timeout,
-                stuck=partial(_end, joined),
                 processes=joined,
                 log=Log(quiet=joined.index > 0),
             )
@@ -152,12 +149,6 @@ class Train(PartsOption, CompileOptions, ProcessOptions):
             recipe = override(started, [f"length={recipe.length}", *changes])
         (model,) = self.with_parts(recipe.model)
         return replace(recipe, parts=model.parts)
-
-
-def _end(joined: Processes, error: StuckSaveError) -> None:
-    """End this process and the others after a save that hangs in the main thread."""
-    joined.fail(str(error), 2)
-    end_at_once(error)
 
 
 def _sources(given: Sequence[str], *, weighted: bool) -> Data:

@@ -30,7 +30,7 @@ from llama_jax.data.documents import TOKENS, DocumentFormat, Span, kind_of, span
 from llama_jax.data.load_corpus import Vocabulary, examine, read_tokens
 from llama_jax.errors import DataError, shown
 from llama_jax.storage import locate, on_disk, resolved
-from llama_jax.storage.atomic_write import cannot_write, hold_lock, remove, sign_lock, write_atomically
+from llama_jax.storage.atomic_write import cannot_write, lock_file, remove, write_atomically
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
 
 # Minimum and maximum bytes of a file per part: syncing one to disk takes about 30 ms.
@@ -108,7 +108,10 @@ def build(
     for file in files:
         if kind_of(file) in TOKENS:
             raise DataError(f"{file} already holds token ids; build from text, JSONL, JSON, Parquet or Arrow")
-    with _held(folder), process_pool(processes or cpu_count()) if workers is None else nullcontext(workers) as pool:
+    with (
+        lock_file(folder / BUILD_LOCK, folder, DataError),
+        process_pool(processes or cpu_count()) if workers is None else nullcontext(workers) as pool,
+    ):
         return _build(files, folder, tokenizer, options, pool, progress)
 
 
@@ -187,36 +190,6 @@ def _join(path: Path, parts: Sequence[Path], vocabulary: Vocabulary, origin: dic
 
 
 # --- the folder ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Lock a folder, which is created if missing and removed again if nothing was written.
-
-    Raises:
-      DataError: another process holds the lock, or the folder cannot be written to.
-    """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = hold_lock(folder / BUILD_LOCK, partial(_taken, folder), "build")
-    except OSError as error:
-        raise DataError(cannot_write(folder, error)) from None
-    try:
-        with suppress(OSError):  # the lock also holds on a full disk
-            sign_lock(lock)
-        yield
-    finally:
-        with suppress(OSError):
-            (folder / BUILD_LOCK).unlink()
-        os.close(lock)
-        with suppress(OSError):  # the folder may not be empty
-            for path in missing:
-                path.rmdir()
-
-
-def _taken(folder: Path, holder: str) -> DataError:
-    return DataError(f"{folder} is being built by process {holder}; wait until it ends, or use another folder")
 
 
 def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:

@@ -1,5 +1,5 @@
 """The files that a corpus is made from, including the layouts of the Hugging Face Hub and its datasets library; whether they
-have changed; and the cache: files fetched from a store, and tokenized corpora, limited in bytes."""
+have changed."""
 
 from __future__ import annotations
 
@@ -7,24 +7,17 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from llama_jax.data.mixture import shares
 from llama_jax.errors import DataError, reading, shown
 from llama_jax.storage import StoredPath, locate, resolved
-from llama_jax.storage.atomic_write import remove, write_atomically
-from llama_jax.storage.consistent_reader import MAX_REQUEST_BYTES, StoreEntry
-from llama_jax.storage.paths import cache_folder
+from llama_jax.storage.object_cache import fetch_to_cache, objects_below
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 SOURCE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -35,15 +28,11 @@ SHARD_NUMBERS = r"-\d{5}-of-\d{5}(?:-[0-9a-f]+)?"
 # On the Hub data/train-00000-of-00002.parquet; in the library's cache name-train.arrow or name-train-00000-of-00002.arrow.
 HUB_FILE = re.compile(rf"{SPLIT_NAME}{SHARD_NUMBERS}\.(?:parquet|jsonl|txt)(?:\.gz|\.zst)?")
 DATASETS_CACHE_FILE = re.compile(rf"\w+-{SPLIT_NAME}(?:{SHARD_NUMBERS})?\.arrow")
-CACHE_ENTRY = re.compile(r"[0-9a-f]{32}(\.corpus)?")  # names in a cache: folders of fetched files, and corpora
-RECENT_SECONDS = 600  # seconds
-DEFAULT_LIMIT = 100  # gigabytes of a cache
-CORPORA, OBJECTS = "corpora", "objects"  # in the cache
+CORPORA = "corpora"  # in the cache
 SAVED_SPLITS = "dataset_dict.json"  # next to a folder per split, by DatasetDict.save_to_disk
 SAVED_STATE = "state.json"  # next to the files of one, by Dataset.save_to_disk
 UNFINISHED = "unfinished-build.json"  # in the folder of an unfinished `build`
 DESCRIPTIONS = (SAVED_SPLITS, SAVED_STATE, UNFINISHED)  # files that describe the data in a folder
-FETCH_THREADS = 8  # files fetched concurrently
 
 
 @dataclass(frozen=True)
@@ -226,9 +215,8 @@ def unchanged(path: Path, source: Source) -> bool:
 def local_copy(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> Path:
     """The path itself; for a URL, the local file or folder with a copy of what is stored there now.
 
-    In a folder, files that are not hidden and have one of the suffixes are fetched, and those that describe the data. They
-    appear in a folder of the cache only when complete, and are used as long as the store lists the same names, sizes and
-    versions. The cache is limited to LLAMA_JAX_CACHE_LIMIT gigabytes; the least recently used copies are removed first.
+    In a folder, files that are not hidden and have one of the suffixes are fetched, and those that describe the data; see
+    `fetch_to_cache`.
 
     Raises:
       DataError: nothing is there, the store does not respond, or there is no room.
@@ -245,7 +233,7 @@ def _fetched(place: StoredPath, suffixes: tuple[str, ...]) -> Path:
         base, single = place, ""
         found = {
             name: listed
-            for name, listed in _below(place)
+            for name, listed in objects_below(place)
             if name.lower().endswith(suffixes) or name.rpartition("/")[2] in DESCRIPTIONS
         }
         if not any(name.lower().endswith(suffixes) for name in found):
@@ -254,101 +242,10 @@ def _fetched(place: StoredPath, suffixes: tuple[str, ...]) -> Path:
         base, single, found = place.parent, place.name, {place.name: alone}
     else:
         raise DataError(f"{place}: nothing is stored there; pass files of text, or a folder of them")
-    listing = json.dumps([str(place), sorted((name, *listed) for name, listed in found.items())])
-    objects = cache_folder() / OBJECTS
-    folder = objects / hashlib.sha256(listing.encode()).hexdigest()[:32]
-    sizes = {name: int(listed.size or 0) for name, listed in found.items()}
-    if not _is_whole(folder, sizes):
-        with write_atomically(folder, folder=True, raises=cannot_cache) as target:
-            _fetch(base, sizes, target)
-        make_room(objects, cache_limit(), folder)
-    note_use(folder)
+    folder = fetch_to_cache(base, found, cannot_cache)
     return folder / single
-
-
-def _below(folder: StoredPath, before: str = "") -> Iterator[tuple[str, StoreEntry]]:
-    """The objects in a folder and below, by their paths relative to it."""
-    for name, listed in folder.view.names(folder.key).items():
-        if name.startswith("."):
-            continue
-        if listed.size is None:
-            yield from _below(folder / name, f"{before}{name}/")
-        else:
-            yield f"{before}{name}", listed
-
-
-def _is_whole(folder: Path, sizes: dict[str, int]) -> bool:
-    """Whether all files are there: the folder was complete, but may have been modified since."""
-    try:
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except OSError:
-        return False
-
-
-def _fetch(base: StoredPath, sizes: dict[str, int], folder: Path) -> None:
-    with tqdm(total=sum(sizes.values()), desc=f"fetching {base}", unit="B", unit_scale=True, leave=False, delay=1.0) as bar:
-
-        def fetch(name: str) -> None:
-            source, target = base / name, folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as file:
-                for first in range(0, sizes[name], MAX_REQUEST_BYTES):
-                    file.write(source.view.read(source.key, first, min(first + MAX_REQUEST_BYTES, sizes[name])))
-                    bar.update(file.tell() - first)
-
-        with ThreadPoolExecutor(FETCH_THREADS) as pool:
-            list(pool.map(fetch, sizes))
-
-
-# --- cache ---------------------------------------------------------------------------------------------------------------
-
-
-def cache_limit() -> int:
-    """LLAMA_JAX_CACHE_LIMIT in bytes, or DEFAULT_LIMIT.
-
-    Raises:
-      DataError: it is not a number of gigabytes.
-    """
-    text = os.environ.get("LLAMA_JAX_CACHE_LIMIT", str(DEFAULT_LIMIT))
-    try:
-        limit = int(float(text) * 1e9)
-    except (ValueError, OverflowError):
-        limit = -1
-    if limit < 0:
-        raise DataError(f"LLAMA_JAX_CACHE_LIMIT={text} must be a number of gigabytes, at least 0; correct it, or unset it")
-    return limit
 
 
 def cannot_cache(text: str) -> DataError:
     """The error for a cache that cannot be written to, with the remedy."""
     return DataError(f"{text}; set another folder as `cache`, or as LLAMA_JAX_CACHE in the environment")
-
-
-def note_use(path: Path) -> None:
-    """Record that an entry of a cache was just used, for `make_room`."""
-    with suppress(OSError):  # a read-only cache
-        os.utime(path)
-
-
-def make_room(folder: Path, limit: int, kept: Path) -> None:
-    """Remove the least recently used entries of a cache until no more than `limit` bytes are left.
-
-    Recently used entries stay, since another process may be about to read them, and so does `kept`. A mapped corpus stays
-    readable in processes that have it open. Only names of cache entries are touched.
-    """
-    found: list[tuple[float, int, Path]] = []
-    with suppress(OSError):
-        for path in folder.iterdir():
-            if CACHE_ENTRY.fullmatch(path.name):
-                with suppress(OSError):
-                    files = path.rglob("*") if path.is_dir() else [path]
-                    size = sum(file.stat().st_size for file in files if file.is_file())
-                    found.append((path.stat().st_mtime, size, path))
-    total = sum(size for _, size, _ in found)
-    for used, size, path in sorted(found):
-        if total <= limit or used > time.time() - RECENT_SECONDS:
-            break
-        if path != kept:
-            remove(path)
-            if not path.exists():  # otherwise another user owns it
-                total -= size

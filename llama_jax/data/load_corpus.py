@@ -23,14 +23,13 @@ from llama_jax.data.data_files import (
     cannot_cache,
     describe,
     find_files,
-    make_room,
-    note_use,
     unchanged,
     untouched,
 )
-from llama_jax.data.data_files import cache_limit as limit_of_environment
 from llama_jax.data.documents import Document, DocumentFormat, Span, kind_of, location, read_documents
 from llama_jax.errors import DataError, TokenizerError, reason_of
+from llama_jax.storage.object_cache import cache_limit as limit_of_environment
+from llama_jax.storage.object_cache import make_room, note_use
 from llama_jax.storage.paths import cache_folder
 from llama_jax.tokenizers import Tokenizer
 

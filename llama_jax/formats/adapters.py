@@ -37,12 +37,10 @@ from llama_jax.formats.step_dirs import (
     EMA,
     METADATA_FILE,
     PARAMS,
-    FetchedStep,
     existing_step,
-    fetch_step,
+    fetch_model,
     find_checkpoints,
     is_step,
-    of_model,
     retry_with_newest_step,
     verify,
 )
@@ -191,10 +189,7 @@ def open_adapter(path: str | os.PathLike[str]) -> OpenedAdapter | None:
     with reading(folder, CheckpointError):
         step = step_at(folder)
         if isinstance(step, StoredPath):
-            fetched = fetch_step(step, of_model, numbers=False)
-            with fetched.named():
-                opened = _open_step(fetched.folder)
-            return None if opened is None else opened._replace(read=partial(_read_fetched, fetched, opened))
+            return _open_step(fetch_model(step)[1])
         if step is not None:
             return _open_step(step)
         if (folder / ADAPTER_CONFIG).is_file():
@@ -287,12 +282,6 @@ def _open_step(step: Path) -> OpenedAdapter | None:
         return None
     base = _base_name(read_object(step / ABOUT / METADATA_FILE, CheckpointError).get("base", {}).get("path"))
     return OpenedAdapter(base, read_config(step / ABOUT, scaled_context=True), partial(_read_step, step, settings, base))
-
-
-def _read_fetched(fetched: FetchedStep, opened: OpenedAdapter, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
-    with fetched.named():
-        fetched.complete()
-        return opened.read(config, dtype)
 
 
 def _read_step(

@@ -17,7 +17,7 @@ from llama_jax.formats.huggingface import PICKLED, SAFETENSORS
 from llama_jax.formats.loading import FORMATS
 from llama_jax.formats.model_folder import SETTINGS_FILES
 from llama_jax.storage.atomic_write import cannot_write, free_bytes
-from llama_jax.storage.consistent_reader import FOLDER, TransientError
+from llama_jax.storage.consistent_reader import FOLDER
 from llama_jax.storage.hub import Repository, cache_folder, open_hub
 from llama_jax.tokenizers.load import VOCABULARY_NAMES
 from llama_jax.tokenizers.tokenizer_config import TEMPLATE_FOLDER
@@ -70,10 +70,6 @@ def _answering(root: str, target: Path) -> Iterator[None]:
     """Turn errors of the Hub, the network or the disk into one-line errors."""
     try:
         yield
-    except TransientError as error:
-        raise CheckpointError(
-            f"{root}: the Hub did not respond ({error}); is this machine connected to the network?"
-        ) from None
     except OSError as error:
         if not str(error.filename).startswith("hf://"):
             raise CheckpointError(cannot_write(target, error)) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import math
 import os
 import sys
 import threading
@@ -23,31 +22,27 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reason_of, shown
-from llama_jax.formats.device_fill import ArrayMemory, ArrayParts, Part, StackParts
 from llama_jax.formats.huggingface import read_config, write_config
 from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, Unquantized, target_dtype
 from llama_jax.formats.model_folder import About, read_about
-from llama_jax.formats.orbax_index import ArrayRows, ChunkedArray, read_index
-from llama_jax.formats.quantize_on_load import can_be_kept, parameter_fill
+from llama_jax.formats.quantize_on_load import can_be_kept
 from llama_jax.formats.step_dirs import (
     ABOUT,
     EMA,
     METADATA_FILE,
     PARAMS,
     DamagedError,
-    FetchedStep,
     cannot_read,
     existing_step,
-    fetch_step,
+    fetch_model,
     find_checkpoints,
     is_step,
-    of_model,
     steps_in,
     verify,
 )
 from llama_jax.formats.weight_format import WeightFormat
-from llama_jax.model.params import Llama, ParamSpec, spec_at
-from llama_jax.model.trees import build, in_kinds, is_weight, param_shapes, restack_layers
+from llama_jax.model.params import Llama, spec_at
+from llama_jax.model.trees import in_kinds, is_weight, param_shapes, restack_layers
 from llama_jax.ops.weights.device_layout import arranged
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, pack_int4
 from llama_jax.ops.weights.formats import QUANT_FORMATS
@@ -303,7 +298,6 @@ class OrbaxCheckpoint:
       of_run: whether it is a step of a training run.
       found: all stored arrays by name; several may belong to one of the tensors.
       kinds: formats of the quantized weights, see `Kinds`.
-      fetched: the local files of a step in a store, which contain `arrays`.
     """
 
     format: str
@@ -315,7 +309,6 @@ class OrbaxCheckpoint:
     of_run: bool
     found: Mapping[str, OrbaxArrayInfo]
     kinds: Kinds
-    fetched: FetchedStep | None = None
     about: Callable[[], About] = About
 
 
@@ -336,7 +329,8 @@ def open_path(path: Location) -> OrbaxCheckpoint:
             " here, or store it as safetensors (llama-jax convert)"
         )
     if isinstance(found, StoredPath):
-        return open_stored(found)
+        step, folder = fetch_model(found)
+        return replace(open_folder(folder), path=step)
     return open_folder(found if is_model else found / str(existing_step(found, None)))
 
 
@@ -368,18 +362,6 @@ def open_folder(folder: Path) -> OrbaxCheckpoint:
         about=partial(read_about, about),
     )
     return replace(stored, tensors=_tensors(_shape(stored), found, np.dtype(dtype)))
-
-
-def open_stored(place: StoredPath) -> OrbaxCheckpoint:
-    """A run's model in a store: a step, or the newest of a folder of steps. Only files without array data are fetched."""
-    fetched = fetch_step(place, of_model, numbers=False)
-    with fetched.named():
-        try:
-            stored = open_folder(fetched.folder)
-        except DamagedError:  # orbax stores short array metadata with the data
-            fetched.complete()
-            stored = open_folder(fetched.folder)
-        return replace(stored, path=fetched.url, fetched=fetched)
 
 
 def adapters_of(step: Path) -> dict[str, Any] | None:
@@ -478,61 +460,11 @@ def load_params(
     shardings: Llama | None = None,
 ) -> Llama:
     """The parameters, cast to `dtype` (None: the stored embedding's) and placed; see `build_params`."""
-    if stored.fetched is None:
-        return _load_params(stored, dtype, shardings)
-    with stored.fetched.named():
-        places = [] if shardings is None else [place.device_set for place in jax.tree.leaves(shardings)]
-        # Every process must read part of an array that is sharded over several processes' devices.
-        if shardings is not None and any(len({device.process_index for device in each}) > 1 for each in places):
-            arrays = read_index(*stored.arrays, stored.fetched.url / stored.arrays[1])
-            if arrays is not None and stored.found.keys() <= arrays.keys():
-                return _load_shares(stored, arrays, dtype, shardings)
-        stored.fetched.complete()
-        return _load_params(stored, dtype, shardings)
-
-
-def _load_shares(
-    stored: OrbaxCheckpoint, arrays: Mapping[str, ChunkedArray], dtype: jax.typing.DTypeLike | None, shardings: Llama
-) -> Llama:
-    """Like `_load_params`, but each process fetches only the ranges that its devices hold, which no checksum covers."""
-    _check_same_step(stored)
-    target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
-
-    def parts(row: ParamSpec) -> ArrayParts | StackParts:
-        shape = row.shape(stored.config)
-        rows = math.prod(shape[:-1])
-
-        def of_layer(layer: int) -> ArrayParts:
-            tensor = ArrayRows(arrays[row.path], layer * rows, shape if len(shape) == 1 else (rows, shape[-1]))
-            return ArrayParts(shape, (Part(f"{stored.path}: array {row.path!r}", tensor),), row.is_quantizable, stored=True)
-
-        return StackParts(tuple(map(of_layer, range(stored.config.n_layers)))) if row.in_blocks else of_layer(0)
-
-    memory = ArrayMemory()
-
-    def read(array: ArrayParts | StackParts, place: Any) -> Any:
-        filling = parameter_fill(array, target, None, place, memory)
-        for layer in range(len(array.layers) if isinstance(array, StackParts) else 1):
-            filling.fill(layer)
-        return filling.done()
-
-    return jax.tree.map(read, build(stored.config, parts), shardings)
-
-
-def _check_same_step(stored: OrbaxCheckpoint) -> None:
-    """Raise CheckpointError if processes would read different steps, as of a run that is still saving."""
-    from jax.experimental import multihost_utils
-
-    step = int(stored.arrays[0].name)
-    others = np.asarray(multihost_utils.process_allgather(np.int32(step))).reshape(-1).tolist()
-    if len(set(others)) > 1:
-        raise CheckpointError(
-            f"{stored.path} is the step that this process found, but others found the steps"
-            f" {', '.join(map(str, sorted(set(others))))}, because the run is still saving; pass one step to all of them"
-        )
-
-
-def _load_params(stored: OrbaxCheckpoint, dtype: jax.typing.DTypeLike | None, shardings: Llama | None) -> Llama:
+    places = shardings
+    if places is None:
+        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        places = jax.tree.map(lambda _: default, param_shapes(stored.config))
+    _check_same_step(stored, places)
     shape = _shape(stored)
     target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
     folder, name = stored.arrays
@@ -542,10 +474,6 @@ def _load_params(stored: OrbaxCheckpoint, dtype: jax.typing.DTypeLike | None, sh
         except DamagedError as damage:
             raise DamagedError(f"{folder / name} is not a whole orbax checkpoint ({damage}); {_remedy(folder)}") from None
     request = partial(placed, target=target, where=stored.path)
-    places = shardings
-    if places is None:
-        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        places = jax.tree.map(lambda _: default, param_shapes(stored.config))
     wanted = jax.tree.map(lambda array, place: request(array, place=place), shape, places, is_leaf=is_weight)
     params = from_arrays(with_short_errors(folder / name, lambda: read_arrays(folder, name, wanted)))
     for path, array in jax.tree.leaves_with_path(params):
@@ -558,6 +486,22 @@ def _load_params(stored: OrbaxCheckpoint, dtype: jax.typing.DTypeLike | None, sh
                 else f"{stored.path}: array {name!r} holds NaN or infinity in {target}; the file is damaged"
             )
     return params
+
+
+def _check_same_step(stored: OrbaxCheckpoint, shardings: Llama) -> None:
+    """Raise CheckpointError if processes that share arrays would read different steps, as of a run that is still saving."""
+    from jax.experimental import multihost_utils
+
+    owners = [{device.process_index for device in sharding.device_set} for sharding in jax.tree.leaves(shardings)]
+    if not stored.of_run or all(len(processes) == 1 for processes in owners):
+        return
+    step = int(stored.arrays[0].name)
+    others = np.asarray(multihost_utils.process_allgather(np.int32(step))).reshape(-1).tolist()
+    if len(set(others)) > 1:
+        raise CheckpointError(
+            f"{stored.path} is the step that this process found, but others found the steps"
+            f" {', '.join(map(str, sorted(set(others))))}, because the run is still saving; pass one step to all of them"
+        )
 
 
 def _shape(stored: OrbaxCheckpoint) -> Llama:
@@ -607,13 +551,12 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
     if not is_step(step):
         return CheckpointError(f"{path} is not a whole orbax checkpoint ({reason}); copy it again")
     try:
-        known = verify(step)
+        verify(step)
     except DamagedError as damage:
         return DamagedError(f"{path} is not a whole orbax checkpoint ({damage}); {_remedy(step)}")
     except CheckpointError as problem:
         return problem
-    proof = "although its files are as they were saved" if known else "and has no checksums that would show damage"
-    return CheckpointError(f"{path} cannot be read ({reason}), {proof}; {_remedy(step)}")
+    return CheckpointError(f"{path} cannot be read ({reason}), although its files are as they were saved; {_remedy(step)}")
 
 
 def _remedy(step: Path) -> str:

@@ -5,8 +5,7 @@
                    rest     the rest of the training state (orbax)
                    about    config.json, the tokenizer's files, note.json, and SHA256SUMS of all files of the step
 
-A folder whose name is a number is complete, since it is renamed to it after everything is written. Object stores cannot
-rename: there the checksums are written last, and a folder without them is not a step.
+The checksums are written or uploaded last, and removed first: a folder without them is not a step.
 """
 
 from __future__ import annotations
@@ -16,18 +15,17 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from llama_jax.errors import CheckpointError, UserError
 from llama_jax.storage import Location, StoredPath
-from llama_jax.storage.atomic_write import ScratchFolder, cannot_write
-from llama_jax.storage.consistent_reader import MAX_REQUEST_BYTES
-from llama_jax.storage.paths import read_object
+from llama_jax.storage.atomic_write import flush, write_atomically
+from llama_jax.storage.object_cache import fetch_to_cache, objects_below
+from llama_jax.storage.paths import read_object, resolved
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run
 PARAMS, EMA, REST, ABOUT = "params", "ema", "rest", "about"
@@ -42,14 +40,14 @@ def steps_in(folder: Location) -> list[int]:
     """The steps in a folder of checkpoints, ascending."""
     if not folder.is_dir():
         return []
-    names = (entry.name for entry in folder.iterdir() if entry.is_dir())
+    names = (entry.name for entry in folder.iterdir())
     steps = sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
-    return [step for step in steps if is_step(folder / str(step))] if isinstance(folder, StoredPath) else steps
+    return [step for step in steps if is_step(folder / str(step))]
 
 
 def is_step(folder: Location) -> bool:
-    """Whether a folder is a step of a run."""
-    return (folder / ABOUT / SUMS).exists() if isinstance(folder, StoredPath) else (folder / ABOUT).is_dir()
+    """Whether a folder is a complete step of a run."""
+    return (folder / ABOUT / SUMS).exists()
 
 
 def existing_step(folder: Location, step: int | None) -> int:
@@ -70,7 +68,9 @@ def read_metadata(folder: Location, step: int | None = None) -> dict[str, Any]:
     """
     path = folder / str(existing_step(folder, step)) / ABOUT / METADATA_FILE
     try:
-        path.stat()  # raises if missing, which is no damage: the step may have been removed
+        if not path.exists() and is_step(resolved(path.parent.parent)):
+            raise DamagedError(f"{path} is missing")
+        path.stat()  # raises if missing: the step has been removed
         return read_object(path, DamagedError)
     except OSError as error:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
@@ -82,10 +82,16 @@ def cannot_read(path: Location, reason: str) -> str:
 
 
 def validation_loss(folder: Location, step: int) -> float:
-    """The validation loss in a step's metadata; infinity if there is none, or it cannot be read."""
+    """The validation loss in a step's metadata; infinity if there is none, or it cannot be read on a disk.
+
+    Raises:
+      CheckpointError: a store does not respond.
+    """
     try:
         loss = read_metadata(folder, step).get("validation_loss")
-    except CheckpointError:
+    except CheckpointError as error:
+        if isinstance(folder, StoredPath) and not isinstance(error, DamagedError):
+            raise  # so that no step is removed because its loss is not known
         return math.inf
     return float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else math.inf
 
@@ -100,40 +106,32 @@ def find_checkpoints(path: Location) -> Location | None:
     """The folder of checkpoints at a path, or in the run's folder at a path; None if it is neither."""
     if (path / CHECKPOINTS).is_dir():
         return path / CHECKPOINTS
-    return path if any(is_step(path / str(step)) for step in steps_in(path)) else None
+    return path if steps_in(path) else None
 
 
 SUM_LINE = re.compile(r"(?P<sum>[0-9a-f]{64})  (?P<name>[^\\\n]+)")
-FILE_THREADS = 8  # files hashed or fetched concurrently
+FILE_THREADS = 8  # files hashed concurrently
 
 
-def write_sums(step: Path, elsewhere: Mapping[str, str] = {}) -> None:
-    """Write the checksums of all files of a step, and flush the files to disk.
-
-    Args:
-      elsewhere: {name: checksum} of files of the step that other hosts have.
-    """
-    sums = {**elsewhere, **sums_of(step, files_in(step))}
-    text = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
-    with (step / ABOUT / SUMS).open("w", encoding="utf-8") as file:
-        file.write(f"{text}# {hashlib.sha256(text.encode()).hexdigest()}\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def files_in(step: Path) -> list[str]:
-    """The names of all files of a step: params/_METADATA."""
-    return sorted(path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file())
-
-
-def sums_of(step: Path, names: Collection[str]) -> dict[str, str]:
-    """{name: checksum} of files of a step, flushing them to disk."""
+def write_sums(step: Path) -> None:
+    """Flush all files of a step to disk, then write their checksums, with which the step is complete."""
+    flush(step)
+    names = sorted(path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file())
     with ThreadPoolExecutor(FILE_THREADS) as pool:
-        return dict(zip(names, pool.map(lambda name: _sum_of(step / name, flush=True), names), strict=True))
+        sums = pool.map(lambda name: _sum_of(step / name), names)
+        text = "".join(f"{checksum}  {name}\n" for checksum, name in zip(sums, names, strict=True))
+    with write_atomically(step / ABOUT / SUMS, raises=CheckpointError) as target:
+        target.write_text(f"{text}# {hashlib.sha256(text.encode()).hexdigest()}\n", encoding="utf-8")
 
 
-def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:
-    """Whether a step's files are verified to be what was saved; False without checksums.
+def remove_step(step: Path) -> None:
+    """Remove a step, its checksums first."""
+    (step / ABOUT / SUMS).unlink(missing_ok=True)
+    shutil.rmtree(step)
+
+
+def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> None:
+    """Verify that a step's files are what was saved.
 
     Args:
       parts: the folders of the step to check, in addition to files that are in no folder; None is all.
@@ -144,17 +142,14 @@ def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple
       CheckpointError: a file cannot be read, which does not prove damage.
     """
     sums = read_sums(step)
-    if sums is None:
-        return False
     wanted = [name for name in sums if "/" not in name or parts is None or name.partition("/")[0] in parts]
     with ThreadPoolExecutor(FILE_THREADS) as pool:
         problems = pool.map(lambda name: _problem(step / name, sums[name]), wanted[share[0] :: share[1]])
         first = next(filter(None, problems), None)
-    if first is None:
-        return True
-    if not (step / ABOUT / SUMS).resolve().exists():
+    if first is not None and not is_step(resolved(step)):
         raise CheckpointError(f"{step} was removed while it was read; read another step")
-    raise first
+    if first is not None:
+        raise first
 
 
 def _problem(path: Location, expected: str) -> CheckpointError | None:
@@ -167,26 +162,29 @@ def _problem(path: Location, expected: str) -> CheckpointError | None:
     return None if found == expected else DamagedError(f"{path} is not what was saved (its SHA-256 differs)")
 
 
-def read_sums(step: Location) -> dict[str, str] | None:
-    """{name: checksum} of a step; None if there are none, or if the list itself is damaged."""
+def read_sums(step: Location) -> dict[str, str]:
+    """{name: checksum} of a step's files.
+
+    Raises:
+      DamagedError: the list itself is damaged.
+      CheckpointError: it was removed, or cannot be read.
+    """
     path = step / ABOUT / SUMS
     try:
         with path.open("rb") as file:
-            text, mark, last = file.read().decode().rpartition("# ")
-    except (FileNotFoundError, UnicodeDecodeError):
-        return None
+            text, _, last = file.read().decode(errors="replace").rpartition("# ")
+    except FileNotFoundError:
+        raise CheckpointError(f"{step} was removed while it was read; read another step") from None
     except OSError as error:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
-    if not mark or last != hashlib.sha256(text.encode()).hexdigest() + "\n":
-        return None
-    found = [SUM_LINE.fullmatch(line) for line in text.splitlines()]
-    return {line["name"]: line["sum"] for line in found if line is not None}
+    if last != hashlib.sha256(text.encode()).hexdigest() + "\n":
+        raise DamagedError(f"{path} is not what was saved")
+    matches = [SUM_LINE.fullmatch(line) for line in text.splitlines()]
+    return {match["name"]: match["sum"] for match in matches if match is not None}
 
 
-def _sum_of(path: Location, *, flush: bool = False) -> str:
+def _sum_of(path: Location) -> str:
     with path.open("rb") as file:
-        if flush:
-            os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -194,10 +192,6 @@ STEP_TRIES = 5  # attempts before the last error is raised
 
 Arguments = ParamSpec("Arguments")
 Found = TypeVar("Found")
-
-
-class StepRemovedError(CheckpointError):
-    """The run has removed a step while it was being read."""
 
 
 def retry_with_newest_step(read: Callable[Arguments, Found]) -> Callable[Arguments, Found]:
@@ -213,9 +207,6 @@ def retry_with_newest_step(read: Callable[Arguments, Found]) -> Callable[Argumen
             before = _newest(path)
             try:
                 return read(*arguments, **named)
-            except StepRemovedError:  # unless `path` is the run, the next try cannot succeed
-                if not left:
-                    raise
             except (UserError, OSError) as error:
                 now = None if before is None else _newest(path)
                 if left and now != before:
@@ -239,129 +230,21 @@ def _newest(path: object) -> Location | None:
     return folder / str(steps[-1]) if folder is not None and steps else None
 
 
-# The files in which orbax stores array data. All other files of a step are small: array metadata, the index of these files,
-# the configuration and the vocabulary.
-NUMBER_FILES = re.compile(r"[^/]+/ocdbt\.process_[^/]+/d/.+")
+def fetch_model(location: StoredPath) -> tuple[StoredPath, Path]:
+    """Fetch the model of a step, or of the newest one in a folder of checkpoints, into the cache.
 
-
-@dataclass(frozen=True)
-class FetchedStep:
-    """Local copies of a step's files, deleted with this object.
-
-    Attributes:
-      folder: a local folder, in TMPDIR, with the number of the step as its name.
-      url: the step's URL.
-      sums: {name: checksum} of the requested files, including those that `complete` has yet to fetch.
-    """
-
-    folder: Path
-    url: StoredPath
-    sums: Mapping[str, str]
-    scratch: ScratchFolder
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Make errors name the location in the store instead of the folder."""
-        try:
-            yield
-        except UserError as error:
-            raise type(error)(str(error).replace(str(self.folder), str(self.url))) from None
-
-    def complete(self) -> None:
-        """Fetch the remaining files.
-
-        Raises:
-          StepRemovedError: the run has removed the step in the meantime.
-          CheckpointError, OSError: see `fetch_step`.
-        """
-        left = {name: found for name, found in self.sums.items() if not (self.folder / name).exists()}
-        try:
-            _fetch_all(self.url, self.folder, left)
-        except (CheckpointError, OSError):
-            if not is_step(self.url.resolve()):
-                raise StepRemovedError(f"{self.url} was removed while it was read; try again") from None
-            raise
-
-
-def of_model(parts: Collection[str]) -> set[str]:
-    """The folders of a step that make up a model, without the rest of the training state."""
-    return {ABOUT, EMA if EMA in parts else PARAMS}
-
-
-def fetch_step(
-    place: StoredPath, choose: Callable[[Collection[str]], Collection[str]], *, numbers: bool = True
-) -> FetchedStep:
-    """Fetch a step, or the newest one in a folder of checkpoints; see `retry_with_newest_step` for runs in progress.
-
-    Args:
-      choose: selects folders of the step.
-      numbers: whether to fetch array data at once, rather than in `FetchedStep.complete`.
+    Returns:
+      The step, and its copy: its configuration, vocabulary and parameters, without the rest of the training state.
 
     Raises:
-      StepRemovedError: the run has saved a newer step in the meantime, and may have removed this one.
-      CheckpointError: no step, or one that cannot be read; a DamagedError if a file is not what was saved.
-      OSError: the store does not respond; the message names the object.
+      CheckpointError: no step; or it was removed meanwhile, or the cache cannot be written to.
+      OSError: the store does not respond.
     """
-    now = place.resolve()
-    step = now if is_step(now) else now / str(existing_step(now, None))
-    scratch = ScratchFolder()
+    step = location if is_step(location) else location / str(existing_step(location, None))
+    unread = {REST, PARAMS} if (step / EMA).is_dir() else {REST}
+    files = ((name, entry) for name, entry in objects_below(step) if name.partition("/")[0] not in unread)
+    entries = {f"{step.name}/{name}": entry for name, entry in files}
     try:
-        folder = scratch.path / step.name
-        sums = _wanted(step, choose)
-        _fetch_all(step, folder, {name: sums[name] for name in sums if numbers or not NUMBER_FILES.fullmatch(name)})
-        return FetchedStep(folder, step, sums, scratch)
-    except (CheckpointError, OSError):
-        scratch.close()
-        if step is not now and steps_in(place.resolve())[-1:] != [int(step.name)]:
-            raise StepRemovedError(f"{step} was removed while it was read; try again") from None
-        raise
-
-
-def fetch_files(step: StoredPath, folder: Path) -> None:
-    """Fetch all files of a step into a new folder; see `fetch_step`."""
-    _fetch_all(step, folder, _wanted(step, lambda parts: parts))
-
-
-def _wanted(step: StoredPath, choose: Callable[[Collection[str]], Collection[str]]) -> dict[str, str]:
-    """{name: checksum} of the files in the chosen folders."""
-    sums = read_sums(step)
-    if sums is None:
-        raise DamagedError(f"{step} has missing or damaged checksums; read another step")
-    if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in sums):
-        raise DamagedError(f"{step}: its checksums name a file outside of it; read another step")
-    wanted = set(choose({name.partition("/")[0] for name in sums}))
-    return {name: found for name, found in sums.items() if name.partition("/")[0] in wanted}
-
-
-def _fetch_all(step: StoredPath, folder: Path, sums: Mapping[str, str]) -> None:
-    def fetch(name: str) -> None:
-        target = folder / name
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            found = _fetch(step / name, target)
-        except FileNotFoundError:
-            raise DamagedError(f"{step / name} is missing") from None
-        except OSError as error:
-            if isinstance(error.filename, str) and "://" in error.filename:
-                raise
-            raise CheckpointError(f"{cannot_write(target, error)}; TMPDIR sets the folder for {step}") from None
-        if found != sums[name]:
-            raise DamagedError(f"{step / name} is not what was saved (its SHA-256 differs)")
-
-    with ThreadPoolExecutor(FILE_THREADS) as pool:
-        list(pool.map(fetch, sums))
-
-
-def _fetch(source: StoredPath, target: Path) -> str:
-    """Fetch a file completely or not at all; returns its SHA-256."""
-    digest, size = hashlib.sha256(), source.stat().st_size
-    try:
-        with target.open("wb") as file:
-            for first in range(0, size, MAX_REQUEST_BYTES):
-                piece = source.view.read(source.key, first, min(first + MAX_REQUEST_BYTES, size))
-                digest.update(piece)
-                file.write(piece)
-    except BaseException:
-        target.unlink(missing_ok=True)
-        raise
-    return digest.hexdigest()
+        return step, fetch_to_cache(step.parent, entries, CheckpointError) / step.name
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{step} was removed while it was read ({error.filename}); try again") from None

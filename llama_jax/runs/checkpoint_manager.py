@@ -1,21 +1,17 @@
 """The checkpoints of a run while it trains: saved in the background, the last and best kept, restored bit for bit.
 
-The files are described in `llama_jax.formats.step_dirs`. A step's folder appears only when complete: it is written under
-another name, with checksums of its files, and renamed; so whenever the process dies, earlier steps can be restored. A
-`CheckpointStore` decides where it gets its name, on disk or in an object store.
+orbax writes a step; its checksums are written when it is complete, and removed first when it is deleted. Without them it is
+not a step (`llama_jax.formats.step_dirs`), so whenever the process dies, earlier steps can be restored.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -47,29 +43,28 @@ from llama_jax.formats.step_dirs import (
     DamagedError,
     by_loss,
     existing_step,
+    is_step,
     read_metadata,
+    remove_step,
     steps_in,
     verify,
     write_sums,
 )
-from llama_jax.runs.run_folder import REMOVED, CheckpointStore
-from llama_jax.storage.atomic_write import remedy_for, remove_leftovers
+from llama_jax.runs.run_folder import Mirror
+from llama_jax.storage import Location
+from llama_jax.storage.atomic_write import remedy_for
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.step import TrainState
 
-# Suffixes to a step's number in the name of a folder being written or removed: such a folder is not a checkpoint.
-TEMPORARY = ".orbax-checkpoint-tmp"  # orbax is writing it
-SAVING = ".saving"  # its checksums are being written; or it was replaced
+TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"  # of a folder that orbax is writing
 SAVE_TIMEOUT = 1800.0  # seconds
-
-_log = logging.getLogger("llama_jax.runs")
 
 
 class CheckpointManager:
     """The checkpoints of one run, for the process that trains it: two must not write into one folder at the same time.
 
-    With several processes, each makes one and calls the same methods; the first of them writes what is not an array. They
-    share one folder, or each host has a folder of the same name (`CheckpointStore.shared`).
+    With several processes, each makes one for the same folder, on a disk that they share, and calls the same methods; the
+    first of them writes what is not an array.
     """
 
     def __init__(
@@ -79,22 +74,21 @@ class CheckpointManager:
         keep_last: int = 2,
         keep_best: int = 1,
         timeout: float = SAVE_TIMEOUT,
-        store: CheckpointStore | None = None,
-        stuck: Callable[[StuckSaveError], object] | None = None,
+        check: Callable[[], None] = lambda: None,
+        mirror: Mirror | None = None,
     ) -> None:
         """Open a folder, which need not exist, and clean up after a killed process.
 
         Args:
           keep_last: number of newest steps to keep, at least 1.
           keep_best: number of additional steps to keep, those with the lowest validation loss.
-          timeout: maximum seconds of a save: first the call of `save`, and then its thread.
-          store: receives complete steps; None is `folder`, in which they are written.
-          stuck: called in another thread with the error of a `save` call that exceeds the timeout, since no exception
-            reaches a hanging thread. It may end the process; None logs the error.
+          timeout: maximum seconds of a save.
+          check: raises TrainingError if another run has the folder now.
+          mirror: uploads complete steps.
 
         Raises:
           ConfigError: an invalid number of checkpoints to keep, or an invalid time.
-          CheckpointError: the folder cannot be created.
+          CheckpointError: the folder cannot be used.
         """
         for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
             if value < least:
@@ -105,22 +99,16 @@ class CheckpointManager:
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._timeout = timeout
-        self._tell_stuck = stuck
-        self._store = CheckpointStore(self.folder) if store is None else store
+        self._check = check
+        self._mirror = mirror
         self._pending: _Save | None = None
-        self._latest: int | None = None  # as last known
         try:
-            if self._keeps_folder():
-                self.folder.mkdir(parents=True, exist_ok=True)
+            if _is_first() and self.folder.exists():
                 self._clear_up()
-            if _is_first():
-                self._store.clear_up()
         except OSError as error:
-            where = self._store.checkpoints
-            raise CheckpointError(f"{where} cannot be used for checkpoints ({error}); use another folder") from None
+            raise CheckpointError(f"{self.folder} cannot be used for checkpoints ({error}); use another folder") from None
         _wait_for_all("opened")
-        with suppress(OSError):
-            self.latest()
+        self._latest = self.latest()  # as last known
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -138,10 +126,9 @@ class CheckpointManager:
         *,
         validation_loss: float | None = None,
     ) -> None:
-        """Start writing the checkpoint of a step, after waiting for a save in progress.
+        """Start writing the checkpoint of a new step, after waiting for a save in progress.
 
-        Returns once the state may be donated and `metadata` changed. A checkpoint of the same step is replaced once the new
-        one is complete.
+        Returns once the state may be donated and `metadata` changed.
 
         Args:
           metadata: JSON values; "step", "validation_loss" and "versions" are added to it.
@@ -150,25 +137,22 @@ class CheckpointManager:
         Raises:
           CheckpointError: this save or the previous one failed; the message names the last good checkpoint. The next call
             can succeed.
+          StuckSaveError: a device or a disk does not respond within the timeout.
           TrainingError: another run has taken the folder over; nothing was written.
         """
-        self._store.check()
+        self._check()
         if validation_loss is not None and not math.isfinite(validation_loss):
             validation_loss = None
         versions = {name: version(name) for name in ("llama_jax", "jax", "orbax-checkpoint")}
         added = {"step": step, "validation_loss": validation_loss, "versions": versions}
-        about = _About(json.dumps({**metadata, **added}, indent=2), config, tokenizer)
+        text = json.dumps({**metadata, **added}, indent=2) + "\n"
         self.wait()
-        with ExitStack() as until_written, self._watched(step):
-            until_written.enter_context(without_tracebacks())
-            try:
-                with _writing(self._store):
-                    saving = ocp.save_checkpointables_async(self._saving(step), {**_parts(state), ABOUT: about})
-                pending = _Save(step, partial(self._finish, step, saving, until_written.pop_all()))
-                pending.start()
-            except Exception as error:  # orbax and its dependencies raise any type for a full disk
-                raise self._failure(step, error) from None
-            self._pending = pending
+        write_about = partial(_write_about, self.folder / str(step) / ABOUT, text, config, tokenizer)
+        self._pending = _Save(step, partial(self._write, step, state, write_about), self._upload, self._timeout)
+        self._pending.start()
+        self._wait_for(self._pending.copied)
+        if self._pending.ended.is_set():
+            self.wait()
 
     def wait(self) -> None:
         """Wait until a started save is complete.
@@ -177,41 +161,26 @@ class CheckpointManager:
           CheckpointError: it failed; see `save`. A StuckSaveError if it exceeded the timeout, or its thread has died.
           TrainingError: another run has taken the folder over.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        while not pending.ended.wait(min(1.0, max(0.0, self._left(pending)))):
-            if not pending.is_alive() and not pending.ended.is_set():
-                raise self._stuck(pending, "the thread that writes it has died")
-            if self._left(pending) <= 0:
-                raise self._stuck(
-                    pending,
-                    f"it has not been written within {self._timeout:g} s; if writing takes that long, raise the limit"
-                    " with --save-timeout (save_timeout=)",
-                )
-        if pending.error is not None:
-            raise pending.error
+        if self._pending is not None:
+            self._wait_for(self._pending.ended)
+            error, self._pending = self._pending.error, None
+            if error is not None:
+                raise error
 
     def check(self) -> None:
         """Raise the error of `wait` once a save is known to have failed or to take too long; never waits."""
-        self._store.check()
-        if self._pending is not None and (
-            self._pending.ended.is_set() or not self._pending.is_alive() or self._left(self._pending) <= 0
-        ):
+        self._check()
+        pending = self._pending
+        if pending is not None and (pending.ended.is_set() or time.monotonic() >= pending.deadline):
             self.wait()
 
     def steps(self) -> list[int]:
         """The steps that can be restored, ascending, without one that is being saved."""
-        return steps_in(self._store.now())
+        return steps_in(self.folder)
 
     def latest(self) -> int | None:
         """The newest step, or None if there is none."""
-        self._latest = max(self.steps(), default=None)
-        return self._latest
-
-    def best(self) -> int | None:
-        """The step with the lowest validation loss, or None if none has one."""
-        return next(iter(by_loss(self._store.now())), None)
+        return max(self.steps(), default=None)
 
     def restore(self, shapes: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """The saved state, bit for bit, and its metadata.
@@ -226,22 +195,20 @@ class CheckpointManager:
             older step.
         """
         self.wait()
-        _wait_for_all("restoring")  # the first process has renamed saved steps
-        step = existing_step(self._store.now(), step)
+        _wait_for_all("restoring")  # the first process has completed saved steps
+        step = existing_step(self.folder, step)
         try:
             return self._restore(shapes, step)
         except DamagedError as error:
-            older = next((s for s in reversed(self.steps()) if s < step and self._can_read(shapes, s)), None)
-            here = self._store.checkpoints / str(step)
+            intact = (other for other in reversed(self.steps()) if other < step and _is_intact(self.folder / str(other)))
+            older = next(intact, None)
+            here = self.folder / str(step)
             remedy = f"the last good checkpoint is step {older}: remove {here} to resume from there"
             remedy = "no older step is intact" if older is None else remedy
             raise CheckpointError(f"step {step} is damaged: {error}; {remedy}") from None
 
     def _restore(self, shapes: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
-        with self._store.local_step(step) as folder:
-            return self._read_folder(shapes, folder)
-
-    def _read_folder(self, shapes: TrainState, folder: Path) -> tuple[TrainState, dict[str, Any]]:
+        folder = self.folder / str(step)
         wanted = {name: jax.tree.map(_described, part) for name, part in _parts(shapes).items()}
         self._verify(folder)
         metadata = read_metadata(folder.parent, int(folder.name))
@@ -281,107 +248,85 @@ class CheckpointManager:
         if problem is not None or worst:
             raise problem or CheckpointError(f"{folder} cannot be read by another process")
 
-    def _can_read(self, shapes: TrainState, step: int) -> bool:
-        """Whether a step is intact, by reading it."""
+    def _write(self, step: int, state: TrainState, write_about: Callable[[], None], copied: threading.Event) -> None:
+        """In the thread: write a step, then delete those that are not kept."""
+        folder = self.folder / str(step)
         try:
-            self._restore(shapes, step)
-        except CheckpointError:
-            return False
-        return True
-
-    def _finish(self, step: int, saving: ocp.AsyncResponse[None], until_written: ExitStack) -> None:
-        """In the thread: wait for orbax, then delete steps that are not kept."""
-        with until_written:
-            try:
+            with without_tracebacks(), _orbax_settings():
+                saving = ocp.save_checkpointables_async(folder, _parts(state))
+                copied.set()
                 saving.result()
-                elsewhere = self._store.gather_step(self._saving(step), step)
-                if not _is_first():
-                    return
-                write_sums(self._saving(step), elsewhere)
-                self._store.put_step(self._saving(step), step)
-                self._latest = step
-            except UserError:  # the files may belong to another run now
-                raise
-            except Exception as error:
-                raise self._failure(step, error) from None
+            if _is_first():
+                self._check()
+                write_about()
+                write_sums(folder)
+            self._latest = step
+        except UserError:  # the files may belong to another run now
+            raise
+        except Exception as error:  # orbax and its dependencies raise any type for a full disk
+            raise self._failure(step, error) from None
+        if not _is_first():
+            return
         try:
-            self._clear_up()
-            steps = self.steps()
-            kept = {step, *steps[-self._keep_last :], *by_loss(self._store.now())[: self._keep_best]}
-            for old in steps:
-                if old not in kept:
-                    self._store.remove_step(old)
+            for old in set(self.steps()) - {step, *self._choose_kept(self.folder)}:
+                remove_step(self.folder / str(old))
         except OSError as error:
             raise CheckpointError(f"step {step} is saved, but an older checkpoint cannot be removed ({error})") from None
+
+    def _choose_kept(self, folder: Location) -> set[int]:
+        """The steps to keep of those in a folder."""
+        return {*steps_in(folder)[-self._keep_last :], *by_loss(folder)[: self._keep_best]}
+
+    def _upload(self) -> None:
+        if self._mirror is not None:
+            self._mirror.upload(self._choose_kept)
+
+    def finish_mirror(self) -> None:
+        """At the end of the run: upload the rest; raises TrainingError if that fails."""
+        if self._mirror is not None:
+            self._mirror.finish(self._choose_kept)
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Clean up after a failed save; return the error, which names the last good checkpoint."""
         left = ""
         wait_for_writers()
-        self._store.check()
-        if self._keeps_folder():
+        self._check()
+        if _is_first():
             try:
                 self._clear_up()
             except OSError as problem:
                 left = f"; its files cannot be removed ({problem})"
-        if isinstance(error, OSError) and "://" in str(error.filename):
-            cause, said = error, f"{error.filename}: {error.strerror}"
-        else:
-            cause = write_error(error)
-            said = cause.strerror or str(cause)
-        why = f"({said}){remedy_for(cause)}{left}"
-        return CheckpointError(f"{self._store.checkpoints}: step {step} could not be saved {why}; {self._last_good()}")
+        cause = write_error(error)
+        why = f"({cause.strerror or cause}){remedy_for(cause)}{left}"
+        return CheckpointError(f"{self.folder}: step {step} could not be saved {why}; {self._last_good()}")
 
-    def _stuck(self, pending: _Save, why: str) -> StuckSaveError:
-        """The error of a hanging save; its files stay, since its thread may still write them."""
-        return StuckSaveError(f"{self._store.checkpoints}: step {pending.step} is not saved: {why}; {self._last_good()}")
-
-    @contextmanager
-    def _watched(self, step: int) -> Iterator[None]:
-        """Report an error if the body exceeds the timeout: a device or a disk does not respond."""
-
-        def tell() -> None:
-            why = f"it did not start within {self._timeout:g} s (--save-timeout): a device or a disk does not respond"
-            # The last known step: listing the steps would hang as well.
-            error = StuckSaveError(f"{self._store.checkpoints}: step {step} is not saved: {why}; {self._last_known()}")
-            if self._tell_stuck is None:
-                _log.error("%s", error)
-            else:
-                self._tell_stuck(error)
-
-        timer = threading.Timer(self._timeout, tell)
-        timer.name, timer.daemon = f"watching step {step}", True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+    def _wait_for(self, event: threading.Event) -> None:
+        """Wait for an event of the pending save, or raise a StuckSaveError; its files stay, since its thread may write."""
+        pending = self._pending
+        assert pending is not None
+        while not event.wait(min(1.0, max(0.0, pending.deadline - time.monotonic()))):
+            why = ""
+            if not pending.is_alive() and not event.is_set():
+                why = "the thread that writes it has died"
+            elif time.monotonic() >= pending.deadline:
+                why = (
+                    f"it has not been written within {self._timeout:g} s: a device or a disk does not respond; if writing"
+                    " takes that long, raise the limit with --save-timeout (save_timeout=)"
+                )
+            if why:
+                self._pending = None
+                raise StuckSaveError(f"{self.folder}: step {pending.step} is not saved: {why}; {self._last_good()}")
 
     def _last_good(self) -> str:
-        with suppress(OSError):  # the store cannot be reached
-            self.latest()
-        return self._last_known()
-
-    def _last_known(self) -> str:
+        """The last good checkpoint as last known: a disk that does not respond could not list them."""
         return (
             "there is no good checkpoint yet" if self._latest is None else f"the last good checkpoint is step {self._latest}"
         )
 
-    def _left(self, pending: _Save) -> float:
-        """Seconds left until a save has taken too long."""
-        return pending.began + self._timeout - time.monotonic()
-
-    def _keeps_folder(self) -> bool:
-        return jax.process_index() == self._store.first
-
-    def _saving(self, step: int) -> Path:
-        return self.folder / f"{step}{SAVING}"
-
     def _clear_up(self) -> None:
-        """Remove whatever is not a checkpoint, and restore one whose replacement was not completed."""
-        remove_leftovers(self.folder)
+        """Remove whatever is left of steps that are not complete."""
         for path in sorted(self.folder.iterdir()):
-            if path.name.endswith((TEMPORARY, SAVING, REMOVED)):
+            if path.name.endswith(TEMPORARY_SUFFIX) or (path.name.isdecimal() and not is_step(path)):
                 shutil.rmtree(path)
 
 
@@ -390,48 +335,41 @@ class _Save(threading.Thread):
     when it ends.
 
     Attributes:
+      copied: set when the state may be donated, or the save has failed.
       ended: set when it ends, with or without an `error`; never set if the thread dies before it runs.
-      began: start time by the monotonic clock.
+      deadline: when it has taken too long, by the monotonic clock; requests of an upload have their own limits.
     """
 
-    def __init__(self, step: int, finish: Callable[[], None]) -> None:
+    def __init__(
+        self, step: int, write: Callable[[threading.Event], None], upload: Callable[[], None], timeout: float
+    ) -> None:
         super().__init__(name=f"saving step {step}", daemon=True)
         self.step = step
-        self.ended = threading.Event()
+        self.copied, self.ended = threading.Event(), threading.Event()
         self.error: BaseException | None = None
-        self.began = time.monotonic()
-        self._finish = finish
+        self.deadline = time.monotonic() + timeout
+        self._write = write
+        self._upload = upload
 
     def run(self) -> None:
         try:
-            self._finish()
+            self._write(self.copied)
+            self.deadline = math.inf
+            self._upload()
         except BaseException as error:  # raised by `wait`
             self.error = error
         finally:
             self.ended.set()
+            self.copied.set()
 
 
-@dataclass(frozen=True)
-class _About:
-    """The files of a step other than arrays; orbax calls `save`, as for any `ocp.StatefulCheckpointable`."""
-
-    metadata: str
-    config: LlamaConfig
-    tokenizer: Tokenizer | None
-
-    async def save(self, directory: Any) -> Any:
-        return self._write(directory)  # awaited by orbax in its thread
-
-    async def _write(self, directory: Any) -> None:
-        folder = Path(await directory.await_creation())
-        if _is_first():
-            write_config(folder, self.config, scaled_context=True)
-            (folder / METADATA_FILE).write_text(self.metadata + "\n", encoding="utf-8")
-            if self.tokenizer is not None:
-                self.tokenizer.save(folder)
-
-    async def load(self, directory: Any) -> Any:
-        raise NotImplementedError("read_metadata and load read it")
+def _write_about(folder: Path, metadata: str, config: LlamaConfig, tokenizer: Tokenizer | None) -> None:
+    """Write the files of a step other than arrays."""
+    folder.mkdir()
+    write_config(folder, config, scaled_context=True)
+    (folder / METADATA_FILE).write_text(metadata, encoding="utf-8")
+    if tokenizer is not None:
+        tokenizer.save(folder)
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
@@ -440,17 +378,12 @@ def _parts(state: TrainState) -> dict[str, Any]:
     return {PARAMS: state.params, **average, REST: state.replace(params=None, ema=None)}
 
 
-def _writing(store: CheckpointStore) -> ocp.Context:
+def _orbax_settings() -> ocp.Context:
     """The settings with which orbax writes."""
     context = ocp.Context()
-    if not store.shared:
-        # Each host makes its folder, and an index of what it has written. Orbax would compare its notes about arrays with
-        # those of all processes, in one folder.
-        context.multiprocessing_options.primary_host = store.first
-        context.array_options.saving.array_metadata_store = None
     # Trained float32 values shrink by 7%, and compressing them takes the CPU from training for a second or more.
     context.array_options.saving.use_compression = False
-    # In `save` instead of the thread: after an error there the writers would wait for the folders until they time out.
+    # After an error the writers would wait for the folders until they time out.
     context.async_options.create_directories_asynchronously = False
     # A process writes its copies of an array to one disk; splitting them would compile a program per shape.
     context.array_options.saving.use_replica_parallel = jax.process_count() > 1
@@ -473,3 +406,11 @@ def _is_first() -> bool:
 def _wait_for_all(what: str) -> None:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"snapshots {what}")
+
+
+def _is_intact(step: Path) -> bool:
+    try:
+        verify(step)
+    except CheckpointError:
+        return False
+    return True

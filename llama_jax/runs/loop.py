@@ -14,9 +14,9 @@ import jax
 
 from llama_jax.analysis.hardware import find_hardware
 from llama_jax.data.data_files import Data, find_data
-from llama_jax.errors import CheckpointError, StuckSaveError, TrainingError
+from llama_jax.errors import CheckpointError, StuckSaveError, TrainingError, reading
 from llama_jax.formats import open_checkpoint
-from llama_jax.formats.step_dirs import CHECKPOINTS
+from llama_jax.formats.step_dirs import CHECKPOINTS, by_loss
 from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.params import Llama
@@ -34,7 +34,7 @@ from llama_jax.runs.recipes import check_weights, find
 from llama_jax.runs.run_folder import RunFolder, open_run
 from llama_jax.runs.signals import Stopping, StopRequest
 from llama_jax.runs.tasks.interface import Backend, BatchSource, EvalResult, Task, TaskContext, TaskInputs, TrainingProgram
-from llama_jax.storage import locate
+from llama_jax.storage import locate, resolved
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import FORMULA, flops_utilization
 from llama_jax.training.optimizer import learning_rate_schedule
@@ -73,7 +73,6 @@ def train(
     trace: range | None = None,
     track: Sequence[Track] = (),
     save_timeout: float = SAVE_TIMEOUT,
-    stuck: Callable[[StuckSaveError], object] | None = None,
     processes: Processes | None = None,
     log: Log | None = None,
 ) -> Result:
@@ -86,8 +85,8 @@ def train(
     Args:
       recipe: a `Recipe`, the name of a built-in one, or FILE.py:FUNCTION (`runs.recipes.find`).
       workdir: a folder that no other run uses at the same time, for recipe.json, metrics.jsonl and checkpoints/STEP. Several
-        processes need it on a shared file system. Or a URL, s3:// or gs://: metrics are in parts then, and each host
-        needs a TMPDIR of its own with room for a checkpoint (docs/storage.md).
+        processes need it on a shared file system. Or a URL, s3:// or gs://: the run is then written to a folder in the
+        cache, and uploaded with each checkpoint (docs/storage.md).
       data: a file, a folder or several, see `data.open_corpus`; or a mixture of several `WeightedData`, each with exactly
         its share of the rows, and epochs of its own.
       validation_data: as `data`; by default a share of the documents of each source of `data` is held out.
@@ -101,8 +100,6 @@ def train(
       trace: steps, counted from 1, whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
       track: trackers that get the numbers of metrics.jsonl too, see `runs.metrics`.
       save_timeout: maximum seconds for writing a checkpoint in the background; if exceeded, the run ends with an error.
-      stuck: called with the error, in another thread, if this thread hangs for longer than `save_timeout` when it starts to
-        write a checkpoint, where no exception can reach it. The command line ends the process; None logs the error.
       processes: with several processes, the result of `parallel.multihost.join_job`; all call this with the same arguments.
       log: prints progress, such as `runs.log.Log()`; None prints nothing.
 
@@ -145,19 +142,19 @@ def train(
     check_trackers(track)
     preflight.check_sources(recipe, sources, validation_sources)
     with (
-        open_run(location, processes, log) as run_folder,
+        open_run(location, processes, log, resume=resume) as run_folder,
         CheckpointManager(
             run_folder.path / CHECKPOINTS,
             keep_last=recipe.keep_last,
             keep_best=recipe.keep_best,
             timeout=save_timeout,
-            store=run_folder,
-            stuck=stuck,
+            check=run_folder.check,
+            mirror=run_folder.mirror,
         ) as checkpoints,
         StopRequest(alone=processes.count == 1, quiet=processes.index > 0) as stop,
     ):
         folder = run_folder.path
-        metadata, recipe = preflight.resume_metadata(checkpoints, run_folder.place, recipe, resume)
+        metadata, recipe = preflight.resume_metadata(checkpoints, folder, recipe, resume)
         stop.saved_step = None if metadata is None else metadata["step"]
         if metadata is None and recipe.vocabulary == "bpe":
             log.line(f"learning a vocabulary of {recipe.model.vocab_size} pieces from the text")
@@ -166,7 +163,7 @@ def train(
             [file for source in sources for file in source.files],
             given=tokenizer,
             pretrained=task_kind(recipe).tokenizer(recipe) if pretrained is None else pretrained.tokenizer(),
-            resumed_run=run_folder.place if metadata else None,
+            resumed_run=folder if metadata else None,
         )
         recipe = preflight.fix_template_time(recipe, run_tokenizer, metadata, processes)
         prompts = preflight.encode_prompts(recipe, run_tokenizer)
@@ -178,7 +175,7 @@ def train(
         given_recipe, recipe = recipe, task.recipe
         preflight.check_data(metadata, task, reweigh=reweigh)
         if metadata is not None:
-            preflight.check_recipe(metadata, run_folder.place, recipe)
+            preflight.check_recipe(metadata, folder, recipe)
         preflight.check_trace(recipe, trace)
         if processes.first_of_host:
             processes.barrier("text tokenized")
@@ -338,7 +335,8 @@ class _TrainingRun:
                 self.metrics.close()
             if self.tracking is not None:
                 self.tracking.close()
-        self.folder.put()
+        self.folder.check()
+        self.checkpoints.finish_mirror()
         self._log_end(step)
         stopped = self.stop.name if step < recipe.steps else None
         return Result(step, state, self.validation, stopped)
@@ -441,13 +439,15 @@ class _TrainingRun:
         self._write("event", step, event="save")
 
     def _log_end(self, step: int) -> None:
-        best = self.checkpoints.best()
         if self.stop.name is not None and step < self.recipe.steps:
             self.log.line(f"{self.stop.name}: stopped and saved at step {step}; continue with --resume")
             return
         text = f"done: step {step}" + ("" if self.validation is None else f", validation {self.validation.text}")
-        if best is not None and best != step:
-            text += f"; the best was step {best}, in {self.folder.place / CHECKPOINTS / str(best)}"
+        stored = resolved(self.folder.location) / CHECKPOINTS
+        with reading(stored, TrainingError):
+            best = next(iter(by_loss(stored)), step)
+        if best != step:
+            text += f"; the best was step {best}, in {self.folder.location / CHECKPOINTS / str(best)}"
         self.log.line(text)
 
     def _write(self, kind: str, step: int, **values: Any) -> None:

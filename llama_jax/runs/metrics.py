@@ -20,7 +20,6 @@ from llama_jax.runs.log import Log
 from llama_jax.storage.atomic_write import write_atomically
 
 METRICS = "metrics.jsonl"  # in the folder of a run
-PARTS = "metrics"  # in a store, which cannot append: a folder of 000001.jsonl and so on
 
 
 class Metrics:

@@ -23,7 +23,7 @@ from llama_jax.data import ChatReading
 from llama_jax.data.data_files import FoundData
 from llama_jax.data.documents import TOKENS, kind_of, read_documents
 from llama_jax.data.load_corpus import examine
-from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, reading, shown
+from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, shown
 from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_metadata, verify
 from llama_jax.model.checks import check_parts_found
 from llama_jax.model.lora import adapter_count
@@ -33,7 +33,6 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.multihost import Processes
 from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.compiled_step import UTILIZATION, check_mesh
-from llama_jax.runs.locks import run_of
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import METRICS
 from llama_jax.runs.recipe import FITTED_SETTINGS, RECIPE_FILE, Recipe, RewardSettings, differences, to_dict
@@ -93,9 +92,6 @@ def check_same_arguments(
 
 def _mark_of(run: RunFolder, processes: Processes) -> str:
     """Check that every process can read what process 0 has just written into the folder of the run."""
-    if isinstance(run.place, StoredPath):
-        with reading(run.place, TrainingError):
-            return f"{run.place} with the lease of run {run_of(run.place)}"
     folder = run.path
     mark = folder / ".shared"
     if processes.index == 0:
@@ -107,7 +103,8 @@ def _mark_of(run: RunFolder, processes: Processes) -> str:
     try:
         found = mark.read_text()
     except OSError:
-        found = f"{folder.resolve()} on {platform.node()}, which is not the same folder"
+        remedy = " (LLAMA_JAX_CACHE must be on a disk that all hosts share)" if isinstance(run.location, StoredPath) else ""
+        found = f"{folder.resolve()} on {platform.node()}, which is not the same folder{remedy}"
     processes.barrier("mark read")
     if processes.index == 0:
         mark.unlink(missing_ok=True)
@@ -143,7 +140,7 @@ def check_trace(recipe: Recipe, trace: range | None) -> None:
 
 
 def resume_metadata(
-    checkpoints: CheckpointManager, folder: Location, recipe: Recipe, resume: bool
+    checkpoints: CheckpointManager, folder: Path, recipe: Recipe, resume: bool
 ) -> tuple[dict[str, Any] | None, Recipe]:
     """The metadata of the checkpoint to resume from, or None for a new run; and the recipe.
 
@@ -174,7 +171,7 @@ def resume_metadata(
     return metadata, recipe
 
 
-def check_recipe(metadata: dict[str, Any], folder: Location, recipe: Recipe) -> None:
+def check_recipe(metadata: dict[str, Any], folder: Path, recipe: Recipe) -> None:
     """Raise TrainingError if a run is resumed by another recipe; sizes from the data are compared once they are known."""
     changed = differences(metadata["recipe"], json.loads(json.dumps(to_dict(recipe))))
     if not recipe.steps:
@@ -323,7 +320,7 @@ def choose_tokenizer(
     *,
     given: str | os.PathLike[str] | None,
     pretrained: Tokenizer | None,
-    resumed_run: Location | None,
+    resumed_run: Path | None,
 ) -> Tokenizer:
     """The tokenizer of the resumed run; else the given one, that of the pretrained model, or a new one for the recipe.
 

@@ -1,399 +1,218 @@
-"""The folder of a run: where it works, and where its output is stored, on disk or in an object store.
+"""The folder of a run on this machine, and its mirror in an object store.
 
-A run in a store works in a folder in TMPDIR, and uploads each finished file. Objects are whole or missing, and written in
-this order: first what a step needs next to it (recipe.json, reference.npz, the metrics so far), then the files of the step,
-and its checksums last, without which it is not a step. The lease is checked before every request that changes something.
-
-Each of several hosts works in a separate folder. It uploads the array data that it has written, in files whose names no
-other host uses; everything else is uploaded by process 0, which alone holds the lease.
+A run is always written to a disk. If it is given a URL, its folder is in the cache, and after each checkpoint what is new is
+uploaded: recipe.json, metrics.jsonl and other files, then the checkpoint, with its checksums last, without which it is not a
+step. On another machine, the run first fetches the newest step. There are no locks in a store: a process that finds a newer
+step than its own there uploads nothing.
 """
 
 from __future__ import annotations
 
-import base64
+import hashlib
 import logging
-import os
-import platform
-import shutil
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from llama_jax.errors import CheckpointError, TrainingError
-from llama_jax.formats.orbax_index import MANIFEST, add_index
-from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, NUMBER_FILES, SUMS, fetch_files, files_in, is_step, sums_of
+from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, SUMS, DamagedError, is_step, read_sums, steps_in, verify
 from llama_jax.parallel.multihost import Processes
-from llama_jax.runs.locks import LEASE, Lease, folder_lock
 from llama_jax.runs.log import Log
-from llama_jax.runs.metrics import METRICS, PARTS
-from llama_jax.storage import Location, StoredPath, consistent_reader
-from llama_jax.storage.atomic_write import ScratchFolder, flush_folders, replace_path
+from llama_jax.storage import Location, StoredPath
+from llama_jax.storage.atomic_write import lock_file, write_atomically
+from llama_jax.storage.object_cache import fetch_objects, objects_below
+from llama_jax.storage.paths import cache_folder
 
-REMOVED = ".removed"  # suffix to a step's number in the name of a folder being deleted
-THREADS = 4  # files uploaded concurrently, large ones in parts
-PATIENCE = (60.0,) * 10  # seconds between retries, after those of `storage.consistent_reader`, as a run costs more
-METRICS_EVERY = 15.0  # seconds
-LEAVING = 20.0  # maximum seconds for uploading the rest of a failed run
-PART = 1 << 20  # bytes of metrics in an object, after which another one begins
-READING = "reading"  # next to the folder of checkpoints: downloaded steps
+RUN_LOCK = "lock"  # in the folder of a run
+RUNS = "runs"  # in the cache: folders of runs that are mirrored
+UPLOAD_THREADS = 4  # files uploaded concurrently, large ones in parts
 
 _log = logging.getLogger("llama_jax.storage")
 
 
-class CheckpointStore:
-    """The complete steps of a run. This class is a folder on disk, in which a step is renamed once it is complete.
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run, to which no other run on this machine writes.
 
     Attributes:
-      checkpoints: the folder of the steps, for messages.
-      shared: whether all processes write a step into one folder; otherwise each host has its own.
-      first: index of the first of the processes that share this process's folder.
+      location: as given, for readers.
+      path: the folder on this machine.
+      check: raises TrainingError once the folder was removed or replaced.
+      mirror: uploads it, in process 0 of a run at a URL; otherwise None.
     """
 
-    shared, first = True, 0
-
-    def __init__(self, checkpoints: Location, check: Callable[[], None] = lambda: None) -> None:
-        """`check` raises TrainingError if this run no longer has its folder to itself, without a request to a store."""
-        self.checkpoints = checkpoints
-        self.check = check
-
-    def now(self) -> Location:
-        """`checkpoints`, as a reader finds it now."""
-        return self.checkpoints
-
-    def clear_up(self) -> None:
-        """Remove leftovers of killed runs that are not steps; on disk `CheckpointManager` does, before each save."""
-
-    def gather_step(self, written: Path, step: int) -> dict[str, str]:
-        """Add other hosts' files to the folder of process 0; call in every process, before `put_step`.
-
-        Returns:
-          In process 0: {name: checksum} of the step's files that are already uploaded and not in its folder.
-
-        Raises:
-          OSError, TrainingError: see `put_step`.
-        """
-        return {}
-
-    def put_step(self, written: Path, step: int) -> None:
-        """In process 0: durably store a local folder, with its checksums, as the step.
-
-        Raises:
-          OSError: it cannot be written, and there is no such step.
-          TrainingError: another run has taken this run's folder over; nothing was written.
-        """
-        self.check()
-        flush_folders(written)
-        replace_path(written, Path(self.checkpoints / str(step)))
-
-    def remove_step(self, step: int) -> None:
-        """Remove a step, so that a reader never finds part of it."""
-        # Renamed first: a process killed in between leaves no partial checkpoint under a step's name.
-        folder = Path(self.checkpoints / str(step))
-        shutil.rmtree(folder.rename(folder.with_name(f"{step}{REMOVED}")))
-
-    @contextmanager
-    def local_step(self, step: int) -> Iterator[Path]:
-        """A local folder that contains the step's files, within the context."""
-        yield Path(self.checkpoints / str(step))
-
-
-class RunFolder(CheckpointStore):
-    """The folder of a run. This class is a folder on disk, and is written to directly.
-
-    Attributes:
-      place: as given, for messages and readers.
-      path: the local folder where everything is written.
-    """
-
-    def __init__(self, place: Location, path: Path, check: Callable[[], None]) -> None:
-        super().__init__(place / CHECKPOINTS, check)
-        self.place, self.path = place, path
-
-    def put(self) -> None:
-        """Make sure that everything written to `path` is in `place`: whole files, and lines of metrics.
-
-        Raises:
-          TrainingError: it cannot be written there, or another run has taken the folder over.
-        """
-        self.check()
+    location: Location
+    path: Path
+    check: Callable[[], None]
+    mirror: Mirror | None = None
 
 
 @contextmanager
-def open_run(place: Location, processes: Processes, log: Log) -> Iterator[RunFolder]:
-    """The folder of a run, to which no other run writes within the context.
+def open_run(location: Location, processes: Processes, log: Log, *, resume: bool) -> Iterator[RunFolder]:
+    """The folder of a run; of one at a URL with the newest step in the store, if that is newer than those on this machine.
 
     Raises:
-      TrainingError: another run does, or it cannot be written to.
+      TrainingError: another run uses the folder, it cannot be written to, or the store does not respond or has a step and
+        the run is not resumed.
     """
-    if isinstance(place, Path):
-        with folder_lock(place) if processes.index == 0 else nullcontext(lambda: None) as check:
-            yield RunFolder(place, place, check)
-        return
-    if place.view.root.startswith("hf://"):
-        raise TrainingError(f"{place} is on the Hub, where runs cannot be stored; pass a local folder, s3:// or gs://")
-    run = StoredRun(place, processes, log, Path(os.fsdecode(processes.receive())) if processes.index else None)
-    try:
-        if processes.index == 0:
-            processes.broadcast(os.fsencode(run.path))
-        yield run
-    except BaseException:
-        run.end(failed=True)
-        raise
-    run.end(failed=False)
+    path = location if isinstance(location, Path) else _working_folder(location)
+    with lock_run(path) if processes.index == 0 else nullcontext(lambda: None) as check:
+        mirror = None
+        if isinstance(location, StoredPath):
+            if processes.index == 0:
+                log.line(f"{location}: the run is written to {path}; checkpoints are uploaded when they are complete")
+                mirror = Mirror(path, location)
+                mirror.fetch(resume=resume)
+            processes.barrier("run fetched")
+        yield RunFolder(location, path, check, mirror)
 
 
-class StoredRun(RunFolder):
-    """A run in a store. Process 0 holds its lease; all processes work in folders with the same path, as orbax requires."""
+@contextmanager
+def lock_run(folder: Path) -> Iterator[Callable[[], None]]:
+    """Lock the folder of a run: two runs in it would delete each other's checkpoints.
 
-    def __init__(self, place: StoredPath, processes: Processes, log: Log, path: Path | None = None) -> None:
-        """Take the lease, and download files of an earlier run other than its steps.
+    Yields:
+      A function that raises TrainingError once the folder or the lock was removed, renamed or replaced.
+    """
+    with lock_file(folder / RUN_LOCK, folder, TrainingError) as is_locked:
+
+        def check() -> None:
+            if not is_locked():
+                raise TrainingError(
+                    f"{folder} is no longer the folder of this run: it, or {RUN_LOCK!r} in it, was removed or replaced;"
+                    " nothing more is written; if the folder was renamed, resume there with --resume"
+                )
+
+        yield check
+
+
+def _working_folder(location: StoredPath) -> Path:
+    """The folder of a run at a URL: the same one whenever it is resumed on this machine."""
+    url = str(location)
+    if url.startswith("hf://"):
+        raise TrainingError(f"{url} is on the Hub, where runs cannot be stored; pass a local folder, s3:// or gs://")
+    name = re.sub(r"[^A-Za-z0-9]+", "-", url)[-60:].strip("-")
+    return cache_folder() / RUNS / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+
+
+class Mirror:
+    """The copy of a run's folder in an object store, written by one process."""
+
+    def __init__(self, folder: Path, location: StoredPath) -> None:
+        self._folder = folder
+        self._location = location
+        self._uploaded: dict[Path, tuple[int, int]] = {}  # sizes and modification times of files of the run
+        self._error: OSError | CheckpointError | None = None
+
+    def fetch(self, *, resume: bool) -> None:
+        """Fetch the newest step, after the files beside the checkpoints, unless this machine has it or a newer one.
+
+        Raises:
+          TrainingError: there is one and the run is not resumed, it is damaged, or the store or the disk fails.
+        """
+        try:
+            store = self._location.resolve()
+            newest = max(steps_in(store / CHECKPOINTS), default=None)
+            if newest is not None and not resume:
+                raise TrainingError(
+                    f"{store} holds a run that is at step {newest}; continue with --resume, or use another --workdir"
+                )
+            if newest is None or newest <= max(steps_in(self._folder / CHECKPOINTS), default=-1):
+                return
+            beside = store.view.names(store.key).items()
+            files = {name: entry for name, entry in beside if entry.size is not None and not name.startswith(".")}
+            fetch_objects(store, files, self._folder)
+            step, local = store / CHECKPOINTS / str(newest), self._folder / CHECKPOINTS / str(newest)
+            with write_atomically(local, folder=True, raises=TrainingError) as target:
+                fetch_objects(step, dict(objects_below(step)), target)
+                try:
+                    verify(target)
+                except DamagedError as error:
+                    damage = str(error).replace(str(target), str(step))
+                    raise TrainingError(f"{damage}; remove {step} to resume from an older step") from None
+        except OSError as error:
+            raise TrainingError(f"{self._location} cannot be fetched to {self._folder} ({_reason(error)})") from None
+
+    def upload(self, choose_kept: Callable[[Location], set[int]]) -> None:
+        """Upload what is new, and remove steps that are not kept. A failure is logged; the next call tries again.
 
         Args:
-          path: the path of process 0, in all other processes: they take no lease.
+          choose_kept: returns the steps to keep of those in a folder of checkpoints.
+        """
+        try:
+            self._upload(choose_kept)
+            self._error = None
+        except (OSError, CheckpointError) as error:
+            self._error = error
+            _log.warning(
+                "%s: not uploaded (%s); the checkpoints are in %s, and the next upload tries again",
+                self._location,
+                _reason(error),
+                self._folder,
+            )
+
+    def finish(self, choose_kept: Callable[[Location], set[int]]) -> None:
+        """Upload what is new at the end of the run, as `upload`.
 
         Raises:
-          TrainingError: another run has the lease, the store cannot be read and written, or the path cannot be created.
+          TrainingError: it cannot be uploaded.
         """
-        self._store = place.resolve()
-        self._scratch = ScratchFolder() if path is None else None
-        super().__init__(self._store, self._scratch.path / "run" if self._scratch else Path(path or ""), self._check)
-        self.shared, self.first = processes.on_one_host, processes.host
-        self._lease = Lease(self._store) if path is None else None
-        self._processes = processes
-        self._downloaded = self.path / READING
-        self._uploaded: dict[str, tuple[int, int]] = {}  # size and local modification time of files in the store
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        if path is not None and not processes.first_of_host:
-            return
-        try:
-            self._scratch = self._scratch or ScratchFolder(self.path.parent)
-            self.path.mkdir()
-        except OSError as error:
+        self.upload(choose_kept)
+        if self._error is not None:
             raise TrainingError(
-                f"{self.path.parent} cannot be created on {platform.node()} ({error.strerror}); TMPDIR must be set to a"
-                " folder that exists on every host, and that no two hosts share"
-            ) from None
-        try:
-            if self._lease is not None:
-                self._lease.acquire(log.line)
-            self._fetch()
-        except BaseException as error:
-            self.end(failed=True)
-            if isinstance(error, OSError):
-                raise TrainingError(self._cannot_reach(error)) from None
-            raise
-        if self._lease is not None:
-            threading.Thread(target=self._upload_regularly, name="metrics", daemon=True).start()
+                f"{self._location} does not have all of this run ({_reason(self._error)}), which is complete in"
+                f" {self._folder}; run the same command with --resume to upload it"
+            )
 
-    def put(self) -> None:
-        try:
-            self.put_files()
-        except OSError as error:
-            raise TrainingError(self._cannot_reach(error)) from None
-
-    def put_files(self, *, also_in_folders: bool = False) -> None:
-        """In process 0: upload changed files, and the metrics.
-
-        Files at the top level are complete (`atomic_write`); those in folders, which TensorBoard and profilers write at any
-        time, are uploaded when the run ends.
-
-        Raises:
-          OSError: an object cannot be written.
-          TrainingError: another run has the lease.
-        """
-        if self._lease is None:
-            return
-        with self._lock:
-            for file in sorted(self.path.rglob("*") if also_in_folders else self.path.iterdir()):
-                name = file.relative_to(self.path).as_posix()
-                if not file.is_file() or name == METRICS or name.startswith((".", f"{CHECKPOINTS}/", f"{READING}/")):
-                    continue
-                mark = _mark(file)
-                if self._uploaded.get(name) != mark:
-                    self._write(self._store / name, file)
-                    self._uploaded[name] = mark
-            self._put_metrics()
-
-    def end(self, *, failed: bool) -> None:
-        """Upload remaining files, unless the lease is lost, and release the folder to other runs.
-
-        Raises:
-          TrainingError: they cannot be written; not raised for a failed run, which has an error already.
-        """
-        self._stop.set()
-        try:
-            if failed:  # a request may hang, and nothing may wait for it
-                thread = threading.Thread(target=self._leave_quietly, name="leaving", daemon=True)
-                thread.start()
-                thread.join(LEAVING)
-            else:
-                self._leave()
-        except OSError as error:
-            raise TrainingError(self._cannot_reach(error)) from None
-        finally:
-            if self._scratch is not None and self._lease is not None:
-                self._scratch.close()
-
-    def now(self) -> StoredPath:
-        return (self._store / CHECKPOINTS).resolve()
-
-    def clear_up(self) -> None:
-        now = self.now()
-        for name in now.view.names(now.key):
-            if name.isdecimal() and str(int(name)) == name and not is_step(now / name):
-                self.remove_step(int(name))
-
-    def gather_step(self, written: Path, step: int) -> dict[str, str]:
-        if self._lease is not None:
-            self.put_files()
-            self.remove_step(step)
-        self._processes.barrier(f"room for step {step}")
-        share: dict[str, dict[str, str]] = {"sums": {}, "files": {}}
-        if self._processes.first_of_host:
-            shutil.rmtree(self._downloaded, ignore_errors=True)
-            names = files_in(written)
-            numbers = [name for name in names if NUMBER_FILES.fullmatch(name)]
-            self._put_step_files(written, step, numbers)
-            if self._lease is None:
-                small = [name for name in names if name not in numbers]
-                share["files"] = {name: base64.b64encode((written / name).read_bytes()).decode() for name in small}
-                share["sums"] = sums_of(written, numbers)
-                shutil.rmtree(written)
-        elsewhere: dict[str, str] = {}
-        for other in self._processes.gather(f"step {step} put", share)[1:]:
-            elsewhere |= other["sums"]
-            for name, content in other["files"].items():  # in order of names: the manifest of an index is last
-                _add(written, name, base64.b64decode(content))
-        return elsewhere
-
-    def put_step(self, written: Path, step: int) -> None:
-        last = f"{ABOUT}/{SUMS}"
-        names = [name for name in files_in(written) if name != last and not NUMBER_FILES.fullmatch(name)]
-        self._put_step_files(written, step, names)
-        self._put_step_files(written, step, [last])
-        shutil.rmtree(written)
-
-    def remove_step(self, step: int) -> None:
-        """The checksums, which make it a step, are removed first."""
-        for path in sorted(_below(self.now() / str(step)), key=lambda path: path.name != SUMS):
-            self._delete(path)
-
-    @contextmanager
-    def local_step(self, step: int) -> Iterator[Path]:
-        folder, place = self._downloaded / str(step), self.now() / str(step)
-        if self._processes.first_of_host:
-            shutil.rmtree(self._downloaded, ignore_errors=True)
-            try:
-                fetch_files(place, folder)
-            except OSError as error:
-                raise CheckpointError(f"{error.filename or place} cannot be read: {error.strerror or error}") from None
-            except CheckpointError as error:
-                if self._processes.count == 1:
-                    raise
-                raise CheckpointError(str(error)) from None  # the others wait for it, and try no older step
-        self._processes.barrier("step fetched")
-        yield folder
-
-    def _check(self) -> None:
-        if self._lease is not None:
-            self._lease.raise_if_lost()
-
-    def _with_lease(self, path: StoredPath, ask: Callable[[], None]) -> None:
-        """Make a request that changes something, with retries; in process 0 only while it has the lease."""
-
-        def guarded() -> None:
-            if self._lease is not None:
-                self._lease.check()
-            ask()
-
-        consistent_reader.with_retries(str(path), guarded, (*consistent_reader.RETRY_WAITS, *PATIENCE))
-
-    def _write(self, path: StoredPath, content: Path | bytes) -> None:
-        self._with_lease(path, lambda: path.view.store().write(path.key, content))
-
-    def _delete(self, path: StoredPath) -> None:
-        self._with_lease(path, lambda: path.view.store().delete(path.key))
-
-    def _put_step_files(self, written: Path, step: int, names: Sequence[str]) -> None:
-        place = self.now() / str(step)
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda name: self._write(place / name, written / name), names))
-
-    def _fetch(self) -> None:
-        """Download the files at the top level, without metrics; find the number of the next part of the metrics."""
-        names = self._store.view.names(self._store.key)
-        for name, listed in names.items():
-            if listed.size is not None and not name.startswith(".") and name not in (LEASE, METRICS):
-                (self.path / name).write_bytes(self._store.view.read((self._store / name).key, 0, listed.size))
-                self._uploaded[name] = _mark(self.path / name)
-        parts = self._store.view.names((self._store / PARTS).key) if PARTS in names else ()
-        numbers = [int(name.partition(".")[0]) for name in parts if name.partition(".")[0].isdecimal()]
-        self._number, self._begun, self._part = max(numbers, default=0) + 1, 0, 0
-
-    def _put_metrics(self) -> None:
-        """Upload the lines since the last full part, as a growing part, written whole each time."""
-        path = self.path / METRICS
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            file.seek(self._begun)
-            lines = file.read()
-        lines = lines[: lines.rfind(b"\n") + 1]
-        if len(lines) > self._part:
-            self._write(self._store / PARTS / f"{self._number:06}.jsonl", lines)
-            self._part = len(lines)
-        if len(lines) >= PART:
-            self._number, self._begun, self._part = self._number + 1, self._begun + len(lines), 0
-
-    def _upload_regularly(self) -> None:
-        while not self._stop.wait(METRICS_EVERY):
-            try:
-                self.put_files()
-            except TrainingError:  # raised in the run by `check`
-                return
-            except OSError as error:
-                _log.warning("%s", self._cannot_reach(error))
-
-    def _leave_quietly(self) -> None:
-        with suppress(OSError, TrainingError):
-            self._leave()
-
-    def _leave(self) -> None:
-        if self._lease is None:
-            return
-        try:
-            if self._lease.is_held:
-                self.put_files(also_in_folders=True)
-        finally:
-            self._lease.release()
-
-    def _cannot_reach(self, error: OSError) -> str:
-        """The message for a store that does not respond, or denies access."""
-        name, why = error.filename or self.place, error.strerror or error
-        return f"{name} cannot be read and written ({why}); fix that, and resume with --resume"
+    def _upload(self, choose_kept: Callable[[Location], set[int]]) -> None:
+        store = self._location.resolve()
+        checkpoints = self._folder / CHECKPOINTS
+        newest = max(steps_in(store / CHECKPOINTS), default=-1)
+        if newest > max(steps_in(checkpoints), default=-1):
+            raise CheckpointError(f"it has step {newest} of another process, which writes there too; end one of the two")
+        for file in sorted(self._folder.rglob("*")):
+            name = file.relative_to(self._folder).as_posix()
+            if not file.is_file() or name == RUN_LOCK or name.startswith((".", f"{CHECKPOINTS}/")):
+                continue
+            mark = (file.stat().st_size, file.stat().st_mtime_ns)
+            if self._uploaded.get(file) != mark:
+                store.view.write((store / name).key, file)
+                self._uploaded[file] = mark
+        for step in sorted(choose_kept(checkpoints)):
+            if not _is_uploaded(checkpoints / str(step), store / CHECKPOINTS / str(step)):
+                _upload_step(checkpoints / str(step), store / CHECKPOINTS / str(step))
+        stored = store.resolve() / CHECKPOINTS
+        kept = choose_kept(stored)
+        for name in stored.view.names(stored.key):
+            if name.isdecimal() and int(name) not in kept:
+                _remove_step(stored / name)
 
 
-def _mark(file: Path) -> tuple[int, int]:
-    stat = file.stat()
-    return stat.st_size, stat.st_mtime_ns
+def _is_uploaded(folder: Path, step: StoredPath) -> bool:
+    try:
+        return is_step(step) and read_sums(step) == read_sums(folder)
+    except DamagedError:
+        return False
 
 
-def _add(step: Path, name: str, content: bytes) -> None:
-    """Add another host's file to a step: merge its index with the local one, and add other files if missing."""
-    file = step / name
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
-    elif file.name == MANIFEST:
-        add_index(file.parent, content)
+def _upload_step(folder: Path, step: StoredPath) -> None:
+    """Upload a step, its checksums last, in place of what the store has of this number."""
+    _remove_step(step)
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / ABOUT / SUMS]
+    with ThreadPoolExecutor(UPLOAD_THREADS) as pool:
+        list(pool.map(lambda file: step.view.write((step / file.relative_to(folder).as_posix()).key, file), files))
+    step.view.write((step / ABOUT / SUMS).key, folder / ABOUT / SUMS)
 
 
-def _below(folder: StoredPath) -> Iterator[StoredPath]:
-    for name, found in folder.view.names(folder.key).items():
-        if found.size is None:
-            yield from _below(folder / name)
-        else:
-            yield folder / name
+def _remove_step(step: StoredPath) -> None:
+    """Remove a step, its checksums first."""
+    names = [name for name, _ in objects_below(step)]
+    for name in sorted(names, key=lambda name: name != f"{ABOUT}/{SUMS}"):
+        step.view.delete((step / name).key)
+
+
+def _reason(error: OSError | CheckpointError) -> str:
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)

@@ -1,7 +1,7 @@
-"""Files and folders that appear under their name complete or not at all, on a disk or in a store; locks; leftovers.
+"""Files and folders that appear under their name complete or not at all, on a disk or in a store; locks.
 
-A writer works in a locked temporary file or folder next to the target. Leftovers of killed writers are not locked, and are
-removed by the next writer in the same folder.
+A writer works in a hidden folder next to the target, whose file `lock` it holds; then it renames the result. The next writer
+beside it removes such folders of killed writers, and restores what they had moved aside.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ import os
 import platform
 import re
 import shutil
-import sys
 import tempfile
-import uuid
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -24,18 +21,11 @@ from pathlib import Path
 from llama_jax.errors import UserError, reason_of
 from llama_jax.storage.paths import Location, StoredPath
 
-try:
-    import fcntl
-except ImportError:  # on Windows, without locks
-    fcntl = None  # type: ignore[assignment]
-
-# Next to the target until it is complete ("partial"), and the previous file or folder of that name ("old").
-TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.llama_jax-(?P<kind>partial|old)", re.DOTALL)
+WORK_SUFFIX = ".llama_jax-partial"
+WORK_FOLDER = re.compile(rf"\.(?P<name>.+)\..{{8}}{re.escape(WORK_SUFFIX)}", re.DOTALL)
+LOCK, NEW, OLD = "lock", "new", "old"  # in a work folder: what is written, and what it replaces
+NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-
-
-def _temporary(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.llama_jax-{kind}")
 
 
 @contextmanager
@@ -49,9 +39,9 @@ def write_atomically(
 ) -> Iterator[Path]:
     """A new file, or an empty folder, on this machine; it becomes `path` as a whole at the end, or is removed on an error.
 
-    On a disk it lies next to `path`; it is flushed before it is renamed, and the new name before this returns. For a store
-    it lies in TMPDIR and is then uploaded, without a lock. If two processes write to one stored folder, one gets an error;
-    for a single object the later write wins.
+    On a disk it is flushed before it is renamed, and the new name before this returns. For a store it lies in TMPDIR and is
+    then uploaded, without a lock. If two processes write to one stored folder, one gets an error; for a single object the
+    later write wins.
 
     Args:
       check: called before the renaming or the upload, and prevents it by raising an error.
@@ -77,58 +67,74 @@ def write_atomically(
                 raise raises(cannot_write(path, error)) from None
         return
     path = Path(os.path.realpath(path))  # `resolve` raises a RuntimeError for symlink loops
-    made = [parent for parent in path.parents if not parent.exists()]
     with ExitStack() as cleanup:
-
-        @cleanup.callback
-        def remove_empty_parents() -> None:
-            for parent in made:
-                with suppress(OSError):
-                    parent.rmdir()
-
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            cleanup.enter_context(_created(path.parent))
             remove_leftovers(path.parent)
-            target, lock = _create_locked(path, folder)
+            work = cleanup.enter_context(_work_folder(path))
+            target = work / NEW
+            target.mkdir() if folder else target.touch()
         except OSError as error:
             raise raises(cannot_write(path, error)) from None
-        cleanup.callback(_discard, target, lock)
         try:
             yield target
             flush(target)
             check()
-            replace_path(target, path)
+            _rename(work, path)
         except OSError as error:
             if isinstance(error.filename, str | bytes):
                 named = Path(os.fsdecode(error.filename)).absolute()
-                if named not in (path, path.parent) and not named.is_relative_to(target):
+                if named not in (path, path.parent) and not named.is_relative_to(work):
                     raise  # about something that was read meanwhile
             raise raises(cannot_write(path, error)) from None
 
 
-def replace_path(target: Path, path: Path) -> None:
-    """Rename `target` to `path`, atomically if the system can; a folder that was at `path` is at `target` afterwards.
+@contextmanager
+def _work_folder(path: Path) -> Iterator[Path]:
+    """A locked folder next to `path`, which is removed at the end."""
+    from filelock import FileLock, Timeout
 
-    Raises:
-      OSError: the system refuses, or `target` is a file and `path` a folder, whose content would be lost.
-    """
-    if path.is_dir() and not path.is_symlink() and not target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    if not path.is_dir() or path.is_symlink():
-        target.replace(path)
-    elif not _exchange(target, path):
-        old, lock = _temporary(path, "old"), _lock(path)
+    while True:
+        work = Path(tempfile.mkdtemp(WORK_SUFFIX, f".{path.name}.", path.parent))
+        lock = FileLock(work / LOCK, fallback_to_soft=False)
         try:
-            path.rename(old)  # if the process is killed now, `remove_leftovers` restores the old folder
-            try:
-                target.rename(path)
-            except OSError:
-                old.rename(path)
-                raise
-            old.rename(target)
-        finally:
-            _close(lock)
-    _flush_entry(path.parent)
+            lock.acquire(blocking=False)
+        except (Timeout, FileNotFoundError):  # taken by `remove_leftovers` of another process, which removes it
+            continue
+        except OSError:
+            pass  # without locks, only this process removes it
+        break
+    try:
+        yield work
+    finally:
+        lock.release()
+        remove(work)
+
+
+def _rename(work: Path, path: Path) -> None:
+    """Give the result its name; a folder that had it is in `work` afterwards."""
+    new, old = work / NEW, work / OLD
+    if not (new.is_dir() and path.is_dir()):
+        new.replace(path)
+    elif not _exchange(new, path):
+        path.rename(old)  # if the process is killed now, `remove_leftovers` restores it
+        try:
+            new.rename(path)
+        except OSError:
+            old.rename(path)
+            raise
+        old.rename(new)
+    flush(path.parent, inside=False)
+
+
+def _exchange(path: Path, other: Path) -> bool:
+    """Exchange the names of two folders atomically; False if the system or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (OSError, TypeError, AttributeError):  # not on Linux
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(renameat2(here, os.fsencode(path), here, os.fsencode(other), exchange) == 0)
 
 
 def _upload_folder(folder: Path, path: StoredPath, last_names: Collection[str]) -> None:
@@ -144,6 +150,7 @@ def _upload_folder(folder: Path, path: StoredPath, last_names: Collection[str]) 
             key = (path / name).key
             path.view.write(key, files[name])
             written.append(key)
+        written.append((path / last).key)
         try:
             path.view.create((path / last).key, files[last].read_bytes())
         except FileExistsError:
@@ -158,49 +165,77 @@ def _upload_folder(folder: Path, path: StoredPath, last_names: Collection[str]) 
         path.view.delete((path / name).key)
 
 
-class ScratchFolder:
-    """An empty folder in TMPDIR, deleted on close or garbage collection; leftovers of killed processes are removed when the
-    next one is created.
-
-    Attributes:
-      path: the path of the folder.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        """Create the folder; at `path` if given, for the name that another host chose.
-
-        Raises:
-          OSError: it cannot be created, or exists.
-        """
-        wanted = Path(tempfile.gettempdir()) / "scratch" if path is None else path
-        remove_leftovers(wanted.parent)
-        self.path, lock = _create_locked(wanted, folder=True, as_it_is=path is not None)
-        self.close = weakref.finalize(self, _discard, self.path, lock)
-
-
-def _discard(path: Path, lock: int | None) -> None:
-    _close(lock)
-    remove(path)
-
-
 def remove_leftovers(folder: Path) -> None:
-    """Remove leftovers of killed writers in a folder, and restore what they had moved aside.
+    """Remove work folders of killed writers from a folder, and restore what they had moved aside."""
+    from filelock import FileLock
 
-    Without locks, as on some network file systems, nothing is changed.
+    for work in sorted(folder.iterdir()):
+        if (match := WORK_FOLDER.fullmatch(work.name)) is not None:
+            with suppress(OSError), FileLock(work / LOCK, fallback_to_soft=False).acquire(blocking=False):
+                if (work / OLD).exists() and not (folder / match["name"]).exists():
+                    (work / OLD).rename(folder / match["name"])
+                remove(work)
+
+
+@contextmanager
+def lock_file(path: Path, subject: Path, raises: Callable[[str], UserError]) -> Iterator[Callable[[], bool]]:
+    """Hold the lock of a file, whose folder is created if missing; it ends with the process, however that ends.
+
+    At the end the file is removed, and the folder too if it was created here and is empty.
+
+    Args:
+      subject: what only one process may use at a time, for the messages.
+      raises: makes the error from a message that another process holds the lock, or that the file cannot be written.
+
+    Yields:
+      Whether the lock still protects the folder: False once the folder or the file was removed, renamed or replaced.
     """
-    with suppress(OSError):
-        for entry in sorted(folder.iterdir()):
-            found = TEMPORARY.fullmatch(entry.name)
-            if found is None or (lock := _lock(entry)) is None:
-                continue
+    from filelock import FileLock, Timeout
+
+    with ExitStack() as cleanup:
+        try:
+            cleanup.enter_context(_created(path.parent))
             try:
-                with suppress(OSError):
-                    if found["kind"] == "old" and not (folder / found["name"]).exists():
-                        entry.rename(folder / found["name"])
-                    else:
-                        remove(entry)
-            finally:
-                os.close(lock)
+                cleanup.enter_context(FileLock(path, fallback_to_soft=False).acquire(blocking=False))
+            except Timeout:
+                holder = path.read_text("utf-8").strip() or "unknown"
+                raise raises(f"{subject} is in use by process {holder}; wait until it ends, or use another path") from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS_ERRNOS:
+                    raise
+                message = f"{subject} cannot be locked ({error.strerror}): use it in one process at a time"
+                warnings.warn(message, stacklevel=4)
+            path.write_text(f"{os.getpid()} on {platform.node()}\n", "utf-8")
+            status = path.stat()
+        except OSError as error:
+            raise raises(cannot_write(path, error)) from None
+
+        def is_locked() -> bool:
+            try:
+                return os.path.samestat(path.stat(), status)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            except OSError:  # a network file system that does not respond now
+                return True
+
+        try:
+            yield is_locked
+        finally:
+            if is_locked():
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _created(folder: Path) -> Iterator[None]:
+    """Create a folder and its parents; remove those that were created at the end, if they are empty."""
+    missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        with suppress(OSError):
+            for path in missing:
+                path.rmdir()
 
 
 def free_bytes(path: Location) -> int:
@@ -209,22 +244,14 @@ def free_bytes(path: Location) -> int:
     return shutil.disk_usage(next(folder for folder in (where, *where.parents) if folder.exists())).free
 
 
-def flush(target: Path) -> None:
-    """Flush a file, or all of a folder: without this a power failure can leave a name without its content."""
-    if not target.is_dir():
-        with target.open("rb") as file:
-            os.fsync(file.fileno())
-        return
-    for where, _, names in os.walk(target):
-        for name in names:
-            flush(Path(where) / name)
-    flush_folders(target)
-
-
-def flush_folders(target: Path) -> None:
-    """Flush the directory entries of a folder and of its subfolders; the files are already flushed."""
-    for where, _, _ in os.walk(target):
-        _flush_entry(Path(where))
+def flush(path: Path, *, inside: bool = True) -> None:
+    """Flush a file or folder, with all files and folders inside: a power failure could leave a name without its content."""
+    for entry in (*path.rglob("*"), path) if inside else (path,):
+        descriptor = os.open(entry, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def remove(path: Path) -> None:
@@ -234,92 +261,6 @@ def remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-
-
-def hold_lock(path: Path, taken: Callable[[str], UserError], what: str) -> int:
-    """Create and lock a file; the descriptor holds the lock until it is closed, or the process ends.
-
-    On a system without file locks nothing is locked; on a file system without them, this also warns.
-
-    Args:
-      taken: makes the error from the name of the process that holds the lock.
-      what: the kind of job that writes in the folder, for the warning.
-
-    Raises:
-      OSError: the file cannot be created.
-    """
-    while True:
-        with ExitStack() as unless_held:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            unless_held.callback(os.close, descriptor)
-            try:
-                free = lock_descriptor(descriptor)
-            except OSError as error:
-                free = True
-                message = f"{path.parent} cannot be locked ({error.strerror}): do not start a second {what} in it"
-                warnings.warn(message, stacklevel=3)
-            if not free:
-                raise taken(path.read_text("utf-8").strip() or "unknown")
-            with suppress(FileNotFoundError):  # its holder removed it between opening and locking: create a new one
-                if os.path.samestat(path.stat(), os.fstat(descriptor)):
-                    unless_held.pop_all()
-                    return descriptor
-
-
-def sign_lock(descriptor: int) -> None:
-    """Write the name of this process into the lock file that it holds."""
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()} on {platform.node()}\n".encode())
-
-
-def lock_descriptor(descriptor: int) -> bool:
-    """Lock a file or folder while the descriptor is open: False if another process holds it; OSError without locks."""
-    if fcntl is not None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
-
-
-def _lock(path: Path) -> int | None:
-    """A descriptor that locks a file or folder; None if another process holds the lock, or without locks."""
-    if fcntl is None:
-        return None
-    with suppress(OSError), ExitStack() as until_locked:
-        mode = os.O_RDONLY if path.is_dir() else os.O_RDWR  # NFS can lock only files opened for writing
-        descriptor = os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-        until_locked.callback(os.close, descriptor)
-        if lock_descriptor(descriptor):
-            until_locked.pop_all()
-            return descriptor
-    return None
-
-
-def _close(lock: int | None) -> None:
-    if lock is not None:
-        os.close(lock)
-
-
-def _create_locked(path: Path, folder: bool, *, as_it_is: bool = False) -> tuple[Path, int | None]:
-    """Create the temporary file or folder of `path`, locked; after three failures without a lock: some systems have none.
-
-    Args:
-      as_it_is: whether `path` itself is the temporary name.
-    """
-    for last in (False, False, False, True):
-        target = path if as_it_is else _temporary(path, "partial")
-        if folder:
-            target.mkdir()
-        else:
-            target.touch(exist_ok=False)
-        lock = _lock(target)
-        if lock is not None and target.exists():
-            return target, lock
-        _close(lock)  # another process that removes leftovers has locked or removed it
-        if not last:
-            remove(target)
-    return target, None
 
 
 def discard_output(descriptor: int) -> None:
@@ -354,27 +295,3 @@ def remedy_for(error: BaseException) -> str:
     if number == errno.EISDIR:
         return "; a folder has that name: choose another path"
     return ""
-
-
-def _exchange(target: Path, path: Path) -> bool:
-    """Exchange the names of two paths atomically; False if the system or the file system cannot."""
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):  # a C library without it
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(renameat2(here, os.fsencode(target), here, os.fsencode(path), exchange) == 0)
-
-
-def _flush_entry(folder: Path) -> None:
-    """Flush the directory entries of a folder."""
-    if fcntl is None:
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

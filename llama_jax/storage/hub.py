@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llama_jax.errors import UserError, reason_of
-from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, TransientError
+from llama_jax.storage.consistent_reader import FOLDER, StoreEntry
 
 Result = TypeVar("Result")
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
@@ -147,7 +147,7 @@ def _call(url: str, request: Callable[[], Result]) -> Result:
         why = "there is no such repository, or it is private: log in with `hf auth login`"
         raise PermissionError(errno.EACCES, why, url) from None
     except errors.LocalEntryNotFoundError as error:  # in a download: the Hub did not respond
-        raise TransientError(reason_of(error)) from None
+        raise OSError(errno.EIO, f"the Hub did not respond ({reason_of(error)})", url) from None
     except (errors.EntryNotFoundError, FileNotFoundError):
         raise FileNotFoundError(errno.ENOENT, "there is no such file in the repository", url) from None
     except errors.OfflineModeIsEnabled:
@@ -158,10 +158,10 @@ def _call(url: str, request: Callable[[], Result]) -> Result:
             raise PermissionError(errno.EACCES, f"the Hub denies access ({status})", url) from None
         if 400 <= status < 500 and status not in (408, 429):
             raise OSError(errno.EIO, f"the Hub refused the request ({reason_of(error)})", url) from None
-        raise TransientError(f"the Hub responded with {status}") from None
+        raise OSError(errno.EIO, f"the Hub responded with {status}", url) from None
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:  # a retry would fail too
         raise OSError(errno.EIO, reason_of(error, 160), url) from None
     except Exception as error:  # from the HTTP library that it uses, which depends on its version
         if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
             raise
-        raise TransientError(f"{type(error).__name__}: {reason_of(error)}") from None
+        raise OSError(errno.EIO, f"the Hub did not respond ({type(error).__name__}: {reason_of(error)})", url) from None

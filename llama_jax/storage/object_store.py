@@ -8,28 +8,25 @@ from __future__ import annotations
 import errno
 import os
 import re
-import time
 from collections.abc import Callable, Mapping
-from functools import cache
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from llama_jax.errors import UserError, reason_of, shown
-from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, TimedOutError, TransientError
+from llama_jax.storage.consistent_reader import FOLDER, StoreEntry
 
 INSTALL_COMMAND = 'pip install -e ".[stores]"'
-# Client options in addition to the time limit of a request. Servers without TLS are allowed if the environment names one:
+# `timeout` limits a whole request: 16 MiB need 55 KiB/s. Servers without TLS are allowed if the environment names one:
 # obstore ignores its environment variable for this when options are passed.
-CLIENT_OPTIONS: Any = {"connect_timeout": "10s", "read_timeout": "60s", "allow_http": True}
-# Time limits of a whole request in seconds: for small objects, such as the renewal of a lease; for others the minimum and
-# the maximum, and in between the time of its bytes at MIN_RATE bytes per second.
-SHORT_SECONDS, MIN_SECONDS, MAX_SECONDS, MIN_RATE = 15.0, 120.0, 900.0, 32 << 10
+CLIENT_OPTIONS: Any = {"connect_timeout": "10s", "read_timeout": "60s", "timeout": "300s", "allow_http": True}
+# The retries of obstore, after 0.1, 0.2, ... 15 s: broken connections, timeouts and the status codes 5xx, 408 and 429.
+RETRY_CONFIG: Any = {"max_retries": 10, "retry_timeout": timedelta(minutes=3)}
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://[^\s/:?#]+(:[0-9]+)?(/\S*)?", re.IGNORECASE)
 STATUS_CODE = re.compile(r"status code: (\d{3})")
 # A large object is uploaded in parts; stores allow 10,000, and parts are held in memory.
 MIN_PART_BYTES, MAX_PARTS = 16 << 20, 9_000
-TRANSIENT_STATUSES = {408, 425, 429}  # the 4xx statuses that may be retried
 XML_MESSAGE = re.compile(r"<(Code|Message)>([^<]*)<")
 NO_CREDENTIALS = ("169.254.", "token request", "metadata.google", "Error getting credentials", "AssumeRole")
 CREDENTIAL_VARIABLES = {
@@ -53,46 +50,24 @@ def open_bucket(root: str) -> ObjectBucket:
         if root.startswith("s3:") and given and not ENDPOINT.fullmatch(given):  # at which Rust would panic
             raise UserError(f"{name}={shown(given)} must be a URL with a host, such as https://HOST:PORT, or unset")
 
-    def within(seconds: float) -> Any:
-        options: Any = CLIENT_OPTIONS | {"timeout": f"{round(seconds * 1000)}ms"}
-        # `consistent_reader.with_retries` retries instead, and logs the reason.
-        return from_url(root, client_options=options, retry_config={"max_retries": 0})
-
     try:
-        within(MIN_SECONDS)
+        return ObjectBucket(root, from_url(root, client_options=CLIENT_OPTIONS, retry_config=RETRY_CONFIG))
     except (BaseError, ValueError) as error:
         raise UserError(f"{root} cannot be opened: {_first_line(error)}") from None
-    return ObjectBucket(root, within)
-
-
-ObjectVersion = Mapping[str, str]
-
-
-class VersionedObject(NamedTuple):
-    """One version of an object.
-
-    Attributes:
-      mark: identifies this version, so that `swap` replaces only it.
-      modified: time of writing by the store's clock, in seconds since 1970.
-    """
-
-    content: bytes
-    mark: ObjectVersion
-    modified: float
 
 
 class ObjectBucket:
     """A `Store`."""
 
-    def __init__(self, root: str, within: Callable[[float], Any]) -> None:
-        """Wrap the bucket that `within(seconds)` opens with obstore with this request timeout."""
+    def __init__(self, root: str, bucket: Any) -> None:
+        """Wrap a bucket that obstore has opened."""
         self._root = root
-        self._within = cache(within)
+        self._bucket = bucket
 
     def names(self, folder: str) -> Mapping[str, StoreEntry]:
         import obstore
 
-        found = self._call(folder, lambda bucket: obstore.list_with_delimiter(bucket, folder or None))
+        found = self._call(folder, lambda: obstore.list_with_delimiter(self._bucket, folder or None))
         below = f"{folder}/" if folder else ""
         names = {prefix.removeprefix(below): FOLDER for prefix in found["common_prefixes"]}
         for each in found["objects"]:
@@ -104,7 +79,7 @@ class ObjectBucket:
         import obstore
 
         try:
-            found = self._call(key, lambda bucket: obstore.head(bucket, key))
+            found = self._call(key, lambda: obstore.head(self._bucket, key))
         except FileNotFoundError:
             return None
         return StoreEntry(found["size"], found["e_tag"])
@@ -113,8 +88,7 @@ class ObjectBucket:
         import obstore
 
         options: Any = {"range": (start, stop)} | ({"if_match": version} if version else {})
-        seconds = _seconds(stop - start)
-        return self._call(key, lambda bucket: memoryview(obstore.get(bucket, key, options=options).bytes()), seconds)
+        return self._call(key, lambda: memoryview(obstore.get(self._bucket, key, options=options).bytes()))
 
     def write(self, key: str, content: Path | bytes, *, only_new: bool = False) -> None:
         import obstore
@@ -124,66 +98,22 @@ class ObjectBucket:
         part = max(MIN_PART_BYTES, -(-size // MAX_PARTS))
         mode: Any = "create" if only_new else "overwrite"
         try:
-            self._call(
-                key,
-                lambda bucket: obstore.put(bucket, key, content, mode=mode, chunk_size=part),
-                _seconds(min(size, part)),
-            )
+            self._call(key, lambda: obstore.put(self._bucket, key, content, mode=mode, chunk_size=part))
         except AlreadyExistsError:
             raise FileExistsError(errno.EEXIST, "the object already exists", f"{self._root}/{key}") from None
-
-    def stamped(self, key: str) -> VersionedObject | None:
-        """A small object with its version, for `swap`; None if it does not exist."""
-        import obstore
-
-        def request(bucket: Any) -> VersionedObject:
-            found = obstore.get(bucket, key)
-            meta = found.meta
-            return VersionedObject(bytes(found.bytes()), _mark(meta), meta["last_modified"].timestamp())
-
-        try:
-            return self._call(key, request, SHORT_SECONDS)
-        except FileNotFoundError:
-            return None
-
-    def swap(self, key: str, content: bytes, mark: ObjectVersion | None) -> ObjectVersion | None:
-        """Compare and swap: replace the version with this mark, or create the object if it is None.
-
-        Returns:
-          The new mark; None if the current version is another one, and nothing was written.
-        """
-        import obstore
-        from obstore.exceptions import AlreadyExistsError
-
-        mode: Any = "create" if mark is None else mark
-        try:
-            return _mark(self._call(key, lambda bucket: obstore.put(bucket, key, content, mode=mode), SHORT_SECONDS))
-        except AlreadyExistsError:
-            return None
-        except OSError as error:
-            if error.errno == errno.ESTALE or (mark is not None and isinstance(error, FileNotFoundError)):
-                return None
-            raise
 
     def delete(self, key: str) -> None:
         import obstore
 
-        self._call(key, lambda bucket: obstore.delete(bucket, key))
+        self._call(key, lambda: obstore.delete(self._bucket, key))
 
-    def _call(self, key: str, request: Callable[[Any], Result], seconds: float | None = None) -> Result:
-        """The result of a request; obstore's errors become a TransientError, or an OSError that names object and cause.
-
-        Args:
-          request: called with obstore's bucket.
-          seconds: limit for each request; None is MIN_SECONDS.
-        """
+    def _call(self, key: str, request: Callable[[], Result]) -> Result:
+        """The result of a request; obstore's errors become an OSError that names object and cause."""
         from obstore import exceptions
 
         url = f"{self._root}/{key}" if key else self._root
-        seconds = MIN_SECONDS if seconds is None else seconds
-        began = time.monotonic()
         try:
-            return request(self._within(seconds))
+            return request()
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, f"the store denies access ({_store_message(error)})", url) from None
         except exceptions.AlreadyExistsError:
@@ -191,16 +121,13 @@ class ObjectBucket:
         except exceptions.PreconditionError:
             raise OSError(errno.ESTALE, "the object was replaced while it was read; read it again", url) from None
         except (OSError, exceptions.BaseError) as error:
-            found = self._classified(error, url)
-            if isinstance(found, TransientError) and time.monotonic() - began >= seconds:
-                found = TimedOutError(f"not done within {seconds:g} s")
-            raise found from None
+            raise self._classified(error, url) from None
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of Rust; not a subclass of Exception
                 raise
             raise OSError(errno.EIO, f"obstore failed ({reason_of(error)})", url) from None
 
-    def _classified(self, error: Exception, url: str) -> Exception:
+    def _classified(self, error: Exception, url: str) -> OSError:
         text, line = str(error), _first_line(error)
         if "NoSuchBucket" in text or "The specified bucket does not exist" in text:
             return FileNotFoundError(errno.ENOENT, f"there is no bucket {self._root}", url)
@@ -212,23 +139,11 @@ class ObjectBucket:
         if "incorrectly configured region" in line:
             return OSError(errno.EIO, "the bucket is in another region; set AWS_REGION to it", url)
         status = STATUS_CODE.search(line)
-        if status is not None and 400 <= int(status[1]) < 500 and int(status[1]) not in TRANSIENT_STATUSES:
+        if status is not None and 400 <= int(status[1]) < 500:
             return OSError(errno.EIO, f"the store refused the request ({_store_message(error)})", url)
         if "non-partial response" in line:
             return OSError(errno.EIO, "the store does not support range requests, which are needed", url)
-        return TransientError(_store_message(error))
-
-
-def _seconds(size: int) -> float:
-    """The time limit of a request of this many bytes: one of a few values, because obstore needs a client for each."""
-    seconds = MIN_SECONDS
-    while seconds * MIN_RATE < size and seconds < MAX_SECONDS:
-        seconds *= 2
-    return min(seconds, MAX_SECONDS)
-
-
-def _mark(meta: Mapping[str, Any]) -> ObjectVersion:
-    return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
+        return OSError(errno.EIO, f"the request failed after retries ({_store_message(error)})", url)
 
 
 def _first_line(error: Exception) -> str:

@@ -24,7 +24,7 @@ from llama_jax.data.corpus_file import CORPUS_HEADER, CORPUS_MAGIC, read_corpus,
 from llama_jax.data.data_files import UNFINISHED, describe
 from llama_jax.errors import UserError
 from llama_jax.formats.loading import bundled
-from llama_jax.storage.atomic_write import hold_lock, sign_lock
+from llama_jax.storage.atomic_write import lock_file
 from llama_jax.tokenizers import load_tokenizer
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
@@ -402,12 +402,11 @@ def test_a_build_that_made_nothing_may_be_begun_otherwise(files, tmp_path):
 
 
 def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
-    (tmp_path / "out").mkdir()
-    lock = hold_lock(tmp_path / "out" / BUILD_LOCK, UserError, "build")
-    sign_lock(lock)
-    with pytest.raises(DataError, match=f"out is being built by process {os.getpid()} on .*; wait until it ends"):
+    with (
+        lock_file(tmp_path / "out" / BUILD_LOCK, tmp_path / "out", UserError),
+        pytest.raises(DataError, match=f"out is in use by process {os.getpid()} on .*; wait until it ends"),
+    ):
         build(files[0], tmp_path / "out", TOKENIZER, processes=1)
-    os.close(lock)
     build(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
     assert not (tmp_path / "out" / BUILD_LOCK).exists()
 

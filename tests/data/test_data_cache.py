@@ -61,7 +61,7 @@ def test_a_file_that_was_touched_is_fetched_again(store, texts):
 
 
 def test_the_cache_is_bounded(store, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("llama_jax.data.data_files.RECENT_SECONDS", -1)
+    monkeypatch.setattr("llama_jax.storage.object_cache.RECENT_SECONDS", -1)
     monkeypatch.setenv("LLAMA_JAX_CACHE_LIMIT", "0")
     url = store.upload(texts, "texts")
     first = find_files(f"{url}/a.txt")
@@ -87,7 +87,7 @@ def test_a_build_in_a_store(store, texts, tmp_path):
     [
         ("none", r"s3://bucket/none: nothing is stored there; pass files of text"),
         ("other", r"s3://bucket/other holds no file that ends in .txt"),
-        ("texts", r"s3://bucket/texts/a.txt cannot be read: no complete response in 4 tries, the last: 500"),
+        ("texts", r"s3://bucket/texts/a.txt cannot be read: the request failed after retries \(500"),
     ],
 )
 def test_what_cannot_be_fetched(store, texts, tmp_path, path, message):

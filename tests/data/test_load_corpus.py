@@ -18,6 +18,7 @@ import llama_jax
 from llama_jax.data import DataError, DocumentFormat, open_corpus
 from llama_jax.data import load_corpus as module
 from llama_jax.data.corpus_file import read_corpus
+from llama_jax.errors import UserError
 
 STORIES = ["Once upon a time,\nthere was a llama.", "é🦙", "The end."]
 
@@ -98,7 +99,7 @@ def test_where_the_cache_lies(data, tmp_path, monkeypatch):
     assert only_file(tmp_path / "elsewhere/corpora").suffix == ".corpus"
     for limit in ("much", "-1", "nan"):
         monkeypatch.setenv("LLAMA_JAX_CACHE_LIMIT", limit)
-        with pytest.raises(DataError, match=f"LLAMA_JAX_CACHE_LIMIT={limit} must be a number of gigabytes, at least 0"):
+        with pytest.raises(UserError, match=f"LLAMA_JAX_CACHE_LIMIT={limit} must be a number of gigabytes, at least 0"):
             open_corpus(data, ByteTokenizer())
 
 

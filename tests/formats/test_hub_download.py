@@ -115,7 +115,7 @@ def test_no_network(hub, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
-    with pytest.raises(CheckpointError, match=r"hf://org/name: the Hub did not respond \(.*is this machine connected"):
+    with pytest.raises(CheckpointError, match=r"hf://org/name cannot be fetched: the Hub did not respond \(.*refused"):
         fetch("org/name")
 
 
@@ -156,7 +156,7 @@ def test_a_repository_is_read_by_ranges_of_one_commit(hub):
 
 def test_a_hub_that_fails_is_named(hub):
     hub.fault = 500
-    with pytest.raises(OSError, match="no complete response in 2 tries, the last: the Hub responded with 500") as named:
+    with pytest.raises(OSError, match="the Hub responded with 500") as named:
         (locate("hf://org/name") / "model.safetensors").open().read()
     assert named.value.filename == "hf://org/name/model.safetensors"
     hub.fault = 403

@@ -313,16 +313,16 @@ def test_two_that_write_one_path(format, overwrite, tmp_path, models):
 
 def test_a_llama2c_file_is_never_there_without_its_vocabulary(stories, tmp_path, monkeypatch):
     """A process that is killed between the two would leave half a model. Where the weights fail, neither is there."""
-    put, failing = atomic_write.replace_path, False
+    rename, failing = atomic_write._rename, False
 
-    def look(target, path):
+    def look(work, path):
         if path.name == "model.bin":
             assert {"tokenizer.model", "tokenizer_config.json", "generation_config.json"} <= set(os.listdir(tmp_path))
             if failing:
                 raise OSError(errno.ENOSPC, "No space left on device")
-        put(target, path)
+        rename(work, path)
 
-    monkeypatch.setattr(atomic_write, "replace_path", look)
+    monkeypatch.setattr(atomic_write, "_rename", look)
     for failing in (True, False):
         with pytest.raises(CheckpointError, match="the disk is full") if failing else contextlib.nullcontext():
             save(tmp_path / "model.bin", *stories, format="llama2c")

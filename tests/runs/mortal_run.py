@@ -6,7 +6,6 @@ python mortal_run.py STAGE SAVE ARGUMENTS...    dies at that stage (of `small_ru
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -129,7 +128,6 @@ def main(stage: str, number: int, arguments: list[str]) -> None:
     from small_run import CASES
 
     from llama_jax.cli import main as command
-    from llama_jax.runs import locks
     from llama_jax.runs.checkpoint_manager import CheckpointManager
 
     real_save, saves = CheckpointManager.save, 0
@@ -144,10 +142,6 @@ def main(stage: str, number: int, arguments: list[str]) -> None:
 
     if stage != "-":
         CheckpointManager.save = save
-    if "LLAMA_JAX_TEST_LEASE" in os.environ:  # so long, in seconds, is what a killed run held its folder by
-        locks.SECONDS, locks.POLL = float(os.environ["LLAMA_JAX_TEST_LEASE"]), 0.05
-    if "LLAMA_JAX_TEST_HOST" in os.environ:  # what this process believes to be on
-        platform.node = lambda: os.environ["LLAMA_JAX_TEST_HOST"]
     sys.argv[1:] = arguments
     command()
 

@@ -100,10 +100,8 @@ def losses(recipe, folder, data, **options):
 
 
 def all_lines(folder):
-    """The lines of a run's metrics, in one file or, from a store, in parts."""
-    whole = folder / "metrics.jsonl"
-    files = [whole] if whole.exists() else sorted((folder / "metrics").iterdir())
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    """The lines of a run's metrics."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def lines(folder, kind):

@@ -23,9 +23,9 @@ from llama_jax.errors import TrainingError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs import preflight
 from llama_jax.runs.checkpoint_manager import CheckpointManager
-from llama_jax.runs.locks import folder_lock
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.loop import train
+from llama_jax.runs.run_folder import lock_run
 from llama_jax.runs.tasks.interface import TaskInputs
 from llama_jax.runs.tasks.language_modeling import data_summary, read_data
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
@@ -246,7 +246,7 @@ def test_a_run_leaves_the_folder_that_another_has_taken(text, tmp_path):
 
         def replaced():
             shutil.rmtree(folder)
-            second.enter_context(folder_lock(folder))
+            second.enter_context(lock_run(folder))
 
         with pytest.raises(TrainingError, match="is no longer the folder of this run"):
             train(dataclasses.replace(RECIPE, save_every=0), folder, [text], log=StopAt("step 4/", action=replaced))

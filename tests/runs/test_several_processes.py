@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,15 +32,10 @@ from running import (  # noqa: F401  # two are fixtures
     write_dialogs,
 )
 
-import llama_jax
-from llama_jax.cli.inspect import describe
 from llama_jax.errors import TrainingError
-from llama_jax.formats import open_checkpoint
-from llama_jax.formats.orbax_index import read_index
-from llama_jax.formats.step_dirs import CHECKPOINTS, steps_in
+from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.parallel.multihost import HEARTBEAT_TIMEOUT
 from llama_jax.runs.loop import train
-from llama_jax.storage import locate
 
 RECIPES = Path(__file__).with_name("mortal_run.py")
 SHORT = ("steps=6", "evaluate_every=3", "save_every=3", 'prompts=["the "]', "sample_tokens=2")
@@ -66,8 +60,8 @@ def started(text, environment):
         function="recipe",
         data=text,
         program=RUN,
-        hosts=(),
         zones=(),
+        caches=(),
     ):
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
@@ -80,9 +74,7 @@ def started(text, environment):
                 command += [own[index]] if own[index % 2] else []
                 variables = {"JAX_NUM_CPU_DEVICES": str((devices or [8 // count] * count)[index])}
                 variables |= {"TZ": zones[index]} if zones else {}
-                if hosts:  # paths below this one are the same on both, and other folders
-                    variables |= {"LLAMA_JAX_TEST_HOST": hosts[index].name, "TMPDIR": "/proc/self/cwd"}
-                    variables |= {"LLAMA_JAX_CACHE": str(hosts[index])}
+                variables |= {"LLAMA_JAX_CACHE": str(caches[index])} if caches else {}
                 running.append(
                     subprocess.Popen(
                         [sys.executable, "-u", *program, "train", *map(str, command)],
@@ -90,7 +82,6 @@ def started(text, environment):
                         stderr=subprocess.PIPE,
                         text=True,
                         env=environment | variables,
-                        cwd=hosts[index] if hosts else None,
                     )
                 )
             yield running
@@ -210,11 +201,13 @@ def test_exact_training_on_any_devices(started, environment, tmp_path, monkeypat
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_two_processes_train_into_a_store(started, environment, tmp_path, monkeypatch):
-    """Both are on one host: the first puts what they write, and brings what they go on from."""
+    """Both are on one host: the first uploads what they write, and fetches what they go on from."""
     with object_server.serving() as store:
         for name, value in object_server.environment(store).items():
             monkeypatch.setitem(environment, name, value)
-        for changes in ((*SHORT, "optimizer.schedule=constant", "steps=3"), (*SHORT, "optimizer.schedule=constant")):
+        for number, changes in enumerate((("steps=3",), ())):
+            changes = (*SHORT, "optimizer.schedule=constant", *changes)
+            monkeypatch.setitem(environment, "LLAMA_JAX_CACHE", str(tmp_path / f"machine{number}"))
             with started("s3://bucket/run", *changes, "--mesh", "data=8") as running:
                 (first, second) = ended(running)
             assert first[0] == second[0] == 0, first[2] + second[2]
@@ -237,116 +230,6 @@ def test_processes_on_both_sides_of_midnight_render_one_date(started, tmp_path):
             (first, second) = ended(running)
         assert first[0] == second[0] == 0, first[2] + second[2]
     assert "resumed at step 3" in first[1]
-
-
-OVER_HOSTS = ("steps=12", "evaluate_every=6", "save_every=3")
-
-
-@pytest.fixture
-def over_hosts(started, environment, tmp_path, monkeypatch):
-    """A store, and what starts a run into it in processes on two hosts that have no folder in common."""
-    hosts = [tmp_path / "host0", tmp_path / "host1"]
-    for host in hosts:
-        host.mkdir()
-    if sys.platform != "linux":
-        pytest.skip("two hosts are told apart on one machine by /proc/self")
-    monkeypatch.setitem(environment, "LLAMA_JAX_TEST_LEASE", "1")
-    with object_server.emulated(monkeypatch) as store:
-        for name, value in object_server.environment(store).items():
-            monkeypatch.setitem(environment, name, value)
-
-        def live(*arguments, count=2):
-            return started(
-                "s3://bucket/run",
-                *OVER_HOSTS,
-                *arguments,
-                "--mesh",
-                f"fsdp={count}",
-                count=count,
-                devices=(1,) * count,
-                program=(RECIPES, "-", "0"),
-                hosts=[hosts[2 * index // count] for index in range(count)],
-            )
-
-        yield store, live
-
-
-def saved_in_the_store():
-    return steps_in(locate("s3://bucket/run/checkpoints"))
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_two_hosts_train_into_a_store(started, over_hosts, tmp_path, calling, count):
-    """A host dies in the middle of a save, and the run goes on: to the bit it is what one in a shared folder is."""
-    store, live = over_hosts
-    with started(tmp_path / "local", *OVER_HOSTS, "--mesh", f"fsdp={count}", count=count, devices=(1,) * count) as running:
-        assert [code for code, *_ in ended(running)] == [0] * count
-    last = count - 1
-
-    def kill(key, _):
-        if f"checkpoints/9/rest/ocdbt.process_{last}" in key:
-            running[last].kill()
-
-    store.write_fault = kill
-    with live(count=count) as running:
-        code, _, said = ended(running[:1])[0]
-    check_died(code, said, last)
-    assert saved_in_the_store() == [3, 6]
-    store.write_fault = lambda key, _: None
-    with live(count=count) as running:
-        results = ended(running)
-    assert [code for code, *_ in results] == [0] * count, results
-    assert "resumed at step 6" in results[0][1]
-    assert [list(host.glob(".scratch*")) for host in tmp_path.glob("host?")] == [[], []]
-    assert describe(open_checkpoint("s3://bucket/run"))["problems"] == []
-    model = llama_jax.load("s3://bucket/run")
-    stored, local = download(store, tmp_path) / "run", tmp_path / "local"
-    step = Path(CHECKPOINTS, "12")
-    wrote = {path.name for path in (stored / step / "params").glob("ocdbt.*")}
-    assert wrote == {f"ocdbt.process_{index}" for index in range(count)}
-    assert read_index(stored / step, "params", locate("s3://bucket")), "by which each host of a later run fetches its share"
-    (state, note), (expected, wanted) = state_in(stored, "steps=12"), state_in(local, "steps=12")
-    assert note == wanted
-    for found, other in ((state, expected), (model.params, llama_jax.load(local).params)):
-        jax.tree.map(np.testing.assert_array_equal, found, other)
-    check_same_lines(stored, local)
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (
-            403,
-            r"1 of 2.*step 3 could not be saved \(s3://.*/3/\w+/ocdbt.process_1/d/\w+: .*\).*; there is no good checkpoint",
-        ),
-        ("slow", r"step 3 is not saved: it has not been written within 2 s; .*; there is no good checkpoint"),
-        ("lease", r"0 of 2.*lease.json was taken over by another run, process me, since now"),
-    ],
-    ids=["refused", "no answer", "lease lost"],
-)
-def test_hosts_end_together(over_hosts, fault, message):
-    """Where the second may not put its part, or gets no answer, or the first has lost the lease for both."""
-    store, live = over_hosts
-    renewed = threading.Event()
-
-    def faulty(key, _):
-        if fault == "lease" and "/checkpoints/3/" in key:
-            store.objects["run/lease.json"] = b'{"run": "other", "holder": "me", "since": "now"}'
-            renewed.wait(10)
-        elif fault == "lease" and b"other" in store.objects.get(key, b""):
-            renewed.set()
-        return fault if fault != "lease" and "/ocdbt.process_1/d/" in key else None
-
-    store.write_fault = faulty
-    with live(*(("--save-timeout", 2) if fault == "slow" else ())) as running:
-        for code, _, said in ended(running):
-            assert code == 2, said
-            assert re.search(f"error: (process )?.*{message}", said), said
-    assert saved_in_the_store() == []
 
 
 @pytest.mark.slow
@@ -402,6 +285,20 @@ def test_a_folder_of_the_run_that_is_not_the_same(started, tmp_path):
     assert not (tmp_path / "one" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_hosts_without_a_shared_disk_do_not_train_into_a_store(started, environment, tmp_path, monkeypatch):
+    with object_server.serving() as store:
+        for name, value in object_server.environment(store).items():
+            monkeypatch.setitem(environment, name, value)
+        caches = (tmp_path / "host0", tmp_path / "host1")
+        with started("s3://bucket/run", *SHORT, program=("-c", IMPATIENT), caches=caches) as running:
+            for code, _, said in ended(running):
+                assert code == 2
+                assert "is not the same folder (LLAMA_JAX_CACHE must be on a disk that all hosts share)" in said
+        assert store.objects == {}
+
+
 @pytest.fixture(scope="module")
 def whole(started, tmp_path_factory):
     """A run of 20 steps in two processes that nobody interrupted."""
@@ -417,7 +314,7 @@ def whole(started, tmp_path_factory):
 def test_one_is_killed_and_the_other_says_so(started, whole, tmp_path, victim, next_count):
     """In the middle of training; then the run goes on, in two processes or in one, with the same data."""
     with started(tmp_path, "steps=20") as running:
-        read_until(running[0], "step 6/")
+        read_until(running[0], "step 9/")  # the save of step 8 has waited for that of step 4
         running[victim].kill()
         code, _, said = ended([running[1 - victim]], seconds=2 * HEARTBEAT_TIMEOUT)[0]
     check_died(code, said, victim)

@@ -17,7 +17,7 @@ import llama_jax
 from llama_jax.errors import CheckpointError, TokenizerError
 from llama_jax.formats.device_fill import STORED_READ_BYTES
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.storage import locate, object_store
+from llama_jax.storage import object_store
 from llama_jax.storage.object_store import ObjectBucket, open_bucket
 
 CONFIG = make_goldens.KINDS["gqa"]
@@ -110,7 +110,7 @@ def test_vocabularies(tmp_path, store):
         llama_jax.load_tokenizer(f"s3://{object_server.BUCKET}/none")
 
 
-@pytest.mark.parametrize("fault", [500, 503, "reset", "cut", "short"])
+@pytest.mark.parametrize("fault", [429, 500, 503, "reset", "cut"])
 def test_answers_that_go_wrong_are_asked_for_again(fault, tmp_path, store):
     folder = write_hf_folder(tmp_path / "model", CONFIG)
     url = store.upload(folder, "model")
@@ -125,11 +125,9 @@ def failing(store, fault):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (
-            500,
-            r"s3://bucket/model/model.safetensors cannot be read: no complete response in 4 tries, the last: 500",
-        ),
-        ("reset", r"model.safetensors cannot be read: no complete response in 4 tries"),
+        (500, r"s3://bucket/model/model.safetensors cannot be read: the request failed after retries \(500"),
+        ("reset", r"model.safetensors cannot be read: the request failed after retries"),
+        ("short", r"model.safetensors cannot be read: the request failed after retries"),
         (403, r"s3://bucket/model/model.safetensors cannot be read: the store denies access \(403 AccessDenied"),
         (400, r"model.safetensors cannot be read: the store refused the request \(400"),
     ],
@@ -144,22 +142,16 @@ def test_answers_that_stay_wrong_are_named(fault, message, tmp_path, store):
 
 
 @pytest.mark.slow
-def test_slow_answers(tmp_path, store, monkeypatch, caplog):
+def test_slow_answers(tmp_path, store, monkeypatch):
     """A byte now and then is no answer: what is slow once is asked for again, and what stays so is named in its time."""
-    monkeypatch.setattr(object_store, "MIN_SECONDS", 0.5)
-    monkeypatch.setattr(object_store, "MIN_RATE", 1 << 30)
+    monkeypatch.setattr(object_store, "CLIENT_OPTIONS", object_store.CLIENT_OPTIONS | {"timeout": "500ms"})
     folder = write_hf_folder(tmp_path / "model", CONFIG)
     url = store.upload(folder, "model")
     failing(store, "slow")
     began = time.monotonic()
-    said = (
-        r"^s3://bucket/model/model.safetensors cannot be read: no complete response in 3 tries, the last:"
-        r" not done within 0.5 s$"
-    )
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=r"^s3://bucket/model/model.safetensors cannot be read: the request failed"):
         llama_jax.load(url)
     assert time.monotonic() - began < 10
-    assert "s3://bucket/model/model.safetensors: not done within 0.5 s; retrying in" in caplog.messages[0]
     store.asked.clear()
     store.fault = lambda key, before: "slow" if key.endswith(".safetensors") and before in (1, 4) else None
     same(llama_jax.load(url).params, llama_jax.load(folder).params)
@@ -186,21 +178,21 @@ def test_a_panic_is_an_error():
     class PanicException(BaseException):
         """As pyo3 has it."""
 
-    def ask(bucket):
+    def ask():
         raise PanicException("request valid")
 
     with pytest.raises(OSError, match=r"obstore failed \(request valid\)"):
-        ObjectBucket("s3://bucket", lambda seconds: None)._call("x", ask)
+        ObjectBucket("s3://bucket", None)._call("x", ask)
 
 
 def test_without_credentials():
-    def ask(bucket):
+    def ask():
         raise GenericError(
             "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 2ms\n\nDebug source"
         )
 
     with pytest.raises(PermissionError, match="no credentials were found: set AWS_ACCESS_KEY_ID") as named:
-        ObjectBucket("s3://bucket", lambda seconds: None)._call("x", ask)
+        ObjectBucket("s3://bucket", None)._call("x", ask)
     assert named.value.filename == "s3://bucket/x"
 
 
@@ -314,7 +306,7 @@ def test_what_cannot_be_written_leaves_nothing(fault, written, store, model):
     config, params = model
     store.write_fault = lambda key, changes: fault if changes >= written else None
     with pytest.raises(
-        CheckpointError, match=r"s3://bucket/one cannot be written \((no complete response|the store denies)"
+        CheckpointError, match=r"s3://bucket/one cannot be written \((the request failed|the store denies)"
     ) as named:
         llama_jax.save("s3://bucket/one", config, params)
     assert "\n" not in str(named.value)
@@ -322,9 +314,8 @@ def test_what_cannot_be_written_leaves_nothing(fault, written, store, model):
 
 
 def test_answers_that_are_lost_are_asked_for_again(store, model):
-    """A file that is created only if there is none: the second attempt finds what the first one wrote."""
     config, params = model
-    lost = set()
+    lost = {"one/config.json"}  # which is created once: a second attempt would find what the first one wrote
 
     def fault(key, changes):
         first = key not in lost
@@ -347,16 +338,6 @@ def test_another_that_writes_there_is_noticed(store, model):
     with pytest.raises(CheckpointError, match="another writer wrote there meanwhile"):
         llama_jax.save("s3://bucket/one", config, params)
     assert store.objects["one/config.json"] == b"{}"
-
-
-def test_what_is_created_is_new(store):
-    view = locate("s3://bucket").view
-    view.create("lease", b"mine")
-    with pytest.raises(FileExistsError, match="the object already exists"):
-        view.create("lease", b"yours")
-    assert store.objects == {"lease": b"mine"}
-    view.delete("lease")
-    assert store.objects == {}
 
 
 def test_formats_and_places_that_are_not_written(model):

@@ -1,7 +1,6 @@
 """What a path or a URL names, and what is asked of a store for it; no server, and no library of one."""
 
 import errno
-import logging
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from llama_jax.data.build_corpus import build
 from llama_jax.errors import UserError
 from llama_jax.runs.loop import train
 from llama_jax.storage import StoredPath, consistent_reader, locate, on_disk, paths
-from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, StoreView, TransientError
+from llama_jax.storage.consistent_reader import FOLDER, StoreEntry, StoreView
 
 OBJECTS = {"models/a/config.json": b"{}", "models/a/model.bin": bytes(range(100)), "models/b.gguf": b"GGUF", "top": b"t"}
 
@@ -22,7 +21,7 @@ class Memory:
     """A store that notes what it is asked."""
 
     def __init__(self, objects=OBJECTS):
-        self.objects, self.asked, self.answers = dict(objects), [], lambda found: found
+        self.objects, self.asked = dict(objects), []
 
     def names(self, folder):
         self.asked.append(("names", folder))
@@ -41,7 +40,7 @@ class Memory:
     def read(self, key, start, stop, version):
         self.asked.append(("read", key, start, stop))
         assert version == str(hash(self.objects[key]))
-        return self.answers(memoryview(self.objects[key][start:stop]))
+        return memoryview(self.objects[key][start:stop])
 
 
 @pytest.fixture
@@ -170,39 +169,11 @@ def test_what_is_no_file(memory):
         at(memory, "models").stat()
 
 
-def test_requests_are_made_again_and_say_so(memory, monkeypatch, caplog):
-    waited = []
-    monkeypatch.setattr(consistent_reader.time, "sleep", waited.append)
-    answers = iter([TransientError("busy"), b"GG", None])
-
-    def answer(found):
-        given = next(answers)
-        if isinstance(given, Exception):
-            raise given
-        return found if given is None else memoryview(given)
-
-    memory.answers = answer
-    with caplog.at_level(logging.WARNING, "llama_jax.storage"), at(memory, "models/b.gguf").open() as file:
-        assert file.read() == b"GGUF"
-    assert [record.getMessage() for record in caplog.records] == [
-        "s3://bucket/models/b.gguf: busy; retrying in 0.5 s (try 2 of 8)",
-        "s3://bucket/models/b.gguf: only 2 of 4 bytes arrived; retrying in 1 s (try 3 of 8)",
-    ]
-    assert [0.5 * most <= wait <= most for wait, most in zip(waited, consistent_reader.RETRY_WAITS, strict=False)] == [
-        True,
-        True,
-    ]
-
-
-def test_the_last_try_is_an_error_that_names_the_object(memory, monkeypatch):
-    waited = []
-    monkeypatch.setattr(consistent_reader.time, "sleep", waited.append)
-    memory.answers = lambda found: found[:1]
-    with pytest.raises(OSError, match="no complete response in 8 tries, the last: only 1 of 4 bytes arrived") as failed:
+def test_an_answer_that_is_too_short_is_an_error_that_names_the_object(memory):
+    memory.read = lambda key, start, stop, version: memoryview(b"G")
+    with pytest.raises(OSError, match="only 1 of 4 bytes arrived") as failed:
         at(memory, "models/b.gguf").open().read()
     assert (failed.value.errno, failed.value.filename) == (errno.EIO, "s3://bucket/models/b.gguf")
-    assert len(waited) == 7
-    assert 30 < sum(waited) < 61
 
 
 def test_without_its_library_a_url_says_what_to_install(monkeypatch):
