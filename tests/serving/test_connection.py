@@ -151,11 +151,12 @@ def test_unreadable_requests_are_refused_after_readable_ones(address, sent, befo
             assert client.recv(1) == b""
 
 
-@pytest.mark.parametrize("request_head", [head(b"X: y\r\n"), head(b"Content-Type: text/plain\r\n")])
-def test_unreadable_bodies_after_their_response(address, caplog, request_head):
+@pytest.mark.parametrize("seconds", [0, 0.1])
+@pytest.mark.parametrize("more", [b"X: y\r\n", b"Content-Type: text/plain\r\n", b"Host: b\r\n"])
+def test_unreadable_bodies_of_refused_requests(address, caplog, more, seconds):
     with connected(address) as client:
-        client.sendall(request_head + b"Transfer-Encoding: chunked\r\n\r\n")
-        time.sleep(0.1)
+        client.sendall(head(more + b"Transfer-Encoding: chunked\r\n\r\n") + b"zz\r\n" * (not seconds))
+        time.sleep(seconds)
         with contextlib.suppress(ConnectionError):
             client.sendall(b"zz\r\n" * 10)
             assert client.recv(20).startswith(b"HTTP/1.1 4")

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llama_jax.errors import UserError, reason_of
 from llama_jax.serving.http.auth import Access
+from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.routes import Handler, guarded, make_app, page, probes
@@ -34,7 +35,6 @@ from llama_jax.serving.http.service import Served, ServerOptions, Service
 from llama_jax.serving.thread_pool import DaemonThreadPool
 
 SWITCH_SECONDS = 0.001  # thread switch interval, so that converting a long text does not delay the engine and the event loop
-RECEIVED_BYTES = 64 << 10  # of a connection at a time: parsing the worst of them blocks the event loop for 0.1 s
 STALLED_SECONDS = 60.0  # time limit for a client to send the head of a request, or to read some of a response
 LAST_WORDS = 0.5  # seconds after the end of the engine in which clients can read responses before they are disconnected
 
@@ -47,7 +47,6 @@ def listen(host: str, port: int) -> socket.socket:
             family, kind, protocol, _, address = found[0]
             listening = stack.enter_context(socket.socket(family, kind, protocol))
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED_BYTES)  # also of its connections
             listening.bind(address)
         except (OSError, OverflowError) as error:
             reason = reason_of(getattr(error, "strerror", None) or error)
@@ -171,7 +170,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             interface="asgi3",
-            http="h11",  # limits heads to 16 KB, and also reads the body of a request that offers another protocol
+            http=Connection,  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,  # a config would close all existing handlers
