@@ -12,10 +12,10 @@ and when its event loop receives them.
     python experiments/attack_serve.py
 
   patterns   regular expressions and schemas that compile slowly or have very many states; half of the clients disconnect.
-  bodies     bodies of 16 MB: unfinished, with millions of values or keys, or 500,000 messages; long texts for /tokenize.
+  bodies     bodies of 4 MB: unfinished, of many lists, keys, numbers or messages; long texts for /tokenize.
   leaving    clients that disconnect while their request waits, is prefilled or is decoded.
   slow       headers that never end, bodies sent byte by byte, responses that nobody reads.
-  broken     malformed chunks, requests followed by garbage, 1,100 upgrades in a row, only garbage.
+  broken     malformed or small chunks, many headers, requests followed by garbage, 1,100 upgrades in a row, only garbage.
 """
 
 from __future__ import annotations
@@ -198,17 +198,19 @@ def patterns() -> list[bytes]:
 
 
 def bodies() -> list[bytes]:
-    size = 15 * MEGABYTE
+    size, parts = 4 * MEGABYTE - 100, 262_000
     message = b'{"role":"user","content":"a"}'
     contents = {
         "/v1/completions": [
             b'{"prompt":[' + b"[]," * (size // 3) + b"1]}",
-            b"{" + b",".join(b'"%d":1' % i for i in range(size // 12)) + b"}",
-            b'{"prompt":"' + b'\\"' * (size // 2) + b'"}',
-            b'{"prompt":"' + b"a" * size + b'"}',
+            b'{"prompt":[' + (b"[" * 900 + b"]" * 900 + b",") * (parts // 901) + b"1]}",
+            b"{" + b",".join(b'"%d":1' % i for i in range(parts // 2)) + b"}",
+            b'{"prompt":[' + b"1.2345678901234567e-300," * (size // 24 - 1) + b"1]}",
+            b'{"prompt":"' + b'\\"' * (size // 2 - 10) + b'"}',
+            b'{"prompt":"' + b"a" * (size - 20) + b'"}',
             b'{"prompt":"' + b"hello, " * (3 * MEGABYTE // 7) + b'"}',
         ],
-        "/v1/chat/completions": [b'{"messages":[' + b",".join([message] * 500_000) + b"]}"],
+        "/v1/chat/completions": [b'{"messages":[' + b",".join([message] * (size // 31)) + b"]}"],
         "/tokenize": [b'{"prompt":"' + b"a1! " * (MEGABYTE - 100) + b'"}', b'{"prompt":"' + b"x" * (3 * MEGABYTE) + b'"}'],
     }
     return [requests_of(path, content) for path, some in contents.items() for content in some]
@@ -270,7 +272,8 @@ class Attackers:
         chunked = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         upgrade = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
         noise = bytes(chosen.randrange(256) for _ in range(200))
-        some = [chunked + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", upgrade * 1100, upgrade + noise, b"\0" + noise]
+        some = [chunked + b"Transfer-Encoding: chunked\r\n\r\n" + part for part in (b"zz\r\n", b"1\r\na\r\n" * 100_000)]
+        some += [chunked + b"a:b\r\n" * 10_000 + b"\r\n", upgrade * 1100, upgrade + noise, b"\0" + noise]
         await self.send(kind, chosen.choice(some))
         await asyncio.sleep(0.05)
 
@@ -426,19 +429,24 @@ def main(arguments: Arguments) -> None:
         "--port",
         str(port),
     ]
-    command += [] if arguments.model is None else ["--model", str(arguments.model)]
+    command += [] if arguments.model is None else ["--model", str(arguments.model.resolve())]
     command += ["--rows", str(arguments.rows), "--dtype", "float32", "--drain", str(arguments.drain)]
     attackers = context.Process(
         target=attack, args=(port, arguments.attackers, arguments.kinds, going, ended, told), daemon=True
     )
-    with folder, tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
+    attackers.start()
+    with (
+        folder,
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=Path(__file__).parent) as process,
+    ):
         try:
             begun = time.perf_counter()
             while not asyncio.run(answers(port, "/ready")):
                 if process.poll() is not None or time.perf_counter() - begun > READY_SECONDS:
-                    raise SystemExit("the server does not answer")
+                    log.seek(0)
+                    raise SystemExit(f"the server does not answer: {log.read().decode(errors='replace')}")
                 time.sleep(0.1)
-            attackers.start()
             told.get()
             windows = {name: Window() for name in ("without", "with", "between", "ending")}
             normal = Normal(port, asked, windows)

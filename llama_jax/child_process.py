@@ -1,119 +1,85 @@
-"""A Python program in a child process, for work that may never end: the process is killed at its time limit.
+"""A Python program in a child process with limits of time and memory, for work that may never end.
 
-The program is a file that imports nothing from this library, so that it starts quickly. Its `begin(source, *arguments)` may
-read initial input from `source`, and returns the function that answers requests.
+The program is a file that imports nothing from this library, so that it starts quickly. Its `begin(initial)` returns the
+function that answers requests. All values are JSON, one per line.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-START_SECONDS = 60  # time limit for starting a process, allowing for a slow disk
-
-
-def isolated(script: Path, packages: Sequence[str], *arguments: str, niceness: int = 0) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment that run a program with only these packages, which must be installed.
-
-    Args:
-      niceness: minimum niceness of the process; higher values give other processes priority.
-    """
-    # Without `site`, which can take longer than everything else; packages are found where this process has them.
-    places = [str(Path(spec.origin).parents[1]) for name in packages if (spec := find_spec(name)) and spec.origin]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON") or name == "PYTHONHOME"}
-    command = [sys.executable, "-S", "-s", "-P", __file__, str(niceness), str(script), *arguments]
-    return command, inherited | {"PYTHONPATH": os.pathsep.join(places)}
+MEMORY_PER_BYTE = 16  # additional memory per byte of a request, because texts are copied on the way
+WALL_FACTOR = 10  # limit of wall time, as a multiple of that of CPU time, for busy machines
 
 
 class ChildProcess:
-    """A process that answers requests one by one. It starts on first use and again after it was killed, and ends with this
-    object or this process.
-
-    It writes one byte when it is ready. Requests and answers are preceded by their lengths, as 8 bytes. Thread-safe.
+    """A process that answers requests one by one. It starts on first use and again after it has ended, and ends with this
+    object or this process. Thread-safe.
 
     Args:
-      command, environment: from `isolated`.
-      seconds: time limit for a request, unless a timer inside the process ends it earlier.
-      first: initial input of each new process, which it reads before it is ready.
+      script: file of the program.
+      seconds: CPU time that a request may take; wall time is limited to WALL_FACTOR times as much.
+      memory: bytes that a request may take in addition to what the process has, on Linux.
+      initial: the argument of `begin`.
+      niceness: minimum niceness of the process; higher values give other processes priority.
     """
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], seconds: float, first: bytes = b"") -> None:
+    def __init__(self, script: Path, seconds: int, memory: int, initial: Any = None, niceness: int = 0) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self._command = command
-        self._environment = environment
-        self._seconds = seconds
-        self._first = first
+        # Without `site`, which can take longer than everything else; packages are found where this process finds them.
+        limits = map(str, (seconds, memory, niceness))
+        self._command = [sys.executable, "-S", "-s", "-P", __file__, str(script), *limits]
+        self._wall_seconds = WALL_FACTOR * seconds
+        self._initial = _line(initial)
         self._lock = threading.Lock()
 
-    def ask(self, request: bytes, *, again: bool = False) -> bytes | None:
-        """The answer; None if the process did not answer in time and was killed. If the process has ended or the pipe breaks
-        before the whole request is sent, the request is retried once in a new process.
+    def ask(self, request: Any) -> Any:
+        """The answer; None if the process has exceeded a limit or failed, or does not start.
 
-        Args:
-          again: also retry, once, if a process that has answered requests before does not answer this one.
+        Raises:
+          TypeError, ValueError, RecursionError: the request is not JSON.
         """
+        line, answer = _line(request), b""
         with self._lock:
-            if self.process is not None and self.process.poll() is not None:
-                self.close()
-            for is_new in (self.process is None, True):
-                answer, is_sent = self._try(request)
-                if answer is not None:
-                    return answer
-                was_closed = self.process is None  # by another thread, to end it
-                self.close()
-                if is_new or was_closed or (is_sent and not again):
-                    break
-            return None
-
-    def _try(self, request: bytes) -> tuple[bytes | None, bool]:
-        """The answer, or None, and whether the request was sent."""
-        size, answer, is_sent = -1, b"", False
-        try:
-            process = self.process or self._start()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            timer = threading.Timer(self._seconds, process.kill)
-            timer.daemon = True
-            timer.start()
             try:
-                process.stdin.write(len(request).to_bytes(8, "big") + request)
-                process.stdin.flush()
-                is_sent = True
-                size = int.from_bytes(process.stdout.read(8), "big")
-                answer = process.stdout.read(size)
-            finally:
-                timer.cancel()
-        except (OSError, ValueError):  # ValueError: `close` has closed its pipes
-            pass
-        return (answer if answer and len(answer) == size else None), is_sent
+                process = self._running()
+                assert process.stdin is not None
+                assert process.stdout is not None
+                timer = threading.Timer(self._wall_seconds, process.kill)
+                timer.daemon = True
+                timer.start()
+                try:
+                    process.stdin.write(line)
+                    process.stdin.flush()
+                    answer = process.stdout.readline()
+                finally:
+                    timer.cancel()
+            except (OSError, ValueError):  # ValueError: another thread has closed it
+                pass
+            if not answer.endswith(b"\n"):
+                self.close()
+                return None
+            return json.loads(answer)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = self.process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=self._environment,
-        )
-        self._end = weakref.finalize(self, _end, process)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        timer = threading.Timer(START_SECONDS, process.kill)
-        timer.daemon = True
-        timer.start()
-        try:
-            process.stdin.write(self._first)
-            process.stdin.flush()
-            process.stdout.read(1)
-        finally:
-            timer.cancel()
-        return process
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self.process is not None and self.process.poll() is not None:
+            self.close()
+        if self.process is None:
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self.process = subprocess.Popen(self._command, env=environment, **pipes)
+            self._end = weakref.finalize(self, _end, self.process)
+            assert self.process.stdin is not None
+            self.process.stdin.write(self._initial)
+        return self.process
 
     def close(self) -> None:
         """Kill the process; the next request starts a new one."""
@@ -122,31 +88,39 @@ class ChildProcess:
             self._end()
 
 
+def _line(value: Any) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.communicate()
 
 
-def _main(niceness: int, script: str, *arguments: str) -> None:
-    """Run a program in this process: signal that it is ready, and answer requests until the input ends."""
-    source, out = sys.stdin.buffer, sys.stdout.buffer
+def _main(script: Path, seconds: int, memory: int, niceness: int) -> None:
+    """Run a program in this process: answer requests until the input ends."""
     if niceness and hasattr(os, "nice"):
         os.nice(max(niceness - os.nice(0), 0))  # the starting thread may already have a low priority
-    spec = spec_from_file_location("program", script)
-    assert spec is not None
-    assert spec.loader is not None
-    program = module_from_spec(spec)
-    spec.loader.exec_module(program)
-    answer = program.begin(source, *arguments)
-    out.write(b"r")
-    out.flush()
-    while size := source.read(8):
-        reply = answer(source.read(int.from_bytes(size, "big")))
-        out.write(len(reply).to_bytes(8, "big"))
-        out.write(reply)
-        out.flush()
-        del reply
+    sys.path.append(str(script.parent))
+    answer = import_module(script.stem).begin(json.loads(sys.stdin.buffer.readline()))
+    for line in sys.stdin.buffer:
+        _limit(seconds, memory + MEMORY_PER_BYTE * len(line))
+        sys.stdout.buffer.write(_line(answer(json.loads(line))))
+        sys.stdout.buffer.flush()
+
+
+def _limit(seconds: int, memory: int) -> None:
+    """End this process if it takes more than this from now on."""
+    if sys.platform != "win32":
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+        resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + memory, resource.RLIM_INFINITY))
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), *sys.argv[2:])
+    _main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -1,55 +1,74 @@
-"""Programs in processes of their own: what is asked of one that has ended is asked of the next."""
+"""Programs in processes of their own: one that has ended is replaced, and what takes too much is asked once."""
 
+import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from llama_jax.child_process import ChildProcess, isolated
+from llama_jax.child_process import ChildProcess
 
-# Answers with what it is asked; `end` is what it does before that.
+# Answers with what it is asked, and what it was begun with; `end` is what it does before that.
 ECHO = """
-import os, sys
+import sys
 
-def begin(source):
-    def answer(content):
+def begin(initial):
+    def answer(value):
         {end}
-        return content
+        return [initial, value]
 
     return answer
 """
 
 
-def child(folder: Path, end: str = "pass") -> ChildProcess:
+def child(folder: Path, end: str = "pass", seconds: int = 60) -> ChildProcess:
     script = folder / "echo.py"
     script.write_text(ECHO.format(end=end))
-    return ChildProcess(*isolated(script, ()), 60)
+    return ChildProcess(script, seconds, 50 << 20, {"a": "\ud800"})
 
 
 def test_an_idle_process_that_was_killed_is_replaced(tmp_path):
     with closing(child(tmp_path)) as asked:
-        assert asked.ask(b"one") == b"one"
+        assert asked.ask("é\n\ud800") == [{"a": "\ud800"}, "é\n\ud800"]
         first = asked.process
         first.kill()
         first.wait()
-        assert asked.ask(b"two") == b"two"
+        assert asked.ask(2) == [{"a": "\ud800"}, 2]
         assert asked.process.pid != first.pid
-        assert asked.ask(b"three") == b"three"
+        assert asked.ask(None)[1] is None
 
 
-def test_what_a_process_has_not_read_is_asked_of_another(tmp_path):
-    with closing(child(tmp_path, end="os.dup2(os.pipe()[0], 0)")) as asked:
-        assert asked.ask(b"one") == b"one"  # and lives on, but reads no more
-        assert asked.process.poll() is None
-        assert asked.ask(b"two") == b"two"
-
-
-@pytest.mark.parametrize("request_of", [b"x", b"x" * (1 << 20)])
+@pytest.mark.parametrize("request_of", ["x", "x" * (1 << 20)])
 def test_what_ends_each_process_is_asked_once(tmp_path, request_of):
     ended = tmp_path / "ended"
-    end = f"content.startswith(b'x') and (open({str(ended)!r}, 'a').write('.'), sys.exit())"
+    end = f"value.startswith('x') and (open({str(ended)!r}, 'a').write('.'), sys.exit())"
     with closing(child(tmp_path, end=end)) as asked:
-        assert asked.ask(b"one") == b"one"
+        assert asked.ask("one")[1] == "one"
         assert asked.ask(request_of) is None
         assert ended.read_text() == "."
-        assert asked.ask(b"two") == b"two"
+        assert asked.ask("two")[1] == "two"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a process's memory")
+@pytest.mark.parametrize("end", ["value == 'x' and 3**40000000", "value == 'x' and bytearray(60 << 20)"])
+def test_limits_of_time_and_memory(tmp_path, end):
+    """They count from the beginning of each request."""
+    with closing(child(tmp_path, end=end, seconds=1)) as asked:
+        assert asked.ask("one")[1] == "one"
+        first = asked.process
+        assert asked.ask("x") is None
+        assert first.poll() is not None
+        assert asked.ask("two")[1] == "two"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a process's memory")
+def test_a_long_request_may_take_more_memory(tmp_path):
+    with closing(child(tmp_path, end="bytearray(8 * len(value))")) as asked:
+        for size in (1, 10 << 20, 1):
+            assert len(asked.ask("x" * size)[1]) == size
+
+
+def test_a_process_that_does_nothing_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("llama_jax.child_process.WALL_FACTOR", 0.1)
+    with closing(child(tmp_path, end="import time; time.sleep(1000)", seconds=1)) as asked:
+        assert asked.ask("x") is None

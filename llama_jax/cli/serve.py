@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from llama_jax.serving.options import MemoryPlan
 
 KEY = "LLAMA_JAX_API_KEY"
-NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "prometheus_client")
 COMMAND_ONLY = ("host", "port", "most_connections", "distributed", "coordinator", "processes", "process_id")
 SECONDS = Bounds(0, 1e9)
 
@@ -95,7 +95,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
     """Maximum number of continuations per request (prompts times n); never more than `most-waiting`."""
     most_connections: Annotated[int, at_least(0)] = 1024
     """Maximum number of open connections; others are answered with status 429. 0 means no limit."""
-    body_mb: Annotated[float, SECONDS] = 16.0
+    body_mb: Annotated[float, SECONDS] = 4.0
     """Maximum size of the body of a request, in megabytes."""
     timeout: Annotated[float, SECONDS] = 0.0
     """Maximum duration of a request in seconds, including waiting; 0 means no limit."""

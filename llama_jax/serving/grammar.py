@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from llama_jax.child_process import ChildProcess, isolated
+from llama_jax.child_process import ChildProcess
 from llama_jax.errors import UserError, reason_of
 from llama_jax.serving.thread_pool import LOW
 from llama_jax.tokenizers import Tokenizer
 
 # White space is fixed, because small models can fill a whole answer with optional white space.
-NEEDED = ("llguidance",)  # packages of the child process
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -92,18 +90,17 @@ class Grammars:
             if self._child is None:
                 self._prepare()
                 vocabulary = self._vocabulary
-                first = pickle.dumps((vocabulary.tokens, vocabulary.special_token_ids, vocabulary.ends))
-                limits = str(check.SECONDS), str(check.WALL_SECONDS)
-                command = isolated(Path(check.__file__), NEEDED, *limits, niceness=LOW)
-                self._child = ChildProcess(*command, 2 * check.WALL_SECONDS, first)
-        answer = self._child.ask(grammar.encode())
+                tokens = [token.decode("latin-1") for token in vocabulary.tokens]
+                initial = tokens, vocabulary.special_token_ids, vocabulary.ends
+                self._child = ChildProcess(Path(check.__file__), check.SECONDS, check.MEMORY, initial, LOW)
+        answer = self._child.ask(grammar)
         if answer is None:
             raise UserError(
                 f"the {what} takes over {check.SECONDS} s or {check.MEMORY >> 20} MB to compile; use fewer or smaller"
                 " repetitions and alternatives"
             )
-        if answer != b"t":
-            raise UserError(f"the {what} {answer[1:].decode()}")
+        if "error" in answer:
+            raise UserError(f"the {what} {answer['error']}")
         matcher, mask = check.compile_grammar(self._tables, grammar, tried=True)
         return GrammarConstraint(matcher, mask, self._vocab_size, self._ends)
 

@@ -1,23 +1,18 @@
 """Trial compilation of a grammar in a `child_process` that `grammar` starts, before the server compiles it; shared code.
 
-Some grammars take minutes or all memory to compile, inside llguidance, which cannot be interrupted; this process ends when
-it exceeds SECONDS or MEMORY.
+Some grammars take minutes or all memory to compile, inside llguidance, which cannot be interrupted and whose own limits do
+not help: {"type": "integer", "multipleOf": 9999991} is one. This process ends when it exceeds SECONDS or MEMORY.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import pickle
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 SECONDS = 2  # limit of CPU time for a grammar and its first mask
-WALL_SECONDS = 20  # limit of wall time, for busy machines
-MEMORY = 256 << 20  # bytes for all grammars that one process compiles, in addition to its tables of the vocabulary
+MEMORY = 256 << 20  # bytes for a grammar, in addition to the tables of the vocabulary
 LIMITS = LLParserLimits(
     initial_lexer_fuel=100_000,  # expressions of the whole grammar, before its first mask
     step_lexer_fuel=50_000,  # expressions per mask, about 4 ms
@@ -96,35 +91,20 @@ def compile_grammar(tables: Any, grammar: str, tried: bool = False) -> tuple[Any
     return matcher, mask
 
 
-def begin(source: BinaryIO, seconds: str, wall_seconds: str) -> Callable[[bytes], bytes]:
-    """Read pickled (tokens, special, ends); return the function that answers a grammar with "t", or "e" and a reason."""
-    tables = GrammarVocabulary(*pickle.load(source)).tables()
-    if sys.platform == "linux":
-        import resource
+def begin(vocabulary: tuple[Sequence[str], Sequence[int], Sequence[int]]) -> Callable[[str], dict[str, str]]:
+    """The function that answers a grammar with its error, if it has one.
 
-        pages = int(Path("/proc/self/statm").read_text().split()[5])
-        memory = pages * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    Args:
+      vocabulary: the arguments of `GrammarVocabulary`, with tokens as latin-1.
+    """
+    tokens, *ids = vocabulary
+    tables = GrammarVocabulary([token.encode("latin-1") for token in tokens], *ids).tables()
 
-    def answer(grammar: bytes) -> bytes:
-        _limit_time(int(seconds), float(wall_seconds))
+    def answer(grammar: str) -> dict[str, str]:
         try:
-            compile_grammar(tables, grammar.decode())
-            return b"t"
+            compile_grammar(tables, grammar)
+            return {}
         except GrammarError as error:
-            return b"e" + str(error).encode()
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+            return {"error": str(error)}
 
     return answer
-
-
-def _limit_time(seconds: int, wall_seconds: float) -> None:
-    """Limit the time of the process, even if llguidance hangs: by a system limit and a thread that does not need the GIL."""
-    if sys.platform != "win32":
-        import resource
-
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.RLIM_INFINITY))
-    faulthandler.dump_traceback_later(wall_seconds, exit=True)

@@ -14,7 +14,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama_jax.child_process import START_SECONDS, ChildProcess, isolated
+from llama_jax.child_process import ChildProcess
 from llama_jax.errors import GenerationError, reason_of, shown
 from llama_jax.tokenizers.interface import Part, Tokenizer, special_pattern, split_special
 from llama_jax.tokenizers.tool_dialects import (
@@ -29,7 +29,6 @@ from llama_jax.tokenizers.tool_dialects import (
 PRIVATE_USE = range(0xE000, 0xF900)  # Unicode's private-use characters
 RENDER_SECONDS = 5
 RENDER_MEMORY = 100 << 20  # bytes
-RENDER_PACKAGES = ("jinja2", "markupsafe")  # packages of the child process
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # variables of every template
 TOOL_TEMPLATE = "tool_use"  # name of the template for chats with tools (transformers)
 SHORT_ID = re.compile("[a-zA-Z0-9]{9}")  # the only ids of calls that Mistral's templates accept
@@ -44,8 +43,8 @@ class Renderer:
     """Renders chats with a checkpoint's own template, which is untrusted, in a child process. All chats share the process,
     to save starting Python and compiling the template for each. Thread-safe.
 
-    The process (`template_worker`, which imports Jinja and nothing of this library) is killed if a chat takes longer than
-    RENDER_SECONDS. On Linux its memory is limited to RENDER_MEMORY bytes, plus a few for each byte of the request.
+    The process (`template_worker`, which imports Jinja and nothing of this library) ends if a chat takes more than
+    RENDER_SECONDS of CPU time or, on Linux, RENDER_MEMORY bytes.
 
     Args:
       time: the time that templates write (`strftime_now`), in ISO 8601; None for the local time of each rendering.
@@ -56,11 +55,7 @@ class Renderer:
         self.template_args = dict(template_args or {})
         self._time = time
         self._forms: dict[str, MessageForm] = {}
-        script, limits = Path(__file__).with_name("template_worker.py"), (str(RENDER_SECONDS), str(RENDER_MEMORY))
-        command, environment = isolated(script, RENDER_PACKAGES, *limits)
-        self._child = ChildProcess(
-            command, environment, RENDER_SECONDS + START_SECONDS
-        )  # unless halted it has a timer of its own
+        self._child = ChildProcess(Path(__file__).with_name("template_worker.py"), RENDER_SECONDS, RENDER_MEMORY)
 
     def render(
         self,
@@ -91,19 +86,16 @@ class Renderer:
             "tools": None if tools is None else list(tools),
             "documents": None,
         }
-        payload = {"template": template, "values": values, "marks": marks, "time": self._time}
         try:
-            request = json.dumps(payload, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            answer = self._child.ask({"template": template, "values": values, "marks": marks, "time": self._time})
         except (TypeError, ValueError, RecursionError) as error:
             reason = reason_of(error)
             raise GenerationError(f"messages must consist of texts, numbers, lists and objects ({reason})") from None
-        answer = self._child.ask(request, again=True)  # earlier chats may have filled the memory
         if answer is None:
-            limits = f"{RENDER_SECONDS} s or {RENDER_MEMORY >> 20} MB"
-            answer = f"eit exceeds {limits}, or {sys.executable} fails".encode()
-        if answer[:1] != b"t":
-            raise GenerationError(f"the checkpoint's chat template cannot be used here: {answer[1:].decode()}")
-        return answer[1:].decode("utf-8", "surrogatepass")
+            answer = {"error": f"it exceeds {RENDER_SECONDS} s or {RENDER_MEMORY >> 20} MB, or {sys.executable} fails"}
+        if "error" in answer:
+            raise GenerationError(f"the checkpoint's chat template cannot be used here: {answer['error']}")
+        return str(answer["text"])
 
     def message_form(self, template: str, variables: Mapping[str, Any]) -> MessageForm:
         """The form in which a template reads messages, found once; with the variables of the first call."""

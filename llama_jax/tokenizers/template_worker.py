@@ -1,18 +1,16 @@
 """Renders a checkpoint's chat template with Jinja's sandbox, as a program of `child_process` for `chat.Renderer`.
 
 Templates have the extensions and functions of transformers: `loopcontrols`, `{% generation %}`, `tojson`, `raise_exception`,
-`strftime_now`. The resources of the process are limited: time on every system, memory on Linux.
+`strftime_now`.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, BinaryIO
+from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
@@ -20,50 +18,23 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARACTERS = 1 << 23  # maximum length of the text, unless the messages are longer
-MEMORY_PER_BYTE = 16  # per byte of a request, because texts are copied on the way
 
 
-def begin(source: BinaryIO, seconds: str, memory: str) -> Callable[[bytes], bytes]:
-    """The function that answers a request, in JSON, with "t" and the text or "e" and the reason.
-
-    Args:
-      seconds: time limit for a request, after which the process ends.
-      memory: memory limit in bytes, plus MEMORY_PER_BYTE for each byte of a request; beyond it the process ends.
-    """
-
-    def answer(payload: bytes) -> bytes:
-        _limit_memory(int(memory) + MEMORY_PER_BYTE * len(payload))
-        # The timer is a thread that does not need the GIL, so that it also ends a single endless operation.
-        faulthandler.dump_traceback_later(float(seconds), exit=True)
-        try:
-            return _answer(payload)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-    return answer
+def begin(initial: None) -> Callable[[Mapping[str, Any]], dict[str, str]]:
+    """The function that answers a request, the arguments of `rendered`, with the text or the error."""
+    return _answer
 
 
-def _answer(payload: bytes) -> bytes:
+def _answer(request: Mapping[str, Any]) -> dict[str, str]:
     try:
-        request = json.loads(payload.decode("utf-8", "surrogatepass"))
-        text = rendered(request["template"], request["values"], request["marks"], request["time"])
-        if len(text) > max(MAX_CHARACTERS, 4 * len(payload)):
+        text = rendered(**request)
+        if len(text) > MAX_CHARACTERS and len(text) > 4 * len(json.dumps(request)):
             raise TemplateError(f"it writes {len(text)} characters")
-        return b"t" + text.encode("utf-8", "surrogatepass")
+        return {"text": text}
     except MemoryError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        return b"e" + reason.encode("utf-8", "replace")
-
-
-def _limit_memory(memory: int) -> None:
-    if sys.platform == "linux":
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, most))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        return {"error": " ".join(str(error).split())[:200] or type(error).__name__}
 
 
 def rendered(template: str, values: Mapping[str, Any], marks: Sequence[str] = ("", ""), time: str | None = None) -> str:

@@ -18,9 +18,9 @@ from test_api import error_of
 from test_server import Connection, process
 
 from llama_jax.serving.grammar import Grammars
-from llama_jax.serving.http import json_process, service
+from llama_jax.serving.http import json_body, service
 from llama_jax.serving.http.errors import ApiError
-from llama_jax.serving.http.json_body import SMALL_BODY, JsonParser
+from llama_jax.serving.http.json_body import SMALL_BODY, parse_json
 from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
 from llama_jax.tokenizers import load_tokenizer
 
@@ -254,7 +254,7 @@ def test_all_bodies_share_a_budget():
 
 def test_a_body_counts_until_it_is_parsed_although_its_client_has_left(monkeypatch):
     begun, go = threading.Event(), threading.Event()
-    monkeypatch.setattr(JsonParser, "parse", lambda self, body: (begun.set(), go.wait(20), {})[2])
+    monkeypatch.setattr(service, "parse_json", lambda body: (begun.set(), go.wait(20), {})[2])
 
     async def conversation(client):
         call = client.begin("POST", "/v1/completions", {"prompt": "a" * 2 * SMALL_BODY})
@@ -273,18 +273,13 @@ def test_a_body_counts_until_it_is_parsed_although_its_client_has_left(monkeypat
 
 
 @pytest.mark.parametrize("size", [100, 2 * SMALL_BODY])
-def test_large_bodies_are_parsed_by_another_process(monkeypatch, size):
-    """`json.loads` holds up every thread of its process."""
-    found, parse = [], json.loads
-    monkeypatch.setattr(json_process.json, "loads", lambda *text, **more: (found.append(True), parse(*text, **more))[1])
-
-    async def conversation(client):
-        return await client.post("/tokenize", {"prompt": "a" * size}), children("json_process.py")
-
-    answer, priorities = talk(FakeEngine(), conversation)
-    assert found == [True] * (size < SMALL_BODY)
-    assert priorities == [10] * (size > SMALL_BODY)
-    assert parse(answer.body) == {"count": size + 1, "max_model_len": 512, "tokens": BYTES.encode("a" * size)}
+def test_large_bodies_are_parsed_in_a_thread(monkeypatch, size):
+    """Together with their check by the schema, which is Python."""
+    threads, parse = [], json_body.parse_json
+    monkeypatch.setattr(service, "parse_json", lambda body: (threads.append(threading.current_thread()), parse(body))[1])
+    answer = talk(FakeEngine(), lambda client: client.post("/tokenize", {"prompt": "a" * size}))
+    assert [thread is threading.main_thread() for thread in threads] == [size < SMALL_BODY]
+    assert answer.json == {"count": size + 1, "max_model_len": 512, "tokens": BYTES.encode("a" * size)}
 
 
 @pytest.mark.parametrize(
@@ -297,23 +292,16 @@ def test_large_bodies_are_parsed_by_another_process(monkeypatch, size):
     ],
 )
 def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(monkeypatch, text):
-    monkeypatch.setattr(json_process.json, "loads", None)
-    with pytest.raises(json_process.JsonError, match="more than 262144 strings, commas and brackets"):
-        json_process.parse(text.encode())
-
-
-@pytest.fixture(scope="module")
-def parser():
-    found = JsonParser()
-    yield found
-    found.close()
+    monkeypatch.setattr(json_body.json, "loads", None)
+    with pytest.raises(ApiError, match="more than 262144 strings, commas and brackets"):
+        parse_json(text.encode())
 
 
 @pytest.mark.parametrize(
     "value", [",[{" * 600_000, '"\\,' * 600_000, list(range(200_000))], ids=["text", "quotes", "numbers"]
 )
-def test_a_long_text_is_one_part(parser, value):
-    assert parser.parse(bytearray(json.dumps({"prompt": value}), "utf-8")) == {"prompt": value}
+def test_a_long_text_is_one_part(value):
+    assert parse_json(bytearray(json.dumps({"prompt": value}), "utf-8")) == {"prompt": value}
 
 
 @pytest.mark.parametrize(
@@ -326,19 +314,18 @@ def test_a_long_text_is_one_part(parser, value):
         (b"[" + b"[]," * 400_000 + b"1]", "the body has more than 262144 strings", None),
     ],
 )
-@pytest.mark.parametrize("padding", [0, 2 * SMALL_BODY])
-def test_what_is_wrong_with_a_body_does_not_depend_on_who_parses_it(parser, content, said, code, padding):
+def test_what_is_wrong_with_a_body_is_named(content, said, code):
     with pytest.raises(ApiError) as error:
-        parser.parse(bytearray(b" " * padding + content))
+        parse_json(content)
     assert error.value.status == 400
     assert error.value.message.startswith(said)
     assert error.value.code == code
 
 
-def test_a_body_is_text_with_everything_that_json_allows(parser):
-    value = {"a": ["\ud800", "\U0001f600\0", 10**30, -0.5, 1e300, True, None, {}], "pad": "a" * 2 * SMALL_BODY}
-    assert parser.parse(bytearray(json.dumps(value), "utf-8")) == value
-    assert parser.parse(bytearray("\ufeff" + json.dumps(value, ensure_ascii=False), "utf-8", "surrogatepass")) == value
+def test_a_body_is_text_with_everything_that_json_allows():
+    value = {"a": ["\ud800", "\U0001f600\0", 10**30, -0.5, 1e300, True, None, {}]}
+    assert parse_json(json.dumps(value).encode()) == value
+    assert parse_json(("\ufeff" + json.dumps(value, ensure_ascii=False)).encode("utf-8", "surrogatepass")) == value
 
 
 def test_more_messages_than_tokens_are_refused_by_their_number():

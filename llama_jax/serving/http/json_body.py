@@ -1,24 +1,20 @@
-"""Request bodies: read within a byte budget that all share, and parsed without blocking other requests."""
+"""Request bodies: read within a byte budget that all share, and parsed as JSON in bounded time."""
 
 from __future__ import annotations
 
 import asyncio
-import marshal
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
-from llama_jax.child_process import ChildProcess, isolated
-from llama_jax.serving.http import json_process
 from llama_jax.serving.http.errors import ApiError, DisconnectedError, refused
-from llama_jax.serving.thread_pool import LOW
 
 BODY_SECONDS = 60  # time limit for a client to send a body
 SMALL_BODY = 64 << 10  # bytes of each body outside the budget; bodies up to this size are parsed on the event loop
-PARSE_SECONDS = 30  # time limit to parse a body
+MAX_JSON_PARTS = 1 << 18  # strings, commas and brackets of a body: `json.loads` holds the GIL for about 0.1 s
 
 
 class BodyReader:
@@ -77,28 +73,31 @@ class BodyReader:
         return ApiError(413, message, headers={"Connection": "close"})
 
 
-class JsonParser:
-    """Parses JSON bodies, from any thread: large ones in a child process."""
+def parse_json(content: bytes | bytearray) -> Any:
+    """The value of a JSON body; ApiError (400) if it is not JSON, is nested too deeply or has too many parts."""
+    try:
+        text = content.decode("utf-8-sig", "surrogatepass")
+        if not _has_few_parts(text):
+            raise refused(f"the body has more than {MAX_JSON_PARTS} strings, commas and brackets; send a smaller one")
+        return json.loads(text, parse_constant=_reject_constant)
+    except RecursionError:
+        raise refused("the body is nested too deeply") from None
+    except ValueError as error:  # also for invalid UTF-8, and for integers of thousands of digits
+        reason = " ".join(str(error).split())[:100]
+        raise refused(f"the body is not JSON: {reason}", code="invalid_json") from None
 
-    def __init__(self) -> None:
-        self._child = ChildProcess(*isolated(Path(json_process.__file__), (), niceness=LOW), PARSE_SECONDS)
 
-    def close(self) -> None:
-        """Kill the child process, if there is one; the next large body starts a new one."""
-        self._child.close()
+def _has_few_parts(text: str) -> bool:
+    """Whether a JSON text has at most MAX_JSON_PARTS strings, and commas and brackets outside strings."""
+    if sum(map(text.count, '",[{')) <= MAX_JSON_PARTS:
+        return True
+    bare = text.replace("\\\\", "").replace('\\"', "")  # without escaped quotes
+    strings = (bare.count('"') + 1) // 2
+    if strings > MAX_JSON_PARTS:
+        return False
+    outside = "".join(bare.split('"')[::2])
+    return strings + sum(map(outside.count, ",[{")) <= MAX_JSON_PARTS
 
-    def parse(self, content: bytearray) -> Any:
-        """The value of a body; ApiError if it is not JSON, or has too many parts."""
-        if len(content) <= SMALL_BODY:
-            try:
-                return json_process.parse(content)
-            except json_process.JsonError as error:
-                raise refused(str(error), code=error.code) from None
-        answer = self._child.ask(bytes(content))
-        if answer is None:
-            raise refused(f"the body takes over {PARSE_SECONDS} s or too much memory to parse; send a smaller one")
-        value = marshal.loads(memoryview(answer)[1:])
-        if answer[:1] == b"t":
-            return value
-        reason, code = value
-        raise refused(reason, code=code)
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON")

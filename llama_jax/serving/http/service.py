@@ -17,7 +17,7 @@ from llama_jax.serving.grammar import GrammarConstraint, Grammars
 from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.completion_choice import Choice, TokenNames
 from llama_jax.serving.http.errors import ApiError, refused, shutting_down
-from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, JsonParser
+from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, parse_json
 from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.request_schema import (
     DEFAULT_COMPLETION,
@@ -97,7 +97,7 @@ class ServerOptions:
 
     access: Access = Access()
     most_choices: int = 128
-    largest_body: int = 16 << 20
+    largest_body: int = 4 << 20
     seconds: float = 0.0
     drain_seconds: float = 30.0
     wedged_after: float = 120.0
@@ -154,7 +154,6 @@ class Service:
         same = set(self._ends) == set(self._chat_ends)
         self._chat_grammars = self._grammars if same else Grammars(served.tokenizer, engine.vocab_size, self._chat_ends)
         self._call_tokens = call_tokens(served.tokenizer)
-        self._json = JsonParser()
         self._texts = DaemonThreadPool("texts", threads_beside_engine(TEXT_THREADS), niceness=LOW)
         self._long_texts = DaemonThreadPool("long texts", threads_beside_engine(LONG_THREADS), LONG_WAITING, LOW)
         self._compiling = DaemonThreadPool("grammars", threads_beside_engine(GRAMMAR_THREADS), GRAMMARS_WAITING, LOW)
@@ -232,7 +231,7 @@ class Service:
 
     async def parse(self, body: bytearray, read: Callable[[Any], T]) -> T:
         """The result of `read` for the value of a JSON body, computed in a thread if it is large."""
-        run = lambda: read(self._json.parse(body))
+        run = lambda: read(parse_json(body))
         return await self._convert(run, "body", self._long_texts if len(body) > SMALL_BODY else None)
 
     def _pool(self, size: int) -> DaemonThreadPool | None:
@@ -431,8 +430,8 @@ class Service:
         return None
 
     def close(self) -> None:
-        """Kill the child processes that parse bodies, render chats and compile grammars."""
-        for child in (self._json, self._renderer, self._grammars, self._chat_grammars):
+        """Kill the child processes that render chats and compile grammars."""
+        for child in (self._renderer, self._grammars, self._chat_grammars):
             child.close()
 
 
