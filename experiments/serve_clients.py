@@ -311,7 +311,7 @@ def main(arguments: Arguments) -> None:
         "lm-eval": (arguments.lm_eval is not None, by_lm_eval),
     }
     report: dict[str, Any] = {"cpu": cpu_name(), "settings": settings(arguments)}
-    report["versions"] = versions("jax", "jaxlib", "uvicorn", "starlette", "llguidance")
+    report["versions"] = versions("jax", "jaxlib", "uvicorn", "starlette", "httptools", "llguidance")
     found: dict[str, Any] = {}
     with running(command, port, "/ready"):
         asked = Asked(port)

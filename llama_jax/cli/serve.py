@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from llama_jax.serving.options import MemoryPlan
 
 KEY = "LLAMA_JAX_API_KEY"
-NEEDED = ("starlette", "uvicorn", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client")
 COMMAND_ONLY = ("host", "port", "most_connections", "distributed", "coordinator", "processes", "process_id")
 SECONDS = Bounds(0, 1e9)
 

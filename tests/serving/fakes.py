@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import uvicorn
+
 from llama_jax.errors import GenerationError
 from llama_jax.serving.engine import EngineStats
+from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.routes import make_app
-from llama_jax.serving.http.server import Server, address_of, listen
 from llama_jax.serving.http.service import Served, ServerOptions, Service
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest, ScoredToken, Update
 from llama_jax.tokenizers import Tokenizer
@@ -324,13 +326,22 @@ def listening(engine: Any, shown: Served) -> Iterator[str]:
     started, stop, where = threading.Event(), [], []
 
     async def main() -> None:
-        server, socket = Server(lambda *arguments: app(*arguments)), listen("127.0.0.1", 0)
+        config = uvicorn.Config(
+            lambda *arguments: app(*arguments),
+            port=0,
+            interface="asgi3",
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+        )
+        server = uvicorn.Server(config)
         service = Service(engine, shown)
         app = make_app(service)
-        serving = asyncio.create_task(server.serve(sockets=[socket]))
+        serving = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0)
-        where.append(address_of(socket))
+        where.append(server.servers[0].sockets[0].getsockname()[1])
         stop.append(lambda: setattr(server, "should_exit", True))
         started.set()
         await serving
@@ -341,7 +352,7 @@ def listening(engine: Any, shown: Served) -> Iterator[str]:
         thread.start()
         assert started.wait(20)
         try:
-            yield where[0]
+            yield f"http://127.0.0.1:{where[0]}"
         finally:
             stop[0]()
             thread.join()

@@ -35,7 +35,6 @@ from llama_jax.serving.http.service import Served, ServerOptions, Service
 from llama_jax.serving.thread_pool import DaemonThreadPool
 
 SWITCH_SECONDS = 0.001  # thread switch interval, so that converting a long text does not delay the engine and the event loop
-STALLED_SECONDS = 60.0  # time limit for a client to send the head of a request, or to read some of a response
 LAST_WORDS = 0.5  # seconds after the end of the engine in which clients can read responses before they are disconnected
 
 
@@ -116,7 +115,19 @@ async def _serve(
     ready: Callable[[], None],
 ) -> BaseException | None:
     loop = asyncio.get_running_loop()
-    server = Server(lambda *arguments: app(*arguments))
+    config = uvicorn.Config(
+        lambda *arguments: app(*arguments),
+        interface="asgi3",
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,  # a config would close all existing handlers
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        backlog=2048,
+    )
+    server = _Server(config)
     connections = lambda: len(server.server_state.connections)
     metrics = ServerMetrics()
     app = make_starting_app(startup, options.access, metrics, connections)
@@ -156,44 +167,8 @@ def _stop(number: int, stop: asyncio.Future[None]) -> None:
     stop.set_result(None)
 
 
-class Server(uvicorn.Server):
-    """A uvicorn server without signal handlers, which closes the connections of stalled clients.
-
-    A stalled client takes more than STALLED_SECONDS to send the head of a request, to end a body that has been answered, or
-    to read any byte of a response; uvicorn limits none of these. Closing a connection cancels its request.
-
-    Args:
-      app: the ASGI application.
-    """
-
-    def __init__(self, app: Callable[..., Any]) -> None:
-        config = uvicorn.Config(
-            app,
-            interface="asgi3",
-            http=Connection,  # type: ignore[arg-type]
-            ws="none",
-            lifespan="off",
-            log_config=None,  # a config would close all existing handlers
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            backlog=2048,
-        )
-        super().__init__(config)
-        self._idle: dict[Any, tuple[Any, float]] = {}  # connections by what they wait for, and since when
-
-    async def on_tick(self, counter: int) -> bool:
-        now, before, self._idle = time.monotonic(), self._idle, {}
-        connections: set[Any] = self.server_state.connections
-        for connection in connections:
-            cycle, unsent = connection.cycle, connection.transport.get_write_buffer_size()
-            if unsent or cycle is None or cycle.response_complete:
-                state, since = before.get(connection, (None, now))
-                self._idle[connection] = (cycle, unsent), since if state == (cycle, unsent) else now
-        for connection, (_, since) in self._idle.items():
-            if now - since > STALLED_SECONDS:
-                connection.transport.abort()
-        return await super().on_tick(counter)
+class _Server(uvicorn.Server):
+    """A uvicorn server without signal handlers, and with a time limit for its end."""
 
     async def end(self, serving: asyncio.Task[None], seconds: float) -> None:
         """Close connections when their responses have been sent, and the others after `seconds`."""
