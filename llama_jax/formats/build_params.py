@@ -57,7 +57,7 @@ def build_params(
       quantize: the quantized format of the matrices, see `parameter_fill`; None gives floats.
       shardings: a `Llama` of `jax.sharding.Sharding`; None puts all on the default device. Each process reads only the rows
         of a sharded array that its own devices need.
-      unstack_layers: store each layer's matrices in separate arrays, see `ops.weights.apart`.
+      unstack_layers: store each layer's matrices in separate arrays, see `ops.weights.layers.unstack`.
       progress: wraps the sequence of layers, as `tqdm.tqdm` does.
 
     Raises:

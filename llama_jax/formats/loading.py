@@ -143,7 +143,7 @@ def load(
 
     Returns:
       The configuration, the parameters, and the tokenizer, which is read on first access. On a GPU each layer's matrices are
-      separate arrays (`ops.weights.apart`) unless `shardings` is set; elsewhere all layers are one array.
+      separate arrays (`ops.weights.layers.unstack`) unless `shardings` is set; elsewhere all layers are one array.
 
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.

@@ -120,7 +120,7 @@ def parameter_fill(
         as in the files, and others become floats. The result has several parts if queries, keys and values have different
         formats, and a stack for each format if layers differ.
       sharding: includes the layer axis if there is one.
-      unstack_layers: store each layer of a matrix in separate arrays, see `ops.weights.apart`.
+      unstack_layers: store each layer of a matrix in separate arrays, see `ops.weights.layers.unstack`.
     """
     stacked = isinstance(parts, StackParts)
     layers: tuple[ArrayParts, ...] = parts.layers if isinstance(parts, StackParts) else (parts,)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,11 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 from llama_jax.model.cache import KVCache, gather_pages, is_quantized
 from llama_jax.model.forward_options import Positions
+from llama_jax.model.params import Attention
 from llama_jax.ops.attention import AttentionMask, KVView, PagedView
 from llama_jax.ops.attention.mask import visible
 
-if TYPE_CHECKING:
-    from llama_jax.model.layer import LayerContext
-    from llama_jax.model.params import Attention
-
+LayerContext: TypeAlias = Any  # of `model.layer`, which imports this file
 Variant = TypeVar("Variant")
 
 

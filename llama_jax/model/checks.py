@@ -144,13 +144,14 @@ def check_exact(params: Llama, cache: KVCache | None, positions: Positions, shar
       ConfigError: hooks; packed rows; experts or adapter tables, whose matmuls depend on the other tokens.
       MeshError: as `check_exact_devices`.
     """
-    from llama_jax.model.multi_lora import adapters_in
+    from llama_jax.ops.weights.multi_lora import MultiLoraWeight
 
     if params.hooks is not None:
         raise ConfigError("exact=True does not support hooks; omit one of the two")
     if cache is None and not (positions.segment_ids is None and positions.position_ids is None):
         raise ConfigError("exact=True does not support packed rows; omit segment_ids and position_ids")
-    if adapters_in(params):
+    is_table = lambda leaf: isinstance(leaf, MultiLoraWeight)
+    if any(map(is_table, jax.tree.leaves(params, is_leaf=is_table))):
         raise ConfigError("exact=True does not support adapter tables; load only the adapter that is used")
     if params.blocks.feed_forward.router is not None:
         raise ConfigError("exact=True does not support mixtures of experts, whose matmuls depend on the other tokens")

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float32, Int
 from llama_jax import ops
 from llama_jax.config import LayerConfig, LlamaConfig
 from llama_jax.model.forward_options import Positions
+from llama_jax.ops.platform import AnyArray
 from llama_jax.ops.rotary import Frequencies, Length
 
 
@@ -62,7 +63,7 @@ def token_frequencies(
 
 def token_tables(
     config: LlamaConfig,
-    position_ids: Int[Array, "B T"],
+    position_ids: Int[AnyArray, "B T"],
     indices: Int[Array, "B T"],
     positions: Positions,
     attention_factor: float | None = None,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -65,8 +66,8 @@ def is_quantized(weight: Any) -> bool:
 
 
 def dense(weight: Any) -> Any:
-    """A weight as an array: an array itself, or `Weight.to_dense`."""
-    return weight.to_dense() if isinstance(weight, Weight) else weight
+    """A weight as an array: an array itself, or its `to_dense()`."""
+    return weight if isinstance(weight, jax.Array | np.ndarray) else weight.to_dense()
 
 
 def map_all_tokens(function: Callable[..., Any], *args: Any) -> Any:
