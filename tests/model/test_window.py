@@ -17,6 +17,7 @@ from llama_jax.errors import GenerationError
 from llama_jax.model.cache import CacheOptions, init_cache
 from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Positions
+from llama_jax.model.operations import select_ops
 from llama_jax.ops.int8 import dequantize, quantize
 
 WINDOW, SINKS, LENGTH = 6, 2, 90
@@ -151,7 +152,8 @@ def test_int8_of_keys_that_stand_out(tokens, kind, monkeypatch):
         return np.linalg.norm(states(jnp.int8, **window) - exact) / np.linalg.norm(exact)
 
     found, in_a_ring = errors(), errors(window=WINDOW, sinks=SINKS)
-    monkeypatch.setattr("llama_jax.model.forward.smooth_keys", lambda keys, *queries, **_: (keys, *queries))
+    without_smoothing = lambda *args: select_ops(*args)._replace(smooth_keys=lambda keys, *queries, **_: (keys, *queries))
+    monkeypatch.setattr("llama_jax.model.forward.select_ops", without_smoothing)
     assert 0 < found < errors() / 2
     assert 0 < in_a_ring < errors(window=WINDOW, sinks=SINKS) / 2
 
