@@ -77,7 +77,7 @@ MORE_ARGUMENTS = {
     "inference/generate.py generate": 9,  # model, prompts, limit, and the bundles of sampling, cache, computation and draft
     "inference/generate.py stream": 10,  # those of generate, and max_chunks
     "model/logits.py observe": 8,  # those of forward, and hooks
-    "model/attention_inputs.py attend_gathered": 8,  # as `attend_paged`
+    "model/cache.py attend_gathered": 8,  # as `attend_paged`
     "ops/attention/paged.py attend_paged": 8,  # those of `attend`, with chunks and sinks in the place of a mask as arrays
 }
 

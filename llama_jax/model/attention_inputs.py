@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,13 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import ConfigError
-from llama_jax.model.cache import KVCache, gather_pages, is_quantized
+from llama_jax.model.cache import KVCache, flatten_tokens, gather_pages, is_quantized, mask_of_pages, unflatten_tokens
 from llama_jax.model.forward_options import Positions
+from llama_jax.model.layer import LayerContext
 from llama_jax.model.params import Attention
 from llama_jax.ops.attention import AttentionMask, KVView, PagedView
 from llama_jax.ops.attention.mask import visible
 
-LayerContext: TypeAlias = Any  # of `model.layer`, which imports this file
 Variant = TypeVar("Variant")
 
 
@@ -76,9 +75,9 @@ class Pages:
 
     variants: tuple[tuple[int | None, int | None], ...]
     view: PagedView
-    quantized: bool = False
-    sinks: int = 0
-    sink_rotation: tuple[jax.Array, jax.Array] | None = None
+    quantized: bool
+    sinks: int
+    sink_rotation: tuple[jax.Array, jax.Array] | None
 
     def attend(
         self,
@@ -92,8 +91,7 @@ class Pages:
         """What the queries attend to, and the pages with the new keys and values."""
         sink_queries = None
         if self.sink_rotation is not None:
-            layer_type = 0 if len(self.variants) == 1 else ctx.layer_type
-            sink_queries = ctx.ops.rotary(queries, *(table[layer_type] for table in self.sink_rotation))
+            sink_queries = ctx.ops.rotary(queries, *(table[ctx.layer_type] for table in self.sink_rotation))
         if self.quantized:
             keys, queries, sink_queries = smooth_for_int8(ctx, weights, keys, queries, sink_queries)
         view = self.view.replace(layer=jnp.asarray(ctx.layer, jnp.int32))
@@ -131,14 +129,20 @@ def attend_new_tokens(config: LlamaConfig, length: int, positions: Positions) ->
     return NewTokens(tuple(zip(windows, map(distinct.index, sizes), strict=True)), masks)
 
 
-def attend_pages(config: LlamaConfig, cache: KVCache, view: PagedView) -> Pages:
-    """Attention to the tokens of a cache, without a rotation for sinks."""
+def attend_pages(
+    config: LlamaConfig, cache: KVCache, view: PagedView, sink_rotation: tuple[jax.Array, jax.Array] | None
+) -> Pages:
+    """Attention to the tokens of a cache.
+
+    Args:
+      sink_rotation: see `Pages`.
+    """
     windows = [
         min((w for w in (layer_type.window, cache.window) if w is not None), default=None)
         for layer_type in config.layer_kinds
     ]
     variants = tuple(zip(windows, chunk_sizes(config, cache.capacity), strict=True))
-    return Pages(variants, view, is_quantized(cache), cache.sinks)
+    return Pages(variants, view, is_quantized(cache), cache.sinks, sink_rotation)
 
 
 def chunk_sizes(config: LlamaConfig, max_positions: int | None) -> list[int | None]:
@@ -160,39 +164,6 @@ def mask_chunks(config: LlamaConfig, mask: AttentionMask, size: int | None, posi
     return mask.replace(query_segments=queries, key_segments=keys)
 
 
-def mask_of_pages(view: PagedView, shape: tuple[int, int], chunk: int | None) -> AttentionMask:
-    """The mask of new tokens [B, T] over all slots of their rows, for attention without pages."""
-    positions = jnp.maximum(view.rows_and_positions(math.prod(shape))[1], 0).reshape(shape)
-    slots = jnp.arange(view.table.shape[-1] * view.pages.shape[2], dtype=jnp.int32)[None]
-    if chunk is None:
-        return AttentionMask(positions, slots)
-    return AttentionMask(positions, slots, positions // chunk, slots // chunk)
-
-
-def attend_gathered(
-    attend: Callable[..., jax.Array],
-    queries: Float[Array, "T K G H"],
-    view: PagedView,
-    *,
-    scale: float,
-    window: int | None,
-    chunk: int | None,
-    sinks: int = 0,
-    sink_queries: jax.Array | None = None,
-) -> Float[Array, "T K G H"]:
-    """`ops.attend_paged` by a function like `ops.attend`: the pages of each row are gathered.
-
-    Raises:
-      ConfigError: a cache with sinks.
-    """
-    if sinks:
-        raise ConfigError("a cache with sinks supports only the built-in paged attention; do not set attend or attention")
-    batch = len(queries) if view.tokens_per_row is None else len(view.lengths)
-    mask = mask_of_pages(view, (batch, len(queries) // batch), chunk)
-    keys_values = gather_pages(view, len(queries), queries.dtype)
-    return flatten_tokens(attend(unflatten_tokens(queries, batch), keys_values, mask, scale=scale, window=window))
-
-
 def attend_with_hooks(
     ctx: LayerContext, queries: jax.Array, view: KVView, masks: Sequence[tuple[AttentionMask, int | None]]
 ) -> jax.Array:
@@ -202,8 +173,7 @@ def attend_with_hooks(
       masks: mask and window of each layer type.
     """
     allowed = jnp.stack(jnp.broadcast_arrays(*(visible(mask, window) for mask, window in masks)))
-    layer_type = 0 if len(masks) == 1 else ctx.layer_type
-    return ctx.hooks.attend(queries, view, allowed[layer_type], ctx.config.score_scale)
+    return ctx.hooks.attend(queries, view, allowed[ctx.layer_type], ctx.config.score_scale)
 
 
 def switch_layer_type(ctx: LayerContext, variants: tuple[Variant, ...], attend: Callable[[Variant], jax.Array]) -> jax.Array:
@@ -228,13 +198,3 @@ def smooth_for_int8(
     all_queries = (queries,) if sink_queries is None else (queries, sink_queries)
     keys, queries, *rest = ctx.ops.smooth_keys(keys, *all_queries, bias=bias, rotary_dim=ctx.config.rope_dim)
     return keys, queries, rest[0] if rest else None
-
-
-def flatten_tokens(x: jax.Array) -> jax.Array:
-    """Reshape [B, K, T, ...] to [B * T, K, ...]."""
-    return x.swapaxes(1, 2).reshape(-1, x.shape[1], *x.shape[3:])
-
-
-def unflatten_tokens(x: jax.Array, batch: int) -> jax.Array:
-    """Reshape [B * T, K, ...] to [B, K, T, ...]."""
-    return x.reshape(batch, -1, *x.shape[1:]).swapaxes(1, 2)

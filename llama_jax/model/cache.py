@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Int32
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import GenerationError
-from llama_jax.ops.attention import HeadSharding, KVView, PagedView
+from llama_jax.errors import ConfigError, GenerationError
+from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import Quantized, dequantize, map_rows
 from llama_jax.ops.platform import AnyArray, current_mesh_sizes
 
@@ -255,6 +255,49 @@ def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KV
         return dequantize(gathered, dtype) if isinstance(gathered, Quantized) else gathered
 
     return KVView(gather(0), gather(1))
+
+
+def mask_of_pages(view: PagedView, shape: tuple[int, int], chunk: int | None) -> AttentionMask:
+    """The mask of new tokens [B, T] over all slots of their rows, for attention without pages."""
+    positions = jnp.maximum(view.rows_and_positions(math.prod(shape))[1], 0).reshape(shape)
+    slots = jnp.arange(view.table.shape[-1] * view.pages.shape[2], dtype=jnp.int32)[None]
+    if chunk is None:
+        return AttentionMask(positions, slots)
+    return AttentionMask(positions, slots, positions // chunk, slots // chunk)
+
+
+def attend_gathered(
+    attend: Callable[..., jax.Array],
+    queries: Float[Array, "T K G H"],
+    view: PagedView,
+    *,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    sinks: int = 0,
+    sink_queries: jax.Array | None = None,
+) -> Float[Array, "T K G H"]:
+    """`ops.attend_paged` by a function like `ops.attend`: the pages of each row are gathered.
+
+    Raises:
+      ConfigError: a cache with sinks.
+    """
+    if sinks:
+        raise ConfigError("a cache with sinks supports only the built-in paged attention; do not set attend or attention")
+    batch = len(queries) if view.tokens_per_row is None else len(view.lengths)
+    mask = mask_of_pages(view, (batch, len(queries) // batch), chunk)
+    keys_values = gather_pages(view, len(queries), queries.dtype)
+    return flatten_tokens(attend(unflatten_tokens(queries, batch), keys_values, mask, scale=scale, window=window))
+
+
+def flatten_tokens(x: jax.Array) -> jax.Array:
+    """Reshape [B, K, T, ...] to [B * T, K, ...]."""
+    return x.swapaxes(1, 2).reshape(-1, x.shape[1], *x.shape[3:])
+
+
+def unflatten_tokens(x: jax.Array, batch: int) -> jax.Array:
+    """Reshape [B * T, K, ...] to [B, K, T, ...]."""
+    return x.reshape(batch, -1, *x.shape[1:]).swapaxes(1, 2)
 
 
 def bucket(length: int, smallest: int) -> int:

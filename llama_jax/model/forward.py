@@ -15,12 +15,12 @@ from jaxtyping import Array, Float, Integer
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
-from llama_jax.model.attention_inputs import NewTokens, Pages, attend_new_tokens, attend_pages
+from llama_jax.model.attention_inputs import attend_new_tokens, attend_pages
 from llama_jax.model.cache import KVCache, init_cache
 from llama_jax.model.checks import check_arguments, check_exact, check_head, check_hooks, check_parts, check_parts_found
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.hooks import HookCaller
-from llama_jax.model.layer import LayerContext, TokenTables, layer, scale
+from llama_jax.model.layer import KeyValues, LayerContext, TokenTables, layer, scale
 from llama_jax.model.operations import Ops, select_ops
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialize
@@ -132,14 +132,15 @@ def run_layers(
     view = None if cache is None else cache.view(tokens.shape[1], positions.starts)
     positions, indices = _positions_of(tokens, view, positions)
     position_ids = indices if positions.position_ids is None else positions.position_ids
-    kv: NewTokens | Pages
+    kv: KeyValues
     if cache is None or view is None:
         kv = attend_new_tokens(config, tokens.shape[1], positions)
     else:
-        kv = attend_pages(config, cache, view)
+        sink_rotation = None
         if cache.sinks and cache.window is not None:
-            sinks_at = jnp.minimum(indices, cache.sinks + cache.window - 1)
-            kv = replace(kv, sink_rotation=_rope_tables(config, table, sinks_at - indices, indices, positions, 1.0)[:2])
+            offsets = jnp.minimum(indices, cache.sinks + cache.window - 1) - indices
+            sink_rotation = _rope_tables(config, table, offsets, indices, positions, attention_factor=1.0)[:2]
+        kv = attend_pages(config, cache, view, sink_rotation)
     tables = _rope_tables(config, table, position_ids, indices, positions)
     outer_hooks = HookCaller(params.hooks, position_ids)
     ctx = LayerContext(config, table, sharding.constrain, tables, kv, outer_hooks)
@@ -175,7 +176,7 @@ def _run_blocks(
     has_cache = pages is not None
     is_unrolled = has_cache and lowering_platform() == "gpu"
     sliced, block_of_layer = split_for_scan(params.blocks, partial(_is_read_in_place, has_cache, is_unrolled))
-    run_layer: Callable[..., Any] = partial(_run_layer, ctx, params.hooks)
+    run_layer: Callable[..., Any] = partial(_run_layer, ctx)
     if compute.remat != "none":
         run_layer = rematerialize(compute.remat, run_layer, in_loop=not compute.unroll)
     if is_unrolled:
@@ -198,7 +199,7 @@ def _run_blocks(
 
 
 def _run_layer(
-    ctx: LayerContext, hooks: Any, block: Block, x: jax.Array, pages: Any, index: int | jax.Array
+    ctx: LayerContext, block: Block, x: jax.Array, pages: Any, index: int | jax.Array
 ) -> tuple[jax.Array, Any, dict[str, Any]]:
     """`layer`, and the values that its hooks keep."""
     types = ctx.config.layer_kinds
@@ -206,9 +207,9 @@ def _run_layer(
     layer_type: Any = 0
     if len(types) > 1:
         layer_type = type_of_layer[index] if isinstance(index, int) else jnp.asarray(type_of_layer)[index]
-    call_hooks = HookCaller(hooks, ctx.hooks.positions, jnp.asarray(index))
-    x, pages = layer(replace(ctx, hooks=call_hooks, layer=index, layer_type=layer_type), block, x, pages)
-    return x, pages, call_hooks.kept
+    hooks = ctx.hooks.in_layer(jnp.asarray(index))
+    x, pages = layer(replace(ctx, hooks=hooks, layer=index, layer_type=layer_type), block, x, pages)
+    return x, pages, hooks.kept
 
 
 def _is_read_in_place(has_cache: bool, is_unrolled: bool, path: tuple[Any, ...], leaf: Any) -> bool:

@@ -102,15 +102,18 @@ class HookCaller:
     """Calls the hooks of one layer, or those outside the layers, and collects the values that hooks keep.
 
     Attributes:
-      positions: int32[B, T], the position of each token, or None.
       kept: the kept values by point.
     """
 
     def __init__(self, hooks: Any, positions: jax.Array | None = None, layer: jax.Array | None = None) -> None:
         self._hooks = hooks or {}
-        self.positions = positions
+        self._positions = positions
         self._layer = layer
         self.kept: dict[str, Any] = {}
+
+    def in_layer(self, layer: jax.Array) -> HookCaller:
+        """The same hooks, called in a layer."""
+        return HookCaller(self._hooks, self._positions, layer)
 
     def has(self, *names: str) -> bool:
         """Whether there is a hook at one of these points."""
@@ -119,7 +122,7 @@ class HookCaller:
     def __call__(self, name: str, value: jax.Array) -> jax.Array:
         """Call the hooks at a point, and return the replacement of `value`."""
         for hook in self._hooks.get(name, ()):
-            result = hook(value, At(name, self._layer, self.positions))
+            result = hook(value, At(name, self._layer, self._positions))
             if not isinstance(result, tuple) or len(result) != 2:
                 returned = type(result).__name__
                 raise ConfigError(f"the hook at {name!r} returned {returned}; return (value, kept), kept may be None")

@@ -1,21 +1,20 @@
 """One layer: norm, grouped-query attention, norm, gated feed-forward (Touvron et al. 2023, section 2.2).
 
 The functions here are the formulas. What they are made of is in `LayerContext`: the operations (`operations.Ops`), how keys
-and values are kept (`attention_inputs`), and the hooks.
+and values are kept (`KeyValues`), and the hooks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from llama_jax.config import LlamaConfig
-from llama_jax.model.attention_inputs import NewTokens, Pages
 from llama_jax.model.hooks import HookCaller
 from llama_jax.model.operations import Ops
 from llama_jax.model.params import Attention, Block, FeedForward
@@ -33,6 +32,21 @@ class TokenTables(NamedTuple):
     cos: jax.Array
     sin: jax.Array
     query_scale: jax.Array | None = None
+
+
+class KeyValues(Protocol):
+    """How a pass keeps keys and values, and what its queries attend to; see `attention_inputs`."""
+
+    def attend(
+        self,
+        ctx: LayerContext,
+        weights: Attention,
+        queries: Float[Array, "B K T G H"],
+        keys: Float[Array, "B K T H"],
+        values: Float[Array, "B K T H"],
+        pages: Any,
+    ) -> tuple[Float[Array, "B K T G H"], Any]:
+        """What the queries attend to, and the pages of a cache with the new keys and values."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,7 @@ class LayerContext:
     ops: Ops
     constrain: Callable[[jax.Array, str], jax.Array]
     tables: TokenTables
-    kv: NewTokens | Pages
+    kv: KeyValues
     hooks: HookCaller
     layer: Any = None
     layer_type: Any = 0
@@ -98,7 +112,7 @@ def split_heads(
         rotated = jnp.concatenate(normed, axis=-2)
     queries, keys = jnp.split(rotate(ctx, rotated), [groups], axis=-2)
     if ctx.tables.query_scale is not None:
-        queries = (queries * of_layer_type(ctx, ctx.tables.query_scale)).astype(queries.dtype)
+        queries = (queries * ctx.tables.query_scale[ctx.layer_type]).astype(queries.dtype)
     return queries, keys.squeeze(-2), values.squeeze(-2)
 
 
@@ -114,13 +128,13 @@ def norm_heads(ctx: LayerContext, x: Float[Array, "B K T G H"], weight: Any) -> 
 def rotate(ctx: LayerContext, x: Float[Array, "B K T G H"]) -> Float[Array, "B K T G H"]:
     """RoPE of the layer's type (Su et al. 2021, section 3.4.2), and the norm after it in models that have one (Llama 4)."""
     config = ctx.config
-    rotated = ctx.ops.rotary(x, of_layer_type(ctx, ctx.tables.cos), of_layer_type(ctx, ctx.tables.sin))
+    rotated = ctx.ops.rotary(x, ctx.tables.cos[ctx.layer_type], ctx.tables.sin[ctx.layer_type])
     if config.qk_norm == "l2":
         rotated = ctx.ops.norm(rotated, jnp.ones(config.head_dim), config.norm_eps, 0.0, nan_on_overflow=False)
     has_rope = [layer_type.rope != "none" for layer_type in config.layer_kinds]
     if all(has_rope) or (config.qk_norm != "l2" and config.parts.rotary is None):
         return rotated
-    return jnp.where(of_layer_type(ctx, jnp.asarray(has_rope)), rotated, x)
+    return jnp.where(jnp.asarray(has_rope)[ctx.layer_type], rotated, x)
 
 
 def feed_forward(ctx: LayerContext, weights: FeedForward, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -164,8 +178,3 @@ def norm(ctx: LayerContext, x: jax.Array, weight: Any, *, nan_on_overflow: bool 
 def scale(x: jax.Array, factor: float) -> jax.Array:
     """`x` times a number, in the dtype of `x`."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
-
-
-def of_layer_type(ctx: LayerContext, table: jax.Array) -> jax.Array:
-    """The entry of the layer's type in a table whose first axis is the layer type."""
-    return table[0] if len(table) == 1 else table[ctx.layer_type]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
-from llama_jax.model.attention_inputs import attend_gathered
+from llama_jax.model.cache import attend_gathered
 from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.ops import exact
 from llama_jax.ops.int8 import smooth_keys
