@@ -39,8 +39,8 @@ def write_atomically(
 ) -> Iterator[Path]:
     """A new file, or an empty folder, on this machine; it becomes `path` as a whole at the end, or is removed on an error.
 
-    On a disk it is flushed before it is renamed, and the new name before this returns. For a store it lies in TMPDIR and is
-    then uploaded, without a lock. If two processes write to one stored folder, one gets an error; for a single object the
+    On a disk, the contents are flushed before the rename, and the folder of the new name after it. For a store, the file or
+    folder is made in TMPDIR and uploaded at the end, without a lock. If two processes write to one stored folder, one gets an error; for a single object the
     later write wins.
 
     Args:

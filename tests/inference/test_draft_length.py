@@ -129,7 +129,7 @@ def test_drafts_without_a_measured_step_are_charged_as_guessed():
 
 
 def test_a_time_that_was_long_once_is_not_believed():
-    """Of one that was measured before: another process may have used the processor."""
+    """Another process may have used the processor during a single measurement."""
     state = record_passes(DraftLength.start((3,), prior=1.0), 0, 4, 4.0, 0, 0, 0.04)
     assert record_passes(state, 0, 4, 4.0, 0, 0, 0.4).seconds[0] == pytest.approx(0.011)
     assert record_passes(state, 0, 4, 4.0, 0, 0, 0.02).seconds[0] == pytest.approx(0.005)

@@ -192,23 +192,23 @@ def test_another_machine_fetches_the_newest_step(store, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_two_machines_write_to_one_url(store, monkeypatch, tmp_path, caplog):
-    """The one that is behind leaves what the other has written."""
-    with opened() as behind, manager(behind) as kept_behind:
-        save(kept_behind, 10, 10)
-        kept_behind.wait()
+    """The process whose newest step is older leaves what the other one has written."""
+    with opened() as older, manager(older) as older_manager:
+        save(older_manager, 10, 10)
+        older_manager.wait()
         monkeypatch.setenv("LLAMA_JAX_CACHE", str(tmp_path / "elsewhere"))
         with opened() as ahead, manager(ahead) as kept_ahead:
             save(kept_ahead, 20, 20)
             save(kept_ahead, 30, 30)
             kept_ahead.wait()
         written = dict(store.objects)
-        save(kept_behind, 20, 21)
-        kept_behind.wait()
+        save(older_manager, 20, 21)
+        older_manager.wait()
         assert store.objects == written
         said = "it has step 30 of another process, which writes there too; end one of the two"
         assert caplog.messages[0].startswith(f"{RUN}: not uploaded ({said})")
         with pytest.raises(TrainingError, match=said):
-            kept_behind.finish_mirror()
+            older_manager.finish_mirror()
 
 
 @pytest.mark.slow
