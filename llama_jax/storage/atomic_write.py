@@ -40,8 +40,8 @@ def write_atomically(
     """A new file, or an empty folder, on this machine; it becomes `path` as a whole at the end, or is removed on an error.
 
     On a disk, the contents are flushed before the rename, and the folder of the new name after it. For a store, the file or
-    folder is made in TMPDIR and uploaded at the end, without a lock. If two processes write to one stored folder, one gets an
-    error; for a single object the later write wins.
+    folder is made in TMPDIR and uploaded at the end, without a lock. If two processes write to one stored folder, one gets
+    an error; for a single object the later write wins.
 
     Args:
       check: called before the renaming or the upload, and prevents it by raising an error.
