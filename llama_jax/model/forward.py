@@ -128,7 +128,7 @@ def run_layers(
     check_parts_found(config)
     check_parts(config, compute)
     check_hooks(config, params, cache, compute, sharding)
-    table = select_ops(config, compute, sharding, positions.starts is not None)
+    table = select_ops(config, compute, sharding, positions.starts)
     view = None if cache is None else cache.view(tokens.shape[1], positions.starts)
     positions, indices = _positions_of(tokens, view, positions)
     position_ids = indices if positions.position_ids is None else positions.position_ids

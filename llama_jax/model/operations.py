@@ -49,11 +49,11 @@ class Ops(NamedTuple):
     map_tokens: Callable[..., Any] = ops.map_all_tokens
 
 
-def select_ops(config: LlamaConfig, compute: Compute, sharding: Sharding, is_ragged: bool) -> Ops:
+def select_ops(config: LlamaConfig, compute: Compute, sharding: Sharding, starts: jax.Array | None = None) -> Ops:
     """The operations of a pass.
 
     Args:
-      is_ragged: whether all rows are concatenated (`Positions.starts`).
+      starts: see `Positions`; an exact pass needs them.
 
     Raises:
       ConfigError: custom functions or an attention backend with an option that would not use them.
@@ -61,7 +61,7 @@ def select_ops(config: LlamaConfig, compute: Compute, sharding: Sharding, is_rag
     """
     # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. For 8B on eight v5e, this has less
     # than 1.05 times the minimal HBM traffic; a kernel per device has 1.24 times.
-    head_sharding = None if is_ragged else sharding.head_sharding
+    head_sharding = sharding.head_sharding if starts is None else None
     table = Ops(
         experts=partial(_call_experts, config, sharding.experts),
         attend=sharding.attend or partial(ops.attend, head_sharding=head_sharding),
@@ -69,12 +69,14 @@ def select_ops(config: LlamaConfig, compute: Compute, sharding: Sharding, is_rag
         write_pages=partial(ops.write_paged, head_sharding=head_sharding),
     )
     if compute.exact:
+        count = jnp.asarray(starts)[-1]
+        map_tokens = partial(exact.map_all, count)
         table = table._replace(
-            norm=partial(exact.map_first, ops.rms_norm),
-            rotary=partial(exact.map_all, ops.apply_rotary),
-            feed_forward=partial(ops.feed_forward, map_tokens=exact.map_all),
-            smooth_keys=partial(exact.map_all, smooth_keys),
-            map_tokens=exact.map_all,
+            norm=partial(exact.map_first, count, ops.rms_norm),
+            rotary=partial(map_tokens, ops.apply_rotary),
+            feed_forward=partial(ops.feed_forward, map_tokens=map_tokens),
+            smooth_keys=partial(map_tokens, smooth_keys),
+            map_tokens=map_tokens,
         )
     table = _with_parts(table, config, compute, sharding)
     if config.rotary_dim is not None:

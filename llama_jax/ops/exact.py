@@ -69,15 +69,14 @@ def rows_in_use(unused: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(unused, 0, jnp.arange(1, len(unused) + 1, dtype=jnp.int32)))
 
 
-def map_all(function: Callable[..., Any], *trees: Any, **options: Any) -> Any:
-    """`function(*trees, **options)` for trees of arrays [N, ...], without matmuls, in blocks."""
-    count = jnp.int32(len(jax.tree.leaves(trees)[0]))
+def map_all(count: jax.Array, function: Callable[..., Any], *trees: Any, **options: Any) -> Any:
+    """`function(*trees, **options)`, without matmuls, of the first `count` entries of arrays [N, ...], in blocks."""
     return map_blocks(partial(function, **options), block_size(matmuls=False), count, *trees)
 
 
-def map_first(function: Callable[..., Any], x: jax.Array, *args: Any, **options: Any) -> Any:
-    """`function(x, *args, **options)`, without matmuls, in blocks of only `x`."""
-    return map_all(lambda x: function(x, *args, **options), x)
+def map_first(count: jax.Array, function: Callable[..., Any], x: jax.Array, *args: Any, **options: Any) -> Any:
+    """`map_all` of a function's first argument only."""
+    return map_all(count, lambda x: function(x, *args, **options), x)
 
 
 def map_blocks(function: Callable[..., Any], size: int, count: jax.Array, *trees: Any) -> Any:
