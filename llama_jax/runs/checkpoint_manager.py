@@ -248,11 +248,12 @@ class CheckpointManager:
         if problem is not None or worst:
             raise problem or CheckpointError(f"{folder} cannot be read by another process")
 
+    @without_tracebacks()  # until the writers of a failed save have ended
     def _write(self, step: int, state: TrainState, write_about: Callable[[], None], copied: threading.Event) -> None:
         """In the thread: write a step, then delete those that are not kept."""
         folder = self.folder / str(step)
         try:
-            with without_tracebacks(), _orbax_settings():
+            with _orbax_settings():
                 saving = ocp.save_checkpointables_async(folder, _parts(state))
                 copied.set()
                 saving.result()
