@@ -319,7 +319,6 @@ class LoadOptions(AttentionOption, WeightOptions):
 
         from llama_jax.formats.loading import planned_weights
         from llama_jax.formats.quantize_on_load import can_be_kept
-        from llama_jax.ops import exact
         from llama_jax.ops.cpu import compile_native
 
         dtype = unless_auto(self.dtype)
@@ -330,8 +329,7 @@ class LoadOptions(AttentionOption, WeightOptions):
             kinds = {tensor.kind.lower() for tensor in opened.tensors.values() if keep and can_be_kept(tensor)}
         if not self.mesh:
             keys = jax.ShapeDtypeStruct((opened.config.head_dim,), planned_weights(opened, dtype)[0])
-            with exact.exact_mode(self.compute().exact):
-                compile_native(kinds, keys)
+            compile_native(kinds, keys, self.compute().exact)
 
     def load_beside(
         self, adapter: Location | None = None, adapters: Sequence[Location] = (), progress: Progress | None = None

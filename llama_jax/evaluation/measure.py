@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -20,15 +19,14 @@ from llama_jax.data import Corpus, DataError
 from llama_jax.data.batches import pack
 from llama_jax.data.corpus import check_corpus_rows
 from llama_jax.data.load_corpus import Progress
+from llama_jax.inference.compiled_decode import decoding_compute
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.checks import check_exact_devices, check_exact_length
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding, unconstrained
 from llama_jax.model.logits import exact_logprobs
 from llama_jax.model.params import Llama
-from llama_jax.ops import exact
 from llama_jax.ops.cross_entropy import Constrain
-from llama_jax.ops.platform import decodes_natively, decoding_context, tracing_for
 
 LOGIT_CHUNK = 64  # positions per row with logits in memory at a time
 MAX_PADDED_ROWS = 1024  # rows to which shorter texts are padded, so that all use one program
@@ -255,21 +253,19 @@ def token_nats(
         positions = Positions(rope_lengths=jnp.sum(segment_ids > 0, axis=1, dtype=jnp.int32))
     hidden, _ = forward(config, params, tokens, positions=positions, compute=compute, sharding=sharding)
     hidden = sharding.constrain(hidden, "hidden")
-    with exact.exact_mode(compute.exact):
-        return target_nats(config, params, hidden, targets, chunk=chunk, constrain=sharding.constrain)
+    return target_nats(config, params, hidden, targets, compute=compute, chunk=chunk, constrain=sharding.constrain)
 
 
-@contextmanager
-def measuring(params: Llama, compute: Compute) -> Iterator[None]:
-    """A context manager for evaluation: on the parameters' platform, and if `compute` is exact, with generation's numerics.
+def evaluation_compute(params: Llama, compute: Compute) -> Compute:
+    """How to compute an evaluation: as `compute`, and if it is exact, with the numerics of generation.
 
     Raises:
       MeshError: exact evaluation over several devices.
     """
-    if compute.exact:
-        check_exact_devices(sharding_of(params))
-    with tracing_for(params), decoding_context(compute.exact and decodes_natively(params, compute.dtype, None)):
-        yield
+    if not compute.exact:
+        return compute
+    check_exact_devices(sharding_of(params))
+    return decoding_compute(params, compute, None)
 
 
 def target_nats(
@@ -278,6 +274,7 @@ def target_nats(
     hidden: jax.Array,
     targets: jax.Array,
     *,
+    compute: Compute = Compute(),
     chunk: int = LOGIT_CHUNK,
     constrain: Constrain = unconstrained,
 ) -> jax.Array:
@@ -285,13 +282,14 @@ def target_nats(
 
     Args:
       targets: -1 where nothing is predicted; the result is 0 there.
+      compute: that of the pass.
       chunk, constrain: see `token_nats`.
     """
-    if exact.is_exact():
-        return -exact_logprobs(config, params, hidden, targets)
+    if compute.exact:
+        return -exact_logprobs(config, params, hidden, targets, compute=compute)
 
     def predict(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = constrain(unembed(config, params, hidden), "logits")  # of V tokens, or more on a mesh: see there
+        logits = constrain(unembed(config, params, hidden, compute), "logits")  # of V tokens, or more on a mesh: see there
         return jnp.where(targets >= 0, -target_logprobs(logits, targets), 0)
 
     return map_in_chunks(predict, hidden, targets, chunk)

@@ -23,9 +23,9 @@ from llama_jax.evaluation.measure import (
     check_batch,
     choose_sizes,
     cut_windows,
+    evaluation_compute,
     map_in_chunks,
     measure_windows,
-    measuring,
     sum_windows,
     token_mean,
     token_nats,
@@ -106,8 +106,9 @@ def evaluate(
     """
     length, stride, batch = choose_sizes(config, corpus, length=length, stride=stride, batch=batch)
     windows = cut_windows(corpus, length, stride)
+    compute = evaluation_compute(params, compute)
     measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
-    with measuring(params, compute):
+    with tracing_for(params):
         sums = sum_windows(corpus, windows, batch, partial(measure, params), progress, not compute.exact)
     return summary(corpus, windows, sums)
 
@@ -321,8 +322,9 @@ def pair_logprobs(
     check_batch(batch, length)
     texts = concatenate((pairs.first, pairs.second))
     windows = cut_windows(texts, length, length)
+    compute = evaluation_compute(params, compute)
     measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
-    with measuring(params, compute):
+    with tracing_for(params):
         sums = sum_windows(texts, windows, batch, partial(measure, params), progress, not compute.exact)
     found = np.zeros((2, texts.document_count))
     found[:, texts.stops - texts.starts > 1] = -sums, windows.predicted  # such a text has one window

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -32,8 +32,7 @@ from llama_jax.inference.prepare_inputs import MIN_PREFILL_LENGTH
 from llama_jax.model.cache import CacheOptions, KVCache, bucket
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
-from llama_jax.ops import exact
-from llama_jax.ops.platform import decodes_natively, decoding_context
+from llama_jax.ops.platform import lowering_platform
 
 MAX_PREFILL_CHUNK = 512  # tokens; longer prompts are prefilled in chunks, which bounds attention scores to [512, S]
 MIN_CACHE_CAPACITY = 256  # tokens per row: one program for all short texts
@@ -44,19 +43,30 @@ Packed: TypeAlias = Int32[Array, "B packed"]  # the result of `pack`, [B, 3 n + 
 allow_transfers = functools.partial(jax.transfer_guard_host_to_device, "allow")
 
 
+def decoding_compute(params: Llama, compute: Compute, mesh: Any) -> Compute:
+    """`compute` with native code, if a model is decoded on a single CPU in a dtype with native matmuls."""
+    first = jax.tree.leaves(params)[0]
+    platform = next(iter(first.devices())).platform if isinstance(first, jax.Array) else lowering_platform()
+    dtype = str(jnp.dtype(compute.dtype or params.embedding.dtype))
+    if platform != "cpu" or (mesh is not None and mesh.size > 1) or dtype not in ("float32", "bfloat16"):
+        return compute
+    from llama_jax.ops.cpu import native
+
+    return compute if native.compiler() is None else replace(compute, native_code=True)
+
+
 @dataclass(frozen=True)
 class CompiledDecode:
-    """The compiled functions of `inference.decode`, bound to the model and the options of a generation."""
+    """The compiled functions of `inference.decode`, bound to the model and the options of a generation.
+
+    Attributes:
+      compute: see `decoding_compute`.
+    """
 
     config: LlamaConfig
     params: Llama
     compute: Compute
     sharding: Sharding
-
-    @functools.cached_property
-    def use_native_code(self) -> bool:
-        """Whether decoding may use native CPU kernels, see `ops.platform.decodes_natively`."""
-        return decodes_natively(self.params, self.compute.dtype, self.sharding.mesh)
 
     def stream(
         self, tokens: PromptTokens, lengths: PromptLengths, settings: DecodeSettings, options: CacheOptions, max_chunks: int
@@ -75,15 +85,15 @@ class CompiledDecode:
     def begin_decode(
         self, prefilled: PrefillState, tokens: PromptTokens, lengths: PromptLengths, settings: DecodeSettings
     ) -> tuple[DecodeState, Packed]:
-        # Exact logits use native code, like those of all later tokens.
-        native = decoding_context(self.use_native_code and self.compute.exact)
-        with exact.exact_mode(self.compute.exact), native, allow_transfers():
-            return _begin_decode(self.config, self.params, *prefilled, tokens, lengths, settings, self.sharding)
+        with allow_transfers():
+            return _begin_decode(
+                self.config, self.params, *prefilled, tokens, lengths, settings, self.compute, self.sharding
+            )
 
     def decode(self, state: DecodeState, chunks: int, max_chunks: int) -> tuple[DecodeState, Packed]:
         (device, *_) = state.token.devices()
         decode_on_device = _decode_for(device.platform)
-        with decoding_context(self.use_native_code), allow_transfers():
+        with allow_transfers():
             return decode_on_device(
                 self.config, self.params, state, np.int32(chunks), max_chunks, self.compute, self.sharding
             )
@@ -103,7 +113,7 @@ class CompiledDecode:
         for start in range(0, int(lengths.max()), chunk_size):
             positions = Positions(np.clip(lengths - start, 0, chunk_size), rope_lengths=rope_lengths)
             chunk = tokens[:, start : start + chunk_size]
-            with decoding_context(self.use_native_code), allow_transfers():
+            with allow_transfers():
                 prefilled = _prefill(self.config, self.params, prefilled, chunk, positions, self.compute, self.sharding)
         return prefilled
 
@@ -154,7 +164,7 @@ def decode_packed(*args: Any) -> tuple[DecodeState, Packed]:
 
 _init_prefill = jax.jit(init_prefill, static_argnums=(0, 2, 3, 4, 5, 6))
 _prefill = jax.jit(prefill, static_argnums=(0, 5, 6), donate_argnums=2)
-_begin_decode = jax.jit(begin_decode_packed, static_argnums=(0, 7), donate_argnums=2)
+_begin_decode = jax.jit(begin_decode_packed, static_argnums=(0, 7, 8), donate_argnums=2)
 
 
 def capacity_for(lengths: PromptLengths, settings: DecodeSettings) -> int:

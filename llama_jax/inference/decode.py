@@ -8,6 +8,7 @@ if the state is donated, the cache is never copied.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -141,12 +142,10 @@ def begin_decode(
     tokens: Int32[AnyArray, "B T"],
     lengths: Int32[AnyArray, " B"],
     settings: DecodeSettings,
+    compute: Compute = Compute(),
     sharding: Sharding = Sharding(),
 ) -> tuple[DecodeState, TokenChunk]:
-    """Sample the first new token of each row, after its prompt of `lengths` tokens. Returns the state and the new tokens.
-
-    After an exact prefill, call it in the context `ops.exact.exact_mode(True)`.
-    """
+    """Sample the first new token of each row, after its prompt of `lengths` tokens. Returns the state and the new tokens."""
     batch = len(tokens)
     seen = mark_seen(jnp.zeros((batch, lm_head_of(config, params).shape[0]), bool), tokens, lengths)
     state = DecodeState(
@@ -158,7 +157,8 @@ def begin_decode(
         done=jnp.zeros(batch, bool),
     )
     with sharding.context():
-        state, logprobs = sample_next(state, compute_logits(config, params, prefilled.hidden, sharding), sharding)
+        logits = compute_logits(config, params, prefilled.hidden, compute, sharding)
+        state, logprobs = sample_next(state, logits, sharding, is_exact=compute.exact)
     token, done, logprobs = (sharding.constrain(x, "replicated") for x in (state.token, state.done, logprobs))
     first = TokenChunk(token[:, None], logprobs[:, None], jnp.ones((batch, 1), bool))
     return state.replace(token=token, done=done), first
@@ -241,17 +241,22 @@ def decode_chunks(
 
 
 def compute_logits(
-    config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"], sharding: Sharding
+    config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"], compute: Compute, sharding: Sharding
 ) -> Float32[Array, "*batch V"]:
     """Logits in float32, also for a float64 model, because sampling uses 32-bit random numbers."""
-    return sharding.constrain(unembed(config, params, hidden).astype(jnp.float32), "logits")
+    return sharding.constrain(unembed(config, params, hidden, compute).astype(jnp.float32), "logits")
 
 
 def sample_next(
-    state: DecodeState, logits: Float32[Array, "B V"], sharding: Sharding, logit_mask: LogitMask | None = None
+    state: DecodeState,
+    logits: Float32[Array, "B V"],
+    sharding: Sharding,
+    logit_mask: LogitMask | None = None,
+    *,
+    is_exact: bool = False,
 ) -> tuple[DecodeState, Float32[Array, " B"]]:
     """Sample the next token of each row that is not done. Returns the next state and `TokenChunk.logprobs` of the tokens."""
-    sample_rows = _sample_in_blocks if exact.is_exact() else _sample
+    sample_rows = _sample_in_blocks if is_exact else _sample
     token, logprobs = sample_rows(state, logits, logit_mask)
     seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(state.seen, token)
     count = state.count + (~state.done).astype(jnp.int32)
@@ -290,9 +295,12 @@ def decode_step(
     state: DecodeState,
     compute: Compute,
     sharding: Sharding,
-    sample_fn: Callable[[DecodeState, Float32[Array, "B V"], Sharding], tuple[DecodeState, Any]] = sample_next,
+    sample_fn: Callable[[DecodeState, Float32[Array, "B V"], Sharding], tuple[DecodeState, Any]] | None = None,
 ) -> tuple[DecodeState, tuple[Int32[Array, " B"], Any, Bool[Array, " B"]]]:
     """Run the model on the last token of each row, and sample the next token of rows that are not done.
+
+    Args:
+      sample_fn: `sample_next` by default.
 
     Returns:
       The next state, and (token, logprob, valid), each [B]; rows that were done before are not valid.
@@ -302,8 +310,9 @@ def decode_step(
     hidden, cache = forward(
         config, params, state.token[:, None], state.cache, positions=positions, compute=compute, sharding=sharding
     )
-    with sharding.context(), exact.exact_mode(compute.exact):
-        logits = compute_logits(config, params, hidden[:, 0], sharding)
+    sample_fn = sample_fn or partial(sample_next, is_exact=compute.exact)
+    with sharding.context():
+        logits = compute_logits(config, params, hidden[:, 0], compute, sharding)
         state, logprobs = sample_fn(state.replace(cache=shard_cache(cache, sharding)), logits, sharding)
     return state, (state.token, logprobs, valid)
 

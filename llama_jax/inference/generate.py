@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.checks import check_max_chunks, check_not_traced, token_ids
-from llama_jax.inference.compiled_decode import MAX_CHUNKS_PER_CALL, CompiledDecode
+from llama_jax.inference.compiled_decode import MAX_CHUNKS_PER_CALL, CompiledDecode, decoding_compute
 from llama_jax.inference.decode import TokenChunk
 from llama_jax.inference.drafter import DraftCounts, Drafter, with_counts
 from llama_jax.inference.prepare_inputs import prepare_inputs
@@ -122,7 +122,7 @@ def stream(
     if isinstance(getattr(embedding, "sharding", None), NamedSharding) or nondefault_device(embedding) is not None:
         sharding = sharding_of(params)  # generation runs on the devices of the parameters
         check_rows(sharding, len(prompts))
-    programs = CompiledDecode(config, params, compute, sharding)
+    programs = CompiledDecode(config, params, decoding_compute(params, compute, sharding.mesh), sharding)
     if draft is not None:
         from llama_jax.inference.speculation.speculative_decode import stream_drafted
 

@@ -117,16 +117,18 @@ def roll_out(
             token = jnp.where(rows.done, rows.token, token)
             return token, exact.logprob_of(logits / options.temperature, token)
 
-        token, logprobs = exact.map_row_blocks(choose, exact.rows_in_use(state.done), logits, state.replace(cache=None))
+        token, logprobs = exact.map_row_blocks(
+            compute.exact, choose, exact.rows_in_use(state.done), logits, state.replace(cache=None)
+        )
         token = jnp.where(state.done, state.token, token)
         count = state.count + ~state.done
         done = state.done | jnp.any(token[:, None] == state.settings.stop, axis=-1) | (count >= state.settings.limit)
         return state.replace(token=token, count=count, done=done), logprobs
 
-    with sharding.context(), exact.exact_mode(compute.exact):
-        state, logprobs = sample_at_temperature(
-            state, compute_logits(config, params, _repeat_rows(prefilled.hidden, options, sharding), sharding), sharding
-        )
+    with sharding.context():
+        hidden = _repeat_rows(prefilled.hidden, options, sharding)
+        logits = compute_logits(config, params, hidden, compute, sharding)
+        state, logprobs = sample_at_temperature(state, logits, sharding)
     first = (state.token, logprobs, jnp.ones(batch, bool))
     out = tuple(jnp.zeros((batch, 1 + chunks * STEPS_PER_CHUNK), part.dtype).at[:, 0].set(part) for part in first)
     step = lambda state: decode_step(config, params, state, compute, sharding, sample_at_temperature)

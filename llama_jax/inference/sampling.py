@@ -7,7 +7,7 @@ they are one threshold per row. It is found by bisection over the bits of the sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from llama_jax.inference.checks import checked_numbers
-from llama_jax.ops.platform import AnyArray, for_cpu
+from llama_jax.ops.platform import AnyArray
+from llama_jax.ops.sampling import argmax, random_key
 
 PerRow = Any  # a number, or an array or sequence of one number per row
 
@@ -100,7 +101,7 @@ def sample(
       count: number of tokens generated in the row, which is folded into its random key.
     """
     if sampling is None and logit_mask is None:
-        return _argmax(logits)
+        return argmax(logits)
     sampling = sampling or Sampling().per_row(len(logits))
     is_sampled, penalty = sampling.temperature > 0, sampling.repetition_penalty
 
@@ -108,12 +109,12 @@ def sample(
         if logit_mask is not None:
             logits = lax.cond(logit_mask.needed, logit_mask.apply, lambda logits: logits, logits)
         scores = penalize(logits, penalty, seen)
-        return jnp.where(is_sampled, _sample_gumbel(scores, sampling, count), _argmax(scores))
+        return jnp.where(is_sampled, _sample_gumbel(scores, sampling, count), argmax(scores))
 
     needs_sampling = jnp.any(is_sampled | (penalty != 1))
     if logit_mask is not None:
         needs_sampling |= logit_mask.needed
-    return lax.cond(needs_sampling, penalize_and_sample, _argmax, logits)
+    return lax.cond(needs_sampling, penalize_and_sample, argmax, logits)
 
 
 def penalize(
@@ -165,23 +166,10 @@ def _sample_gumbel(scores: jax.Array, sampling: Sampling, count: AnyArray) -> ja
     )
 
     def noise(seed: jax.Array, count: AnyArray) -> jax.Array:
-        return jax.random.gumbel(_random_key(seed, count), (vocab,), scores.dtype)
+        return jax.random.gumbel(random_key(seed, count), (vocab,), scores.dtype)
 
     noisy = scores + jax.vmap(noise)(sampling.seed, count)
-    return _argmax(jnp.where(scores >= threshold[:, None], noisy, -jnp.inf))
-
-
-@for_cpu("fused_random_key")
-def _random_key(seed: jax.Array, count: AnyArray, impl: Hashable = None) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(seed, impl=impl), count)
-
-
-@for_cpu("argmax")
-def _argmax(scores: AnyArray) -> jax.Array:
-    """The first index of the largest score: int32[B]. XLA for CPU vectorizes a max and a min reduction, but not argmax."""
-    indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-    best = jnp.max(scores, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(scores == best, indices, scores.shape[-1] - 1), axis=-1)
+    return argmax(jnp.where(scores >= threshold[:, None], noisy, -jnp.inf))
 
 
 def _ordered_bits(x: AnyArray) -> jax.Array:

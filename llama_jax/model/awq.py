@@ -23,6 +23,7 @@ from llama_jax.model.mixtures import MIXTURES, kinds_of_parameter
 from llama_jax.model.params import Attention, Block, Llama
 from llama_jax.model.trees import layers_of, stack
 from llama_jax.ops.layers import Weight, is_quantized, project
+from llama_jax.ops.platform import KernelOptions
 from llama_jax.ops.weights.formats import with_fallback
 
 EXPONENTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75)  # candidate factors: powers of a channel's mean absolute input
@@ -45,10 +46,10 @@ class _Recorded(Weight):
     def dtype(self) -> Any:
         return self.matrix.dtype
 
-    def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+    def project(self, x: jax.Array, out_dtype: Any, kernels: KernelOptions) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
         jax.debug.callback(self._note, rows[:: -(-len(rows) // MEASURED_ROWS)].astype(jnp.float32), ordered=True)
-        return project(x, self.matrix, out_dtype=out_dtype)
+        return project(x, self.matrix, out_dtype=out_dtype, kernels=kernels)
 
     def _note(self, rows: Any) -> None:
         self.inputs.append(np.asarray(rows))

@@ -21,13 +21,13 @@ from llama_jax.model.checks import check_arguments, check_exact, check_head, che
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.hooks import HookCaller
 from llama_jax.model.layer import KeyValues, LayerContext, TokenTables, layer, scale
-from llama_jax.model.operations import Ops, select_ops
+from llama_jax.model.operations import Ops, kernels_of, select_ops
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialize
 from llama_jax.model.rope import token_tables
 from llama_jax.ops import exact
 from llama_jax.ops.attention import PagedView
-from llama_jax.ops.platform import AnyArray, lowering_platform, tracing_context
+from llama_jax.ops.platform import AnyArray, lowering_platform
 from llama_jax.ops.weights.layers import scan_reads_in_place, split_for_scan
 
 
@@ -67,7 +67,7 @@ def forward(
         rows with a cache. Under `jit`, only overflow of an empty cache is detected; callers must count tokens.
     """
     options = PassOptions(positions, compute, sharding)
-    with sharding.context(), exact.exact_mode(compute.exact), tracing_context(params):
+    with sharding.context():
         if compute.exact:
             return _forward_exactly(config, params, jnp.asarray(tokens), cache, options)
         hidden, cache, _ = run_layers(config, params, tokens, cache, options)
@@ -128,7 +128,7 @@ def run_layers(
     check_parts_found(config)
     check_parts(config, compute)
     check_hooks(config, params, cache, compute, sharding)
-    table = select_ops(config, compute, sharding, positions.starts)
+    table = select_ops(config, params, compute, sharding, positions.starts)
     view = None if cache is None else cache.view(tokens.shape[1], positions.starts)
     positions, indices = _positions_of(tokens, view, positions)
     position_ids = indices if positions.position_ids is None else positions.position_ids
@@ -246,23 +246,25 @@ def final_norm(config: LlamaConfig, table: Ops, params: Llama, x: Float[Array, "
     return scale(x, 1 / config.logits_scaling)
 
 
-def unembed(config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
-    """Logits, in float32 at least, of the hidden states from `forward`.
+def unembed(
+    config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"], compute: Compute = Compute()
+) -> Float[Array, "*batch V"]:
+    """Logits, in float32 at least, of the hidden states from `forward`, to which `compute` was passed.
 
     Separate from `forward`, so that a prefill computes the logits of only one position per row.
 
     If the output projection has padding rows for even sharding (`parallel.padding`), their logits are -inf.
     """
-    return unembed_with_hooks(HookCaller(params.hooks), config, params, hidden)
+    return unembed_with_hooks(HookCaller(params.hooks), config, params, hidden, compute)
 
 
 def unembed_with_hooks(
-    call_hooks: HookCaller, config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"]
+    call_hooks: HookCaller, config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"], compute: Compute
 ) -> Float[Array, "*batch V"]:
     """`unembed` with hooks called by `call_hooks`, which collects the values that hooks keep."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     head = lm_head_of(config, params)
-    logits = ops.project(hidden, head, out_dtype=wide)
+    logits = ops.project(hidden, head, out_dtype=wide, kernels=kernels_of(params, compute))
     padding = head.shape[0] - config.vocab_size
     if call_hooks.has("logits"):
         logits = call_hooks("logits", logits[..., : config.vocab_size])

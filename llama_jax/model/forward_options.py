@@ -56,6 +56,8 @@ class Compute:
       unroll: unroll the loop over layers. The loop copies saved activations and gradients into stacks of all layers, which
         takes a tenth of a training step on a GPU; unrolled, a step takes twice as long to compile.
       attention: the attention backend, see `ops.attend`; "auto" uses `ops.attention.choose_backend`.
+      native_code: on a CPU, multiply floats and attend with native code, which a C++ compiler compiles once; without one,
+        nothing changes. `generate` and servers set it: it makes decoding faster, and other passes hardly.
       exact: batch invariance: a token's results depend, bit for bit, only on its own row, not on other rows, their order,
         padding, the chunks of the prefill, or how many tokens are verified at once, see `ops.exact`. One device only, not
         differentiable.
@@ -70,6 +72,7 @@ class Compute:
     attention: AttentionBackend = "auto"
     exact: bool = False
     unroll: bool = False
+    native_code: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not is_floating(self.dtype):

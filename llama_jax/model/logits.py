@@ -18,7 +18,7 @@ from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.hooks import Hook, HookCaller, with_hooks
 from llama_jax.model.params import Llama
 from llama_jax.ops import exact
-from llama_jax.ops.platform import AnyArray, tracing_context
+from llama_jax.ops.platform import AnyArray
 
 
 def observe(
@@ -45,11 +45,10 @@ def observe(
     hooked = with_hooks(params, hooks)
     if compute.exact:
         raise ConfigError("exact=True does not support hooks; omit one of the two")
-    with sharding.context(), tracing_context(params):
-        hidden, cache, kept = run_layers(config, hooked, tokens, cache, PassOptions(positions, compute, sharding))
     with sharding.context():
+        hidden, cache, kept = run_layers(config, hooked, tokens, cache, PassOptions(positions, compute, sharding))
         call_hooks = HookCaller(hooked.hooks)
-        return unembed_with_hooks(call_hooks, config, hooked, hidden), cache, kept | call_hooks.kept
+        return unembed_with_hooks(call_hooks, config, hooked, hidden, compute), cache, kept | call_hooks.kept
 
 
 def logits(
@@ -65,8 +64,7 @@ def logits(
     """
     check_tokens(config, tokens)
     hidden, _ = forward(config, params, jnp.asarray(tokens), compute=compute)
-    with exact.exact_mode(compute.exact):
-        return unembed(config, params, hidden)
+    return unembed(config, params, hidden, compute)
 
 
 def exact_logprobs(
@@ -75,20 +73,21 @@ def exact_logprobs(
     hidden: Float[Array, "B T D"],
     targets: Integer[Array, "B T"],
     temperature: float | Float[Array, ""] = 1.0,
+    compute: Compute = Compute(exact=True),
 ) -> Float[Array, "B T"]:
     """The log-probability of each target, given an exact pass's hidden states, by the same operations as exact sampling.
 
     Args:
       targets: -1 for positions without a target, for which the result is 0.
+      compute: that of the pass.
     """
 
     def of_block(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = unembed(config, params, hidden).astype(jnp.float32)
+        logits = unembed(config, params, hidden, compute).astype(jnp.float32)
         of_rows = lambda logits, targets: exact.logprob_of(logits / temperature, targets)
-        found = exact.map_row_blocks(of_rows, exact.rows_in_use(targets < 0), logits, jnp.maximum(targets, 0))
+        found = exact.map_row_blocks(True, of_rows, exact.rows_in_use(targets < 0), logits, jnp.maximum(targets, 0))
         return jnp.where(targets >= 0, found, 0)
 
     flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    with exact.exact_mode(True):
-        found = exact.map_blocks(of_block, exact.block_size(), exact.rows_in_use(flat[1] < 0), *flat)
-    return found.reshape(targets.shape)
+    logprobs = exact.map_blocks(of_block, exact.block_size(), exact.rows_in_use(flat[1] < 0), *flat)
+    return logprobs.reshape(targets.shape)

@@ -14,8 +14,10 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.cache import attend_gathered
 from llama_jax.model.forward_options import Compute, Sharding
+from llama_jax.model.params import Llama
 from llama_jax.ops import exact
 from llama_jax.ops.int8 import smooth_keys
+from llama_jax.ops.platform import KernelOptions, kernel_options
 
 
 class Ops(NamedTuple):
@@ -49,7 +51,9 @@ class Ops(NamedTuple):
     map_tokens: Callable[..., Any] = ops.map_all_tokens
 
 
-def select_ops(config: LlamaConfig, compute: Compute, sharding: Sharding, starts: jax.Array | None = None) -> Ops:
+def select_ops(
+    config: LlamaConfig, params: Llama, compute: Compute, sharding: Sharding, starts: jax.Array | None = None
+) -> Ops:
     """The operations of a pass.
 
     Args:
@@ -62,11 +66,15 @@ def select_ops(config: LlamaConfig, compute: Compute, sharding: Sharding, starts
     # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. For 8B on eight v5e, this has less
     # than 1.05 times the minimal HBM traffic; a kernel per device has 1.24 times.
     head_sharding = sharding.head_sharding if starts is None else None
+    kernels = kernels_of(params, compute)
     table = Ops(
-        experts=partial(_call_experts, config, sharding.experts),
+        experts=partial(_call_experts, config, sharding.experts, kernels),
+        project=partial(ops.project, kernels=kernels),
+        feed_forward=partial(ops.feed_forward, kernels=kernels),
         attend=sharding.attend or partial(ops.attend, head_sharding=head_sharding),
-        attend_paged=partial(ops.attend_paged, head_sharding=head_sharding),
-        write_pages=partial(ops.write_paged, head_sharding=head_sharding),
+        attend_paged=partial(ops.attend_paged, head_sharding=head_sharding, kernels=kernels),
+        write_pages=partial(ops.write_paged, head_sharding=head_sharding, kernels=kernels),
+        smooth_keys=partial(smooth_keys, kernels=kernels),
     )
     if compute.exact:
         count = jnp.asarray(starts)[-1]
@@ -74,14 +82,20 @@ def select_ops(config: LlamaConfig, compute: Compute, sharding: Sharding, starts
         table = table._replace(
             norm=partial(exact.map_first, count, ops.rms_norm),
             rotary=partial(map_tokens, ops.apply_rotary),
-            feed_forward=partial(ops.feed_forward, map_tokens=map_tokens),
-            smooth_keys=partial(map_tokens, smooth_keys),
+            feed_forward=partial(ops.feed_forward, map_tokens=map_tokens, kernels=kernels),
+            smooth_keys=partial(map_tokens, table.smooth_keys),
             map_tokens=map_tokens,
         )
     table = _with_parts(table, config, compute, sharding)
     if config.rotary_dim is not None:
         table = table._replace(rotary=partial(_rotate_first, config.rotary_dim, table.rotary))
     return table
+
+
+def kernels_of(params: Llama, compute: Compute) -> KernelOptions:
+    """The kernels of a pass with these parameters."""
+    options = KernelOptions(compute.exact, compute.native_code, save_cast_weights=compute.remat != "none")
+    return kernel_options(params, options)
 
 
 def _with_parts(table: Ops, config: LlamaConfig, compute: Compute, sharding: Sharding) -> Ops:
@@ -117,12 +131,12 @@ def call_part(name: str, function: Any, x: jax.Array, *args: Any, **options: Any
     return result
 
 
-def _call_experts(config: LlamaConfig, sharding: Any, x: jax.Array, *matrices: Any) -> jax.Array:
+def _call_experts(config: LlamaConfig, sharding: Any, kernels: KernelOptions, x: jax.Array, *matrices: Any) -> jax.Array:
     """Call the mixture of experts, which only models with experts import."""
     from llama_jax.ops.moe import Routing, mixture_of_experts
 
     routing = Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")
-    return mixture_of_experts(x, *matrices, routing=routing, sharding=sharding)
+    return mixture_of_experts(x, *matrices, routing=routing, sharding=sharding, kernels=kernels)
 
 
 def _call_norm(function: Any, x: jax.Array, weight: Any, eps: float, offset: float, *, nan_on_overflow: bool) -> jax.Array:

@@ -11,7 +11,6 @@ from jax.ad_checkpoint import checkpoint_name
 from llama_jax.model.forward_options import Remat
 from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
 from llama_jax.ops.layers import MATMUL_OUTPUT
-from llama_jax.ops.platform import rematerializing
 
 LAYER_INPUT = "layer_input"
 # The primitive whose results, the output and the softmax's denominators, JAX does not name.
@@ -36,8 +35,7 @@ def rematerialize(remat: Remat, layer: Callable[..., Any], *, in_loop: bool) -> 
     }[remat]
 
     def named(block: Any, hidden: jax.Array, *rest: Any) -> Any:
-        with rematerializing(True):
-            return layer(block, checkpoint_name(hidden, LAYER_INPUT), *rest)
+        return layer(block, checkpoint_name(hidden, LAYER_INPUT), *rest)
 
     # Inside a loop, CSE with the forward pass is impossible, so no barrier is needed.
     return jax.checkpoint(named, prevent_cse=not in_loop, policy=policy)

@@ -12,7 +12,6 @@ The last block may be padded with tokens that are all zeros. They stay zeros fro
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -27,18 +26,6 @@ from llama_jax.ops.platform import lowering_platform
 TOKENS_PER_BLOCK_ON_CPU, TOKENS_PER_BLOCK = 8, 256
 TOKENS_BETWEEN_MATMULS_ON_CPU = 4  # larger blocks waste more padding on a single row, smaller ones need more iterations
 ROWS_PER_BLOCK_ON_CPU, ROWS_PER_BLOCK = 1, 32  # rows whose logits are sampled together
-
-_exact = jax.make_user_context(False)
-
-
-def exact_mode(enabled: bool) -> AbstractContextManager[Any]:
-    """A context for tracing, in which `is_exact` returns `enabled`."""
-    return _exact(enabled)
-
-
-def is_exact() -> bool:
-    """Whether the program traced now is exact."""
-    return bool(_exact.value)
 
 
 def block_size(matmuls: bool = True) -> int:
@@ -59,9 +46,9 @@ def logprob_of(logits: Float[jax.Array, "B V"], tokens: Int32[jax.Array, " B"]) 
     return jax.vmap(lambda logits, token: logits[token])(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
 
 
-def map_row_blocks(function: Callable[..., Any], count: jax.Array, *trees: Any) -> Any:
+def map_row_blocks(is_exact: bool, function: Callable[..., Any], count: jax.Array, *trees: Any) -> Any:
     """`function(*trees)` for trees of arrays [B, ...]; in exact programs `map_blocks` over the first `count` rows."""
-    return map_blocks(function, row_block_size(), count, *trees) if is_exact() else function(*trees)
+    return map_blocks(function, row_block_size(), count, *trees) if is_exact else function(*trees)
 
 
 def rows_in_use(unused: jax.Array) -> jax.Array:

@@ -24,11 +24,10 @@ from jaxtyping import Array, Float, Int32
 from llama_jax.ops.layers import MATMUL_OUTPUT, Weight, project, weight_gradient
 from llama_jax.ops.linear_map import directional, linear_map
 from llama_jax.ops.platform import (
-    for_cpu,
+    KernelOptions,
+    has_cpu_variant,
     lowering_platform,
-    native_code,
     pack_bits,
-    rematerializing,
     target_platform,
     unpack_bits,
 )
@@ -49,7 +48,12 @@ class Gather(NamedTuple):
 
 
 def grouped_matmul(
-    x: Float[Array, "R K"], weight: Any, sizes: Int32[Array, " E"], *, gather: Gather | None = None
+    x: Float[Array, "R K"],
+    weight: Any,
+    sizes: Int32[Array, " E"],
+    *,
+    gather: Gather | None = None,
+    kernels: KernelOptions = KernelOptions(),
 ) -> Float[Array, "R N"]:
     """Multiply each row by the matrix of its group, contracting the last axis of both.
 
@@ -58,16 +62,17 @@ def grouped_matmul(
       weight: [E, N, K], an array, which is cast to the dtype of `x` as in `layers.project`, or a quantized weight.
       sizes: rows of each group; their sum is R.
       gather: if `weight` is one device's shard: the shards are gathered, and their gradients summed and scattered.
+      kernels: see `layers.project`.
 
     Returns:
       In the dtype of `x`; sums are float32 at least.
     """
     if isinstance(weight, Weight):
-        product = _grouped_project(x, weight, sizes)
+        product = _grouped_project(kernels, x, weight, sizes)
     elif gather is not None or x.dtype != weight.dtype:
-        product = _cast_and_gathered((gather, bool(rematerializing.value), weight.dtype), x, weight, sizes)
+        product = _cast_and_gathered((gather, kernels, weight.dtype), x, weight, sizes)
     else:
-        product = _multiply("rows", x, weight, sizes, x.dtype)
+        product = _multiply("rows", x, weight, sizes, x.dtype, kernels)
     return checkpoint_name(product, MATMUL_OUTPUT)
 
 
@@ -76,7 +81,7 @@ def _cast_and_gathered(settings: tuple[Any, ...], x: jax.Array, weight: jax.Arra
     """`grouped_matmul` with an array in another dtype or in shards: the weight's gradient is summed in the weight's dtype.
 
     Args:
-      settings: `gather`; whether the cast and gathered weight is saved, see `platform.rematerializing`; the weight's dtype.
+      settings: `gather`; `kernels`; the weight's dtype.
     """
     return _forward(settings, x, weight, sizes)[0]
 
@@ -87,15 +92,17 @@ def _whole(gather: Gather | None, weight: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _forward(settings: tuple[Any, ...], x: jax.Array, weight: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
-    matrices = _whole(settings[0], weight, x.dtype)
-    return _multiply("rows", x, matrices, sizes, x.dtype), (x, matrices if settings[1] else weight, sizes)
+    gather, kernels, _ = settings
+    matrices = _whole(gather, weight, x.dtype)
+    product = _multiply("rows", x, matrices, sizes, x.dtype, kernels)
+    return product, (x, matrices if kernels.save_cast_weights else weight, sizes)
 
 
 def _backward(settings: tuple[Any, ...], residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
-    (gather, is_whole, dtype), (x, weight, sizes) = settings, residuals
-    matrices = weight if is_whole else _whole(gather, weight, x.dtype)
-    dx = _multiply("columns", gradient, matrices, sizes, x.dtype)
-    d_weight = _multiply("outer", gradient, x, sizes, dtype)
+    (gather, kernels, dtype), (x, weight, sizes) = settings, residuals
+    matrices = weight if kernels.save_cast_weights else _whole(gather, weight, x.dtype)
+    dx = _multiply("columns", gradient, matrices, sizes, x.dtype, kernels)
+    d_weight = _multiply("outer", gradient, x, sizes, dtype, kernels)
     if gather is not None:
         d_weight = lax.psum_scatter(d_weight, gather.mesh_axes, scatter_dimension=gather.axis, tiled=True)
     return dx, d_weight, None
@@ -104,20 +111,20 @@ def _backward(settings: tuple[Any, ...], residuals: Any, gradient: jax.Array) ->
 _cast_and_gathered.defvjp(_forward, _backward)
 
 
-@jax.custom_jvp
-def _grouped_project(x: jax.Array, weight: Any, sizes: jax.Array) -> jax.Array:
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _grouped_project(kernels: KernelOptions, x: jax.Array, weight: Any, sizes: jax.Array) -> jax.Array:
     """`grouped_matmul` for weights that are not arrays; differentiable in `x` and in the weight's float arrays."""
-    multiply_block = partial(multiply_group, out_dtype=x.dtype)
-    return _by_blocks(multiply_block, x, weight, sizes, jax.ShapeDtypeStruct((len(x), weight.shape[1]), x.dtype))
+    multiply_block = partial(multiply_group, out_dtype=x.dtype, kernels=kernels)
+    return _by_blocks(multiply_block, x, weight, sizes, jax.ShapeDtypeStruct((len(x), weight.shape[1]), x.dtype), kernels)
 
 
 @partial(_grouped_project.defjvp, symbolic_zeros=True)
-def _grouped_project_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _grouped_project_jvp(kernels: KernelOptions, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x, weight, sizes), (d_x, d_weight, _) = primals, tangents
 
     def project_rows(x: jax.Array) -> jax.Array:
-        forward = lambda residuals, x: _grouped_project(x, *residuals)
-        return linear_map(forward, _gradient_of_rows, (weight, sizes), x)
+        forward = lambda residuals, x: _grouped_project(kernels, x, *residuals)
+        return linear_map(forward, partial(_gradient_of_rows, kernels), (weight, sizes), x)
 
     changes = directional(lambda weight: grouped_matmul(x, weight.to_dense(), sizes), weight, d_weight)
     if not isinstance(d_x, SymbolicZero):
@@ -125,7 +132,7 @@ def _grouped_project_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Ar
     return project_rows(x), sum(changes[1:], changes[0])
 
 
-def _gradient_of_rows(residuals: Any, gradient: jax.Array) -> jax.Array:
+def _gradient_of_rows(kernels: KernelOptions, residuals: Any, gradient: jax.Array) -> jax.Array:
     weight, sizes = residuals
     dtype, (_, _, columns) = gradient.dtype, weight.shape
 
@@ -133,14 +140,15 @@ def _gradient_of_rows(residuals: Any, gradient: jax.Array) -> jax.Array:
         zeros = jnp.zeros((len(rows), columns), dtype)
         return jax.vjp(lambda x: project(x, index_stack(weight, group)), zeros)[1](rows)[0]
 
-    return _by_blocks(transposed, gradient, weight, sizes, jax.ShapeDtypeStruct((len(gradient), columns), dtype))
+    out = jax.ShapeDtypeStruct((len(gradient), columns), dtype)
+    return _by_blocks(transposed, gradient, weight, sizes, out, kernels)
 
 
 # --- the primitive: linear in both arrays, so its derivatives are the same primitive in another mode -----------------------
 
 
 class _Settings(NamedTuple):
-    """What the primitive computes, for R rows in E groups; see `platform` for the last two fields.
+    """What the primitive computes, for R rows in E groups, on a platform.
 
     Attributes:
       mode: "rows": [R, K] by [E, N, K], to [R, N]; "columns": [R, N] by [E, N, K], to [R, K]; "outer": [R, N] and [R, K], to
@@ -152,13 +160,13 @@ class _Settings(NamedTuple):
     dtype: Any
     out_dtype: Any
     platform: str
-    native: bool
+    kernels: KernelOptions
 
 
-def _multiply(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
+def _multiply(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any, kernels: KernelOptions) -> jax.Array:
     """Computed in the dtype of `a`."""
     a, b, sizes = _varying_alike(a, b, sizes)
-    settings = _Settings(mode, a.dtype, jnp.dtype(out_dtype), lowering_platform(), bool(native_code.value))
+    settings = _Settings(mode, a.dtype, jnp.dtype(out_dtype), lowering_platform(), kernels)
     return grouped_matmul_p.bind(a, b, sizes, settings=settings)
 
 
@@ -174,10 +182,12 @@ grouped_matmul_p = Primitive("grouped_matmul")
 
 @grouped_matmul_p.def_impl
 def _compute(a: jax.Array, b: jax.Array, sizes: jax.Array, *, settings: _Settings) -> jax.Array:
-    """Lowering happens outside the contexts of tracing, so they are entered again."""
-    with target_platform(settings.platform), native_code(settings.native):
-        compute = _by_kernel if settings.platform == "tpu" else _by_loop
-        return compute(settings.mode, a.astype(settings.dtype), b.astype(settings.dtype), sizes, settings.out_dtype)
+    """Lowering happens outside the context of tracing, so it is entered again."""
+    arrays = a.astype(settings.dtype), b.astype(settings.dtype), sizes
+    with target_platform(settings.platform):
+        if settings.platform == "tpu":
+            return _by_kernel(settings.mode, *arrays, settings.out_dtype)
+        return _by_loop(settings.mode, *arrays, settings.out_dtype, settings.kernels)
 
 
 @grouped_matmul_p.def_abstract_eval
@@ -232,20 +242,20 @@ mlir.register_lowering(grouped_matmul_p, mlir.lower_fun(_compute, multiple_resul
 # --- with a loop -----------------------------------------------------------------------------------------------------------
 
 
-def _by_loop(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
+def _by_loop(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any, kernels: KernelOptions) -> jax.Array:
     if mode == "outer":
         return _outer_by_blocks(a, b, sizes, out_dtype)
     if mode == "rows" and lowering_platform() == "gpu" and len(a) <= GPU_ROWS * len(sizes):
         return _row_by_row(a, b, sizes).astype(out_dtype)
     if mode == "rows":
-        multiply_block = partial(multiply_group, out_dtype=out_dtype)
-        return _by_blocks(multiply_block, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[1]), out_dtype))
+        multiply_block = partial(multiply_group, out_dtype=out_dtype, kernels=kernels)
+        return _by_blocks(multiply_block, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[1]), out_dtype), kernels)
 
     def transposed(rows: jax.Array, weight: jax.Array, group: jax.Array) -> jax.Array:
         wide = jnp.promote_types(rows.dtype, jnp.float32)
         return jnp.tensordot(rows, index_stack(weight, group), 1, preferred_element_type=wide)
 
-    return _by_blocks(transposed, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[2]), out_dtype))
+    return _by_blocks(transposed, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[2]), out_dtype), kernels)
 
 
 class RowBlocks(NamedTuple):
@@ -295,8 +305,8 @@ def _blocks(rows: int, groups: int) -> RowBlocks:
     return RowBlocks(tuple(1 << i for i in range(largest.bit_length() - 1, smallest.bit_length() - 2, -1)))
 
 
-@for_cpu("blocks_for")
-def _blocks_for(weight: Any, rows: int, groups: int) -> RowBlocks:
+@has_cpu_variant
+def choose_row_blocks(weight: Any, rows: int, groups: int, kernels: KernelOptions) -> RowBlocks:
     """Blocks for rows that are multiplied by a weight [E, N, K]."""
     if not isinstance(weight, Weight):
         return _blocks(rows, groups)
@@ -321,14 +331,19 @@ def _for_each_group(sizes: jax.Array, body: Callable[[jax.Array, jax.Array, jax.
 
 
 def _by_blocks(
-    multiply_block: Callable[[jax.Array, Any, jax.Array], jax.Array], x: jax.Array, weight: Any, sizes: jax.Array, out: Any
+    multiply_block: Callable[[jax.Array, Any, jax.Array], jax.Array],
+    x: jax.Array,
+    weight: Any,
+    sizes: jax.Array,
+    out: Any,
+    kernels: KernelOptions,
 ) -> jax.Array:
     """Apply `multiply_block(rows, weight, group)` to blocks of each group's rows; returns an array like `out`.
 
     A block that extends beyond its group also writes rows of later groups, which overwrite them.
     """
     rows, groups = len(x), len(sizes)
-    blocks = _blocks_for(weight, rows, groups)
+    blocks = choose_row_blocks(weight, rows, groups, kernels)
     padded = pack_bits(jnp.pad(x, [(0, blocks.beyond), (0, 0)]))
     results = pack_bits(jnp.zeros_like(x, out.dtype, (rows + blocks.beyond, out.shape[1])))  # with the varying axes of `x`
 

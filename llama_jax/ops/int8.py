@@ -12,6 +12,7 @@ from flax import struct
 from jaxtyping import Array, Float, Float32, Shaped
 
 from llama_jax.ops.layers import project
+from llama_jax.ops.platform import KernelOptions
 
 INT8_MAX = 127  # symmetric: -128 is not used, so that a row and its negative have the same scale
 
@@ -62,6 +63,7 @@ def smooth_keys(
     *queries: Float[Array, "B K T G H"],
     bias: Float[Array, "K H"] | None = None,
     rotary_dim: int | None = None,
+    kernels: KernelOptions = KernelOptions(),
 ) -> tuple[Float[Array, "B K T *G H"], ...]:
     """Transform queries and keys so that scores are unchanged and keys quantize better.
 
@@ -77,6 +79,7 @@ def smooth_keys(
       queries: after RoPE.
       bias: the bias of the keys, added before RoPE.
       rotary_dim: number of features that RoPE rotates, with pairs i and i + rotary_dim / 2; H by default.
+      kernels: see `layers.project`.
 
     Returns:
       The keys, and the queries.
@@ -87,9 +90,8 @@ def smooth_keys(
         factors = factors[None, :, None, None]
         queries = tuple((x.astype(factors.dtype) * factors).astype(x.dtype) for x in queries)
     heads = [keys[..., None, :], *queries]
-    smooth = project(
-        jnp.concatenate(heads, axis=-2), jnp.asarray(hadamard(keys.shape[-1]), keys.dtype), out_dtype=jnp.float32
-    )
+    matrix = jnp.asarray(hadamard(keys.shape[-1]), keys.dtype)
+    smooth = project(jnp.concatenate(heads, axis=-2), matrix, out_dtype=jnp.float32, kernels=kernels)
     ends = np.cumsum([x.shape[-2] for x in heads])[:-1].tolist()
     new_keys, *new_queries = jnp.split(smooth.astype(keys.dtype), ends, axis=-2)
     return new_keys[..., 0, :], *new_queries

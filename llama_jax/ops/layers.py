@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Integer
 
 from llama_jax.ops import exact
 from llama_jax.ops.linear_map import linear_map
-from llama_jax.ops.platform import AnyArray, for_cpu, is_partitioned, lowering_platform, rematerializing
+from llama_jax.ops.platform import AnyArray, KernelOptions, has_cpu_variant, is_partitioned, lowering_platform
 
 F = TypeVar("F", bound=Callable[..., Any])
 Activation = Literal["silu", "gelu"]
@@ -47,7 +47,7 @@ class Weight(struct.PyTreeNode):
         """The dtype of the computation."""
         raise NotImplementedError
 
-    def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+    def project(self, x: jax.Array, out_dtype: Any, kernels: KernelOptions) -> jax.Array:
         """Project [..., D] onto the rows of this weight: [..., *out]. See `ops.layers.project`."""
         raise NotImplementedError
 
@@ -75,7 +75,13 @@ def map_all_tokens(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtype: Any = None) -> Float[Array, " ..."]:
+def project(
+    x: Float[Array, "*batch D"],
+    weight: jax.Array | Weight,
+    *,
+    out_dtype: Any = None,
+    kernels: KernelOptions = KernelOptions(),
+) -> Float[Array, " ..."]:
     """Project the last axis of `x` onto the rows of `weight`.
 
     Used by every matmul with a parameter, except those of experts (`ops.grouped`).
@@ -85,27 +91,28 @@ def project(x: Float[Array, "*batch D"], weight: jax.Array | Weight, *, out_dtyp
         along their contiguous axis. An array in another dtype is cast to the dtype of `x`: training keeps weights in float32
         and computes in bfloat16. A `Weight` has its own `project`.
       out_dtype: dtype of the result, by default that of `x`. Sums are always float32 at least.
+      kernels: the options of the pass, see `platform.kernel_options`.
 
     Returns:
       [*batch, *out].
     """
     out_dtype = out_dtype or x.dtype
-    if not exact.is_exact() or is_batch_invariant(x, weight):
-        return _project(x, weight, out_dtype)
+    if not kernels.exact or is_batch_invariant(x, weight, kernels):
+        return _project(x, weight, out_dtype, kernels)
     rows = x.reshape(-1, x.shape[-1])
     count = exact.rows_in_use(jnp.all(rows == 0, axis=-1))  # the product of a row of zeros is zeros
-    out = exact.map_blocks(lambda rows: _project(rows, weight, out_dtype), exact.block_size(), count, rows)
+    out = exact.map_blocks(lambda rows: _project(rows, weight, out_dtype, kernels), exact.block_size(), count, rows)
     return out.reshape(*x.shape[:-1], *out.shape[1:])
 
 
-def _project(x: jax.Array, weight: jax.Array | Weight, out_dtype: Any) -> jax.Array:
+def _project(x: jax.Array, weight: jax.Array | Weight, out_dtype: Any, kernels: KernelOptions) -> jax.Array:
     if isinstance(weight, Weight):
-        return weight.project(x, out_dtype)
-    return checkpoint_name(matmul(x, jnp.asarray(weight), out_dtype), MATMUL_OUTPUT)
+        return weight.project(x, out_dtype, kernels)
+    return checkpoint_name(matmul(x, jnp.asarray(weight), out_dtype, kernels), MATMUL_OUTPUT)
 
 
-@for_cpu("is_batch_invariant")
-def is_batch_invariant(x: Float[Array, "*batch _"], weight: jax.Array | Weight) -> bool:
+@has_cpu_variant
+def is_batch_invariant(x: Float[Array, "*batch _"], weight: jax.Array | Weight, kernels: KernelOptions) -> bool:
     """Whether each row of `x` has the same result in this matmul as if it were computed alone, bit for bit.
 
     In exact programs other matmuls run in blocks of a fixed size, see `ops.exact`.
@@ -113,7 +120,7 @@ def is_batch_invariant(x: Float[Array, "*batch _"], weight: jax.Array | Weight) 
     return False
 
 
-@for_cpu("embed")
+@has_cpu_variant
 def embed(table: Any, rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
     """Look up rows of a table [V, D]: an array, or a `Weight` with an `embed`."""
     if rows.size == 1 and lowering_platform() == "gpu" and is_partitioned():  # XLA would gather the table to slice it
@@ -170,6 +177,7 @@ def feed_forward(
     activation: Activation = "silu",
     map_tokens: Callable[..., Any] = map_all_tokens,
     biases: tuple[jax.Array | None, jax.Array | None] = (None, None),
+    kernels: KernelOptions = KernelOptions(),
 ) -> Float[Array, "*batch D"]:
     """down(activation(gate(x)) * up(x)), called SwiGLU with silu and GeGLU with gelu (Shazeer 2020, equation 6).
 
@@ -179,7 +187,9 @@ def feed_forward(
       activation: "silu", or "gelu" by the tanh approximation.
       map_tokens: applies the elementwise function between the matmuls; exact programs pass one that runs in blocks.
       biases: [F], added to the results of gate and up.
+      kernels: see `project`.
     """
+    project_rows = partial(project, kernels=kernels)
 
     @remat
     def project_gated(gates: jax.Array, values: jax.Array, down: Any, biases: Any) -> jax.Array:
@@ -188,12 +198,12 @@ def feed_forward(
         def gated(gates: jax.Array, values: jax.Array) -> jax.Array:
             return gated_activation(add_bias(gates, biases[0]), add_bias(values, biases[1]), activation)
 
-        return project(map_tokens(gated, gates, values), down)
+        return project_rows(map_tokens(gated, gates, values), down)
 
-    return project_gated(project(x, gate), project(x, up), down, biases)  # of [..., F] and [..., F]
+    return project_gated(project_rows(x, gate), project_rows(x, up), down, biases)  # of [..., F] and [..., F]
 
 
-@for_cpu("gated_activation")
+@has_cpu_variant
 def gated_activation(
     gates: Float[Array, "*batch F"], values: Float[Array, "*batch F"], activation: Activation
 ) -> Float[Array, "*batch F"]:
@@ -201,11 +211,13 @@ def gated_activation(
     return (jax.nn.silu(gates) if activation == "silu" else jax.nn.gelu(gates, approximate=True)) * values
 
 
-@for_cpu("matmul", for_accelerator_targets=True)
-def matmul(x: Float[Array, "*batch D"], weight: Float[Array, "*out D"], out_dtype: Any) -> Float[Array, " ..."]:
+@has_cpu_variant
+def matmul(
+    x: Float[Array, "*batch D"], weight: Float[Array, "*out D"], out_dtype: Any, kernels: KernelOptions
+) -> Float[Array, " ..."]:
     """Contract the last axes of `x` and `weight`: [*batch, *out]."""
     if x.dtype.itemsize < weight.dtype.itemsize and out_dtype == x.dtype:
-        return matmul_cast_weight((bool(rematerializing.value), weight.dtype), x, weight)
+        return matmul_cast_weight((kernels.save_cast_weights, weight.dtype), x, weight)
     return _matmul(x, weight.astype(x.dtype), out_dtype)
 
 
@@ -228,7 +240,7 @@ def matmul_cast_weight(
     would round it to the dtype of `x` before the sum over devices.
 
     Args:
-      settings: (whether to save the cast weight for the backward pass, see `platform.rematerializing`; the weight's dtype).
+      settings: (`KernelOptions.save_cast_weights`; the weight's dtype).
     """
     return _matmul(x, weight.astype(x.dtype), x.dtype)
 
@@ -259,7 +271,7 @@ def _matmul_cast_weight_gradients(
     return dx, d_weight
 
 
-@for_cpu("weight_gradient")
+@has_cpu_variant
 def weight_gradient(
     a: Float[Array, "*batch rows M"], b: Float[Array, "*batch rows N"], out_dtype: Any = None
 ) -> Float[Array, "*batch M N"]:
@@ -280,9 +292,10 @@ def remat(function: F) -> F:
     3). Differentiable in every mode; with 16-bit inputs on CPUs only once.
     """
     # Inside a scan over layers, no barrier against CSE is needed.
-    return cast(F, partial(_remat, function, jax.checkpoint(function, prevent_cse=False)))
+    return cast(F, partial(remat_saving_arguments, function, jax.checkpoint(function, prevent_cse=False)))
 
 
-@for_cpu("remat")
-def _remat(function: Callable[..., Any], rematerialized: Callable[..., Any], *args: Any) -> Any:
+@has_cpu_variant
+def remat_saving_arguments(function: Callable[..., Any], rematerialized: Callable[..., Any], *args: Any) -> Any:
+    """`rematerialized(*args)`, which is `function` under `jax.checkpoint`."""
     return rematerialized(*args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from llama_jax.ops.grouped import Gather, grouped_matmul
 from llama_jax.ops.layers import Weight, feed_forward, gated_activation, project, remat
-from llama_jax.ops.platform import current_mesh_sizes
+from llama_jax.ops.platform import KernelOptions, current_mesh_sizes
 
 
 class ExpertSharding(NamedTuple):
@@ -48,6 +49,7 @@ def mixture_of_experts(
     *,
     routing: Routing,
     sharding: ExpertSharding | None = None,
+    kernels: KernelOptions = KernelOptions(),
 ) -> Float[Array, "*batch D"]:
     """The weighted sum of the chosen experts, each a gated feed-forward (Jiang et al. 2024, section 2.1).
 
@@ -59,22 +61,23 @@ def mixture_of_experts(
       down: [E, D, F].
       sharding: how the operands are sharded over the current mesh; each device then sorts its own tokens. On a mesh, all
         experts are computed if it is None or the weights are quantized.
+      kernels: see `layers.project`.
     """
-    weights, chosen = route(x, router, routing)
+    weights, chosen = route(x, router, routing, kernels)
     mesh = {axis: size for axis, size in current_mesh_sizes().items() if size > 1}
     if mesh and (sharding is None or isinstance(gate, Weight)):
-        return all_experts(x, weights, chosen, gate, up, down, scale_inputs=routing.scale_inputs)
+        return all_experts(x, weights, chosen, gate, up, down, scale_inputs=routing.scale_inputs, kernels=kernels)
     if routing.scale_inputs:
         x, weights = x[..., None, :] * weights.astype(x.dtype)[..., None], jnp.ones_like(weights)
     if sharding is None or not mesh:
-        return _chosen_experts((), x, weights, chosen, gate, up, down)
+        return _chosen_experts((), kernels, x, weights, chosen, gate, up, down)
     batch, hidden, dim = (tuple(axis for axis in axes if axis in mesh) for axes in sharding)
     if x.shape[0] % math.prod(mesh[axis] for axis in batch):
         batch = ()  # the same rows on all devices
     rows, wide, narrow = P(batch), P(None, hidden, dim), P(None, dim, hidden)
 
     def share(*arrays: Any) -> jax.Array:
-        return _chosen_experts(dim, *arrays)[None]
+        return _chosen_experts(dim, kernels, *arrays)[None]
 
     # check_vma=False: `grouped_matmul` does not declare its varying axes. Devices with shards of F return partial sums over
     # F.
@@ -84,10 +87,13 @@ def mixture_of_experts(
 
 
 def route(
-    x: Float[Array, "*batch D"], router: Float[Array, "E D"], routing: Routing
+    x: Float[Array, "*batch D"],
+    router: Float[Array, "E D"],
+    routing: Routing,
+    kernels: KernelOptions = KernelOptions(),
 ) -> tuple[Float[Array, "*batch per_token"], Int32[Array, "*batch per_token"]]:
     """The weights of the experts with the highest scores, in float32 at least, and the indices of these experts."""
-    scores = project(x, router, out_dtype=jnp.promote_types(x.dtype, jnp.float32))  # [..., E]
+    scores = project(x, router, out_dtype=jnp.promote_types(x.dtype, jnp.float32), kernels=kernels)  # [..., E]
     highest, chosen = lax.top_k(scores, routing.per_token)
     if routing.scale_inputs:
         return jax.nn.sigmoid(highest), chosen
@@ -97,7 +103,14 @@ def route(
 
 
 def _chosen_experts(
-    gather: tuple[str, ...], x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any
+    gather: tuple[str, ...],
+    kernels: KernelOptions,
+    x: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
+    gate: Any,
+    up: Any,
+    down: Any,
 ) -> jax.Array:
     """The weighted sum of the experts chosen by `route`; `gather` are the mesh axes that shard the axis D of the matrices.
 
@@ -112,11 +125,12 @@ def _chosen_experts(
     rows = jnp.repeat(rows, per_token, axis=0) if x.ndim == chosen.ndim else rows
     rows = rows.at[by_expert].get(unique_indices=True)
     on_last, on_first = (Gather(gather, axis) if gather else None for axis in (2, 1))
-    gates, values = (grouped_matmul(rows, matrices, sizes, gather=on_last) for matrices in (gate, up))  # [R, F]
+    multiply = partial(grouped_matmul, sizes=sizes, kernels=kernels)
+    gates, values = (multiply(rows, matrices, gather=on_last) for matrices in (gate, up))  # [R, F]
 
     @remat
     def project_gated(gates: jax.Array, values: jax.Array, down: Any, sizes: jax.Array) -> jax.Array:
-        return grouped_matmul(gated_activation(gates, values, "silu"), down, sizes, gather=on_first)
+        return grouped_matmul(gated_activation(gates, values, "silu"), down, sizes, gather=on_first, kernels=kernels)
 
     results = project_gated(gates, values, down, sizes)
     by_token = results.at[jnp.argsort(by_expert)].get(unique_indices=True).reshape(*chosen.shape, dim)
@@ -132,6 +146,7 @@ def all_experts(
     down: Any,
     *,
     scale_inputs: bool = False,
+    kernels: KernelOptions = KernelOptions(),
 ) -> Float[Array, "*batch D"]:
     """The same sum, computing all experts for all tokens, one after the other; unchosen experts have weight zero."""
     chosen_of = jax.nn.one_hot(chosen, gate.shape[0], dtype=x.dtype)  # [..., per_token, E]
@@ -140,8 +155,8 @@ def all_experts(
     def add(total: jax.Array, expert: tuple[Any, ...]) -> tuple[jax.Array, None]:
         weight, gate, up, down = expert
         if scale_inputs:  # an input of zeros has an output of zeros
-            return total + feed_forward(weight[..., None] * x, gate, up, down), None
-        return total + weight[..., None] * feed_forward(x, gate, up, down), None
+            return total + feed_forward(weight[..., None] * x, gate, up, down, kernels=kernels), None
+        return total + weight[..., None] * feed_forward(x, gate, up, down, kernels=kernels), None
 
     total, _ = lax.scan(add, jnp.zeros_like(x), (jnp.moveaxis(spread, -1, 0), gate, up, down))
     return total

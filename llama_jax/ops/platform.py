@@ -1,18 +1,14 @@
-"""The platform a program is traced for, and the dispatch to `ops.cpu`.
-
-The three contexts are JAX user contexts, part of its jit cache keys.
-"""
+"""The platform a program is traced for, the dispatch to `ops.cpu`, and the options that select kernels."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import functools
-import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +27,22 @@ target_platform = jax.make_user_context(None)
 "accelerator": an unspecified GPU or TPU; no kernel is selected.
 """
 
-rematerializing = jax.make_user_context(False)
-"""Context: whether the traced layer is rematerialized in the backward pass.
 
-If so, a matmul saves its weight cast to the dtype of the computation as a residual (it is recomputed anyway, and gathered
-once per pass); otherwise it saves the original weight, which is in memory already.
-"""
+class KernelOptions(NamedTuple):
+    """The options of a program that select its kernels.
 
-native_code = jax.make_user_context(False)
-"""Context: whether a program for a CPU may use native code (`ops.cpu.native`) for floats as well.
+    Attributes:
+      exact: whether a token's results may depend only on its own row, see `ops.exact`.
+      native_code: whether a program for a CPU may use native code (`ops.cpu.native`) for floats as well. Decoding programs
+        may. Others, such as training, gain too little to wait for a C++ compiler.
+      save_cast_weights: whether a matmul saves its weight cast to the dtype of the computation for the backward pass. In a
+        rematerialized layer it is recomputed anyway, and so gathered from the devices once per pass; otherwise a matmul
+        saves the original weight, which is in memory already.
+    """
 
-Decoding programs may. Others, such as training, gain too little to wait for a C++ compiler.
-"""
+    exact: bool = False
+    native_code: bool = False
+    save_cast_weights: bool = False
 
 
 def lowering_platform() -> str:
@@ -83,67 +83,58 @@ def tracing_for(params: Any) -> AbstractContextManager[Any]:
     return nullcontext() if device is None else jax.default_device(device)
 
 
-def cpu_variants() -> Any:
-    """The package `ops.cpu`, imported lazily, because it imports the functions that it replaces."""
-    return importlib.import_module("llama_jax.ops.cpu")
+_CPU_VARIANTS: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[str, ...]]] = {}
 
 
-def for_cpu(name: str, *, for_accelerator_targets: bool = False) -> Callable[[F], F]:
-    """When traced for a CPU, call `ops.cpu.<name>(plain, *args)` instead of the decorated function `plain`.
+def has_cpu_variant(plain: F) -> F:
+    """Decorator of a function which programs for a CPU may replace by another, registered with `cpu_variant_of`."""
+
+    @functools.wraps(plain)
+    def dispatch(*args: Any, **options: Any) -> Any:
+        platform = lowering_platform()
+        if platform in ("gpu", "tpu"):
+            return plain(*args, **options)
+        from llama_jax.ops import cpu  # registers the variants; imported here, because it imports what it replaces
+
+        del cpu
+        variant, platforms = _CPU_VARIANTS.get(dispatch, (plain, ()))
+        return variant(plain, *args, **options) if platform in platforms else plain(*args, **options)
+
+    return cast(F, dispatch)
+
+
+def cpu_variant_of(function: Callable[..., Any], *, for_accelerator_targets: bool = False) -> Callable[[F], F]:
+    """Decorator of a variant: when `function`, which wraps `plain`, is traced for a CPU, `variant(plain, *args)` is called.
 
     Args:
-      name: name of the variant in `ops.cpu`.
+      function: has the decorator `has_cpu_variant`.
       for_accelerator_targets: also for the `target_platform` "accelerator". A CPU's compiler compiles such programs, and it
         could not compile the plain function.
     """
-    platforms = ("cpu", "accelerator") if for_accelerator_targets else ("cpu",)
 
-    def decorate(plain: F) -> F:
-        @functools.wraps(plain)
-        def chosen(*args: Any, **options: Any) -> Any:
-            if lowering_platform() not in platforms:
-                return plain(*args, **options)
-            return getattr(cpu_variants(), name)(plain, *args, **options)
+    def register(variant: F) -> F:
+        _CPU_VARIANTS[function] = variant, ("cpu", "accelerator") if for_accelerator_targets else ("cpu",)
+        return variant
 
-        return cast(F, chosen)
-
-    return decorate
+    return register
 
 
-@for_cpu("pack_tree")
+@has_cpu_variant
 def pack_bits(tree: Any) -> Any:
     """The same tree; on a CPU, with 16-bit floats bitcast to integers. `unpack_bits` undoes it. Both are free."""
     return tree
 
 
-@for_cpu("unpack_tree")
+@has_cpu_variant
 def unpack_bits(tree: Any) -> Any:
     """Undo `pack_bits`."""
     return tree
 
 
-@for_cpu("tracing_context")
-def tracing_context(params: Any) -> AbstractContextManager[Any]:
-    """The context in which to trace a model, see `native_code`."""
-    return nullcontext()
-
-
-def decodes_natively(params: Any, dtype: Any, mesh: Any) -> bool:
-    """Whether a model is decoded on a single CPU in a dtype with native matmuls, see `decoding_context`."""
-    first, divided = jax.tree.leaves(params)[0], mesh is not None and mesh.size > 1
-    platform = next(iter(first.devices())).platform if isinstance(first, jax.Array) else lowering_platform()
-    return platform == "cpu" and not divided and str(jnp.dtype(dtype or params.embedding.dtype)) in ("float32", "bfloat16")
-
-
-def decoding_context(natively: bool) -> AbstractContextManager[Any]:
-    """Context for decoding programs: small matmuls and attention use native code if `natively` and a compiler exists.
-
-    Args:
-      natively: see `decodes_natively`.
-    """
-    if not natively:
-        return native_code(False)
-    return native_code(cpu_variants().native.compiler() is not None)
+@has_cpu_variant
+def kernel_options(params: Any, options: KernelOptions) -> KernelOptions:
+    """The options for these parameters: on a CPU, `native_code` also if quantized weights need it anyway."""
+    return options
 
 
 def lowering_device_kind() -> str:

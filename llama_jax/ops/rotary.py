@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Float64, Int
 
-from llama_jax.ops.platform import AnyArray, for_cpu
+from llama_jax.ops.platform import AnyArray, has_cpu_variant
 
 Frequencies: TypeAlias = Float[AnyArray, "... half"]  # radians per position
 Length: TypeAlias = int | Int[AnyArray, " ..."] | None  # the length of a sequence, or of each of several
@@ -20,7 +20,7 @@ def inverse_frequencies(head_dim: int, theta: float) -> Float64[np.ndarray, " ha
     return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 
-@for_cpu("rotary_table")
+@has_cpu_variant
 def rotary_table(
     positions: Int[AnyArray, "*batch"], frequencies: Frequencies, attention_factor: float = 1.0
 ) -> tuple[Float32[Array, "*batch half"], Float32[Array, "*batch half"]]:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax.ops.platform import for_cpu, native_code
+from llama_jax.ops.platform import lowering_platform
 from llama_jax.serving.programs import Programs
 from llama_jax.serving.served_model import ServedModel
 
@@ -52,14 +52,12 @@ class _Call:
     Attributes:
       first: number of the first returned array; the others follow.
       dropped: numbers of arrays that are no longer needed.
-      native: context of the call, see `ops.platform.native_code`.
     """
 
     program: str
     args: tuple[Any, ...]
     first: int
     dropped: tuple[int, ...]
-    native: bool
 
 
 def leading(model: ServedModel, send: Callable[[bytes], None]) -> ServedModel:
@@ -72,10 +70,11 @@ def leading(model: ServedModel, send: Callable[[bytes], None]) -> ServedModel:
     return model.with_programs(Programs(*(partial(leader.call, name) for name in Programs._fields)))
 
 
-@for_cpu("block_after_launch")
 def launched(program: Callable[..., Any], *args: Any) -> Any:
     """The results of a program over several processes; accelerators run programs in the order of the calls."""
-    return program(*args)
+    results = program(*args)
+    # XLA would run independent programs concurrently on CPUs, and their all-reduces over processes could be mixed up.
+    return jax.block_until_ready(results) if lowering_platform() == "cpu" else results
 
 
 class _Leader:
@@ -91,7 +90,7 @@ class _Leader:
     def call(self, program: str, *args: Any) -> Any:
         encoded = tuple(self._encode(arg) for arg in args)
         dropped = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
-        call = _Call(program, encoded, self._next, dropped, native_code.value)
+        call = _Call(program, encoded, self._next, dropped)
         self._send(pickle.dumps(call, pickle.HIGHEST_PROTOCOL))
         result = launched(getattr(self._model.programs, program), *map(self._local, args))
         for leaf in jax.tree.leaves(result):
@@ -152,8 +151,7 @@ class Follower:
         call: _Call = pickle.loads(message)
         for number in call.dropped:
             del self.arrays[number]
-        with native_code(call.native):
-            result = launched(getattr(self._model.programs, call.program), *map(self._decode, call.args))
+        result = launched(getattr(self._model.programs, call.program), *map(self._decode, call.args))
         for number, leaf in enumerate(jax.tree.leaves(result), call.first):
             self.arrays[number] = leaf
         return result

@@ -108,9 +108,11 @@ def step(
     """Run the model on the tokens of all rows, and sample a token of each live row: packed `ChosenTokens` [R, 1, n]."""
     sharding = model.sharding
     state, hidden = _read(model, params, state, batch, settings)
-    with sharding.context(), exact.exact_mode(model.compute.exact):
-        logits = compute_logits(model.config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], sharding)
-        rows, packed = choose_packed(settings, _rows_of(state, batch, settings, sharding), logits, sharding)
+    with sharding.context():
+        last = hidden[jnp.maximum(batch.starts[1:] - 1, 0)]
+        logits = compute_logits(model.config, params, last, model.compute, sharding)
+        rows = _rows_of(state, batch, settings, sharding)
+        rows, packed = choose_packed(settings, model.compute.exact, rows, logits, sharding)
     return _with_chosen(state, batch, rows, sharding), packed[:, None]
 
 
@@ -146,9 +148,9 @@ def verify_drafts(
     tokens = jnp.concatenate([batch.tokens[:, None], jnp.maximum(drafts, 0)], axis=1)
     whole = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * width)
     state, hidden = _read(model, params, state, whole, settings)
-    with sharding.context(), exact.exact_mode(model.compute.exact):
-        logits = unembed(model.config, params, hidden).astype(jnp.float32).reshape(*tokens.shape, -1)
-        choose = partial(choose_packed, settings)
+    with sharding.context():
+        logits = unembed(model.config, params, hidden, model.compute).astype(jnp.float32).reshape(*tokens.shape, -1)
+        choose = partial(choose_packed, settings, model.compute.exact)
         rows, chosen = choose_each(_rows_of(state, batch, settings, sharding), logits, drafts, sharding, choose)
     seats = jnp.where(batch.live, batch.seats, len(state.token))
     seen = sharding.constrain(state.seen.at[seats].set(rows.seen, mode="drop"), "logits")
@@ -185,7 +187,7 @@ def verify_own_drafts(
         pages, hidden = read_by(draft, draft_params, pages, read)
         with draft.sharding.context():
             last = hidden.reshape(*tokens.shape, -1)[:, -1]
-            logits = unembed(draft.config, draft_params, last).astype(jnp.float32)[:, :vocab]
+            logits = unembed(draft.config, draft_params, last, draft.compute).astype(jnp.float32)[:, :vocab]
             token = sample(logits, sampling, seen, batch.counts + i + many - 1)
         seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(seen, token)
         return pages, seen, token
@@ -214,13 +216,13 @@ def score(
       targets: int32[T], the next token of each token.
     """
     state, hidden = _read(model, params, state, batch, settings)
-    with model.sharding.context(), exact.exact_mode(model.compute.exact):
-        logits = unembed(model.config, params, hidden).astype(jnp.float32)  # [T, V]
+    with model.sharding.context():
+        logits = unembed(model.config, params, hidden, model.compute).astype(jnp.float32)  # [T, V]
         choice = ChosenTokens(
             targets,
-            exact.map_row_blocks(exact.logprob_of, batch.starts[1], logits, targets),
+            exact.map_row_blocks(model.compute.exact, exact.logprob_of, batch.starts[1], logits, targets),
             jnp.arange(len(targets)) < batch.starts[1],
-            *most_probable(logits, settings.alternatives[0] > 0, batch.starts[1]),
+            *most_probable(model.compute.exact, logits, settings.alternatives[0] > 0, batch.starts[1]),
         )
         return state, model.sharding.constrain(pack(choice), "replicated")
 

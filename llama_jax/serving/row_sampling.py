@@ -55,16 +55,16 @@ class ChosenTokens(NamedTuple):
 
 
 def choose_packed(
-    settings: RowSettings, state: DecodeState, logits: jax.Array, sharding: Sharding
+    settings: RowSettings, is_exact: bool, state: DecodeState, logits: jax.Array, sharding: Sharding
 ) -> tuple[DecodeState, jax.Array]:
     """Sample among permitted tokens: the next state, and packed `ChosenTokens`, with log-probabilities over all tokens."""
-    rest, packed = _choose_without_cache(settings, state.replace(cache=None), logits, sharding)
+    rest, packed = _choose_without_cache(settings, is_exact, state.replace(cache=None), logits, sharding)
     return rest.replace(cache=state.cache), packed
 
 
-@partial(jax.jit, static_argnums=3)  # traced once for all programs; XLA inlines it
+@partial(jax.jit, static_argnums=(1, 4))  # traced once for all programs; XLA inlines it
 def _choose_without_cache(
-    settings: RowSettings, state: DecodeState, logits: jax.Array, sharding: Sharding
+    settings: RowSettings, is_exact: bool, state: DecodeState, logits: jax.Array, sharding: Sharding
 ) -> tuple[DecodeState, jax.Array]:
     valid = ~state.done
     barred = state.count < settings.min_tokens
@@ -73,8 +73,9 @@ def _choose_without_cache(
         allowed = _permitted(state, settings, barred, logits.shape[-1])
         return sharding.constrain(jnp.where(allowed, logits, -jnp.inf), "logits")
 
-    chosen, logprob = sample_next(state, logits, sharding, LogitMask(jnp.any(settings.constrained | barred), permitted))
-    ids, logprobs = most_probable(logits, jnp.any(settings.alternatives > 0), exact.rows_in_use(state.done))
+    mask = LogitMask(jnp.any(settings.constrained | barred), permitted)
+    chosen, logprob = sample_next(state, logits, sharding, mask, is_exact=is_exact)
+    ids, logprobs = most_probable(is_exact, logits, jnp.any(settings.alternatives > 0), exact.rows_in_use(state.done))
     choice = ChosenTokens(chosen.token, logprob, valid, ids, logprobs)
     return chosen, sharding.constrain(pack(choice), "replicated")
 
@@ -89,7 +90,7 @@ def _permitted(state: DecodeState, settings: RowSettings, barred: jax.Array, voc
     return allowed & ~(stops & barred[:, None])
 
 
-def most_probable(logits: jax.Array, wanted: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def most_probable(is_exact: bool, logits: jax.Array, wanted: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The `MAX_ALTERNATIVES` most probable tokens of each row [B, V] and their log-probabilities; zeros if not `wanted`.
 
     Args:
@@ -104,7 +105,7 @@ def most_probable(logits: jax.Array, wanted: jax.Array, rows: jax.Array) -> tupl
     def skip() -> tuple[jax.Array, jax.Array]:
         return jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count), jnp.float32)
 
-    return lax.cond(wanted, lambda: exact.map_row_blocks(find, rows, logits), skip)
+    return lax.cond(wanted, lambda: exact.map_row_blocks(is_exact, find, rows, logits), skip)
 
 
 def packed_width(vocab: int) -> int:

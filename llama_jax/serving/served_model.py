@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from llama_jax.config import LlamaConfig
+from llama_jax.inference.compiled_decode import decoding_compute
 from llama_jax.inference.decode import planned_rope_length
 from llama_jax.inference.drafter import Drafter
 from llama_jax.inference.sharding import check_rows, sharding_of
@@ -17,7 +18,6 @@ from llama_jax.model.forward import lm_head_of
 from llama_jax.model.forward_options import Compute
 from llama_jax.model.multi_lora import adapters_in
 from llama_jax.model.params import Llama
-from llama_jax.ops.platform import decodes_natively, decoding_context
 from llama_jax.ops.rope_scaling import LENGTH_DEPENDENT
 from llama_jax.serving.programs import Programs, ServingState, StaticModel, StepBatch, programs_for
 from llama_jax.serving.row_sampling import RowSettings
@@ -34,7 +34,6 @@ class ServedModel:
     params: Llama
     cache: CacheOptions
     programs: Programs
-    native: bool  # see `platform.decoding_context`
     adapters: int = 0  # number of adapters in the parameters
     draft: ServedModel | None = None
 
@@ -55,9 +54,8 @@ class ServedModel:
         sharding = sharding_of(params)
         check_rows(sharding, 1)
         (device, *_) = jax.tree.leaves(params)[0].devices()
-        native, programs = decodes_natively(params, compute.dtype, sharding.mesh), programs_for(device.platform)
-        static = StaticModel(config, compute, sharding)
-        return cls(static, params, cache, programs, native, adapters_in(params), draft_model)
+        static = StaticModel(config, decoding_compute(params, compute, sharding.mesh), sharding)
+        return cls(static, params, cache, programs_for(device.platform), adapters_in(params), draft_model)
 
     @property
     def platform(self) -> str:
@@ -110,28 +108,24 @@ class ServedModel:
 
     def step(self, state: ServingState, batch: StepBatch, settings: RowSettings) -> StateAndTokens:
         """Process the tokens of all rows, and sample a token of each live row."""
-        with decoding_context(self.native):
-            return self.programs.step(self.static, self.params, state, batch, settings)
+        return self.programs.step(self.static, self.params, state, batch, settings)
 
     def burst(self, state: ServingState, batch: StepBatch, settings: RowSettings, count: int) -> StateAndTokens:
         """Sample `count` tokens, at most `BURST`, of a single row."""
-        with decoding_context(self.native):
-            return self.programs.burst(self.static, self.params, state, batch, settings, np.int32(count))
+        return self.programs.burst(self.static, self.params, state, batch, settings, np.int32(count))
 
     def score(self, state: ServingState, batch: StepBatch, settings: RowSettings, targets: np.ndarray) -> StateAndTokens:
         """See `programs.score`."""
-        with decoding_context(self.native and self.static.compute.exact):  # exact scores have the numerics of decoding
-            return self.programs.score(self.static, self.params, state, batch, settings, targets)
+        return self.programs.score(self.static, self.params, state, batch, settings, targets)
 
     def verify(
         self, state: ServingState, batch: StepBatch, settings: RowSettings, drafts: np.ndarray, count: int
     ) -> StateAndTokens:
         """A step with `count` drafts: `drafts`, or with a draft model its continuation of these tokens."""
         draft, args = self.draft, (state, batch, settings, drafts)
-        with decoding_context(self.native):
-            if draft is None:
-                return self.programs.verify_drafts(self.static, self.params, *args)
-            return self.programs.verify_own_drafts(self.static, self.params, draft.static, draft.params, *args, count)
+        if draft is None:
+            return self.programs.verify_drafts(self.static, self.params, *args)
+        return self.programs.verify_own_drafts(self.static, self.params, draft.static, draft.params, *args, count)
 
     def read_draft(self, state: ServingState, batch: StepBatch) -> ServingState:
         """Prefill the draft model with the tokens of a batch, all of which the host must know."""

@@ -77,4 +77,4 @@ def _exact_logprobs(
     inputs = to_next_token_batch(batch)
     positions = Positions(position_ids=inputs.position_ids, segment_ids=inputs.segment_ids, rope_lengths=inputs.rope_lengths)
     hidden, _ = forward(config, params, inputs.tokens, positions=positions, compute=compute, sharding=sharding)
-    return exact_logprobs(config, params, hidden, jnp.where(inputs.target_mask, inputs.targets, -1), temperature)
+    return exact_logprobs(config, params, hidden, jnp.where(inputs.target_mask, inputs.targets, -1), temperature, compute)

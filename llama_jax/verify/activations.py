@@ -110,7 +110,7 @@ def run_layer(config: LlamaConfig, block: Block, stream: jax.Array) -> jax.Array
 @partial(jax.jit, static_argnums=0)
 def run_output(config: LlamaConfig, params: Llama, stream: jax.Array) -> jax.Array:
     """Logits [T, V] from the residual stream [T, D] after the last layer."""
-    table = select_ops(config, Compute(), Sharding())
+    table = select_ops(config, params, Compute(), Sharding())
     return unembed(config, params, final_norm(config, table, params, stream))
 
 

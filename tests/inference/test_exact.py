@@ -20,7 +20,7 @@ import llama_jax
 from llama_jax import CacheOptions, Compute, Sampling
 from llama_jax.data import Corpus
 from llama_jax.errors import ConfigError, MeshError
-from llama_jax.evaluation.measure import WindowRows, cut_windows, measure_windows, measuring, token_nats
+from llama_jax.evaluation.measure import WindowRows, cut_windows, evaluation_compute, measure_windows, token_nats
 from llama_jax.inference import compiled_decode
 from llama_jax.inference.rollouts import Completions, RolloutOptions, RolloutPrompts, roll_out
 from llama_jax.inference.speculation import PromptLookup
@@ -275,10 +275,9 @@ def test_evaluated(model):
         tokens = np.concatenate(rows).astype(np.int32)
         corpus = Corpus(tokens, starts, ends, np.ones(len(rows), np.int64), config.vocab_size, "")
         windows = cut_windows(corpus, 100, 100)
-        measure = jax.jit(partial(token_nats, config, compute=EXACT))
-        with measuring(params, EXACT):
-            measured = measure_windows(corpus, windows, 3, partial(measure, params), None, packed=False)
-            nats, owner = (np.concatenate(parts) for parts in zip(*measured, strict=True))
+        measure = jax.jit(partial(token_nats, config, compute=evaluation_compute(params, EXACT)))
+        measured = measure_windows(corpus, windows, 3, partial(measure, params), None, packed=False)
+        nats, owner = (np.concatenate(parts) for parts in zip(*measured, strict=True))
         found.append(-nats[owner == 0].astype(np.float32))
     assert (found[0] == found[1]).all()
     assert found[0][-NEW:].tolist() == [np.float32(x) for x in answer.logprobs]

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from llama_jax import Sampling, preset
 from llama_jax.errors import GenerationError
 from llama_jax.inference.prepare_inputs import prepare_inputs
-from llama_jax.inference.sampling import LogitMask, _argmax, _random_key, penalize, sample, score_threshold
+from llama_jax.inference.sampling import LogitMask, penalize, sample, score_threshold
+from llama_jax.ops.sampling import argmax, random_key
 
 jit_sample = jax.jit(sample)
 jit_threshold = jax.jit(score_threshold)
-jit_argmax = jax.jit(_argmax)
+jit_argmax = jax.jit(argmax)
 
 
 def settings_of(rows) -> Sampling:
@@ -121,7 +122,7 @@ def test_rows_known_to_be_greedy():
 
 def test_the_first_of_equal_scores_wins():
     scores = jnp.array([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-np.inf, -np.inf, -np.inf]])
-    np.testing.assert_array_equal(_argmax(scores), [1, 0, 0])
+    np.testing.assert_array_equal(argmax(scores), [1, 0, 0])
 
 
 @given(st.integers(0, 100_000), st.sampled_from([256, 512, 1280, 300]), st.integers(1, 5))
@@ -153,7 +154,7 @@ def test_the_noise_is_that_of_jax(dtype, partitionable, impl):
     @jax.jit
     def both(seed, step):
         plain = jax.random.fold_in(jax.random.key(seed), step)
-        return [jax.random.gumbel(key, (1001,), dtype) for key in (_random_key(seed, step), plain)]
+        return [jax.random.gumbel(key, (1001,), dtype) for key in (random_key(seed, step), plain)]
 
     settings = jax.enable_x64(dtype == "float64"), jax.threefry_partitionable(partitionable), jax.default_prng_impl(impl)
     with ExitStack() as stack:
@@ -169,7 +170,7 @@ def test_the_noise_of_many_rows_is_that_of_jax_in_one_loop():
     seeds, steps = jnp.arange(5, dtype=jnp.uint32), jnp.arange(5)
     draw = lambda key: jax.jit(jax.vmap(lambda seed, step: jax.random.gumbel(key(seed, step), (700,))))
     plain = draw(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))
-    ours = draw(_random_key)
+    ours = draw(random_key)
     np.testing.assert_array_equal(ours(seeds, steps), plain(seeds, steps))
     if jax.default_backend() == "cpu":
         loops = [run.lower(seeds, steps).as_text().count("stablehlo.while") for run in (ours, plain)]

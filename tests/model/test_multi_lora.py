@@ -11,6 +11,7 @@ from adapters import LORA, random_adapters
 from conftest import jit_init, jit_logits
 
 import llama_jax
+from llama_jax import ops
 from llama_jax.errors import ConfigError
 from llama_jax.model.lora import Lora, adapted
 from llama_jax.model.multi_lora import adapter_table, adapters_in, choose_adapters
@@ -109,7 +110,7 @@ def test_nothing_of_the_base_is_copied(table):
 def test_what_overflows_for_another_does_not_reach_a_row():
     pair = LowRank(jnp.full((2, 4), 3e38), jnp.ones((3, 2)))
     weight = MultiLoraWeight(jnp.ones((3, 4)), pair, scales=(1.0, 1.0), rows=jnp.array([0, -1], jnp.int32))
-    found = jax.jit(lambda x: weight.project(x, jnp.float32))(jnp.ones((2, 1, 4)))
+    found = jax.jit(lambda x: ops.project(x, weight, out_dtype=jnp.float32))(jnp.ones((2, 1, 4)))
     assert not np.isfinite(found[0]).any()
     np.testing.assert_array_equal(found[1], 4)
 

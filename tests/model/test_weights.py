@@ -1,6 +1,7 @@
 """A leaf that is no array takes a weight's place: here one with a low-rank adapter."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama, is_matrix_in_block
 from llama_jax.model.trees import quantize
 from llama_jax.ops.layers import Weight
+from llama_jax.ops.platform import KernelOptions
 from llama_jax.training.loss import next_token_loss
 
 
@@ -33,9 +35,10 @@ class Adapted(Weight):
     def dtype(self) -> jnp.dtype:
         return self.weight.dtype
 
-    def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
-        thin = ops.project(x, self.down)
-        return ops.project(x, self.weight, out_dtype=out_dtype) + ops.project(thin, self.up, out_dtype=out_dtype)
+    def project(self, x: jax.Array, out_dtype: Any, kernels: KernelOptions) -> jax.Array:
+        project = partial(ops.project, kernels=kernels)
+        thin = project(x, self.down)
+        return project(x, self.weight, out_dtype=out_dtype) + project(thin, self.up, out_dtype=out_dtype)
 
     def merged(self) -> jax.Array:
         layers = "l" * (self.down.ndim - 2)

@@ -23,7 +23,7 @@ from llama_jax.ops.attention.kernels import cudnn, over_devices, splash
 from llama_jax.ops.attention.mask import NO_KEY, NO_QUERY
 
 blockwise = sys.modules["llama_jax.ops.attention.blockwise"]
-SIDE = blockwise._side
+SIDE = blockwise.block_side
 LENGTH, SHAPE = 23, (2, 2, 23, 3, 4)  # more than two blocks of each kind below, the last of them not a whole one
 
 
@@ -31,7 +31,7 @@ LENGTH, SHAPE = 23, (2, 2, 23, 3, 4)  # more than two blocks of each kind below,
 def small_blocks():
     """Blocks of 2 queries of a group of 3, and of 7 keys, also for few queries."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise, "_side", lambda *_: 7)
+        patch.setattr(blockwise, "block_side", lambda *_: 7)
         patch.setattr(blockwise, "FEW_QUERY_ROWS", 0)
         yield
 
@@ -244,7 +244,7 @@ class TestPerDevice:
     @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_long_rows_under_a_shard_map_that_checks_what_varies(self, packed, monkeypatch):
         """Whose loops must begin with what varies over the devices as their results do."""
-        monkeypatch.setattr(blockwise, "_side", lambda *_: 256)
+        monkeypatch.setattr(blockwise, "block_side", lambda *_: 256)
         arrays = operands(0, (2, 1, 1024, 2, 8))
         segments = some_segments(2, 1024) if packed else None
         mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
@@ -264,7 +264,7 @@ class TestPerDevice:
 class TestMemory:
     @pytest.fixture(autouse=True)
     def real_blocks(self, monkeypatch):
-        monkeypatch.setattr(blockwise, "_side", SIDE)
+        monkeypatch.setattr(blockwise, "block_side", SIDE)
 
     def test_blocks_fit_the_cache_of_a_cpu(self, monkeypatch):
         assert [SIDE(heads) for heads in (1, 4, 8, 16, 48, 4096)] == [512, 512, 512, 256, 128, 128]

@@ -16,7 +16,7 @@ import llama_jax
 from llama_jax.model.trees import quantize
 from llama_jax.ops.attention.paged import PagedView, attend_paged, paged_reference
 from llama_jax.ops.cpu import native
-from llama_jax.ops.platform import native_code
+from llama_jax.ops.platform import KernelOptions
 
 pytestmark = pytest.mark.skipif(not native.usable("paged_float32"), reason="no C++ compiler here")
 CONFIG = replace(llama_jax.preset("stories-260k"), n_layers=2, vocab_size=500, hidden_dim=192)
@@ -37,8 +37,8 @@ def operands(rows, heads, groups, width, seed=0):
 
 
 def natively(queries, view, scale=SCALE):
-    with native_code(True):
-        return np.asarray(jax.jit(partial(attend_paged, scale=scale))(queries, view))
+    attend = partial(attend_paged, scale=scale, kernels=KernelOptions(native_code=True))
+    return np.asarray(jax.jit(attend)(queries, view))
 
 
 def test_what_is_not_seen_is_not_read_and_what_is_seen_counts():

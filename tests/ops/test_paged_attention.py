@@ -18,7 +18,7 @@ from llama_jax.ops.attention.paged_blocks import attend_by_blocks
 from llama_jax.ops.attention.paged_kernels import PagedAttentionShape, ragged, triton
 from llama_jax.ops.cpu import native
 from llama_jax.ops.int8 import dequantize, quantize
-from llama_jax.ops.platform import decoding_context, native_code
+from llama_jax.ops.platform import KernelOptions
 
 SCALE, LAYERS, LAYER, TOKENS = 0.3, 2, 1, 24
 
@@ -133,8 +133,7 @@ WITH_SINKS = [
 def natively(queries, view, **options):
     if native.compiler() is None:
         pytest.skip("no C++ compiler here")
-    with native_code(True):
-        return attend_paged(queries, view, scale=SCALE, **options)
+    return attend_paged(queries, view, scale=SCALE, kernels=KernelOptions(native_code=True), **options)
 
 
 def by_blocks(queries, view, **options):
@@ -434,12 +433,13 @@ def test_devices_write_and_read_their_own_rows_and_heads(head_sharding, dtype, n
     view = PagedView(None, jnp.int32(LAYER), jnp.asarray(table), lengths, starts, each)
 
     def step(pages, view, head_sharding):
-        written = write_paged(pages, keys, values, view, head_sharding)
-        return written, attend_paged(queries, view.replace(pages=written), scale=SCALE, head_sharding=head_sharding, **more)
+        options = {"head_sharding": head_sharding, "kernels": KernelOptions(native_code=native)}
+        written = write_paged(pages, keys, values, view, **options)
+        return written, attend_paged(queries, view.replace(pages=written), scale=SCALE, **options, **more)
 
     spec = P(None, head_sharding.mesh_axes_of_rows or None, None, head_sharding.mesh_axes_of_heads or None)
     cut = jax.device_put(pages, jax.tree.map(lambda _: NamedSharding(mesh, spec), pages))
-    with jax.set_mesh(mesh), decoding_context(native):
+    with jax.set_mesh(mesh):
         program = jax.jit(step, static_argnums=2, donate_argnums=0).lower(cut, view, head_sharding).compile()
         assert ("llama_jax_paged_" in program.as_text()) == (native and "sinks" not in limits)
         written, found = program(cut, view)
@@ -496,8 +496,8 @@ def test_what_is_written_stands_in_its_slots_and_nothing_else_changes(rows, page
             for whole, part in zip(jax.tree.leaves(wanted), jax.tree.leaves(new), strict=True):
                 whole[at] = np.asarray(part[token], np.float32)
             token += 1
-    with decoding_context(natively):
-        found = jax.jit(write_paged)(view.pages, keys, values, view)
+    write = partial(write_paged, kernels=KernelOptions(native_code=natively))
+    found = jax.jit(write)(view.pages, keys, values, view)
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, view.pages)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(ours, np.float32), theirs)

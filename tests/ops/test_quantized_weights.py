@@ -3,7 +3,7 @@
 import logging
 import platform
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -22,8 +22,7 @@ from llama_jax.model.mixtures import MIXTURES
 from llama_jax.model.params import spec_at
 from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize
 from llama_jax.ops.cpu import native
-from llama_jax.ops.exact import exact_mode
-from llama_jax.ops.platform import native_code, target_platform
+from llama_jax.ops.platform import KernelOptions, target_platform
 from llama_jax.ops.weights import device_layout, nf4
 from llama_jax.ops.weights import quantized_matmul as matmul_module
 from llama_jax.ops.weights.format_spec import INT4, blocks_from_planes, pack_int4, planes_from_blocks, regroup, unpack_int4
@@ -462,18 +461,19 @@ def check_exact(kind: str, columns: int) -> None:
     rng, rows, most = np.random.default_rng(6), 70, 480
     if kind in native.NATIVE_FORMATS:
         planes = tuple(map(jnp.asarray, random_planes(kind, rows, columns)))
-        x, run = jnp.asarray(rng.normal(size=(most, columns)), jnp.float32), lambda x, w: native.multiply(x, w, kind)
+        x, run = jnp.asarray(rng.normal(size=(most, columns)), jnp.float32), partial(native.multiply, quant_format=kind)
     else:
         planes = jnp.asarray(rng.normal(size=(rows, columns)), kind)
         x, run = jnp.asarray(rng.normal(size=(most, columns)), kind), native.multiply_floats
     each = {tokens: x[:tokens] for tokens in (*range(1, 41), most)}
-    multiply = jax.jit(lambda each, planes: jax.tree.map(lambda x: run(x, planes), each))
-    with exact_mode(True):
-        found, reverse = multiply((each, x[::-1]), planes)
+    multiply = jax.jit(
+        lambda each, planes, exact: jax.tree.map(lambda x: run(x, planes, exact=exact), each), static_argnums=2
+    )
+    found, reverse = multiply((each, x[::-1]), planes, True)
     for tokens, some in found.items():
         np.testing.assert_array_equal(some, found[most][:tokens], err_msg=f"{tokens} tokens")
     np.testing.assert_array_equal(reverse[::-1], found[most])
-    usual = np.asarray(multiply({most: x}, planes)[most])
+    usual = np.asarray(multiply({most: x}, planes, False)[most])
     np.testing.assert_allclose(found[most], usual, rtol=1e-4, atol=1e-4 * np.abs(usual).max())
 
 
@@ -494,15 +494,17 @@ def test_rows_of_floats_are_native_in_a_program_that_is_native_anyway():
     """And there alone; with the derivative of a matmul."""
     rng = np.random.default_rng(5)
     x, weight = rng.normal(size=(2, 3, 256)).astype(np.float32), rng.normal(0, 1 / 16, (300, 256)).astype(np.float32)
-    run = lambda x, weight: jnp.sum(jnp.sin(ops.project(x, weight)))
-    wanted = jax.value_and_grad(run, (0, 1))(x, weight)
-    with native_code(True):
-        assert "llama_jax_floats_" in jax.jit(run).lower(x, weight).as_text()
-        many = jax.jit(run).lower(np.repeat(x, 6, axis=0), weight).as_text()
-        assert ("llama_jax_floats_" in many) == native.has_tiles()
-        found = jax.value_and_grad(run, (0, 1))(x, weight)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, wanted)
-    assert "llama_jax_floats_" not in jax.jit(run).lower(x, weight).as_text()
+
+    def run(x, weight, native_code=True):
+        return jnp.sum(jnp.sin(ops.project(x, weight, kernels=KernelOptions(native_code=native_code))))
+
+    plainly = partial(run, native_code=False)
+    assert "llama_jax_floats_" in jax.jit(run).lower(x, weight).as_text()
+    many = jax.jit(run).lower(np.repeat(x, 6, axis=0), weight).as_text()
+    assert ("llama_jax_floats_" in many) == native.has_tiles()
+    ours, theirs = (jax.value_and_grad(function, (0, 1))(x, weight) for function in (run, plainly))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), ours, theirs)
+    assert "llama_jax_floats_" not in jax.jit(plainly).lower(x, weight).as_text()
 
 
 @needs_compiler

@@ -1,5 +1,7 @@
 """Quantized weights decoded by 32-bit words, as on a GPU, compared with decoding by NumPy."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,7 @@ from hypothesis import strategies as st
 from test_quantized_weights import held_by, numbers, random_planes, weight_of
 
 from llama_jax import ops
-from llama_jax.ops.exact import exact_mode
-from llama_jax.ops.platform import target_platform
+from llama_jax.ops.platform import KernelOptions, target_platform
 from llama_jax.ops.weights import quantized_matmul as matmul_module
 from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
@@ -105,9 +106,10 @@ def test_many_rows_and_gradients_by_words(kind, monkeypatch):
 def test_exact_programs_have_the_same_bits_for_any_rows(monkeypatch):
     weight = held_by("gpu", weight_of("q4_0", rows=37, columns=768), monkeypatch)
     x = random_rows(5, 768)
-    with target_platform("gpu"), exact_mode(True):
-        together = jax.jit(ops.project)(x, weight)
-        alone = [jax.jit(ops.project)(x[i : i + 1], weight)[0] for i in range(5)]
+    project = jax.jit(partial(ops.project, kernels=KernelOptions(exact=True)))
+    with target_platform("gpu"):
+        together = project(x, weight)
+        alone = [project(x[i : i + 1], weight)[0] for i in range(5)]
     np.testing.assert_array_equal(together, np.stack(alone))
 
 

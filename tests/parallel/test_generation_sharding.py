@@ -241,7 +241,7 @@ def collectives(config, params, batch):
         config, prompts, NEW, Sampling(temperature=1.0, top_p=0.9, top_k=50), [7]
     )
     reading = module._init_prefill(config, params, batch, 256, CacheOptions(), sharding)
-    state, _ = module._begin_decode(config, params, *reading, tokens, lengths, request, sharding)
+    state, _ = module._begin_decode(config, params, *reading, tokens, lengths, request, Compute(), sharding)
     lowered = module._decode_for("cpu").lower(config, params, state, np.int32(1), 4, Compute(), sharding)
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|ragged-all-to-all"
     found = re.findall(rf" = ([^=]*?) ({kinds})(?:-start)?\(", lowered.compile().as_text())

@@ -10,7 +10,6 @@ import llama_jax
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.forward_options import Compute
 from llama_jax.ops.cpu import native
-from llama_jax.ops.platform import decoding_context, native_code
 from llama_jax.serving.engine import CompileCount, Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.rows import batch_of, settings_of
@@ -54,9 +53,8 @@ def test_a_step_attends_by_the_native_kernel(model, change, cache, compute, by_k
     engine = Engine(config, params, replace(SMALL, cache=CacheOptions(dtype=cache), compute=Compute(**compute)))
     model = engine.model
     batch, settings = batch_of([], (1, 1), 1, 1), settings_of([], 1, config.vocab_size)
-    with decoding_context(model.native):
-        assert native_code.value
-        text = model.programs.step.lower(model.static, model.params, engine.scheduler.state, batch, settings).as_text()
+    assert model.static.compute.native_code
+    text = model.programs.step.lower(model.static, model.params, engine.scheduler.state, batch, settings).as_text()
     assert ("llama_jax_paged_" in text) == by_kernel
 
 
@@ -68,7 +66,6 @@ def test_a_step_copies_no_pages(model, dtype):
     options = replace(SMALL, cache_tokens=2**16)
     engine = Engine(config, params, options)
     model, batch, settings = engine.model, batch_of([], (1, 17), 1, 1), settings_of([], 1, config.vocab_size)
-    with decoding_context(model.native):
-        program = model.programs.step.lower(model.static, model.params, engine.scheduler.state, batch, settings).compile()
+    program = model.programs.step.lower(model.static, model.params, engine.scheduler.state, batch, settings).compile()
     found = program.memory_analysis()
     assert found.alias_size_in_bytes >= engine.scheduler.state.pages.nbytes > 4 * found.temp_size_in_bytes

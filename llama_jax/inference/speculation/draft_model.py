@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, Int32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, MeshError
-from llama_jax.inference.compiled_decode import CompiledDecode
+from llama_jax.inference.compiled_decode import CompiledDecode, decoding_compute
 from llama_jax.inference.decode import DecodeSettings, DecodeState, PromptLengths, PromptTokens, shard_cache
 from llama_jax.inference.drafter import MAX_DRAFT_TOKENS, Drafter
 from llama_jax.inference.sampling import sample
@@ -37,13 +37,14 @@ class DraftModel(Drafter, struct.PyTreeNode):
     Attributes:
       config, params: the draft model, from `load`; for a model on a mesh, loaded over the same mesh.
       tokens: see `Drafter`.
-      sharding: how the parameters are sharded; set by `begin`.
+      sharding, compute: how the parameters are sharded, and the draft model is computed; set by `begin`.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
     params: Llama
     tokens: int = struct.field(pytree_node=False, default=3)
     sharding: Sharding = struct.field(pytree_node=False, default=Sharding())
+    compute: Compute = struct.field(pytree_node=False, default=Compute())
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,7 +79,9 @@ class DraftModel(Drafter, struct.PyTreeNode):
         self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions
     ) -> tuple[DraftModel, KVCache]:
         """See `Drafter.begin`; the state is the draft model's cache."""
-        placed = self.replace(sharding=sharding_of(self.params))
+        sharding = sharding_of(self.params)
+        compute = decoding_compute(self.params, Compute(), sharding.mesh)
+        placed = self.replace(sharding=sharding, compute=compute)
         return placed, placed._programs().prefill_prompts(tokens, lengths, 0, capacity, options).cache
 
     def catch_up(self, drafter_state: KVCache, history: Int32[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"]) -> KVCache:
@@ -118,9 +121,11 @@ class DraftModel(Drafter, struct.PyTreeNode):
         def draw(cache: KVCache, tokens: jax.Array, seen: jax.Array, step: jax.Array) -> Any:
             ends = cache.length[:, None] + 1 + jnp.arange(tokens.shape[1])
             positions = Positions(rope_lengths=ends)
-            hidden, cache = forward(self.config, self.params, tokens, cache, positions=positions, sharding=self.sharding)
+            hidden, cache = forward(
+                self.config, self.params, tokens, cache, positions=positions, compute=self.compute, sharding=self.sharding
+            )
             with self.sharding.context():
-                logits = unembed(self.config, self.params, hidden[:, -1]).astype(jnp.float32)[:, :vocab]
+                logits = unembed(self.config, self.params, hidden[:, -1], self.compute).astype(jnp.float32)[:, :vocab]
                 token = sample(logits, settings.sampling, seen, step)
             seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(seen, token)
             return shard_cache(cache, self.sharding), seen, token
@@ -141,7 +146,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
         return drafter_state.replace(length=jnp.minimum(drafter_state.length, lengths))
 
     def _programs(self) -> CompiledDecode:
-        return CompiledDecode(self.config, self.params, Compute(), self.sharding)
+        return CompiledDecode(self.config, self.params, self.compute, self.sharding)
 
     def _rows(self) -> int:
         head = self.params.embedding if self.params.lm_head is None else self.params.lm_head
@@ -163,7 +168,8 @@ def read_more(
     """
     positions = Positions(lengths, rope_lengths=final_lengths)
     cache = cache.replace(length=starts)
-    _, cache = forward(draft.config, draft.params, tokens, cache, positions=positions, sharding=draft.sharding)
+    options: dict[str, Any] = {"positions": positions, "compute": draft.compute, "sharding": draft.sharding}
+    _, cache = forward(draft.config, draft.params, tokens, cache, **options)
     return shard_cache(cache, draft.sharding)
 
 

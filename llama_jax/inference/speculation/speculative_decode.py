@@ -32,7 +32,6 @@ from llama_jax.inference.speculation.draft_length import (
 )
 from llama_jax.inference.speculation.verify import PassShape, PassState, VerifierInputs, run_passes
 from llama_jax.model.cache import CacheOptions
-from llama_jax.ops.platform import decoding_context
 from llama_jax.xla_flags import decode_options_on_tpu
 
 MAX_PASSES = 16  # with drafts in one call
@@ -98,7 +97,7 @@ def drafted_chunks(
             drafter_state = drafter.catch_up(drafter_state, history.tokens, history.lengths)
             run_passes_on_device = _passes_on(_platform(state))
             shape = PassShape(length, MAX_PASSES)
-            with decoding_context(programs.use_native_code), allow_transfers():
+            with allow_transfers():
                 state, drafter_state, packed = run_passes_on_device(
                     model, drafter, state, drafter_state, history.tokens, np.int32(count), shape
                 )

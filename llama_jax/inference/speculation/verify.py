@@ -8,6 +8,7 @@ depends on the number of rows, so near ties may resolve differently, as in anoth
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,6 @@ from llama_jax.inference.drafter import Drafter
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
-from llama_jax.ops import exact
 
 
 class VerifierInputs(struct.PyTreeNode):
@@ -58,7 +58,7 @@ class PassResults(NamedTuple):
 
 
 def verify(
-    model: VerifierInputs, state: DecodeState, drafts: Int32[Array, "B drafts"], choose: Any = sample_next
+    model: VerifierInputs, state: DecodeState, drafts: Int32[Array, "B drafts"], choose: Any = None
 ) -> tuple[DecodeState, TokenChunk]:
     """Run the model on the last token of every row and its drafts, and choose a token after each of them.
 
@@ -79,8 +79,9 @@ def verify(
     positions = Positions(rope_lengths=rope_lengths)
     options: dict[str, Any] = {"positions": positions, "compute": model.compute, "sharding": sharding}
     hidden, cache = forward(model.config, model.params, tokens, state.cache, **options)
-    with sharding.context(), exact.exact_mode(model.compute.exact):
-        logits = unembed(model.config, model.params, hidden).astype(jnp.float32)
+    choose = choose or partial(sample_next, is_exact=model.compute.exact)
+    with sharding.context():
+        logits = unembed(model.config, model.params, hidden, model.compute).astype(jnp.float32)
         state, chunk = choose_each(state.replace(cache=None), logits, drafts, sharding, choose)
     length = before + jnp.sum(chunk.valid, axis=1, dtype=jnp.int32)
     return state.replace(cache=shard_cache(cache.replace(length=length), sharding)), chunk

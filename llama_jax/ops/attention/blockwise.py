@@ -24,7 +24,7 @@ from llama_jax.ops.attention.dense import ATTENTION_OUTPUT, LOWEST, query_key_sc
 from llama_jax.ops.attention.mask import NO_KEY, NO_QUERY, AttentionMask, visible
 from llama_jax.ops.layers import weight_gradient
 from llama_jax.ops.linear_map import linear_map
-from llama_jax.ops.platform import for_cpu, pack_bits, unpack_bits
+from llama_jax.ops.platform import has_cpu_variant, pack_bits, unpack_bits
 
 BLOCK_SIDE = 1024  # scores along one side of a block: large enough to amortize the launch of its kernels
 FEW_QUERY_ROWS, KEYS_FOR_FEW_QUERIES = 16, 2048  # up to this many query rows (T * G) use larger key blocks
@@ -327,13 +327,13 @@ class _Blocks:
 def _blocks_of(queries: jax.Array, keys: jax.Array) -> tuple[_Blocks, _Blocks]:
     """Blocks of queries (with all G of a group) and of keys. Their scores are square, unless there are few queries."""
     *batch, new, groups, _ = queries.shape
-    side = _side(math.prod(batch))
+    side = block_side(math.prod(batch))
     size = KEYS_FOR_FEW_QUERIES if new * groups <= FEW_QUERY_ROWS else side
     return _Blocks.of(new, max(side // groups, 1)), _Blocks.of(keys.shape[-2], size)
 
 
-@for_cpu("side_of_blocks")
-def _side(heads: int) -> int:
+@has_cpu_variant
+def block_side(heads: int) -> int:
     """Scores along one side of a block, a power of two; `heads` is the number of heads in all rows."""
     return BLOCK_SIDE
 

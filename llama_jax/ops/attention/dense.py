@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from llama_jax.ops.attention.mask import AttentionMask, visible
-from llama_jax.ops.platform import for_cpu
+from llama_jax.ops.platform import has_cpu_variant
 
 # Queries of a causal mask are divided into n blocks, each with only the keys up to its end: (n + 1) / 2n of all scores are
 # computed. Each block adds code to compile.
@@ -88,7 +88,7 @@ def weighted_values(weights: Float[Array, "B K T G S"], values: Float[Array, "B 
     return apply_weights(weights.astype(values.dtype), values).astype(weights.dtype)
 
 
-@for_cpu("multiply_heads")
+@has_cpu_variant
 def query_key_scores(
     queries: Float[Array, "*batch T G H"], keys: Float[Array, "*batch S H"]
 ) -> Float[Array, "*batch T G S"]:
@@ -100,7 +100,7 @@ def query_key_scores(
     return lax.dot_general(queries, keys, dimensions, preferred_element_type=jnp.promote_types(keys.dtype, jnp.float32))
 
 
-@for_cpu("multiply_heads")
+@has_cpu_variant
 def apply_weights(weights: Float[Array, "*batch T G S"], values: Float[Array, "*batch S W"]) -> Float[Array, "*batch T G W"]:
     """Weighted sums of the values over S, in float32 at least."""
     if _is_one_row(values):

@@ -18,7 +18,7 @@ from llama_jax.ops import exact
 from llama_jax.ops.attention.mask import NO_QUERY, HeadSharding, PagedAttentionShape
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks, is_visible
 from llama_jax.ops.int8 import Quantized, dequantize, map_rows, quantize
-from llama_jax.ops.platform import current_mesh_sizes, for_cpu, log_backend, lowering_platform
+from llama_jax.ops.platform import KernelOptions, current_mesh_sizes, has_cpu_variant, log_backend, lowering_platform
 
 
 class PagedView(struct.PyTreeNode):
@@ -100,6 +100,7 @@ def attend_paged(
     sinks: int = 0,
     sink_queries: Float[Array, "T K G H"] | None = None,
     head_sharding: HeadSharding | None = None,
+    kernels: KernelOptions = KernelOptions(),
 ) -> Float[Array, "T K G H"]:
     """Attend from each new token to the keys of its row at its own and earlier positions.
 
@@ -114,6 +115,7 @@ def attend_paged(
       head_sharding: the axes of the current mesh over which rows and heads are sharded. Sharding rows also shards the table,
         lengths, tokens (the same number per row, `view.tokens_per_row`) and the axis P of the pages: a row's pages are on
         its device. Without `head_sharding`, XLA partitions the program, and no kernel is used on a mesh.
+      kernels: see `platform.kernel_options`.
 
     Returns:
       In the dtype of `queries`; softmax in float32 at least. Values at padding are finite.
@@ -122,7 +124,7 @@ def attend_paged(
       MeshError: rows, pages or heads do not divide evenly; or rows are sharded, and `view.tokens_per_row` is None or there
         is padding.
     """
-    attend = partial(_attend, scale=scale, window=window, chunk=chunk, sinks=sinks)
+    attend = partial(attend_on_device, scale=scale, window=window, chunk=chunk, sinks=sinks, kernels=kernels)
     shard_axes = _ShardAxes.of(head_sharding, view.pages, view, len(queries))
     if shard_axes is None:
         return attend(queries, view, sink_queries=sink_queries)
@@ -144,6 +146,7 @@ def write_paged(
     values: Float[Array, "T K H"],
     view: PagedView,
     head_sharding: HeadSharding | None = None,
+    kernels: KernelOptions = KernelOptions(),
 ) -> Any:
     """Write the new tokens' keys and values to their pages; in place if `pages` are donated or carried by a loop.
 
@@ -151,7 +154,7 @@ def write_paged(
       pages: [L, P, page, 2K, H], an array or `Quantized`.
       keys, values: padding is dropped.
       view: its page table and positions; its own pages are not used.
-      head_sharding: as for `attend_paged`.
+      head_sharding, kernels: as for `attend_paged`.
 
     Returns:
       The updated pages.
@@ -161,10 +164,12 @@ def write_paged(
     """
     shard_axes = _ShardAxes.of(head_sharding, pages, view, len(keys))
     if shard_axes is None:
-        return _write(pages, keys, values, view)
+        return _write(kernels, pages, keys, values, view)
     pages_spec, tokens_spec, view_spec = shard_axes.specs(pages, view)
     run = jax.shard_map(
-        lambda pages, keys, values, view: _write(pages, keys, values, _local_view(view, pages.shape[1], shard_axes.rows)),
+        lambda pages, keys, values, view: _write(
+            kernels, pages, keys, values, _local_view(view, pages.shape[1], shard_axes.rows)
+        ),
         in_specs=(pages_spec, tokens_spec, tokens_spec, view_spec),
         out_specs=pages_spec,
         check_vma=False,
@@ -172,7 +177,7 @@ def write_paged(
     return run(pages, keys, values, view.replace(pages=None))
 
 
-def _write(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView) -> Any:
+def _write(kernels: KernelOptions, pages: Any, keys: jax.Array, values: jax.Array, view: PagedView) -> Any:
     layers, n_pages, page_size, *_ = pages.shape
     row, position = view.rows_and_positions(len(keys))
     slot = (view.layer * n_pages + view.table[row, position // page_size]) * page_size + position % page_size
@@ -180,11 +185,11 @@ def _write(pages: Any, keys: jax.Array, values: jax.Array, view: PagedView) -> A
     slot = jnp.where(valid, slot, layers * n_pages * page_size)  # out of range: dropped
     keys_values = jnp.stack([keys, values], axis=2).reshape(len(keys), -1, keys.shape[-1])  # [T, 2K, H]
     rows = quantize(keys_values) if isinstance(pages, Quantized) else keys_values.astype(pages.dtype)
-    return jax.tree.map(lambda pages, rows: _scatter_rows(pages, rows, slot), pages, rows)
+    return jax.tree.map(lambda pages, rows: scatter_rows(pages, rows, slot, kernels), pages, rows)
 
 
-@for_cpu("scatter_rows")
-def _scatter_rows(pages: jax.Array, rows: jax.Array, indices: jax.Array) -> jax.Array:
+@has_cpu_variant
+def scatter_rows(pages: jax.Array, rows: jax.Array, indices: jax.Array, kernels: KernelOptions) -> jax.Array:
     """Write rows [T, ...] at indices int32[T] of the flat slots [L * P * page, ...]; indices out of range are dropped."""
     return pages.reshape(-1, *pages.shape[3:]).at[indices].set(rows, mode="drop").reshape(pages.shape)
 
@@ -233,8 +238,8 @@ def _local_view(view: PagedView, n_pages: int, row_axes: tuple[str, ...]) -> Pag
     return view.replace(table=table, starts=jnp.arange(len(view.lengths) + 1, dtype=jnp.int32) * view.tokens_per_row)
 
 
-@for_cpu("attend_paged")
-def _attend(
+@has_cpu_variant
+def attend_on_device(
     queries: Float[Array, "T K G H"],
     view: PagedView,
     *,
@@ -243,9 +248,11 @@ def _attend(
     chunk: int | None,
     sinks: int,
     sink_queries: jax.Array | None,
+    kernels: KernelOptions,
 ) -> jax.Array:
+    """`attend_paged` of the tokens and pages of one device, or of all where XLA partitions the program."""
     options: dict[str, Any] = {"scale": scale, "window": window, "chunk": chunk, "sinks": sinks}
-    if exact.is_exact():
+    if kernels.exact:
         return _attend_exactly(queries, view, sink_queries, **options)
     shapes = PagedAttentionShape(
         queries.shape,
@@ -269,14 +276,14 @@ def _attend(
 
 
 def _attend_exactly(queries: jax.Array, view: PagedView, sink_queries: jax.Array | None, **options: Any) -> jax.Array:
-    """`_attend` with each query as a separate row, one block of queries at a time."""
+    """`attend_on_device` with each query as a separate row, one block of queries at a time."""
     row, position = view.rows_and_positions(len(queries))
     size = exact.block_size()
 
     def attend(queries: jax.Array, sink_queries: jax.Array | None, row: jax.Array, position: jax.Array) -> jax.Array:
         starts = jnp.arange(size + 1, dtype=jnp.int32)
         query_rows = view.replace(table=view.table[row], lengths=position + 1, starts=starts, tokens_per_row=1)
-        return attend_by_blocks(queries, query_rows, sink_queries=sink_queries, **options)
+        return attend_by_blocks(queries, query_rows, sink_queries=sink_queries, **options, is_exact=True)
 
     return exact.map_blocks(attend, size, view.starts[-1], queries, sink_queries, row, position)
 

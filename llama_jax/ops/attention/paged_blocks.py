@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from llama_jax.ops import exact
 from llama_jax.ops.int8 import Quantized, dequantize, map_rows
 
 MAX_QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 64, 512
@@ -56,6 +55,7 @@ def attend_by_blocks(
     chunk: int | None = None,
     sinks: int = 0,
     sink_queries: Float[Array, "T K G H"] | None = None,
+    is_exact: bool = False,
 ) -> Float[Array, "T K G H"]:
     """`attend_paged`, with an online softmax over blocks of keys, as in `blockwise` (FlashAttention).
 
@@ -66,9 +66,9 @@ def attend_by_blocks(
     page_size = view.pages.shape[2]
     # Exact sums do not depend on the capacity of the cache.
     pages_per_block = (
-        max(1, EXACT_KEYS_PER_BLOCK // page_size) if exact.is_exact() else min(max(1, KEYS_PER_BLOCK // page_size), entries)
+        max(1, EXACT_KEYS_PER_BLOCK // page_size) if is_exact else min(max(1, KEYS_PER_BLOCK // page_size), entries)
     )
-    sink_pages = -(-sinks // page_size) if exact.is_exact() else min(-(-sinks // page_size), entries)
+    sink_pages = -(-sinks // page_size) if is_exact else min(-(-sinks // page_size), entries)
     table = jnp.pad(view.table, ((0, 0), (0, max(-entries % pages_per_block, sink_pages - entries))))
     acc_dtype = jnp.promote_types(queries.dtype, jnp.float32)
     sink_queries = queries if sink_queries is None else sink_queries

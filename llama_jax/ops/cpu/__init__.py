@@ -1,8 +1,9 @@
 """CPU variants of functions, and the reasons for them; not used on other platforms.
 
 The other files of `ops` are written for accelerators, as plain mathematics. If XLA for CPU (jaxlib 0.10.2) needs another
-form to be fast, the plain function is decorated with `platform.for_cpu`, and its variant is in this module, which is
-imported when a program for a CPU is first traced. Variants are tested against the plain functions. The reasons:
+form to be fast, the plain function is decorated with `platform.has_cpu_variant`, and its variant is registered in this
+module, which is imported when a program for a CPU is first traced. Variants are tested against the plain functions. The
+reasons:
 
 - A 16-bit matmul without a float32 result converts both operands, including whole weights, to float32: 10 to 18 times
   slower than with a float32 result (K = 2,048, N = 4,096, 1 to 256 rows).
@@ -28,7 +29,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -39,21 +39,24 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from llama_jax.ops import grouped, layers, platform, rotary, sampling
+from llama_jax.ops.attention import blockwise, dense, paged
 from llama_jax.ops.cpu import native
 from llama_jax.ops.cpu.threefry import unrolled_threefry
-from llama_jax.ops.exact import is_exact
 from llama_jax.ops.layers import Weight, is_quantized
 from llama_jax.ops.linear_map import flattened, linear_map, replaced
 from llama_jax.ops.platform import (
+    KernelOptions,
+    cpu_variant_of,
     current_mesh_sizes,
     is_partitioned,
     log_backend,
     lowering_platform,
-    native_code,
     pack_bits,
-    rematerializing,
     unpack_bits,
 )
+from llama_jax.ops.weights import layers as stacks
+from llama_jax.ops.weights import quantized_matmul
 from llama_jax.ops.weights.layers import LayerWeight
 
 
@@ -71,79 +74,90 @@ MAX_NATIVE_ROWS = {"float32": 32, "bfloat16": 4}  # for native matmuls without t
 MIN_NATIVE_SIZE, UNLIMITED_ROWS = 2**16, 2**62  # minimum size of a weight; maximum number of rows with tiles
 
 
-def matmul(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
+@cpu_variant_of(layers.matmul, for_accelerator_targets=True)
+def matmul(
+    plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any, kernels: KernelOptions
+) -> jax.Array:
     """`layers.matmul` of matrices; in 16 bits with a float32 result and at least two rows.
 
     XLA for CPU has no matmul with a 16-bit result. It converts one to a float32 result, except when it plans for an
     accelerator. With more axes it copies a transpose: of the weight in every matmul, of `x` for the weight's gradient.
     """
     if weight.ndim > 2 or x.ndim > 2:
-        product = matmul(plain, _flat(x), _flat(weight), out_dtype)
+        product = matmul(plain, _flat(x), _flat(weight), out_dtype, kernels)
         return product.reshape(*x.shape[:-1], *weight.shape[:-1])
-    if _has_native_matmul(x, weight):
-        return _native_matmul(x, weight).astype(out_dtype)
+    if _has_native_matmul(x, weight, kernels):
+        return _native_matmul(kernels.exact, x, weight).astype(out_dtype)
     if not has_16_bit_floats(x):
-        return _matmul_one_row(plain, x, weight, out_dtype) if x.shape[:-1] == (1,) else plain(x, weight, out_dtype)
+        run = functools.partial(plain, out_dtype=out_dtype, kernels=kernels)
+        return _matmul_one_row(run, x, weight) if x.shape[:-1] == (1,) else run(x, weight)
     if math.prod(x.shape[:-1]) > 1 or lowering_platform() != "cpu":
-        return _matmul_16_bit(x, weight).astype(out_dtype)
+        return _matmul_16_bit(x, weight, kernels).astype(out_dtype)
     rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
-    return _matmul_16_bit(rows, weight)[:1].reshape(*x.shape[:-1], *weight.shape[:-1]).astype(out_dtype)
+    return _matmul_16_bit(rows, weight, kernels)[:1].reshape(*x.shape[:-1], *weight.shape[:-1]).astype(out_dtype)
 
 
-def _matmul_one_row(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
+def _matmul_one_row(run: Callable[..., jax.Array], x: jax.Array, weight: jax.Array) -> jax.Array:
     """[1, D] times [N, D], as a batch of matmuls with parts of the weight."""
     divisible = weight.ndim == 2 and weight.shape[0] % SPLIT_PARTS == 0 and MIN_SPLIT_SIZE <= weight.size < MAX_SPLIT_SIZE
     if not divisible or is_partitioned() or lowering_platform() != "cpu":
-        return plain(x, weight, out_dtype)
+        return run(x, weight)
     parts = weight.reshape(SPLIT_PARTS, -1, weight.shape[1])
     rows = jnp.broadcast_to(x, (SPLIT_PARTS, *x.shape))  # the batch axis
-    return jax.vmap(lambda row, part: plain(row, part, out_dtype))(rows, parts).reshape(1, -1)
+    return jax.vmap(run)(rows, parts).reshape(1, -1)
 
 
-def _has_native_matmul(x: jax.Array | jax.ShapeDtypeStruct, weight: jax.Array | jax.ShapeDtypeStruct) -> bool:
+def _has_native_matmul(
+    x: jax.Array | jax.ShapeDtypeStruct, weight: jax.Array | jax.ShapeDtypeStruct, kernels: KernelOptions
+) -> bool:
     """Whether `native` multiplies these rows: the program may use native code and the shapes suit it."""
-    max_rows = _max_native_rows(x.dtype) if x.dtype == weight.dtype and x.ndim == weight.ndim == 2 else 0
-    suits = native_code.value and 0 < len(x) <= max_rows and weight.size >= MIN_NATIVE_SIZE
-    return bool(suits) and native.usable(f"floats_{weight.dtype}")
+    max_rows = _max_native_rows(x.dtype, kernels) if x.dtype == weight.dtype and x.ndim == weight.ndim == 2 else 0
+    suits = kernels.native_code and 0 < len(x) <= max_rows and weight.size >= MIN_NATIVE_SIZE
+    return suits and native.usable(native.library_name(f"floats_{weight.dtype}", kernels.exact))
 
 
-def is_batch_invariant(plain: Callable[..., bool], x: jax.Array, weight: Any) -> bool:
+@cpu_variant_of(layers.is_batch_invariant)
+def is_batch_invariant(plain: Callable[..., bool], x: jax.Array, weight: Any, kernels: KernelOptions) -> bool:
     """`layers.is_batch_invariant`: true if all parts of the weight are multiplied natively."""
     stack = getattr(weight, "stack", weight)
     if parts := getattr(stack, "parts", getattr(stack, "stacks", ())):
         of = lambda part: part if stack is weight else weight.replace(stack=part)
-        return all(is_batch_invariant(plain, x, of(part)) for part in parts)
+        return all(is_batch_invariant(plain, x, of(part), kernels) for part in parts)
     if is_quantized(stack):
-        return is_native(stack.kind)
+        return is_native(stack.kind, kernels.exact)
     if isinstance(stack, Weight):
-        return plain(x, weight)
+        return plain(x, weight, kernels)
     rows, matrix = (jax.ShapeDtypeStruct((math.prod(y.shape[:-1]), y.shape[-1]), y.dtype) for y in (x, weight))
-    return _has_native_matmul(rows, matrix)
+    return _has_native_matmul(rows, matrix, kernels)
 
 
-def _max_native_rows(dtype: Any) -> int:
+def _max_native_rows(dtype: Any, kernels: KernelOptions) -> int:
     rows = MAX_NATIVE_ROWS.get(str(dtype), 0)
     if rows and native.has_tiles():
         return UNLIMITED_ROWS
-    return 0 if is_exact() else rows  # in an exact program no matmul depends on the number of rows
+    return 0 if kernels.exact else rows  # in an exact program no matmul depends on the number of rows
 
 
-@jax.custom_vjp
-def _native_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return native.multiply_floats(x, weight)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _native_matmul(exact: bool, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return native.multiply_floats(x, weight, exact=exact)
 
 
-def _native_matmul_backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _native_matmul_forward(exact: bool, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+    return _native_matmul(exact, x, weight), (x, weight)
+
+
+def _native_matmul_backward(exact: bool, residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, weight = residuals
     return (gradient @ weight).astype(x.dtype), (gradient.T @ x).astype(weight.dtype)
 
 
-_native_matmul.defvjp(lambda x, weight: (_native_matmul(x, weight), (x, weight)), _native_matmul_backward)
+_native_matmul.defvjp(_native_matmul_forward, _native_matmul_backward)
 
 
-def _matmul_16_bit(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _matmul_16_bit(x: jax.Array, weight: jax.Array, kernels: KernelOptions) -> jax.Array:
     """[..., D] times [*out, D]: float32[..., *out]."""
-    return _matmul_cast_weight((bool(rematerializing.value), weight.dtype), x, weight)
+    return _matmul_cast_weight((kernels.save_cast_weights, weight.dtype), x, weight)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -175,6 +189,7 @@ def _matmul_cast_weight_gradients(
     return dx.astype(x.dtype), _weight_gradient_16_bit(rows, x, jnp.float32).astype(settings[1])
 
 
+@cpu_variant_of(layers.weight_gradient)
 def weight_gradient(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
     """`layers.weight_gradient`, for 16-bit numbers."""
     if not has_16_bit_floats(a, b):
@@ -208,7 +223,14 @@ FINE_PER_COARSE = 254  # units of the second integer of `split_into_int8` per un
 MIN_INT8_ROWS = 8
 
 
-def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tuple[jax.Array, ...], form: Any) -> jax.Array:
+@cpu_variant_of(quantized_matmul.multiply)
+def multiply_quantized(
+    plain: Callable[..., jax.Array],
+    x: jax.Array,
+    planes: tuple[jax.Array, ...],
+    form: Any,
+    kernels: KernelOptions = KernelOptions(),
+) -> jax.Array:
     """`quantized_matmul.multiply`: by `native` if there is a compiler and no mesh.
 
     Otherwise, weights with one scale per row are multiplied as integers. XLA would write weights that are converted to
@@ -216,10 +238,10 @@ def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tu
     Each row of `x` becomes two rows of integers, see `split_into_int8`. The second one costs nothing, because fewer than
     eight rows are padded with zeros anyway.
     """
-    if is_native(form.name):
-        return native.multiply(x, planes, form.name)
+    if is_native(form.name, kernels.exact):
+        return native.multiply(x, planes, form.name, exact=kernels.exact)
     if form.name != "int8":
-        return plain(x.astype(jnp.float32), planes, form)
+        return plain(x.astype(jnp.float32), planes, form, kernels)
     values, scales = planes
     coarse, fine, factors = split_into_int8(x)
     rows = jnp.concatenate([coarse, fine])
@@ -231,80 +253,93 @@ def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tu
     return (coarse + fine / FINE_PER_COARSE) * factors * scales
 
 
+@cpu_variant_of(stacks.multiply_group)
 def multiply_group(
-    plain: Callable[..., jax.Array], x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any
+    plain: Callable[..., jax.Array], x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any, kernels: KernelOptions
 ) -> jax.Array:
     """`weights.layers.multiply_group`: by `native`, which reads the group's matrix in place. XLA would copy it."""
-    if is_quantized(weight) and is_native(weight.kind):
-        return native.multiply(x, weight.planes, weight.kind, group).astype(out_dtype)
-    if not isinstance(weight, Weight) and _has_native_matmul(x, jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype)):
-        return native.multiply_floats(x, weight, group).astype(out_dtype)
-    return plain(x, weight, group, out_dtype)
+    if is_quantized(weight) and is_native(weight.kind, kernels.exact):
+        return native.multiply(x, weight.planes, weight.kind, group, exact=kernels.exact).astype(out_dtype)
+    matrix = jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype)
+    if not isinstance(weight, Weight) and _has_native_matmul(x, matrix, kernels):
+        return native.multiply_floats(x, weight, group, exact=kernels.exact).astype(out_dtype)
+    return plain(x, weight, group, out_dtype, kernels)
 
 
-def blocks_for(plain: Callable[..., Any], weight: Any, rows: int, groups: int) -> Any:
+@cpu_variant_of(grouped.choose_row_blocks)
+def choose_row_blocks(plain: Callable[..., Any], weight: Any, rows: int, groups: int, kernels: KernelOptions) -> Any:
     """`grouped`'s blocks. Small groups have blocks that suit `native`, which reads a matrix once for each block."""
-    blocks = plain(weight, rows, groups)
+    blocks = plain(weight, rows, groups, kernels)
     is_float = not isinstance(weight.stack if isinstance(weight, LayerWeight) else weight, Weight)
-    max_rows = min(_max_native_rows(weight.dtype), max(MAX_NATIVE_ROWS.values())) if native_code.value and is_float else 0
+    max_rows = 0
+    if kernels.native_code and is_float:
+        max_rows = min(_max_native_rows(weight.dtype, kernels), max(MAX_NATIVE_ROWS.values()))
     if rows > max_rows * groups:
         return blocks
     lengths = tuple(1 << i for i in range(max_rows.bit_length() - 1, -1, -1))
     return blocks._replace(lengths=lengths, at_once=True).within(rows)
 
 
-def is_native(kind: str) -> bool:
+def is_native(quant_format: str, exact: bool) -> bool:
     """Whether the program traced now multiplies weights of this format with native code."""
     return (
-        kind in native.NATIVE_FORMATS
+        quant_format in native.NATIVE_FORMATS
         and lowering_platform() == "cpu"
         and not is_partitioned()
-        and native.usable(f"quantized_{kind}")
+        and native.usable(native.library_name(f"quantized_{quant_format}", exact))
     )
 
 
-def tracing_context(plain: Callable[..., Any], params: Any) -> AbstractContextManager[Any]:
-    """`platform.tracing_context`: with native code if any quantized weight has a native format."""
+@cpu_variant_of(platform.kernel_options)
+def kernel_options(plain: Callable[..., KernelOptions], params: Any, options: KernelOptions) -> KernelOptions:
+    """`platform.kernel_options`: with native code if any quantized weight has a native format."""
     leaves = jax.tree.leaves(params, is_leaf=is_quantized)
-    kinds = {getattr(leaf, "kind", "") for leaf in leaves} & {*native.NATIVE_FORMATS}
-    if not is_partitioned():
-        native.prepare(f"quantized_{kind}" for kind in kinds)  # compiled in parallel
-    quantized = any(is_native(kind) for kind in kinds)
-    return native_code(native_code.value or quantized)
+    formats = {leaf.kind for leaf in leaves if is_quantized(leaf)} & {*native.NATIVE_FORMATS}
+    if not is_partitioned():  # compiled in parallel
+        native.prepare(native.library_name(f"quantized_{name}", options.exact) for name in formats)
+    has_native = any(is_native(name, options.exact) for name in formats)
+    return options._replace(native_code=options.native_code or has_native)
 
 
-def compile_native(kinds: Iterable[str], keys: jax.ShapeDtypeStruct) -> None:
+def compile_native(quant_formats: Iterable[str], keys: jax.ShapeDtypeStruct, exact: bool) -> None:
     """Start to compile the missing native kernels for decoding a model on one CPU, without waiting.
 
     Args:
-      kinds: formats of its quantized weights; empty for a model of floats.
+      quant_formats: of its quantized weights; empty for a model of floats.
       keys: [H], in the dtype of the floats.
+      exact: for exact programs.
     """
     if lowering_platform() == "cpu" and str(keys.dtype) in MAX_NATIVE_ROWS:
-        matmuls = [f"quantized_{kind}" for kind in kinds if kind in native.NATIVE_FORMATS] or [f"floats_{keys.dtype}"]
-        native.prepare([native.attending(keys), *matmuls, "rows"])  # attention takes longest
+        matmuls = [f"quantized_{name}" for name in quant_formats if name in native.NATIVE_FORMATS]
+        libraries = native.attending(keys), *(matmuls or [f"floats_{keys.dtype}"]), "rows"  # attention takes longest
+        native.prepare(native.library_name(library, exact) for library in libraries)
 
 
+@cpu_variant_of(quantized_matmul.scale_after_matmul)
 def scale_after_matmul(plain: Callable[..., bool], form: Any) -> bool:
     """`quantized_matmul.scale_after_matmul`: not for 8-bit floats, which XLA would write as wider ones."""
     return form.name == "int8"
 
 
+@cpu_variant_of(quantized_matmul.scale_per_group_sum)
 def scale_per_group_sum(plain: Callable[..., bool], form: Any, tokens: int) -> bool:
     """`quantized_matmul.scale_per_group_sum`: never, because XLA would write the integers as floats."""
     return False
 
 
+@cpu_variant_of(stacks.layer_weight)
 def layer_weight(plain: Callable[..., Any], stack: Any, layer: int | jax.Array) -> Any:
     """`weights.layers.layer_weight`: XLA would copy a slice; native matmuls take the stack and the layer."""
     return plain(stack, layer) if isinstance(layer, int) or is_partitioned() else LayerWeight(stack, layer)
 
 
+@cpu_variant_of(stacks.scan_reads_in_place)
 def scan_reads_in_place(plain: Callable[..., bool], leaf: Any, *, is_constant: bool) -> bool:
     """`weights.layers.scan_reads_in_place`: also all constants and quantized weights."""
     return plain(leaf, is_constant=is_constant) or (not is_partitioned() and (is_constant or is_quantized(leaf)))
 
 
+@cpu_variant_of(quantized_matmul.decoded_at_once)
 def decoded_at_once(plain: Callable[[], int]) -> int:
     """`quantized_matmul.decoded_at_once`: 1 MB in float32, which fits a core's L2 cache."""
     return min(plain(), 1 << 18)
@@ -322,19 +357,10 @@ def split_into_int8(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return coarse.astype(jnp.int8), jnp.round((scaled - coarse) * FINE_PER_COARSE).astype(jnp.int8), factors
 
 
+@cpu_variant_of(layers.embed)
 def embed(plain: Callable[..., jax.Array], table: Any, rows: jax.Array) -> jax.Array:
     """`layers.embed`. The barrier makes a 16-bit table depend on the rows, so that XLA converts only these, in the loop."""
     return plain(*lax.optimization_barrier((table, rows))) if has_16_bit_floats(table) else plain(table, rows)
-
-
-# --- several processes ---------------------------------------------------------------------------------------------------
-
-
-def block_after_launch(plain: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Any:
-    """`serving.multihost_engine.launched`, then wait: XLA would run independent programs concurrently, and their
-    all-reduces over processes could be mixed up.
-    """
-    return jax.block_until_ready(plain(program, *args))
 
 
 # --- sampling -------------------------------------------------------------------------------------------------------------
@@ -343,8 +369,9 @@ def block_after_launch(plain: Callable[..., Any], program: Callable[..., Any], *
 ARGMAX_PART = 64  # scores per part of a row
 
 
+@cpu_variant_of(sampling.argmax)
 def argmax(plain: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Array:
-    """`sampling._argmax`: first the part that contains the largest score, then its index in the part.
+    """`sampling.argmax`: first the part that contains the largest score, then its index in the part.
 
     XLA would write each row's maximum once per score, compare the two arrays, and then write the indices: 1.8 ms for 64 rows
     of 32,000 scores, instead of 0.4 ms.
@@ -356,8 +383,9 @@ def argmax(plain: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Ar
     return best * ARGMAX_PART + plain(jax.vmap(lambda row, part: row[part])(parts, best))
 
 
-def fused_random_key(plain: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
-    """`sampling._random_key`: a key with the same random numbers, computed by one fused loop.
+@cpu_variant_of(sampling.random_key)
+def random_key(plain: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+    """`sampling.random_key`: a key with the same random numbers, computed by one fused loop.
 
     On CPUs, JAX computes threefry's rounds in a loop that writes and reads all numbers in each of five iterations: 0.23 ms
     for a row of 32,000 and 19 ms for 64 rows. Unrolled: 0.07 and 5 ms.
@@ -370,6 +398,7 @@ def fused_random_key(plain: Callable[..., jax.Array], *args: jax.Array) -> jax.A
 # --- rotary embedding --------------------------------------------------------------------------------------------------
 
 
+@cpu_variant_of(rotary.rotary_table)
 def rotary_table(plain: Callable[..., Any], *args: Any) -> tuple[jax.Array, jax.Array]:
     """`rotary.rotary_table`, computed once.
 
@@ -393,7 +422,8 @@ class Bits(struct.PyTreeNode):
     dtype: Any = struct.field(pytree_node=False)
 
 
-def pack_tree(plain: Callable[[Any], Any], tree: Any) -> Any:
+@cpu_variant_of(platform.pack_bits)
+def pack_bits_of_floats(plain: Callable[[Any], Any], tree: Any) -> Any:
     """`platform.pack_bits`: 16-bit floating-point arrays as `Bits`."""
 
     return jax.tree.map(lambda x: Bits(_as_bits_p.bind(x), x.dtype) if has_16_bit_floats(x) else x, tree)
@@ -417,7 +447,8 @@ def _no_derivative(*_: Any, **__: Any) -> Any:
 ad.primitive_jvps[_as_bits_p] = _no_derivative
 
 
-def unpack_tree(plain: Callable[[Any], Any], tree: Any) -> Any:
+@cpu_variant_of(platform.unpack_bits)
+def unpack_bits_of_floats(plain: Callable[[Any], Any], tree: Any) -> Any:
     """`platform.unpack_bits`."""
 
     def unpacked(x: Any) -> jax.Array:
@@ -426,6 +457,7 @@ def unpack_tree(plain: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(unpacked, tree, is_leaf=lambda x: isinstance(x, Bits))
 
 
+@cpu_variant_of(layers.remat_saving_arguments)
 def remat(
     plain: Callable[..., Any], function: Callable[..., jax.Array], rematerialized: Callable[..., jax.Array], *args: jax.Array
 ) -> jax.Array:
@@ -462,6 +494,7 @@ def remat(
 # --- elementwise ---------------------------------------------------------------------------------------------------------
 
 
+@cpu_variant_of(layers.gated_activation)
 def gated_activation(plain: Callable[..., jax.Array], gates: jax.Array, values: jax.Array, activation: str) -> jax.Array:
     """`layers.gated_activation`: 16-bit values are computed in float32 and rounded once."""
     if not has_16_bit_floats(gates):
@@ -476,24 +509,36 @@ def gated_activation(plain: Callable[..., jax.Array], gates: jax.Array, values: 
 SCORES_IN_CACHE, MIN_BLOCK_SIDE, MAX_BLOCK_SIDE = 2**21, 128, 512  # measured by experiments/bench_long_context.py
 
 
-def scatter_rows(plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, indices: jax.Array) -> jax.Array:
-    """`paged._scatter_rows`: natively, in place. XLA would copy all pages to write 16-bit values as float32."""
-    if native_code.value and not _partitioned_by_xla() and native.usable("rows"):
+@cpu_variant_of(paged.scatter_rows)
+def scatter_rows(
+    plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, indices: jax.Array, kernels: KernelOptions
+) -> jax.Array:
+    """`paged.scatter_rows`: natively, in place. XLA would copy all pages to write 16-bit values as float32."""
+    if kernels.native_code and not _partitioned_by_xla() and native.usable("rows"):
         return native.put_rows(pages, rows, indices)
-    scatter = functools.partial(plain, indices=indices)
+    scatter = functools.partial(plain, indices=indices, kernels=kernels)
     return unpack_bits(jax.tree.map(scatter, pack_bits(pages), pack_bits(rows)))
 
 
+@cpu_variant_of(paged.attend_on_device)
 def attend_paged(
-    plain: Callable[..., jax.Array], queries: jax.Array, view: Any, *, sinks: int, sink_queries: Any, **options: Any
+    plain: Callable[..., jax.Array],
+    queries: jax.Array,
+    view: Any,
+    *,
+    sinks: int,
+    sink_queries: Any,
+    kernels: KernelOptions,
+    **options: Any,
 ) -> jax.Array:
-    """`paged._attend`: natively, reading pages in place. XLA would first copy the pages of each row."""
+    """`paged.attend_on_device`: natively, reading pages in place. XLA would first copy the pages of each row."""
     dtype = str(view.pages.dtype)
-    suits = native_code.value and not _partitioned_by_xla() and not sinks and dtype in ("float32", "bfloat16", "int8")
-    if not (suits and native.usable(native.attending(getattr(view.pages, "values", view.pages)))):
-        return plain(queries, view, sinks=sinks, sink_queries=sink_queries, **options)
+    suits = kernels.native_code and not _partitioned_by_xla() and not sinks and dtype in ("float32", "bfloat16", "int8")
+    library = native.library_name(native.attending(getattr(view.pages, "values", view.pages)), kernels.exact)
+    if not (suits and native.usable(library)):
+        return plain(queries, view, sinks=sinks, sink_queries=sink_queries, kernels=kernels, **options)
     log_backend("native", "on cpu")
-    return native.attend_paged(queries, view, **options).astype(queries.dtype)
+    return native.attend_paged(queries, view, exact=kernels.exact, **options).astype(queries.dtype)
 
 
 def _partitioned_by_xla() -> bool:
@@ -501,6 +546,8 @@ def _partitioned_by_xla() -> bool:
     return math.prod(current_mesh_sizes().values()) > 1
 
 
+@cpu_variant_of(dense.query_key_scores)
+@cpu_variant_of(dense.apply_weights)
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
     """`dense.query_key_scores` and `dense.apply_weights`, padded to at least two queries."""
     new, groups = a.shape[-3:-1]
@@ -509,7 +556,8 @@ def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) 
     return plain(jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, 1), (0, 0)]), b)[..., :1, :]
 
 
-def side_of_blocks(plain: Callable[..., int], heads: int) -> int:
-    """`attention.blockwise._side`: scores along one side of a block."""
+@cpu_variant_of(blockwise.block_side)
+def block_side(plain: Callable[..., int], heads: int) -> int:
+    """`attention.blockwise.block_side`: scores along one side of a block."""
     fitting = 1 << (int(math.sqrt(SCORES_IN_CACHE / heads)).bit_length() - 1)
     return min(max(fitting, MIN_BLOCK_SIDE), MAX_BLOCK_SIDE)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from llama_jax.ops.layers import MATMUL_OUTPUT, Weight, dense, is_quantized, project
 from llama_jax.ops.linear_map import directional, linear_map
-from llama_jax.ops.platform import for_cpu, pack_bits, unpack_bits
+from llama_jax.ops.platform import KernelOptions, has_cpu_variant, pack_bits, unpack_bits
 
 
 class MixedStack(struct.PyTreeNode):
@@ -87,15 +87,15 @@ class LayerWeight(Weight):
         """A reference to the matrix of one expert of this layer."""
         return self.replace(expert_index=expert_index)
 
-    def project(self, x: Float[Array, "*batch D"], out_dtype: Any) -> Float[Array, " ..."]:
+    def project(self, x: Float[Array, "*batch D"], out_dtype: Any, kernels: KernelOptions) -> Float[Array, " ..."]:
         """See `ops.layers.project`."""
         if isinstance(self.stack, MixedStack):
-            return self._project_mixed(x, out_dtype)
+            return self._project_mixed(x, out_dtype, kernels)
         *out, columns = self.stack.shape
         axes, index = (1, self.layer) if self.expert_index is None else (2, self.layer * out[1] + self.expert_index)
         shape = math.prod(out[:axes]), math.prod(out[axes:])
         flat = self.stack.reshape(*shape, columns)
-        product = _project_in_place(jnp.dtype(out_dtype), x.reshape(-1, columns), flat, index)
+        product = _project_in_place(jnp.dtype(out_dtype), kernels, x.reshape(-1, columns), flat, index)
         return checkpoint_name(product.reshape(*x.shape[:-1], *out[axes:]), MATMUL_OUTPUT)
 
     def to_dense(self) -> Float[Array, " ..."]:
@@ -108,11 +108,11 @@ class LayerWeight(Weight):
 
         return self._switch_stack(dense_from) if isinstance(self.stack, MixedStack) else dense_from(self.stack, self.layer)
 
-    def _project_mixed(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+    def _project_mixed(self, x: jax.Array, out_dtype: Any, kernels: KernelOptions) -> jax.Array:
         def project_from(stack: Any, index: jax.Array) -> jax.Array:
             weight = layer_weight(stack, index)
             weight = weight if self.expert_index is None else index_stack(weight, self.expert_index)
-            return project(x, weight, out_dtype=out_dtype)
+            return project(x, weight, out_dtype=out_dtype, kernels=kernels)
 
         return self._switch_stack(project_from)
 
@@ -134,42 +134,47 @@ def index_stack(weight: Any, index: Int[Array, ""] | int) -> Any:
     return unpack_bits(jax.tree.map(take, pack_bits(weight)))
 
 
-@for_cpu("multiply_group")
-def multiply_group(x: Float[Array, "R K"], weight: Any, group: Int[Array, ""], out_dtype: Any) -> Float[Array, "R N"]:
+@has_cpu_variant
+def multiply_group(
+    x: Float[Array, "R K"], weight: Any, group: Int[Array, ""], out_dtype: Any, kernels: KernelOptions
+) -> Float[Array, "R N"]:
     """[R, K] times the transpose of one group's matrix [N, K].
 
     Args:
       weight: [E, N, K], an array or a quantized weight, with E groups.
     """
-    return project(x, index_stack(weight, group), out_dtype=out_dtype)
+    return project(x, index_stack(weight, group), out_dtype=out_dtype, kernels=kernels)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _project_in_place(out_dtype: Any, x: jax.Array, stack: Any, layer: jax.Array) -> jax.Array:
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _project_in_place(out_dtype: Any, kernels: KernelOptions, x: jax.Array, stack: Any, layer: jax.Array) -> jax.Array:
     """[R, D] times the matrix of one layer of [L, N, D]: [R, N]. Differentiable in `x` and in arrays of floats."""
-    return multiply_group(x, stack, layer, out_dtype)
+    return multiply_group(x, stack, layer, out_dtype, kernels)
 
 
 @partial(_project_in_place.defjvp, symbolic_zeros=True)
-def _project_in_place_jvp(out_dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _project_in_place_jvp(
+    out_dtype: Any, kernels: KernelOptions, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
     (x, stack, layer), (d_x, d_stack, _) = primals, tangents
+    multiply = partial(project, out_dtype=out_dtype, kernels=kernels)
 
     def gradient_of_x(residuals: Any, gradient: jax.Array) -> jax.Array:
         weight, zeros = index_stack(*residuals), jnp.zeros(x.shape, x.dtype)
-        return jax.vjp(lambda x: project(x, weight, out_dtype=out_dtype), zeros)[1](gradient)[0]
+        return jax.vjp(lambda x: multiply(x, weight), zeros)[1](gradient)[0]
 
     def project_rows(x: jax.Array) -> jax.Array:
-        forward = lambda residuals, x: _project_in_place(out_dtype, x, *residuals)
+        forward = lambda residuals, x: _project_in_place(out_dtype, kernels, x, *residuals)
         return linear_map(forward, gradient_of_x, (stack, layer), x)
 
     take = partial(lax.dynamic_index_in_dim, index=layer, keepdims=False)
-    changes = directional(lambda stack: project(x, jax.tree.map(take, stack), out_dtype=out_dtype), stack, d_stack)
+    changes = directional(lambda stack: multiply(x, jax.tree.map(take, stack)), stack, d_stack)
     if not isinstance(d_x, SymbolicZero):
         changes.append(project_rows(d_x))
     return project_rows(x), sum(changes[1:], changes[0])
 
 
-@for_cpu("layer_weight")
+@has_cpu_variant
 def layer_weight(stack: Any, layer: int | Int[Array, ""]) -> Any:
     """The matrix, or another parameter, of one layer.
 
@@ -185,7 +190,7 @@ def layer_weight(stack: Any, layer: int | Int[Array, ""]) -> Any:
     return layer_weight(stack.stacks[stack_index], index)
 
 
-@for_cpu("scan_reads_in_place")
+@has_cpu_variant
 def scan_reads_in_place(leaf: Any, *, is_constant: bool) -> bool:
     """Whether a scan over layers closes over this leaf and indexes it by layer, instead of slicing it.
 

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from llama_jax.ops.layers import MATMUL_OUTPUT, Weight, dense, project
+from llama_jax.ops.platform import KernelOptions
 
 
 class LowRank(struct.PyTreeNode):
@@ -38,20 +39,24 @@ class LowRank(struct.PyTreeNode):
         """The number of axes of the matrix."""
         return self.b.ndim
 
-    def change(self, x: Float[Array, "*batch D"], scale: float, out_dtype: Any) -> Float[Array, " ..."]:
+    def change(
+        self, x: Float[Array, "*batch D"], scale: float, out_dtype: Any, kernels: KernelOptions
+    ) -> Float[Array, " ..."]:
         """scale * B (A x): [..., *out]."""
-        return self.widened(scale * self.narrowed(x), out_dtype)
+        return self.widened(scale * self.narrowed(x, kernels), out_dtype, kernels)
 
-    def narrowed(self, x: Float[Array, "*batch D"]) -> Float[Array, " ..."]:
+    def narrowed(self, x: Float[Array, "*batch D"], kernels: KernelOptions) -> Float[Array, " ..."]:
         """A x: [..., R]; for queries, keys and values [..., 3, R]."""
-        return project(x, self.a)
+        return project(x, self.a, kernels=kernels)
 
-    def widened(self, thin: Float[Array, "*batch R"], out_dtype: Any) -> Float[Array, " ..."]:
+    def widened(self, thin: Float[Array, "*batch R"], out_dtype: Any, kernels: KernelOptions) -> Float[Array, " ..."]:
         """B times the result of `narrowed`: [..., *out]."""
         if self.a.ndim == 2:
-            return project(thin, self.b, out_dtype=out_dtype)
+            return project(thin, self.b, out_dtype=out_dtype, kernels=kernels)
         parts = enumerate(_rows_of_parts(self.b))
-        return jnp.concatenate([project(thin[..., i, :], b, out_dtype=out_dtype) for i, b in parts], axis=-2)
+        return jnp.concatenate(
+            [project(thin[..., i, :], b, out_dtype=out_dtype, kernels=kernels) for i, b in parts], axis=-2
+        )
 
     def product(self) -> Float[Array, " ..."]:
         """B A as a matrix [*out, D], for merging; not used in matmuls."""
@@ -111,9 +116,11 @@ class LoraWeight(LowRankWeight, kw_only=True):
 
     scale: float = struct.field(pytree_node=False)
 
-    def project(self, x: Float[Array, "*batch D"], out_dtype: Any) -> Float[Array, " ..."]:
+    def project(self, x: Float[Array, "*batch D"], out_dtype: Any, kernels: KernelOptions) -> Float[Array, " ..."]:
         """See `ops.layers.project`."""
-        product = project(x, self.base, out_dtype=out_dtype) + self.low_rank.change(x, self.scale, out_dtype)
+        product = project(x, self.base, out_dtype=out_dtype, kernels=kernels) + self.low_rank.change(
+            x, self.scale, out_dtype, kernels
+        )
         factor = self._factor()
         if factor is not None:
             product = (product.astype(jnp.promote_types(product.dtype, factor.dtype)) * factor).astype(out_dtype)

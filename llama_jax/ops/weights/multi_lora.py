@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from llama_jax.errors import ConfigError
 from llama_jax.ops.layers import MATMUL_OUTPUT, project
+from llama_jax.ops.platform import KernelOptions
 from llama_jax.ops.weights.lora import LoraWeight, LowRank, LowRankWeight
 
 WHOLE = 2  # with at most this many adapters per row of a batch, the whole table is multiplied
@@ -41,7 +42,7 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
         """R of each adapter; adapters of lower rank are padded with zeros."""
         return self.low_rank.b.shape[-1] // len(self.scales)
 
-    def project(self, x: Float[Array, "B *batch D"], out_dtype: Any) -> Float[Array, "B ..."]:
+    def project(self, x: Float[Array, "B *batch D"], out_dtype: Any, kernels: KernelOptions) -> Float[Array, "B ..."]:
         """See `ops.layers.project`; the first axis of `x` is the batch.
 
         Raises:
@@ -51,7 +52,7 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
             said = "no adapters are set" if self.rows is None else f"the adapters set have shape {list(self.rows.shape)}"
             raise ConfigError(f"{said}, but each of {x.shape[0]} rows of the batch needs one; set them with choose_adapters")
         change = self._change_by_all if len(self.scales) <= WHOLE * len(self.rows) else self._change_by_row
-        product = project(x, self.base, out_dtype=out_dtype) + change(x, out_dtype)
+        product = project(x, self.base, out_dtype=out_dtype, kernels=kernels) + change(x, out_dtype, kernels)
         if self.factor is not None:
             factor = jnp.moveaxis(jnp.take(self.factor, jnp.maximum(self.rows, 0), axis=-1), -1, 0)  # [B, *out]
             factor = jnp.where(self.rows.reshape(-1, *[1] * (factor.ndim - 1)) < 0, 1, factor)
@@ -71,16 +72,16 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
         factors = [self.of_adapter(number).with_dora_scale().factor for number in range(len(self.scales))]
         return self.replace(low_rank=self.low_rank.replace(magnitude=None), factor=jnp.stack(factors, axis=-1))
 
-    def _change_by_all(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+    def _change_by_all(self, x: jax.Array, out_dtype: Any, kernels: KernelOptions) -> jax.Array:
         """[B, ..., D] through the whole table: [B, ..., *out]."""
         uses = self.rows[:, None] == jnp.arange(len(self.scales))
         counts = jnp.repeat(jnp.where(uses, jnp.asarray(self.scales, x.dtype), 0), self.rank, axis=1)  # [B, n R]
-        thin = self.low_rank.narrowed(x)
+        thin = self.low_rank.narrowed(x, kernels)
         counts = counts.reshape(len(counts), *[1] * (thin.ndim - 2), -1)
         # Selected, not only multiplied by zero: an overflow in another adapter must not reach this row.
-        return self.low_rank.widened(jnp.where(counts == 0, 0, counts * thin), out_dtype)
+        return self.low_rank.widened(jnp.where(counts == 0, 0, counts * thin), out_dtype, kernels)
 
-    def _change_by_row(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+    def _change_by_row(self, x: jax.Array, out_dtype: Any, kernels: KernelOptions) -> jax.Array:
         """The same, each row through its own slices of the table."""
 
         def one(x: jax.Array, row: jax.Array) -> jax.Array:
@@ -90,8 +91,8 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
                 lax.dynamic_slice_in_dim(self.low_rank.a, begin, self.rank, axis=self.low_rank.a.ndim - 2),
                 lax.dynamic_slice_in_dim(self.low_rank.b, begin, self.rank, axis=self.low_rank.b.ndim - 1),
             )
-            thin = jnp.asarray(self.scales, x.dtype)[first] * pair.narrowed(x)
-            return pair.widened(jnp.where(row < 0, 0, thin), out_dtype)
+            thin = jnp.asarray(self.scales, x.dtype)[first] * pair.narrowed(x, kernels)
+            return pair.widened(jnp.where(row < 0, 0, thin), out_dtype, kernels)
 
         if len(x) == 1:  # a gather of one slice copies once more than a slice does
             return one(x[0], self.rows[0])[None]

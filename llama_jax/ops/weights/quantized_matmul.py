@@ -19,7 +19,14 @@ from jaxtyping import Array, Float, Float32, Integer
 
 from llama_jax.ops.layers import MATMUL_OUTPUT, Weight, dense, project
 from llama_jax.ops.linear_map import directional, linear_map
-from llama_jax.ops.platform import AnyArray, for_cpu, is_partitioned, lowering_device_kind, lowering_platform
+from llama_jax.ops.platform import (
+    AnyArray,
+    KernelOptions,
+    has_cpu_variant,
+    is_partitioned,
+    lowering_device_kind,
+    lowering_platform,
+)
 from llama_jax.ops.weights.device_layout import TILES, arranged, in_runs, take
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, QuantFormat, unpack_halves, unpack_int4
 from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
@@ -71,9 +78,9 @@ class QuantizedWeight(Weight):
         """The sharding of the plane that is sharded like the matrix."""
         return self.planes[0].sharding
 
-    def project(self, x: Float[Array, "*batch D"], out_dtype: Any) -> Float[Array, " ..."]:
+    def project(self, x: Float[Array, "*batch D"], out_dtype: Any, kernels: KernelOptions) -> Float[Array, " ..."]:
         """See `ops.layers.project`."""
-        settings = _Settings(self.kind, x.dtype.name, jnp.dtype(out_dtype).name)
+        settings = _Settings(self.kind, x.dtype.name, jnp.dtype(out_dtype).name, kernels)
         return checkpoint_name(_project(settings, x, self.planes), MATMUL_OUTPUT)
 
     def embed(self, rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
@@ -119,9 +126,9 @@ class JoinedWeight(Weight):
         """The sharding of the first part, which all parts have."""
         return self.parts[0].sharding
 
-    def project(self, x: Float[Array, "*batch D"], out_dtype: Any) -> Float[Array, " ..."]:
+    def project(self, x: Float[Array, "*batch D"], out_dtype: Any, kernels: KernelOptions) -> Float[Array, " ..."]:
         """See `ops.layers.project`."""
-        return jnp.concatenate([project(x, part, out_dtype=out_dtype) for part in self.parts], axis=-2)
+        return jnp.concatenate([project(x, part, out_dtype=out_dtype, kernels=kernels) for part in self.parts], axis=-2)
 
     def to_dense(self) -> Any:
         """Dequantized, as one matrix."""
@@ -162,11 +169,12 @@ def shardings_of_planes(form: QuantFormat, sharding: Any, ndim: int) -> tuple[An
 
 
 class _Settings(NamedTuple):
-    """Static arguments of a matmul: the format of the weight, and the dtypes of `x` and the result."""
+    """Static arguments of a matmul: the format of the weight, the dtypes of `x` and the result, and see `project`."""
 
     kind: str
     dtype: str
     out_dtype: str
+    kernels: KernelOptions
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -176,7 +184,7 @@ def _project(settings: _Settings, x: jax.Array, planes: tuple[jax.Array, ...]) -
     Differentiable in `x` and in planes of floats, such as scales, for which the whole weight is dequantized.
     """
     form = QUANT_FORMATS[settings.kind]
-    product = multiply(x.reshape(-1, x.shape[-1]), _flat(form, planes), form)
+    product = multiply(x.reshape(-1, x.shape[-1]), _flat(form, planes), form, settings.kernels)
     return product.astype(settings.out_dtype).reshape(*x.shape[:-1], *_out(form, planes))
 
 
@@ -227,8 +235,13 @@ def flat_planes(form: QuantFormat, planes: tuple[jax.Array, ...], shape: tuple[i
     return tuple(array.reshape(*shape, *end) for array, end in zip(planes, ends, strict=True))
 
 
-@for_cpu("multiply_quantized")
-def multiply(x: Float[Array, "T D"], planes: tuple[jax.Array, ...], form: QuantFormat) -> Float32[Array, "T N"]:
+@has_cpu_variant
+def multiply(
+    x: Float[Array, "T D"],
+    planes: tuple[jax.Array, ...],
+    form: QuantFormat,
+    kernels: KernelOptions = KernelOptions(),
+) -> Float32[Array, "T N"]:
     """[T, D] times the planes of [N, D].
 
     Row scales: one matmul, scaled afterwards. Group scales with few tokens: per-group matmuls, scaled and summed. Otherwise:
@@ -244,7 +257,7 @@ def multiply(x: Float[Array, "T D"], planes: tuple[jax.Array, ...], form: QuantF
     if words is not None and len(x) <= few and x.shape[1] % len(NIBBLES) == 0:
         return words.multiply(x, planes)
     if len(x) == 1 and lowering_platform() == "tpu":
-        return multiply(jnp.pad(x, ((0, 1), (0, 0))), planes, form)[:1]
+        return multiply(jnp.pad(x, ((0, 1), (0, 0))), planes, form, kernels)[:1]
     if scale_after_matmul(form):
         values, scales = planes
         return _dot(x, values.astype(x.dtype)) * scales
@@ -266,7 +279,7 @@ def _word_decoder(form: QuantFormat) -> WordDecoder | None:
     return form.words if lowering_platform() == "gpu" and not is_partitioned() else None
 
 
-@for_cpu("scale_after_matmul")
+@has_cpu_variant
 def scale_after_matmul(form: QuantFormat) -> bool:
     """Whether the stored values are multiplied first, and the result by the scale of each row."""
     return form.has_row_scales and _converts_in_matmul(form)
@@ -283,7 +296,7 @@ def _converts_in_matmul(form: QuantFormat) -> bool:
     return any(name in lowering_device_kind() for name in GPUS_WITH_FP8)
 
 
-@for_cpu("scale_per_group_sum")
+@has_cpu_variant
 def scale_per_group_sum(form: QuantFormat, tokens: int) -> bool:
     """Whether per-group dot products are computed first and scaled afterwards, see `multiply`."""
     few = FEW_TOKENS_OF_TPU if lowering_platform() == "tpu" else FEW_TOKENS
@@ -332,7 +345,7 @@ def _by_chunks(x: jax.Array, planes: tuple[jax.Array, ...], form: QuantFormat) -
     return out.reshape(len(x), -1)[:, : len(planes[0])]
 
 
-@for_cpu("decoded_at_once")
+@has_cpu_variant
 def decoded_at_once() -> int:
     """Weights dequantized per chunk."""
     return DECODED_AT_ONCE_ON_GPU if lowering_platform() == "gpu" else DECODED_AT_ONCE

@@ -30,7 +30,6 @@ import jaxlib
 import numpy as np
 
 from llama_jax.errors import UserError, reason_of
-from llama_jax.ops.exact import is_exact
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.storage.paths import cache_folder
 
@@ -66,19 +65,22 @@ are for head widths that are multiples of 16; those with `any` are for all width
 _log = logging.getLogger("llama_jax.native")
 
 
-def multiply(x: jax.Array, planes: tuple[jax.Array, ...], kind: str, group: jax.Array | None = None) -> jax.Array:
+def multiply(
+    x: jax.Array, planes: tuple[jax.Array, ...], quant_format: str, group: jax.Array | None = None, *, exact: bool = False
+) -> jax.Array:
     """[T, D] times the planes of [N, D]: float32[T, N].
 
     Every 32 values of `x` become 8-bit integers times a scale; for `int8`, each row becomes 16-bit integers times a scale.
 
     Args:
       group: int32[], the index of the matrix to multiply by, if the planes are those of [E, N, D].
+      exact: use the library of exact programs.
     """
-    call, more = _call(f"quantized_{kind}", len(x), planes[0].shape, group)
-    return call(*more, x.astype(jnp.float32), *planes)
+    call, index = _call(library_name(f"quantized_{quant_format}", exact), len(x), planes[0].shape, group)
+    return call(*index, x.astype(jnp.float32), *planes)
 
 
-def multiply_floats(x: jax.Array, weight: jax.Array, group: jax.Array | None = None) -> jax.Array:
+def multiply_floats(x: jax.Array, weight: jax.Array, group: jax.Array | None = None, *, exact: bool = False) -> jax.Array:
     """[T, D], rounded to the dtype of the weight, times float32 or bfloat16 [N, D]: float32[T, N].
 
     A row's result does not depend on the other rows, except that up to six rows are summed, and so rounded, in another order
@@ -87,9 +89,10 @@ def multiply_floats(x: jax.Array, weight: jax.Array, group: jax.Array | None = N
 
     Args:
       group: int32[], the index of the matrix to multiply by, if the weight is [E, N, D].
+      exact: use the library of exact programs.
     """
-    call, more = _call(f"floats_{weight.dtype}", len(x), weight.shape, group)
-    return call(*more, x.astype(weight.dtype).astype(jnp.float32), weight)
+    call, index = _call(library_name(f"floats_{weight.dtype}", exact), len(x), weight.shape, group)
+    return call(*index, x.astype(weight.dtype).astype(jnp.float32), weight)
 
 
 def _call(library: str, rows: int, shape: tuple[int, ...], group: jax.Array | None) -> tuple[Any, tuple[jax.Array, ...]]:
@@ -100,20 +103,26 @@ def _call(library: str, rows: int, shape: tuple[int, ...], group: jax.Array | No
 
 def _kernel(library: str, out: jax.ShapeDtypeStruct, **options: Any) -> Any:
     usable(library)  # XLA must know it when it compiles the call
-    return jax.ffi.ffi_call(f"{PREFIX}{_variant(library)}", out, vmap_method="sequential", **options)
+    return jax.ffi.ffi_call(f"{PREFIX}{library}", out, vmap_method="sequential", **options)
 
 
-def _variant(library: str) -> str:
-    """The library to use in the program traced now: the exact variant in exact programs."""
-    return f"exact_{library}" if is_exact() and f"exact_{library}" in LIBRARIES else library
+def library_name(library: str, exact: bool) -> str:
+    """A library of `LIBRARIES`, or the one that exact programs use in its place."""
+    return f"exact_{library}" if exact and f"exact_{library}" in LIBRARIES else library
 
 
 def attend_paged(
-    queries: jax.Array, view: Any, scale: float, window: int | None = None, chunk: int | None = None
+    queries: jax.Array,
+    view: Any,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    *,
+    exact: bool = False,
 ) -> jax.Array:
     """`attention.attend_paged` for pages in float32, bfloat16 or int8: float32[T, K, G, H]."""
     pages, factors = getattr(view.pages, "values", view.pages), getattr(view.pages, "scales", jnp.zeros(0, jnp.float32))
-    call = _kernel(attending(pages), jax.ShapeDtypeStruct(queries.shape, jnp.float32))
+    call = _kernel(library_name(attending(pages), exact), jax.ShapeDtypeStruct(queries.shape, jnp.float32))
     limits = {"window": np.int64(window or 0), "chunk": np.int64(chunk or 0)}
     where = (view.layer, view.table, view.lengths, view.starts)
     return call(queries.astype(jnp.float32), pages, factors, *where, scale=np.float32(scale), **limits)
@@ -140,14 +149,14 @@ def usable(library: str) -> bool:
 
     ``LLAMA_JAX_NATIVE=off`` disables all libraries. ``CXX`` names the compiler.
     """
-    return os.environ.get("LLAMA_JAX_NATIVE", "on") != "off" and _registered(_variant(library)).result()
+    return os.environ.get("LLAMA_JAX_NATIVE", "on") != "off" and _registered(library).result()
 
 
 def prepare(libraries: Iterable[str]) -> None:
     """Start to compile those of the libraries that are missing, without waiting."""
     if os.environ.get("LLAMA_JAX_NATIVE", "on") != "off":
         for library in libraries:
-            _registered(_variant(library))
+            _registered(library)
 
 
 def compiler() -> str | None:
