@@ -75,7 +75,7 @@ MIN_NATIVE_SIZE, UNLIMITED_ROWS = 2**16, 2**62  # minimum size of a weight; maxi
 
 
 @cpu_variant_of(layers.matmul, for_accelerator_targets=True)
-def matmul(
+def matmul_on_cpu(
     plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any, kernels: KernelOptions
 ) -> jax.Array:
     """`layers.matmul` of matrices; in 16 bits with a float32 result and at least two rows.
@@ -84,7 +84,7 @@ def matmul(
     accelerator. With more axes it copies a transpose: of the weight in every matmul, of `x` for the weight's gradient.
     """
     if weight.ndim > 2 or x.ndim > 2:
-        product = matmul(plain, _flat(x), _flat(weight), out_dtype, kernels)
+        product = matmul_on_cpu(plain, _flat(x), _flat(weight), out_dtype, kernels)
         return product.reshape(*x.shape[:-1], *weight.shape[:-1])
     if _has_native_matmul(x, weight, kernels):
         return _native_matmul(kernels.exact, x, weight).astype(out_dtype)
@@ -117,12 +117,12 @@ def _has_native_matmul(
 
 
 @cpu_variant_of(layers.is_batch_invariant)
-def is_batch_invariant(plain: Callable[..., bool], x: jax.Array, weight: Any, kernels: KernelOptions) -> bool:
+def is_batch_invariant_on_cpu(plain: Callable[..., bool], x: jax.Array, weight: Any, kernels: KernelOptions) -> bool:
     """`layers.is_batch_invariant`: true if all parts of the weight are multiplied natively."""
     stack = getattr(weight, "stack", weight)
     if parts := getattr(stack, "parts", getattr(stack, "stacks", ())):
         of = lambda part: part if stack is weight else weight.replace(stack=part)
-        return all(is_batch_invariant(plain, x, of(part), kernels) for part in parts)
+        return all(is_batch_invariant_on_cpu(plain, x, of(part), kernels) for part in parts)
     if is_quantized(stack):
         return is_native(stack.kind, kernels.exact)
     if isinstance(stack, Weight):
@@ -190,7 +190,7 @@ def _matmul_cast_weight_gradients(
 
 
 @cpu_variant_of(layers.weight_gradient)
-def weight_gradient(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
+def weight_gradient_on_cpu(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
     """`layers.weight_gradient`, for 16-bit numbers."""
     if not has_16_bit_floats(a, b):
         return plain(a, b, out_dtype)
@@ -254,7 +254,7 @@ def multiply_quantized(
 
 
 @cpu_variant_of(stacks.multiply_group)
-def multiply_group(
+def multiply_group_on_cpu(
     plain: Callable[..., jax.Array], x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any, kernels: KernelOptions
 ) -> jax.Array:
     """`weights.layers.multiply_group`: by `native`, which reads the group's matrix in place. XLA would copy it."""
@@ -267,7 +267,7 @@ def multiply_group(
 
 
 @cpu_variant_of(grouped.choose_row_blocks)
-def choose_row_blocks(plain: Callable[..., Any], weight: Any, rows: int, groups: int, kernels: KernelOptions) -> Any:
+def choose_row_blocks_on_cpu(plain: Callable[..., Any], weight: Any, rows: int, groups: int, kernels: KernelOptions) -> Any:
     """`grouped`'s blocks. Small groups have blocks that suit `native`, which reads a matrix once for each block."""
     blocks = plain(weight, rows, groups, kernels)
     is_float = not isinstance(weight.stack if isinstance(weight, LayerWeight) else weight, Weight)
@@ -291,7 +291,7 @@ def is_native(quant_format: str, exact: bool) -> bool:
 
 
 @cpu_variant_of(platform.kernel_options)
-def kernel_options(plain: Callable[..., KernelOptions], params: Any, options: KernelOptions) -> KernelOptions:
+def kernel_options_on_cpu(plain: Callable[..., KernelOptions], params: Any, options: KernelOptions) -> KernelOptions:
     """`platform.kernel_options`: with native code if any quantized weight has a native format."""
     leaves = jax.tree.leaves(params, is_leaf=is_quantized)
     formats = {leaf.kind for leaf in leaves if is_quantized(leaf)} & {*native.NATIVE_FORMATS}
@@ -316,31 +316,31 @@ def compile_native(quant_formats: Iterable[str], keys: jax.ShapeDtypeStruct, exa
 
 
 @cpu_variant_of(quantized_matmul.scale_after_matmul)
-def scale_after_matmul(plain: Callable[..., bool], form: Any) -> bool:
+def scale_after_matmul_on_cpu(plain: Callable[..., bool], form: Any) -> bool:
     """`quantized_matmul.scale_after_matmul`: not for 8-bit floats, which XLA would write as wider ones."""
     return form.name == "int8"
 
 
 @cpu_variant_of(quantized_matmul.scale_per_group_sum)
-def scale_per_group_sum(plain: Callable[..., bool], form: Any, tokens: int) -> bool:
+def scale_per_group_sum_on_cpu(plain: Callable[..., bool], form: Any, tokens: int) -> bool:
     """`quantized_matmul.scale_per_group_sum`: never, because XLA would write the integers as floats."""
     return False
 
 
 @cpu_variant_of(stacks.layer_weight)
-def layer_weight(plain: Callable[..., Any], stack: Any, layer: int | jax.Array) -> Any:
+def layer_weight_on_cpu(plain: Callable[..., Any], stack: Any, layer: int | jax.Array) -> Any:
     """`weights.layers.layer_weight`: XLA would copy a slice; native matmuls take the stack and the layer."""
     return plain(stack, layer) if isinstance(layer, int) or is_partitioned() else LayerWeight(stack, layer)
 
 
 @cpu_variant_of(stacks.scan_reads_in_place)
-def scan_reads_in_place(plain: Callable[..., bool], leaf: Any, *, is_constant: bool) -> bool:
+def scan_reads_in_place_on_cpu(plain: Callable[..., bool], leaf: Any, *, is_constant: bool) -> bool:
     """`weights.layers.scan_reads_in_place`: also all constants and quantized weights."""
     return plain(leaf, is_constant=is_constant) or (not is_partitioned() and (is_constant or is_quantized(leaf)))
 
 
 @cpu_variant_of(quantized_matmul.decoded_at_once)
-def decoded_at_once(plain: Callable[[], int]) -> int:
+def decoded_at_once_on_cpu(plain: Callable[[], int]) -> int:
     """`quantized_matmul.decoded_at_once`: 1 MB in float32, which fits a core's L2 cache."""
     return min(plain(), 1 << 18)
 
@@ -358,7 +358,7 @@ def split_into_int8(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 @cpu_variant_of(layers.embed)
-def embed(plain: Callable[..., jax.Array], table: Any, rows: jax.Array) -> jax.Array:
+def embed_on_cpu(plain: Callable[..., jax.Array], table: Any, rows: jax.Array) -> jax.Array:
     """`layers.embed`. The barrier makes a 16-bit table depend on the rows, so that XLA converts only these, in the loop."""
     return plain(*lax.optimization_barrier((table, rows))) if has_16_bit_floats(table) else plain(table, rows)
 
@@ -370,7 +370,7 @@ ARGMAX_PART = 64  # scores per part of a row
 
 
 @cpu_variant_of(sampling.argmax)
-def argmax(plain: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Array:
+def argmax_on_cpu(plain: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Array:
     """`sampling.argmax`: first the part that contains the largest score, then its index in the part.
 
     XLA would write each row's maximum once per score, compare the two arrays, and then write the indices: 1.8 ms for 64 rows
@@ -384,7 +384,7 @@ def argmax(plain: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Ar
 
 
 @cpu_variant_of(sampling.random_key)
-def random_key(plain: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+def random_key_on_cpu(plain: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
     """`sampling.random_key`: a key with the same random numbers, computed by one fused loop.
 
     On CPUs, JAX computes threefry's rounds in a loop that writes and reads all numbers in each of five iterations: 0.23 ms
@@ -399,7 +399,7 @@ def random_key(plain: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
 
 
 @cpu_variant_of(rotary.rotary_table)
-def rotary_table(plain: Callable[..., Any], *args: Any) -> tuple[jax.Array, jax.Array]:
+def rotary_table_on_cpu(plain: Callable[..., Any], *args: Any) -> tuple[jax.Array, jax.Array]:
     """`rotary.rotary_table`, computed once.
 
     XLA fuses cosines into the operations that read them, even through an optimization barrier, and so computes them again
@@ -458,7 +458,7 @@ def unpack_bits_of_floats(plain: Callable[[Any], Any], tree: Any) -> Any:
 
 
 @cpu_variant_of(layers.remat_saving_arguments)
-def remat(
+def remat_on_cpu(
     plain: Callable[..., Any], function: Callable[..., jax.Array], rematerialized: Callable[..., jax.Array], *args: jax.Array
 ) -> jax.Array:
     """`layers.remat`, with the residuals (the arguments) kept as `Bits` if they have 16 bits."""
@@ -495,7 +495,9 @@ def remat(
 
 
 @cpu_variant_of(layers.gated_activation)
-def gated_activation(plain: Callable[..., jax.Array], gates: jax.Array, values: jax.Array, activation: str) -> jax.Array:
+def gated_activation_on_cpu(
+    plain: Callable[..., jax.Array], gates: jax.Array, values: jax.Array, activation: str
+) -> jax.Array:
     """`layers.gated_activation`: 16-bit values are computed in float32 and rounded once."""
     if not has_16_bit_floats(gates):
         return plain(gates, values, activation)
@@ -510,7 +512,7 @@ SCORES_IN_CACHE, MIN_BLOCK_SIDE, MAX_BLOCK_SIDE = 2**21, 128, 512  # measured by
 
 
 @cpu_variant_of(paged.scatter_rows)
-def scatter_rows(
+def scatter_rows_on_cpu(
     plain: Callable[..., jax.Array], pages: jax.Array, rows: jax.Array, indices: jax.Array, kernels: KernelOptions
 ) -> jax.Array:
     """`paged.scatter_rows`: natively, in place. XLA would copy all pages to write 16-bit values as float32."""
@@ -521,7 +523,7 @@ def scatter_rows(
 
 
 @cpu_variant_of(paged.attend_on_device)
-def attend_paged(
+def attend_paged_on_cpu(
     plain: Callable[..., jax.Array],
     queries: jax.Array,
     view: Any,
@@ -557,7 +559,7 @@ def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) 
 
 
 @cpu_variant_of(blockwise.block_side)
-def block_side(plain: Callable[..., int], heads: int) -> int:
+def block_side_on_cpu(plain: Callable[..., int], heads: int) -> int:
     """`attention.blockwise.block_side`: scores along one side of a block."""
     fitting = 1 << (int(math.sqrt(SCORES_IN_CACHE / heads)).bit_length() - 1)
     return min(max(fitting, MIN_BLOCK_SIDE), MAX_BLOCK_SIDE)
