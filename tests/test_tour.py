@@ -76,8 +76,8 @@ def test_one_token_through_generate(params, monkeypatch):
     run = partial(llama_jax.generate, CONFIG, params, [[1, 2, 3]], max_new_tokens=6)
     files = visited(run)
     assert files == named("One token through `generate`")
-    assert len(files) <= 20
-    assert lines(files) < 4050  # "some 4,000"
+    assert len(files) <= 21
+    assert lines(files) < 4150  # "some 4,100"
 
 
 def test_one_batch_through_train_step(params):

@@ -62,7 +62,7 @@ def measure_decode(
         start = time.perf_counter()
         state, packed = jax.block_until_ready(compiled(params, state, np.int32(most)))
         times.append((time.perf_counter() - start) / plan.new_tokens)
-        _, _, taken = library.unpack(packed)
+        _, _, taken = library.unpack_chunk(packed)
         assert taken == most, "the decode loop ended early"
         state = state.replace(cache=state.cache.replace(length=jnp.full(batch, plan.prompt_tokens, jnp.int32)))
     times = times[1:]  # the first loads the program

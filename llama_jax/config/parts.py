@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from llama_jax.errors import ConfigError, shown
 
-Part: TypeAlias = Callable[..., Any] | str | None
+PartFunction: TypeAlias = Callable[..., Any] | str | None
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,10 +32,10 @@ class Parts:
       ConfigError: a value that is neither a function nor None, nor a name.
     """
 
-    attend: Part = None
-    norm: Part = None
-    feed_forward: Part = None
-    rotary: Part = None
+    attend: PartFunction = None
+    norm: PartFunction = None
+    feed_forward: PartFunction = None
+    rotary: PartFunction = None
 
     def __post_init__(self) -> None:
         for part, value in vars(self).items():
@@ -47,7 +47,7 @@ class Parts:
         return any(value is not None for value in vars(self).values())
 
     def __repr__(self) -> str:  # the same in every process, unlike addresses of functions
-        named = (f"{part}={_name(value)!r}" for part, value in vars(self).items() if value is not None)
+        named = (f"{part}={_qualified_name(value)!r}" for part, value in vars(self).items() if value is not None)
         return f"Parts({', '.join(named)})"
 
     @property
@@ -62,7 +62,7 @@ class Parts:
         Raises:
           ConfigError: a function that cannot be found by its name: a lambda, a partial or a nested function.
         """
-        found = {part: name_of(part, value) for part, value in vars(self).items()}
+        found = {part: function_name(part, value) for part, value in vars(self).items()}
         for part, name in found.items():
             if name is not None and "<" in name:
                 raise ConfigError(
@@ -75,14 +75,14 @@ class Parts:
         return Parts(**{f.name: getattr(self if getattr(self, f.name) is not None else other, f.name) for f in fields(self)})
 
 
-def name_of(what: str, function: Part) -> str | None:
+def function_name(what: str, function: PartFunction) -> str | None:
     """The name of a function, "module:function"; ConfigError if it has none."""
     if not (function is None or isinstance(function, str) or hasattr(function, "__qualname__")):
         raise ConfigError(f"{what}={shown(function, 80)} has no name to record; define it with def at the top of a file")
-    return None if function is None else _name(function)
+    return None if function is None else _qualified_name(function)
 
 
-def _name(function: Any) -> str:
+def _qualified_name(function: Any) -> str:
     if isinstance(function, str):
         return function
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"

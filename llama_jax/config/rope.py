@@ -98,7 +98,7 @@ class RopeScaling:
                         f"rope scaling kind={self.kind!r} does not read {name}={shown(value, 40)}; leave it out"
                     )
             elif value is not None:
-                object.__setattr__(self, name, _checked(name, value))
+                object.__setattr__(self, name, _check_scaling(name, value))
             elif read[name] is REQUIRED:
                 raise ConfigError(f"rope scaling kind={self.kind!r} needs {name}")
             else:
@@ -137,7 +137,7 @@ def unscaled_length(length: int, factor: float) -> int:
     return math.ceil(length / factor - 1e-6)
 
 
-def _checked(name: str, value: Any) -> Any:
+def _check_scaling(name: str, value: Any) -> Any:
     """The validated value of a field of `RopeScaling`, with lists as tuples; ConfigError for an invalid one."""
     if name == "original_max_seq_len":
         require_positive_int(name, value)

@@ -16,7 +16,7 @@ from llama_jax.data.batches import pack
 from llama_jax.data.load_corpus import Progress
 from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.evaluation.measure import LOGIT_CHUNK, default_batch, run_ahead, target_logprobs
-from llama_jax.inference.checks import token_ids
+from llama_jax.inference.checks import to_token_ids
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.checks import check_tokens
 from llama_jax.model.forward import forward, unembed
@@ -179,7 +179,7 @@ def _runs(config: LlamaConfig, pairs: Sequence[Continuation], most: int) -> list
     runs: list[_Run] = []
     last: dict[bytes, _Run] = {}
     for number, pair in enumerate(pairs):
-        context, continuation = (token_ids(f"{name} {number}", ids) for name, ids in zip(pair._fields, pair, strict=True))
+        context, continuation = (to_token_ids(f"{name} {number}", ids) for name, ids in zip(pair._fields, pair, strict=True))
         for name, ids in (("context", context), ("continuation", continuation)):
             if not len(ids):
                 raise GenerationError(f"{name} {number} is empty; pass at least one token")

@@ -33,7 +33,7 @@ from llama_jax.formats.quantize_on_load import Quantization, parameter_fill, pla
 from llama_jax.formats.weight_format import Opened, shares_in, shares_of
 from llama_jax.model.mixtures import kinds_of_parameter
 from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, shape_of, specs_for
-from llama_jax.model.trees import build
+from llama_jax.model.trees import build_tree
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.padding import padded_shapes_config
 from llama_jax.storage import StoredPath
@@ -163,7 +163,7 @@ def plan(opened: Opened, *, interleaved: bool = False) -> Llama:
     def parameter(row: ParamSpec) -> ArrayParts | StackParts:
         return StackParts(tuple(array(row, layer) for layer in range(c.n_layers))) if row.in_blocks else array(row, 0)
 
-    found = build(c, parameter)
+    found = build_tree(c, parameter)
     if unread:
         raise CheckpointError(
             f"{where}: tensor {shown(min(unread), 80)} is not part of a Llama of this configuration"

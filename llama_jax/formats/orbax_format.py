@@ -43,7 +43,7 @@ from llama_jax.formats.step_dirs import (
 from llama_jax.formats.weight_format import WeightFormat
 from llama_jax.model.params import Llama, spec_at
 from llama_jax.model.trees import in_kinds, is_weight, param_shapes, restack_layers
-from llama_jax.ops.weights.device_layout import arranged
+from llama_jax.ops.weights.device_layout import to_device_layout
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, pack_int4
 from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.layers import MixedStack
@@ -255,8 +255,8 @@ def from_arrays(params: Llama) -> Llama:
 
     def restored(array: jax.Array, plane: QuantField) -> jax.Array:
         if plane.dtype == FP8:
-            return arranged(plane, lax.bitcast_convert_type(array, FP8))
-        found = arranged(plane, array)
+            return to_device_layout(plane, lax.bitcast_convert_type(array, FP8))
+        found = to_device_layout(plane, array)
         if found is not array:
             array.delete()
         return found

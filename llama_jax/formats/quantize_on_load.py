@@ -222,7 +222,9 @@ def _quantized(
         return found
 
     filling = Filling(arrays, targets, rows, memory, stacked=stacked)
-    return ParameterFill(filling.fill, lambda: QuantizedWeight(tuple(filling.done()), form.name, str(dtype)).arranged())
+    return ParameterFill(
+        filling.fill, lambda: QuantizedWeight(tuple(filling.done()), form.name, str(dtype)).to_device_layout()
+    )
 
 
 def _joined(parts: Sequence[ParameterFill]) -> ParameterFill:
@@ -250,7 +252,7 @@ def placed(params: Any) -> Any:
     is that of ten arrays."""
     is_weight = lambda leaf: isinstance(leaf, QuantizedWeight)
     found = jax.device_put(params, may_alias=True)
-    return jax.tree.map(lambda leaf: leaf.arranged() if is_weight(leaf) else leaf, found, is_leaf=is_weight)
+    return jax.tree.map(lambda leaf: leaf.to_device_layout() if is_weight(leaf) else leaf, found, is_leaf=is_weight)
 
 
 def _blocks(part: Part) -> Tensor:

@@ -23,7 +23,7 @@ def checked_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]]) -> li
         raise GenerationError("no prompts: give at least one sequence of token ids")
     if isinstance(prompts[0], int) or getattr(prompts[0], "ndim", None) == 0:
         raise GenerationError(f"prompts={prompts!r:.40} is one prompt; a batch is needed: give [prompt]")
-    rows = [token_ids(f"prompt {i}", prompt) for i, prompt in enumerate(prompts)]
+    rows = [to_token_ids(f"prompt {i}", prompt) for i, prompt in enumerate(prompts)]
     for i, row in enumerate(rows):
         if not len(row):
             raise GenerationError(f"prompt {i} is empty: give at least one token, such as the tokenizer's bos_id")
@@ -33,7 +33,7 @@ def checked_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]]) -> li
 
 def checked_stop_tokens(config: LlamaConfig, stop_tokens: Sequence[int]) -> Integer[np.ndarray, " n"]:
     """The ids that can end a row, without those that the model has no row for: they are never generated."""
-    ids = token_ids("stop_tokens", stop_tokens)
+    ids = to_token_ids("stop_tokens", stop_tokens)
     if (ids < 0).any():
         raise GenerationError(f"stop token {ids.min()} is outside the vocabulary of {config.vocab_size}")
     return ids[ids < config.vocab_size]
@@ -96,7 +96,7 @@ def check_logprobs(logprobs: Float32[np.ndarray, "B n"], valid: Bool[np.ndarray,
         )
 
 
-def token_ids(name: str, ids: Sequence[int]) -> Integer[np.ndarray, " n"]:
+def to_token_ids(name: str, ids: Sequence[int]) -> Integer[np.ndarray, " n"]:
     """A flat sequence of token ids as an array, or GenerationError."""
     if isinstance(ids, str):
         raise GenerationError(f"{name} is the text {shown(ids, 40)}; encode it with the tokenizer first")

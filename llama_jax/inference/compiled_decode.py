@@ -37,7 +37,7 @@ from llama_jax.ops.platform import lowering_platform
 MAX_PREFILL_CHUNK = 512  # tokens; longer prompts are prefilled in chunks, which bounds attention scores to [512, S]
 MIN_CACHE_CAPACITY = 256  # tokens per row: one program for all short texts
 MAX_CHUNKS_PER_CALL = 64  # chunks of STEPS_PER_CHUNK decode steps between two transfers to the host
-Packed: TypeAlias = Int32[Array, "B packed"]  # the result of `pack`, [B, 3 n + 2]
+PackedChunk: TypeAlias = Int32[Array, "B packed"]  # the result of `pack_chunk`, [B, 3 n + 2]
 
 # Inputs are transferred to the device even under a caller's `jax.transfer_guard`.
 allow_transfers = functools.partial(jax.transfer_guard_host_to_device, "allow")
@@ -75,22 +75,22 @@ class CompiledDecode:
         capacity, max_chunks = capacity_for(lengths, settings), min(max_chunks, MAX_CHUNKS_PER_CALL)
         prefilled = self.prefill_prompts(tokens, lengths, settings.limit, capacity, options)
         state, packed = self.begin_decode(prefilled, tokens, lengths, settings)
-        chunk, done, _ = unpack(packed)
+        chunk, done, _ = unpack_chunk(packed)
         yield chunk
         while not done.all():
             state, packed = self.decode(state, max_chunks, max_chunks)
-            chunk, done, _ = unpack(packed)
+            chunk, done, _ = unpack_chunk(packed)
             yield chunk
 
     def begin_decode(
         self, prefilled: PrefillState, tokens: PromptTokens, lengths: PromptLengths, settings: DecodeSettings
-    ) -> tuple[DecodeState, Packed]:
+    ) -> tuple[DecodeState, PackedChunk]:
         with allow_transfers():
             return _begin_decode(
                 self.config, self.params, *prefilled, tokens, lengths, settings, self.compute, self.sharding
             )
 
-    def decode(self, state: DecodeState, chunks: int, max_chunks: int) -> tuple[DecodeState, Packed]:
+    def decode(self, state: DecodeState, chunks: int, max_chunks: int) -> tuple[DecodeState, PackedChunk]:
         (device, *_) = state.token.devices()
         decode_on_device = _decode_for(device.platform)
         with allow_transfers():
@@ -126,15 +126,15 @@ def checked_chunk(
     return TokenChunk(tokens, logprobs, valid)
 
 
-def pack(chunk: TokenChunk, done: Bool[Array, " B"], chunks_run: Int32[Array, ""]) -> Packed:
+def pack_chunk(chunk: TokenChunk, done: Bool[Array, " B"], chunks_run: Int32[Array, ""]) -> PackedChunk:
     """Tokens, logprobs (bitcast), validity, done and the chunk count as one array, for a single device-to-host copy."""
     logprobs = jax.lax.bitcast_convert_type(chunk.logprobs, jnp.int32)
     done_and_count = jnp.stack([done.astype(jnp.int32), jnp.full(done.shape, chunks_run)], axis=1)
     return jnp.concatenate([chunk.tokens, logprobs, chunk.valid.astype(jnp.int32), done_and_count], axis=1)
 
 
-def unpack(packed: Packed) -> tuple[TokenChunk, Bool[np.ndarray, " B"], int]:
-    """Undo `pack`, and wait for the device: the tokens, which rows are done, and the number of chunks run.
+def unpack_chunk(packed: PackedChunk) -> tuple[TokenChunk, Bool[np.ndarray, " B"], int]:
+    """Undo `pack_chunk`, and wait for the device: the tokens, which rows are done, and the number of chunks run.
 
     Raises:
       GenerationError: the model's logits were NaN.
@@ -150,16 +150,16 @@ def unpack(packed: Packed) -> tuple[TokenChunk, Bool[np.ndarray, " B"], int]:
 
 def begin_decode_packed(
     config: LlamaConfig, params: Llama, cache: KVCache, hidden: Float[Array, "B D"], *rest: Any
-) -> tuple[DecodeState, Packed]:
+) -> tuple[DecodeState, PackedChunk]:
     """`begin_decode` with a packed result. Cache and hidden are separate arguments, because only the cache is donated."""
     state, first = begin_decode(config, params, PrefillState(cache, hidden), *rest)
-    return state, pack(first, state.done, jnp.int32(0))
+    return state, pack_chunk(first, state.done, jnp.int32(0))
 
 
-def decode_packed(*args: Any) -> tuple[DecodeState, Packed]:
+def decode_packed(*args: Any) -> tuple[DecodeState, PackedChunk]:
     """`decode`, with a packed result."""
     state, chunks_run, chunk = decode(*args)
-    return state, pack(chunk, state.done, chunks_run)
+    return state, pack_chunk(chunk, state.done, chunks_run)
 
 
 _init_prefill = jax.jit(init_prefill, static_argnums=(0, 2, 3, 4, 5, 6))
@@ -193,7 +193,7 @@ def prefill_chunk_size(options: CacheOptions, prompt_length: int) -> int:
 
 
 @functools.cache
-def _decode_for(platform: str) -> Callable[..., tuple[DecodeState, Packed]]:
+def _decode_for(platform: str) -> Callable[..., tuple[DecodeState, PackedChunk]]:
     options = None
     if platform == "tpu":
         from llama_jax.xla_flags import decode_options_on_tpu

@@ -10,13 +10,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.checks import check_max_chunks, check_not_traced, token_ids
+from llama_jax.inference.checks import check_max_chunks, check_not_traced, to_token_ids
 from llama_jax.inference.compiled_decode import MAX_CHUNKS_PER_CALL, CompiledDecode, decoding_compute
 from llama_jax.inference.decode import TokenChunk
 from llama_jax.inference.drafter import DraftCounts, Drafter, with_counts
 from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.sharding import check_rows, sharding_of
+from llama_jax.inference.sharding import check_row_shards, sharding_of
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.model.params import Llama
@@ -121,7 +121,7 @@ def stream(
     sharding, embedding = Sharding(), params.embedding
     if isinstance(getattr(embedding, "sharding", None), NamedSharding) or nondefault_device(embedding) is not None:
         sharding = sharding_of(params)  # generation runs on the devices of the parameters
-        check_rows(sharding, len(prompts))
+        check_row_shards(sharding, len(prompts))
     programs = CompiledDecode(config, params, decoding_compute(params, compute, sharding.mesh), sharding)
     if draft is not None:
         from llama_jax.inference.speculation.speculative_decode import stream_drafted
@@ -135,7 +135,7 @@ def to_generations(chunks: Sequence[TokenChunk], stop_tokens: Sequence[int]) -> 
     tokens, logprobs, valid = (
         np.concatenate([getattr(chunk, name) for chunk in chunks], axis=1) for name in ("tokens", "logprobs", "valid")
     )
-    stop_ids = set(token_ids("stop_tokens", stop_tokens).tolist())
+    stop_ids = set(to_token_ids("stop_tokens", stop_tokens).tolist())
     results = []
     for row in range(len(tokens)):
         ids, row_logprobs = tokens[row][valid[row]].tolist(), logprobs[row][valid[row]].tolist()

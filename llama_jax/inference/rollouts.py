@@ -104,7 +104,7 @@ def roll_out(
       params: in any form, also with adapters or quantized, on any devices.
       sharding: see `generation_sharding`; P must be divisible by the number of batch shards.
     """
-    prefilled = _prefill(config, params, prompts, options, compute, sharding)
+    prefilled = _prefill_prompts(config, params, prompts, options, compute, sharding)
     batch = prompts.tokens.shape[0] * options.group_size
     state = _init_decode_state(prefilled, prompts, options, sharding)
     chunks = -(-options.max_new_tokens // STEPS_PER_CHUNK)
@@ -138,7 +138,7 @@ def roll_out(
     return Completions(tokens, logprobs, valid, jnp.any(ends & valid, axis=1))
 
 
-def _prefill(
+def _prefill_prompts(
     config: LlamaConfig,
     params: Llama,
     prompts: RolloutPrompts,

@@ -97,7 +97,7 @@ def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
     return mesh.abstract_mesh
 
 
-def check_rows(sharding: Sharding, batch: int) -> None:
+def check_row_shards(sharding: Sharding, batch: int) -> None:
     """Raise MeshError for rows that cannot be divided over the mesh."""
     constraints = sharding.constrain
     if not isinstance(constraints, GenerationConstraints):

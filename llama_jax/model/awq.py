@@ -82,8 +82,10 @@ def scale_channels(
     jax.effects_barrier()
     layers = range(config.n_layers)
     for i in progress(layers) if progress else layers:
-        quantized = lambda path, matrix, i=i: _quantized(matrix, kinds_of_parameter(path, kind, i, config.n_layers))
-        blocks.append(_scaled(config, layers_before[i], i, recorded, quantized))
+        quantized = lambda path, matrix, i=i: _quantize_and_restore(
+            matrix, kinds_of_parameter(path, kind, i, config.n_layers)
+        )
+        blocks.append(_scale_layer(config, layers_before[i], i, recorded, quantized))
     return params.replace(blocks=stack(blocks))
 
 
@@ -100,7 +102,7 @@ def _recorded(block: Block) -> Block:
     )
 
 
-def _scaled(
+def _scale_layer(
     config: LlamaConfig, block: Block, layer: int, recorded: Block, quantized: Callable[[str, np.ndarray], np.ndarray]
 ) -> Block:
     """A scaled layer. Matrices are scaled from last to first, because scaling `out` and `down` changes those before them."""
@@ -159,7 +161,7 @@ def _best(
     return best
 
 
-def _quantized(matrix: np.ndarray, kinds: tuple[str, ...]) -> np.ndarray:
+def _quantize_and_restore(matrix: np.ndarray, kinds: tuple[str, ...]) -> np.ndarray:
     """The values of a matrix after quantization; its parts [K, width, H, D] may have different formats."""
     ends = [matrix.shape[1] - i for i in range(len(kinds) - 1, 0, -1)] if len(kinds) > 1 else []
     parts = np.split(matrix, ends, axis=1) if ends else [matrix]

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Int32
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
-from llama_jax.ops.int8 import Quantized, dequantize, map_rows
+from llama_jax.ops.int8 import Quantized, dequantize_rows, map_planes
 from llama_jax.ops.platform import AnyArray, current_mesh_sizes
 
 PAGE_SIZE = 16  # tokens per page
@@ -251,8 +251,8 @@ def gather_pages(view: PagedView, count: int, dtype: jax.typing.DTypeLike) -> KV
             rows = layer_pages[table][..., first::2, :]  # [R, n, page, K, H]: keys or values, which alternate
             return rows.reshape(len(table), -1, *rows.shape[3:]).swapaxes(1, 2)
 
-        gathered = map_rows(take, view.pages)
-        return dequantize(gathered, dtype) if isinstance(gathered, Quantized) else gathered
+        gathered = map_planes(take, view.pages)
+        return dequantize_rows(gathered, dtype) if isinstance(gathered, Quantized) else gathered
 
     return KVView(gather(0), gather(1))
 

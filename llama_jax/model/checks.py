@@ -92,12 +92,12 @@ def check_params(config: LlamaConfig, params: Llama) -> None:
       ConfigError: a parameter that is missing, unexpected or of the wrong shape; the message names it.
     """
     check_head(config, params)
-    for path, (spec, wanted) in _shapes(config).items():
+    for path, (spec, wanted) in _shapes_of_params(config).items():
         shape = getattr(attrgetter(path)(params), "shape", None)
         if shape != wanted and not (spec.has_vocabulary and _is_padded(shape, wanted)):
             raise ConfigError(
-                f"parameters whose {path} is {_in_words(shape)} are not those of the configuration, which needs"
-                f" {_in_words(wanted)}"
+                f"parameters whose {path} is {_shape_in_words(shape)} are not those of the configuration, which needs"
+                f" {_shape_in_words(wanted)}"
             )
 
 
@@ -109,7 +109,7 @@ def check_head(config: LlamaConfig, params: Llama) -> None:
 
 
 @cache
-def _shapes(config: LlamaConfig) -> dict[str, tuple[ParamSpec, tuple[int, ...] | None]]:
+def _shapes_of_params(config: LlamaConfig) -> dict[str, tuple[ParamSpec, tuple[int, ...] | None]]:
     """The spec and expected shape at each path; None if the model has no such parameter."""
     absent: dict[str, tuple[ParamSpec, tuple[int, ...] | None]] = {spec.path: (spec, None) for spec in PARAM_SPECS}
     present = {spec.path: (spec, spec.stacked_shape(config)) for spec in specs_for(config)}
@@ -120,7 +120,7 @@ def _is_padded(shape: tuple[int, ...] | None, wanted: tuple[int, ...] | None) ->
     return shape is not None and wanted is not None and shape[0] > wanted[0] and shape[1:] == wanted[1:]
 
 
-def _in_words(shape: tuple[int, ...] | None) -> str:
+def _shape_in_words(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else str(list(shape))
 
 

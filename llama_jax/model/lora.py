@@ -23,7 +23,7 @@ from llama_jax.errors import ConfigError, shown
 from llama_jax.model.checks import check_no_hooks
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama, ParamSpec
-from llama_jax.model.trees import build, is_weight
+from llama_jax.model.trees import build_tree, is_weight
 from llama_jax.ops.weights.lora import LoraWeight, LowRank, LowRankWeight, row_lengths
 from llama_jax.ops.weights.multi_lora import MultiLoraWeight
 
@@ -168,11 +168,11 @@ def build_adapters(
         if spec.path not in paths:
             return None
         shape = spec.stacked_shape(config)
-        a, b = (jax.ShapeDtypeStruct(one, jnp.dtype(dtype)) for one in _shapes(spec.path, shape, lora.rank))
+        a, b = (jax.ShapeDtypeStruct(one, jnp.dtype(dtype)) for one in _pair_shapes(spec.path, shape, lora.rank))
         magnitude = jax.ShapeDtypeStruct(shape[:-1], jnp.dtype(dtype)) if lora.dora else None
         return pair_of(spec, LowRank(a, b, magnitude))
 
-    return build(config, leaf)
+    return build_tree(config, leaf)
 
 
 def adapter_count(config: LlamaConfig, lora: Lora) -> int:
@@ -212,7 +212,7 @@ def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
         return LoraWeight(leaf, pair, scale=lora.scale)
 
     check_no_hooks(adapters)
-    return attach_adapters(params, adapters, lora.rank, join)
+    return replace_adapted(params, adapters, lora.rank, join)
 
 
 def precompute_dora_scale(params: Llama) -> Llama:
@@ -239,23 +239,23 @@ def _over_layers(of_one: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 _factors_of = _over_layers(lambda leaf: leaf.with_dora_scale().factor)
-_merged = _over_layers(LoraWeight.to_dense)
+_merge_layers = _over_layers(LoraWeight.to_dense)
 
 
-def attach_adapters(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, LowRank], Any]) -> Llama:
+def replace_adapted(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, LowRank], Any]) -> Llama:
     """The parameters, with each matrix that has a pair replaced by `joined(matrix, pair)`, see `adapted`."""
-    pairs = {_name(path): pair for path, pair in jax.tree.leaves_with_path(adapters, is_leaf=_is_pair)}
+    pairs = {_dotted_name(path): pair for path, pair in jax.tree.leaves_with_path(adapters, is_leaf=_is_pair)}
 
     def join(path: tuple[Any, ...], leaf: Any) -> Any:
-        pair = pairs.pop(_name(path), None)
+        pair = pairs.pop(_dotted_name(path), None)
         if pair is None:
             return leaf
-        needed = _shapes(_path(path), tuple(leaf.shape), rank)
+        needed = _pair_shapes(_path(path), tuple(leaf.shape), rank)
         shapes = tuple(pair.a.shape), tuple(pair.b.shape)
         if shapes != needed:
             raise ConfigError(
-                f"adapter of {_name(path)}: A is {list(shapes[0])} and B is {list(shapes[1])}, but rank={rank} and a matrix"
-                f" {list(leaf.shape)} need {list(needed[0])} and {list(needed[1])}; is this the adapter's base?"
+                f"adapter of {_dotted_name(path)}: A is {list(shapes[0])} and B is {list(shapes[1])}, but rank={rank} and a"
+                f" matrix {list(leaf.shape)} need {list(needed[0])} and {list(needed[1])}; is this the adapter's base?"
             )
         return joined(leaf, pair)
 
@@ -297,7 +297,7 @@ def merge(params: Llama, adapters: Llama, lora: Lora) -> Llama:
     """
     is_adapted = lambda leaf: isinstance(leaf, LoraWeight)
     joined = adapted(params, adapters, lora)
-    return jax.tree.map(lambda leaf: _merged(leaf) if is_adapted(leaf) else leaf, joined, is_leaf=is_adapted)
+    return jax.tree.map(lambda leaf: _merge_layers(leaf) if is_adapted(leaf) else leaf, joined, is_leaf=is_adapted)
 
 
 def _names_at(path: str) -> list[str]:
@@ -305,7 +305,7 @@ def _names_at(path: str) -> list[str]:
     return [name for name, target in TARGETS.items() if target.path == path]
 
 
-def _shapes(path: str, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _pair_shapes(path: str, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of A and B for the matrix at a path, for all layers."""
     parts = len(_names_at(path))
     several = (parts,) if parts > 1 else ()
@@ -317,7 +317,7 @@ def _path(path: tuple[Any, ...]) -> str:
     return ".".join(key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey))
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _dotted_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Int
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, shown
-from llama_jax.model.lora import TARGETS, Lora, attach_adapters, build_adapters, precompute_dora_scale
+from llama_jax.model.lora import TARGETS, Lora, build_adapters, precompute_dora_scale, replace_adapted
 from llama_jax.model.params import Llama, ParamSpec
 from llama_jax.ops.platform import AnyArray
 from llama_jax.ops.weights.lora import LowRank
@@ -100,7 +100,7 @@ def attach_adapter_table(params: Llama, table: StackedAdapters) -> Llama:
       ConfigError: as `adapted`.
     """
     join = lambda leaf, pair: MultiLoraWeight(leaf, pair, scales=table.scales)
-    return precompute_dora_scale(attach_adapters(params, table.params, table.lora.rank, join))
+    return precompute_dora_scale(replace_adapted(params, table.params, table.lora.rank, join))
 
 
 def choose_adapters(params: Llama, rows: Int[AnyArray, " B"] | Sequence[int]) -> Llama:

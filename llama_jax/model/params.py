@@ -95,7 +95,7 @@ class Llama(struct.PyTreeNode):
     hooks: Any = None
 
 
-BLOCKS = "blocks."  # path prefix of per-layer parameters
+BLOCKS_PREFIX = "blocks."  # path prefix of per-layer parameters
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ParamSpec:
     @property
     def in_blocks(self) -> bool:
         """Whether this is a parameter of the layers."""
-        return self.path.startswith(BLOCKS)
+        return self.path.startswith(BLOCKS_PREFIX)
 
     @property
     def decays(self) -> bool:

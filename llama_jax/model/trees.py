@@ -66,10 +66,10 @@ def init(config: LlamaConfig, key: PRNGKeyArray, dtype: jax.typing.DTypeLike = j
             return drawn(number, shape, std)
         return drawn(number, (*shape[:-1], 2, shape[-1]), std)[..., half[0], :]
 
-    return build(config, init_leaf)
+    return build_tree(config, init_leaf)
 
 
-def build(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> Llama:
+def build_tree(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> Llama:
     """A `Llama` with the result of a function for each parameter, and None for those that the configuration lacks."""
     table = {spec.path: spec for spec in specs_for(config)}
 
@@ -87,7 +87,7 @@ def build(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> Llama:
 
 def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
     """A `Llama` of `jax.ShapeDtypeStruct`: the shapes that `init` would return, without allocating arrays."""
-    return build(config, lambda spec: jax.ShapeDtypeStruct(spec.stacked_shape(config), jnp.dtype(dtype)))
+    return build_tree(config, lambda spec: jax.ShapeDtypeStruct(spec.stacked_shape(config), jnp.dtype(dtype)))
 
 
 def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
@@ -145,7 +145,7 @@ def in_kinds(leaf: Any, each: Sequence[tuple[Any, ...]], in_kind: Callable[[Any,
     count = max(map(len, each))
     if count > 1:
         kinds_of_parts = [kinds if len(kinds) == count else kinds * count for kinds in each]
-        parts = zip(_parts(leaf, count), zip(*kinds_of_parts, strict=True), strict=True)
+        parts = zip(_split_heads_of_parts(leaf, count), zip(*kinds_of_parts, strict=True), strict=True)
         return JoinedWeight(tuple(in_kinds(part, [(kind,) for kind in kinds], in_kind) for part, kinds in parts))
     kinds = [kind for (kind,) in each]
     different = list(dict.fromkeys(kinds))
@@ -175,7 +175,7 @@ def planned_in_kinds(params: Llama, kinds: Llama) -> Llama:
     return jax.tree.map(lambda leaf, each: in_kinds(leaf, each, in_kind), params, kinds)
 
 
-def _parts(leaf: Any, count: int) -> list[Any]:
+def _split_heads_of_parts(leaf: Any, count: int) -> list[Any]:
     """Split an array or its shape [..., G + 2, H, D] into the queries and each of the rest."""
     *before, width, features, columns = leaf.shape
     ends = (0, *range(width - count + 1, width + 1))
@@ -191,7 +191,7 @@ def _planned(leaf: jax.ShapeDtypeStruct, form: QuantFormat) -> QuantizedWeight:
         jax.ShapeDtypeStruct(plane.shape(leaf.shape), plane.dtype, sharding=sharding)
         for plane, sharding in zip(form.planes, shardings, strict=True)
     ]
-    return QuantizedWeight(tuple(shapes), form.name, str(leaf.dtype)).arranged()
+    return QuantizedWeight(tuple(shapes), form.name, str(leaf.dtype)).to_device_layout()
 
 
 def is_weight(leaf: Any) -> bool:
@@ -246,7 +246,7 @@ def unstack_layers(params: Llama) -> Llama:
 def restack_layers(params: Llama) -> Llama:
     """Undo `unstack_layers`: one stack per format."""
     is_mixed = lambda leaf: isinstance(leaf, MixedStack)
-    join = lambda leaf: _join([get_layer(leaf, layer) for layer in range(leaf.shape[0])]) if is_mixed(leaf) else leaf
+    join = lambda leaf: _join_layers([get_layer(leaf, layer) for layer in range(leaf.shape[0])]) if is_mixed(leaf) else leaf
     return params.replace(blocks=jax.tree.map(join, params.blocks, is_leaf=is_mixed))
 
 
@@ -254,10 +254,12 @@ def stack(blocks: Sequence[Block]) -> Block:
     """Stack the blocks of all layers: arrays with a leading axis L, in NumPy if the blocks are."""
     is_one = lambda leaf: isinstance(leaf, QuantizedWeight)
     layers = [jax.tree.flatten(block, is_leaf=is_one) for block in blocks]
-    return jax.tree.unflatten(layers[0][1], [_join(leaves) for leaves in zip(*(each for each, _ in layers), strict=True)])
+    return jax.tree.unflatten(
+        layers[0][1], [_join_layers(leaves) for leaves in zip(*(each for each, _ in layers), strict=True)]
+    )
 
 
-def _join(leaves: Sequence[Any]) -> Any:
+def _join_layers(leaves: Sequence[Any]) -> Any:
     forms = [(jax.tree.structure(leaf), [array.dtype for array in jax.tree.leaves(leaf)]) for leaf in leaves]
     different = [form for i, form in enumerate(forms) if form not in forms[:i]]
     join = lambda *arrays: (np if isinstance(arrays[0], np.ndarray) else jnp).stack(arrays)
@@ -265,6 +267,6 @@ def _join(leaves: Sequence[Any]) -> Any:
         jax.tree.map(join, *(leaf for leaf, form_of_layer in zip(leaves, forms, strict=True) if form_of_layer == form))
         for form in different
     ]
-    stacks = [stack.arranged() if isinstance(stack, QuantizedWeight) else stack for stack in stacks]
+    stacks = [stack.to_device_layout() if isinstance(stack, QuantizedWeight) else stack for stack in stacks]
     locations = tuple((different.index(form), forms[:layer].count(form)) for layer, form in enumerate(forms))
     return stacks[0] if len(stacks) == 1 else MixedStack(tuple(stacks), locations)

@@ -78,7 +78,7 @@ def cross_entropy(
     return LossSums(sums.loss, lax.stop_gradient(sums.nll))
 
 
-def token_logprobs(
+def chunked_logprobs(
     hidden: Float[Array, "B T D"],
     head: jax.Array | Weight,
     targets: Int[Array, "B T"],

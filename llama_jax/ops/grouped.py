@@ -83,24 +83,24 @@ def _cast_and_gathered(settings: tuple[Any, ...], x: jax.Array, weight: jax.Arra
     Args:
       settings: `gather`; `kernels`; the weight's dtype.
     """
-    return _forward(settings, x, weight, sizes)[0]
+    return _forward_cast(settings, x, weight, sizes)[0]
 
 
-def _whole(gather: Gather | None, weight: jax.Array, dtype: Any) -> jax.Array:
+def _cast_and_gather(gather: Gather | None, weight: jax.Array, dtype: Any) -> jax.Array:
     cast = weight.astype(dtype)
     return cast if gather is None else lax.all_gather(cast, gather.mesh_axes, axis=gather.axis, tiled=True)
 
 
-def _forward(settings: tuple[Any, ...], x: jax.Array, weight: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+def _forward_cast(settings: tuple[Any, ...], x: jax.Array, weight: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
     gather, kernels, _ = settings
-    matrices = _whole(gather, weight, x.dtype)
+    matrices = _cast_and_gather(gather, weight, x.dtype)
     product = _multiply("rows", x, matrices, sizes, x.dtype, kernels)
     return product, (x, matrices if kernels.save_cast_weights else weight, sizes)
 
 
-def _backward(settings: tuple[Any, ...], residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+def _backward_cast(settings: tuple[Any, ...], residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     (gather, kernels, dtype), (x, weight, sizes) = settings, residuals
-    matrices = weight if kernels.save_cast_weights else _whole(gather, weight, x.dtype)
+    matrices = weight if kernels.save_cast_weights else _cast_and_gather(gather, weight, x.dtype)
     dx = _multiply("columns", gradient, matrices, sizes, x.dtype, kernels)
     d_weight = _multiply("outer", gradient, x, sizes, dtype, kernels)
     if gather is not None:
@@ -108,7 +108,7 @@ def _backward(settings: tuple[Any, ...], residuals: Any, gradient: jax.Array) ->
     return dx, d_weight, None
 
 
-_cast_and_gathered.defvjp(_forward, _backward)
+_cast_and_gathered.defvjp(_forward_cast, _backward_cast)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -147,7 +147,7 @@ def _gradient_of_rows(kernels: KernelOptions, residuals: Any, gradient: jax.Arra
 # --- the primitive: linear in both arrays, so its derivatives are the same primitive in another mode -----------------------
 
 
-class _Settings(NamedTuple):
+class _GroupedSettings(NamedTuple):
     """What the primitive computes, for R rows in E groups, on a platform.
 
     Attributes:
@@ -166,7 +166,7 @@ class _Settings(NamedTuple):
 def _multiply(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any, kernels: KernelOptions) -> jax.Array:
     """Computed in the dtype of `a`."""
     a, b, sizes = _varying_alike(a, b, sizes)
-    settings = _Settings(mode, a.dtype, jnp.dtype(out_dtype), lowering_platform(), kernels)
+    settings = _GroupedSettings(mode, a.dtype, jnp.dtype(out_dtype), lowering_platform(), kernels)
     return grouped_matmul_p.bind(a, b, sizes, settings=settings)
 
 
@@ -181,7 +181,7 @@ grouped_matmul_p = Primitive("grouped_matmul")
 
 
 @grouped_matmul_p.def_impl
-def _compute(a: jax.Array, b: jax.Array, sizes: jax.Array, *, settings: _Settings) -> jax.Array:
+def _compute_grouped(a: jax.Array, b: jax.Array, sizes: jax.Array, *, settings: _GroupedSettings) -> jax.Array:
     """Lowering happens outside the context of tracing, so it is entered again."""
     arrays = a.astype(settings.dtype), b.astype(settings.dtype), sizes
     with target_platform(settings.platform):
@@ -191,13 +191,13 @@ def _compute(a: jax.Array, b: jax.Array, sizes: jax.Array, *, settings: _Setting
 
 
 @grouped_matmul_p.def_abstract_eval
-def _shape(a: Any, b: Any, sizes: Any, *, settings: _Settings) -> Any:
+def _grouped_shape(a: Any, b: Any, sizes: Any, *, settings: _GroupedSettings) -> Any:
     shapes = {"rows": (a.shape[0], *b.shape[1:2]), "columns": (a.shape[0], *b.shape[2:])}
     shape = shapes.get(settings.mode, (sizes.shape[0], a.shape[1], b.shape[1]))
     return a.update(shape=shape, dtype=settings.out_dtype, weak_type=False)
 
 
-def _transposed(gradient: Any, a: Any, b: Any, sizes: jax.Array, *, settings: _Settings) -> list[Any]:
+def _grouped_transposed(gradient: Any, a: Any, b: Any, sizes: jax.Array, *, settings: _GroupedSettings) -> list[Any]:
     if isinstance(gradient, ad.Zero):
         return [None, None, None]
     of_first = ad.is_undefined_primal(a)
@@ -216,7 +216,7 @@ def _transposed(gradient: Any, a: Any, b: Any, sizes: jax.Array, *, settings: _S
     return [cotangent, None, None] if of_first else [None, cotangent, None]
 
 
-def _batched(arrays: Any, axes: Any, *, settings: _Settings) -> tuple[jax.Array, int]:
+def _grouped_batched(arrays: Any, axes: Any, *, settings: _GroupedSettings) -> tuple[jax.Array, int]:
     """Compute one batch entry after the other."""
     moved = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
     count = next(len(a) for a, axis in zip(moved, axes, strict=True) if axis is not None)
@@ -234,9 +234,9 @@ ad.defjvp(
     lambda tangent, a, b, sizes, *, settings: grouped_matmul_p.bind(a, tangent, sizes, settings=settings),
     None,
 )
-ad.primitive_transposes[grouped_matmul_p] = _transposed
-batching.primitive_batchers[grouped_matmul_p] = _batched
-mlir.register_lowering(grouped_matmul_p, mlir.lower_fun(_compute, multiple_results=False))
+ad.primitive_transposes[grouped_matmul_p] = _grouped_transposed
+batching.primitive_batchers[grouped_matmul_p] = _grouped_batched
+mlir.register_lowering(grouped_matmul_p, mlir.lower_fun(_compute_grouped, multiple_results=False))
 
 
 # --- with a loop -----------------------------------------------------------------------------------------------------------
@@ -298,10 +298,10 @@ class RowBlocks(NamedTuple):
         return carry
 
 
-def _blocks(rows: int, groups: int) -> RowBlocks:
+def _blocks_of_floats(rows: int, groups: int) -> RowBlocks:
     """Blocks for groups of similar size; about a sixteenth of the computed rows is then padding."""
-    smallest = _power_of_two(min(MIN_BLOCK_ROWS, max(1, rows // (ROWS_OF_A_GROUP * groups))))
-    largest = _power_of_two(min(MAX_BLOCK_ROWS, max(1, rows)))
+    smallest = _largest_power_of_two(min(MIN_BLOCK_ROWS, max(1, rows // (ROWS_OF_A_GROUP * groups))))
+    largest = _largest_power_of_two(min(MAX_BLOCK_ROWS, max(1, rows)))
     return RowBlocks(tuple(1 << i for i in range(largest.bit_length() - 1, smallest.bit_length() - 2, -1)))
 
 
@@ -309,11 +309,11 @@ def _blocks(rows: int, groups: int) -> RowBlocks:
 def choose_row_blocks(weight: Any, rows: int, groups: int, kernels: KernelOptions) -> RowBlocks:
     """Blocks for rows that are multiplied by a weight [E, N, K]."""
     if not isinstance(weight, Weight):
-        return _blocks(rows, groups)
+        return _blocks_of_floats(rows, groups)
     return RowBlocks(QUANTIZED_BLOCKS, at_once=True).within(rows)
 
 
-def _power_of_two(n: int) -> int:
+def _largest_power_of_two(n: int) -> int:
     """The largest power of two that is at most n."""
     return 1 << (n.bit_length() - 1)
 
@@ -385,7 +385,7 @@ def _groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
 
 def _outer_by_blocks(a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
     wide = jnp.promote_types(a.dtype, jnp.float32)
-    blocks = _blocks(len(a), len(sizes))
+    blocks = _blocks_of_floats(len(a), len(sizes))
     padded = [pack_bits(jnp.pad(array, [(0, blocks.beyond), (0, 0)])) for array in (a, b)]
 
     def of_group(group: jax.Array, start: jax.Array, size: jax.Array, out: Any) -> Any:
@@ -413,7 +413,7 @@ def _by_kernel(
 
     rows, (least, most) = len(a), KERNEL_ROWS
     # A tile with rows of two groups is computed twice, so short groups need short tiles.
-    tile = max(least, min(most, _power_of_two(max(1, rows // (2 * ROWS_OF_A_GROUP * len(sizes))))))
+    tile = max(least, min(most, _largest_power_of_two(max(1, rows // (2 * ROWS_OF_A_GROUP * len(sizes))))))
     tile = min(tile, -(-rows // 16) * 16)
     padding = [(0, -rows % tile), (0, 0)]
     a, options = jnp.pad(a, padding), dict(preferred_element_type=out_dtype, interpret=interpret)

@@ -39,19 +39,19 @@ class Quantized(struct.PyTreeNode):
         return self.values.dtype
 
 
-def quantize(x: Float[Array, "*batch H"]) -> Quantized:
+def quantize_rows(x: Float[Array, "*batch H"]) -> Quantized:
     """Symmetric per-row quantization to [-127, 127]. Rounding errors are at most 1/254 of the row's largest value."""
     scales = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / INT8_MAX
     values = jnp.round(x.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None])
     return Quantized(values.astype(jnp.int8), scales)
 
 
-def dequantize(x: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "*batch H"]:
+def dequantize_rows(x: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "*batch H"]:
     """The values times their scales, in `dtype`."""
     return (x.values * x.scales[..., None]).astype(dtype)
 
 
-def map_rows(function: Callable[[jax.Array], jax.Array], x: Shaped[Array, "*batch H"] | Quantized) -> Any:
+def map_planes(function: Callable[[jax.Array], jax.Array], x: Shaped[Array, "*batch H"] | Quantized) -> Any:
     """Apply a `function` that only moves rows to an array, or to the values and scales [..., 1] of a `Quantized`."""
     if not isinstance(x, Quantized):
         return function(x)
@@ -65,7 +65,7 @@ def smooth_keys(
     rotary_dim: int | None = None,
     kernels: KernelOptions = KernelOptions(),
 ) -> tuple[Float[Array, "B K T *G H"], ...]:
-    """Transform queries and keys so that scores are unchanged and keys quantize better.
+    """Transform queries and keys so that scores are unchanged and keys quantize_rows better.
 
     The resolution of an int8 row depends on its largest value. In models whose keys have a bias (Qwen2.5), a few channels of
     the keys are 30 times as large as others. Keys are divided, and queries multiplied, by the square root of the ratio of a

@@ -101,7 +101,7 @@ def _divergence(logits: jax.Array, wanted: jax.Array, top_k: int) -> jax.Array:
     """KL(softmax(wanted) || softmax(logits)) over the last axis. Entries that are -inf in both are not tokens."""
     logq, logp = jax.nn.log_softmax(logits, axis=-1), jax.nn.log_softmax(wanted, axis=-1)
     if not 0 < top_k < logp.shape[-1]:
-        return _sum_of(logp, logq, logp > -jnp.inf)
+        return _sum_where(logp, logq, logp > -jnp.inf)
     in_top_k = (logp >= lax.top_k(logp, top_k)[0][..., -1:]) & (logp > -jnp.inf)  # with all ties
     others = ~in_top_k & (logp > -jnp.inf)
     some = jnp.any(others, axis=-1, keepdims=True)
@@ -110,10 +110,10 @@ def _divergence(logits: jax.Array, wanted: jax.Array, top_k: int) -> jax.Array:
         # Without others, zeros, so that the logsumexp has a derivative.
         return jax.nn.logsumexp(jnp.where(some, jnp.where(others, one, -jnp.inf), 0), axis=-1, keepdims=True)
 
-    return _sum_of(logp, logq, in_top_k) + _sum_of(of_others(logp), of_others(logq), some)
+    return _sum_where(logp, logq, in_top_k) + _sum_where(of_others(logp), of_others(logq), some)
 
 
-def _sum_of(logp: jax.Array, logq: jax.Array, where: jax.Array) -> jax.Array:
+def _sum_where(logp: jax.Array, logq: jax.Array, where: jax.Array) -> jax.Array:
     """Sum of p (log p - log q) over the entries of the last axis that `where` selects."""
     logp, logq = jnp.where(where, logp, 0), jnp.where(where, logq, 0)
     return jnp.sum(jnp.where(where, jnp.exp(logp) * (logp - logq), 0), axis=-1)

@@ -98,14 +98,14 @@ def project(
     """
     out_dtype = out_dtype or x.dtype
     if not kernels.exact or is_batch_invariant(x, weight, kernels):
-        return _project(x, weight, out_dtype, kernels)
+        return _project_rows(x, weight, out_dtype, kernels)
     rows = x.reshape(-1, x.shape[-1])
     count = exact.rows_in_use(jnp.all(rows == 0, axis=-1))  # the product of a row of zeros is zeros
-    out = exact.map_blocks(lambda rows: _project(rows, weight, out_dtype, kernels), exact.block_size(), count, rows)
+    out = exact.map_blocks(lambda rows: _project_rows(rows, weight, out_dtype, kernels), exact.block_size(), count, rows)
     return out.reshape(*x.shape[:-1], *out.shape[1:])
 
 
-def _project(x: jax.Array, weight: jax.Array | Weight, out_dtype: Any, kernels: KernelOptions) -> jax.Array:
+def _project_rows(x: jax.Array, weight: jax.Array | Weight, out_dtype: Any, kernels: KernelOptions) -> jax.Array:
     if isinstance(weight, Weight):
         return weight.project(x, out_dtype, kernels)
     return checkpoint_name(matmul(x, jnp.asarray(weight), out_dtype, kernels), MATMUL_OUTPUT)

@@ -103,7 +103,7 @@ def _compute(*arrays: jax.Array, jaxpr: Any, functions: Any, residuals: int) -> 
 
 
 @linear_map_p.def_abstract_eval
-def _shapes(*arrays: Any, jaxpr: Any, functions: Any, residuals: int) -> list[Any]:
+def _output_shapes(*arrays: Any, jaxpr: Any, functions: Any, residuals: int) -> list[Any]:
     return jaxpr.out_avals
 
 

@@ -50,7 +50,7 @@ def pad_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
             return pad_array(target, spec, array)  # unchanged, or rejected
         padded = jax.block_until_ready(jax.jit(partial(pad_array, target, spec), out_shardings=place)(array))
         jax.tree.map(lambda given: given.delete(), array)
-        return padded.arranged() if isinstance(padded, QuantizedWeight) else padded
+        return padded.to_device_layout() if isinstance(padded, QuantizedWeight) else padded
 
     return map_params(params, move)
 

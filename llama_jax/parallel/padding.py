@@ -127,14 +127,14 @@ def _map_planes(leaf: Any, change: Callable[[Any], Any]) -> Any:
     return jax.tree.map(change, leaf)
 
 
-def map_rows(leaf: Any, change: Callable[[Any], Any]) -> Any:
+def map_matrix_rows(leaf: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to the arrays that have a matrix's rows: of a LoRA weight its base and B, of an adapter its B.
 
     Other leaves have the rows themselves.
     """
     if isinstance(leaf, LowRankWeight):
         factor = None if leaf.factor is None else _map_vector(leaf.factor, leaf.ndim, change)
-        return leaf.replace(base=change(leaf.base), low_rank=map_rows(leaf.low_rank, change), factor=factor)
+        return leaf.replace(base=change(leaf.base), low_rank=map_matrix_rows(leaf.low_rank, change), factor=factor)
     if isinstance(leaf, LowRank):
         magnitude = None if leaf.magnitude is None else _map_vector(leaf.magnitude, leaf.ndim, change)
         return leaf.replace(b=change(leaf.b), magnitude=magnitude)
@@ -148,7 +148,7 @@ def _map_vector(vector: Any, ndim: int, change: Callable[[Any], Any]) -> Any:
 
 def _map_groups(change: Callable[..., Any], spec: ParamSpec, leaf: Any, heads: int) -> Any:
     if isinstance(leaf, LowRankWeight | LowRank):
-        return map_rows(leaf, lambda part: _map_groups(change, spec, part, heads))
+        return map_matrix_rows(leaf, lambda part: _map_groups(change, spec, part, heads))
     leading = leaf.ndim - len(spec.axes.split())
     if isinstance(leaf, JoinedWeight):
         if leaf.shape[leading] != heads:

@@ -161,11 +161,11 @@ def ring_attention(mesh: Mesh) -> Attend:
 def _ring_attend(
     ring: _Ring, queries: jax.Array, keys: jax.Array, values: jax.Array, segments: Segments | None
 ) -> jax.Array:
-    return _forward(ring, queries, keys, values, segments)[0]
+    return _ring_forward(ring, queries, keys, values, segments)[0]
 
 
 def _ring_attend_fwd(ring, queries, keys, values, segments):
-    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in _forward(ring, queries, keys, values, segments))
+    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in _ring_forward(ring, queries, keys, values, segments))
     return out, (pack_bits((queries, keys, values, out)), lse, segments)
 
 
@@ -180,7 +180,7 @@ def _ring_attend_bwd(ring: _Ring, residuals: Any, d_out: jax.Array) -> tuple[Any
 _ring_attend.defvjp(_ring_attend_fwd, _ring_attend_bwd)
 
 
-def _forward(ring: _Ring, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+def _ring_forward(ring: _Ring, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     """The attention output [n * B, K, T / n, G, H], and the log-sum-exp of each query's scores [n * B, K, T / n, G, 1]."""
     return _per_device(_device_forward, ring, results=2)(*arrays)
 
@@ -196,7 +196,7 @@ def _per_device(function: Callable, ring: _Ring, *, results: int) -> Callable:
 def _device_forward(
     ring: _Ring, queries: jax.Array, keys: jax.Array, values: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The results of `_forward` on each device, from its queries, keys and values."""
+    """The results of `_ring_forward` on each device, from its queries, keys and values."""
 
     def attend_to(hop: jax.Array | int, kv_block: KVBlock, out_lse: Any) -> Any:
         keys, values, mask = _received(ring.devices, hop, kv_block, segments, queries.shape[-3])

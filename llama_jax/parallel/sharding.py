@@ -31,7 +31,7 @@ from llama_jax.model.cache import KVCache
 from llama_jax.model.forward_options import Sharding, identity
 from llama_jax.model.lora import Lora, adapter_shapes, build_adapters
 from llama_jax.model.params import Llama, ParamSpec, specs_for
-from llama_jax.model.trees import build, is_weight, param_shapes
+from llama_jax.model.trees import build_tree, is_weight, param_shapes
 from llama_jax.ops.attention import HeadSharding
 from llama_jax.ops.int8 import Quantized
 from llama_jax.ops.moe import ExpertSharding
@@ -76,7 +76,7 @@ def param_specs(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = False) 
         axes = _with_context(axes, sizes)
         return P(None, *axes) if spec.in_blocks else axes
 
-    return build(config, partition)
+    return build_tree(config, partition)
 
 
 def _with_context(spec: P, sizes: MeshSizes) -> P:
@@ -266,7 +266,7 @@ def training_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sha
             columns = P(*[None] * (array.ndim - 1), spec.partition[-1] if has_columns else None)
             return lax.with_sharding_constraint(array, NamedSharding(mesh, _with_context(columns, sizes)))
 
-        return padding.map_rows(leaf, gather)
+        return padding.map_matrix_rows(leaf, gather)
 
     def prepare_params(params: Llama) -> Llama:
         """Pad the vocabulary and copy key/value heads, if `tensor` requires it; part of the differentiated function."""

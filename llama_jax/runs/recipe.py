@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, get_type_hints
 
 from llama_jax.config import LlamaConfig, Parts
-from llama_jax.config.parts import name_of
+from llama_jax.config.parts import function_name
 from llama_jax.config.validation import require_number
 from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.data.chat_tokens import check_time
@@ -218,7 +218,7 @@ class Recipe:
         # The forward pass reads them from the model; this copy keeps them when the model is replaced.
         object.__setattr__(self, "parts", self.parts.over(self.model.parts))
         object.__setattr__(self, "model", replace(self.model, parts=self.parts))
-        _ = self.parts.names, name_of("loss", self.loss)  # raises for functions without a name to store in checkpoints
+        _ = self.parts.names, function_name("loss", self.loss)  # raises for functions without a name to store in checkpoints
         if self.lora is not None:
             if self.optimizer.name == "muon":
                 raise TrainingError("optimizer.name='muon' is for whole matrices; train adapters with adamw")
@@ -287,7 +287,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The recipe as nested dicts of JSON values, one per dataclass."""
     settings = dataclasses.asdict(replace(recipe, parts=recipe.parts.names, loss=None))
     del settings["parts"]  # a copy of those of the model
-    return settings | {"loss": name_of("loss", recipe.loss)}
+    return settings | {"loss": function_name("loss", recipe.loss)}
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

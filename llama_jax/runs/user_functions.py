@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from llama_jax.config import LlamaConfig, Parts
-from llama_jax.config.parts import name_of
+from llama_jax.config.parts import function_name
 from llama_jax.errors import ConfigError, TrainingError, UserError, reason_of, shown
 from llama_jax.storage import resolved
 
@@ -95,7 +95,7 @@ def _find(source: ModuleType | Parts, where: str, part: str, name: str) -> Calla
         found = getattr(found, step, None)
     if not callable(found):
         raise ConfigError(f"{where} has no function {qualified!r}, which the model uses as its {part} ({name})")
-    its_module, _, its_name = str(name_of(part, found)).partition(":")
+    its_module, _, its_name = str(function_name(part, found)).partition(":")
     # A file that is imported by a package, or run as a script, has another name there than by itself.
     modules = {each.rpartition(".")[2] for each in (module, its_module)} - {"__main__"}
     if its_name != qualified or len(modules) > 1:

@@ -11,7 +11,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.inference.compiled_decode import decoding_compute
 from llama_jax.inference.decode import planned_rope_length
 from llama_jax.inference.drafter import Drafter
-from llama_jax.inference.sharding import check_rows, sharding_of
+from llama_jax.inference.sharding import check_row_shards, sharding_of
 from llama_jax.inference.speculation import DraftModel
 from llama_jax.model.cache import PAGE_SIZE, CacheOptions, cache_bytes
 from llama_jax.model.forward import lm_head_of
@@ -52,7 +52,7 @@ class ServedModel:
             draft.check_model(config, params, 1)
             draft_model = cls.of(draft.config, draft.params, cache, Compute())
         sharding = sharding_of(params)
-        check_rows(sharding, 1)
+        check_row_shards(sharding, 1)
         (device, *_) = jax.tree.leaves(params)[0].devices()
         static = StaticModel(config, decoding_compute(params, compute, sharding.mesh), sharding)
         return cls(static, params, cache, programs_for(device.platform), adapters_in(params), draft_model)

@@ -14,8 +14,7 @@ from llama_jax.model.forward import forward, lm_head_for_loss
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.logits import exact_logprobs
 from llama_jax.model.params import Llama
-from llama_jax.ops.cross_entropy import LogitOptions
-from llama_jax.ops.cross_entropy import token_logprobs as chunked_logprobs
+from llama_jax.ops.cross_entropy import LogitOptions, chunked_logprobs
 from llama_jax.training.batch import Batch, to_next_token_batch
 from llama_jax.training.loss import LossOptions
 

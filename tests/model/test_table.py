@@ -17,7 +17,7 @@ from llama_jax.formats.huggingface import names_of
 from llama_jax.formats.weight_format import shares_of
 from llama_jax.model.checks import check_params
 from llama_jax.model.params import PARAM_SPECS, shape_of, spec_at, specs_for
-from llama_jax.model.trees import build, count, init, param_shapes, parameter_count
+from llama_jax.model.trees import build_tree, count, init, param_shapes, parameter_count
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.padding import pad_params
 from llama_jax.parallel.sharding import param_specs
@@ -128,8 +128,8 @@ def test_counts(name):
 
 
 def test_a_tree_of_anything():
-    assert build(UNTIED, lambda row: row.path).blocks.feed_forward.up == "blocks.feed_forward.up"
-    assert build(TIED, lambda row: "here").lm_head is None
+    assert build_tree(UNTIED, lambda row: row.path).blocks.feed_forward.up == "blocks.feed_forward.up"
+    assert build_tree(TIED, lambda row: "here").lm_head is None
 
 
 @each

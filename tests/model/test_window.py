@@ -18,7 +18,7 @@ from llama_jax.model.cache import CacheOptions, init_cache
 from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.operations import select_ops
-from llama_jax.ops.int8 import dequantize, quantize
+from llama_jax.ops.int8 import dequantize_rows, quantize_rows
 
 WINDOW, SINKS, LENGTH = 6, 2, 90
 
@@ -168,7 +168,7 @@ def test_int8_in_a_ring(model, tokens):
 
 
 def back_again(x):
-    return dequantize(quantize(x))
+    return dequantize_rows(quantize_rows(x))
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=8, max_size=8))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llama_jax import ops
-from llama_jax.ops.int8 import dequantize, hadamard, quantize, smooth_keys
+from llama_jax.ops.int8 import dequantize_rows, hadamard, quantize_rows, smooth_keys
 
 smoothed = jax.jit(smooth_keys, static_argnames="rotary_dim")
 
@@ -34,7 +34,7 @@ def test_products_stay_and_rounding_costs_less(rotary_dim):
     product = lambda keys, queries: np.einsum("bktgh,bksh->bktgs", queries, keys)
     for before, after in zip((queries, others), found[1:], strict=True):
         np.testing.assert_allclose(product(found[0], after), product(keys, before), rtol=1e-4, atol=2e-3)
-    rounded = lambda keys: np.asarray(dequantize(quantize(jnp.asarray(keys))))
+    rounded = lambda keys: np.asarray(dequantize_rows(quantize_rows(jnp.asarray(keys))))
     error = lambda keys, queries: np.square(product(rounded(keys), queries) - product(keys, queries)).mean()
     assert error(*found[:2]) < error(keys, queries) / 4
 

@@ -106,7 +106,7 @@ def test_a_name_that_xla_refuses_is_no_crash(monkeypatch):
 @pytest.mark.parametrize("window", [{}, {"window": np.int32(5)}, {"window": np.float64(0.5)}, {"window": "0"}])
 def test_an_attribute_that_is_missing_or_of_another_type_is_an_error(window):
     pages, row = jnp.zeros((1, 1, 8, 2, 16)), jnp.zeros(1, jnp.int32)
-    call = jax.ffi.ffi_call(f"{native.PREFIX}paged_float32", jax.ShapeDtypeStruct((1, 1, 1, 16), jnp.float32))
+    call = jax.ffi.ffi_call(f"{native.KERNEL_PREFIX}paged_float32", jax.ShapeDtypeStruct((1, 1, 1, 16), jnp.float32))
     where = jnp.zeros((), jnp.int32), row[None], row + 1, jnp.asarray([0, 1], jnp.int32)
     operands = jnp.zeros((1, 1, 1, 16)), pages, jnp.zeros(0), *where
     options = {"scale": np.float32(1), "chunk": np.int64(0)}
@@ -138,9 +138,9 @@ def test_what_a_part_of_a_kernel_throws_is_an_error(thrown, said, monkeypatch, t
     source = tmp_path / "throwing.cc"
     source.write_text(THROWING)
     name = f"throwing_{said[:3].lower()}"
-    monkeypatch.setitem(native.LIBRARIES, name, (str(source), f"-DTHROWN={thrown}", f"-I{native.FOLDER}"))
+    monkeypatch.setitem(native.LIBRARIES, name, (str(source), f"-DTHROWN={thrown}", f"-I{native.SOURCE_FOLDER}"))
     assert native.usable(name)
-    call = jax.ffi.ffi_call(f"{native.PREFIX}{name}", jax.ShapeDtypeStruct((64,), jnp.float32))
+    call = jax.ffi.ffi_call(f"{native.KERNEL_PREFIX}{name}", jax.ShapeDtypeStruct((64,), jnp.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match=said):
         call(jnp.zeros(3)).block_until_ready()
     np.testing.assert_array_equal(call(jnp.zeros(9)), np.ones(64))

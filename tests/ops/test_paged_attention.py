@@ -17,7 +17,7 @@ from llama_jax.ops.attention.paged import PagedView, attend_paged, choose_paged_
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks
 from llama_jax.ops.attention.paged_kernels import PagedAttentionShape, ragged, triton
 from llama_jax.ops.cpu import native
-from llama_jax.ops.int8 import dequantize, quantize
+from llama_jax.ops.int8 import dequantize_rows, quantize_rows
 from llama_jax.ops.platform import KernelOptions
 
 SCALE, LAYERS, LAYER, TOKENS = 0.3, 2, 1, 24
@@ -42,8 +42,8 @@ def paged(rows, page, heads, width, dtype=jnp.float32, seed=0):
     count = sum(-(-length // page) for length, _ in rows) + 2
     free = list(rng.permutation(count))
     pages = rng.normal(size=(LAYERS, count, page, 2 * heads, width)).astype(np.float32)
-    stored = jax.jit(quantize)(pages) if dtype == jnp.int8 else jax.device_put(pages.astype(dtype))
-    rounded = np.asarray(jax.jit(dequantize)(stored)) if dtype == jnp.int8 else np.asarray(stored, np.float32)
+    stored = jax.jit(quantize_rows)(pages) if dtype == jnp.int8 else jax.device_put(pages.astype(dtype))
+    rounded = np.asarray(jax.jit(dequantize_rows)(stored)) if dtype == jnp.int8 else np.asarray(stored, np.float32)
     table = rng.integers(0, count, (len(rows), most)).astype(np.int32)
     apart = []
     for r, (length, _) in enumerate(rows):
@@ -424,7 +424,7 @@ def test_devices_write_and_read_their_own_rows_and_heads(head_sharding, dtype, n
     mine = rows // ways * entries
     table = np.stack([mine * part + rng.permutation(mine) for part in range(ways)]).reshape(rows, entries).astype(np.int32)
     pages = jnp.asarray(rng.normal(size=(LAYERS, rows * entries, page, 2 * heads, width)), jnp.float32)
-    pages = quantize(pages) if dtype == jnp.int8 else pages.astype(dtype)
+    pages = quantize_rows(pages) if dtype == jnp.int8 else pages.astype(dtype)
     lengths = jnp.asarray(rng.integers(each, entries * page + 3, rows), jnp.int32)  # one or another beyond the table
     starts = jnp.arange(rows + 1, dtype=jnp.int32) * each
     keys, values = (some_queries(heads, 1, width, tokens=rows * each, seed=seed)[:, :, 0] for seed in (2, 3))
@@ -485,7 +485,7 @@ def test_what_is_written_stands_in_its_slots_and_nothing_else_changes(rows, page
     keys, values = (some_queries(heads, 1, width, seed=i)[:, :, 0] for i in (2, 3))
     wanted = jax.tree.map(lambda x: np.array(x, np.float32), view.pages)
     both = np.stack([keys, values], axis=2).reshape(TOKENS, 2 * heads, width)
-    new = quantize(jnp.asarray(both)) if dtype == jnp.int8 else jnp.asarray(both, dtype)
+    new = quantize_rows(jnp.asarray(both)) if dtype == jnp.int8 else jnp.asarray(both, dtype)
     token = 0
     for r, (length, count) in enumerate(rows):
         for position in range(length - count, length):

@@ -155,7 +155,7 @@ def test_rows_go_through_bytes(kind):
 def held_by(platform: str, weight: QuantizedWeight, monkeypatch) -> QuantizedWeight:
     """As devices of a platform hold it, on a CPU."""
     monkeypatch.setattr(device_layout, "platform_of", lambda sharding: platform)
-    return weight.arranged()
+    return weight.to_device_layout()
 
 
 def test_integers_of_4_bits_are_packed_on_a_cpu_and_not_elsewhere(monkeypatch):
@@ -173,7 +173,7 @@ def test_integers_of_4_bits_are_packed_on_a_cpu_and_not_elsewhere(monkeypatch):
     back = held_by("cpu", there, monkeypatch)
     np.testing.assert_array_equal(back.planes[0], weight.planes[0])
     shape = jax.ShapeDtypeStruct((6, 4, 128), INT4, sharding=weight.planes[0].sharding)
-    assert device_layout.arranged(weight.form.planes[0], shape).shape == (6, 4, 64)
+    assert device_layout.to_device_layout(weight.form.planes[0], shape).shape == (6, 4, 64)
     smaller = regroup(tuple(map(np.asarray, weight.planes)), weight.form, QUANT_FORMATS["int4_32"])
     np.testing.assert_array_equal(QUANT_FORMATS["int4_32"].decode(*smaller), numbers(weight))
 
@@ -312,7 +312,7 @@ def test_groups_of_128_are_stored_first_in_each_layer_for_a_tpu(kind, columns, w
     assert weight.planes[0].format.layout.major_to_minor == wanted
     place = matrix.sharding
     planes = tuple(jax.ShapeDtypeStruct(plane.shape, plane.dtype, sharding=place) for plane in plain.planes)
-    shape = QuantizedWeight(planes, plain.kind, plain.dtype_name).arranged()
+    shape = QuantizedWeight(planes, plain.kind, plain.dtype_name).to_device_layout()
     layout = shape.planes[0].format.layout
     assert (layout.major_to_minor if layout is not None else tuple(range(len(wanted)))) == wanted
     np.testing.assert_array_equal(numbers(weight), numbers(plain))
@@ -388,7 +388,9 @@ def check_integers(kind: str, columns: int) -> None:
         return (x * rng.uniform(0.01, 0.02, (tokens, columns // group, 1)).astype(np.float32)).reshape(tokens, columns)
 
     each = {tokens: entries(tokens) for tokens in TOKENS}
-    multiply = jax.jit(lambda each, planes: {tokens: native.multiply(x, planes, kind) for tokens, x in each.items()})
+    multiply = jax.jit(
+        lambda each, planes: {tokens: native.multiply_quantized(x, planes, kind) for tokens, x in each.items()}
+    )
     found = multiply(each, tuple(map(jax.device_put, planes)))
     for tokens, x in each.items():
         wanted = x.astype(np.float64) @ QUANT_FORMATS[kind].decode(*planes).astype(np.float64).T
@@ -461,7 +463,10 @@ def check_exact(kind: str, columns: int) -> None:
     rng, rows, most = np.random.default_rng(6), 70, 480
     if kind in native.NATIVE_FORMATS:
         planes = tuple(map(jnp.asarray, random_planes(kind, rows, columns)))
-        x, run = jnp.asarray(rng.normal(size=(most, columns)), jnp.float32), partial(native.multiply, quant_format=kind)
+        x, run = (
+            jnp.asarray(rng.normal(size=(most, columns)), jnp.float32),
+            partial(native.multiply_quantized, quant_format=kind),
+        )
     else:
         planes = jnp.asarray(rng.normal(size=(rows, columns)), kind)
         x, run = jnp.asarray(rng.normal(size=(most, columns)), kind), native.multiply_floats
@@ -515,7 +520,7 @@ def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
     """With AVX-512 but no instruction for bfloat16, with AVX2, and with neither AVX2 nor VNNI."""
     if level == "cascadelake" and "avx512_vnni" not in native.processor().split():
         pytest.skip("this processor has no AVX-512")
-    monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("native", level) for flag in native.FLAGS))
+    monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("native", level) for flag in native.COMPILER_FLAGS))
     monkeypatch.setattr(native, "PREFIX", f"llama_jax_{level}_")
     monkeypatch.setattr(native, "_futures", {})
     usual = [name for name in native.LIBRARIES if not name.startswith("exact_")]
@@ -537,7 +542,7 @@ def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
 def test_the_native_kernel_rounds_tokens_and_keeps_what_is_not_a_number(kind, error, tokens):
     weight = weight_of(kind, rows=200)
     x = np.random.default_rng(0).normal(0, 1, (tokens, 512)).astype(np.float32)
-    multiply = jax.jit(lambda x: native.multiply(x, weight.planes, kind))
+    multiply = jax.jit(lambda x: native.multiply_quantized(x, weight.planes, kind))
     wanted = x @ numbers(weight).T
     found = np.asarray(multiply(x))
     assert 0 < np.abs(found - wanted).max() < error * np.abs(wanted).max()
@@ -551,7 +556,7 @@ def test_the_native_kernel_rounds_tokens_and_keeps_what_is_not_a_number(kind, er
 @needs_compiler
 def test_the_native_kernel_takes_no_tokens_and_batches_of_them():
     weight = weight_of("int8")
-    assert native.multiply(jnp.zeros((0, 512)), weight.planes, "int8").shape == (0, 40)
+    assert native.multiply_quantized(jnp.zeros((0, 512)), weight.planes, "int8").shape == (0, 40)
     x = jax.device_put(np.asarray(np.random.default_rng(0).normal(0, 1, (3, 2, 512)), np.float32))
     found, wanted = jax.jit(lambda x: (jax.vmap(lambda x: ops.project(x, weight))(x), ops.project(x, weight)))(x)
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)

@@ -18,7 +18,7 @@ from llama_jax.inference.compiled_decode import CompiledDecode, decoding_compute
 from llama_jax.inference.decode import DecodeSettings, DecodeState, PromptLengths, PromptTokens, shard_cache
 from llama_jax.inference.drafter import MAX_DRAFT_TOKENS, Drafter
 from llama_jax.inference.sampling import sample
-from llama_jax.inference.sharding import check_rows, sharding_of
+from llama_jax.inference.sharding import check_row_shards, sharding_of
 from llama_jax.model.cache import CacheOptions, KVCache
 from llama_jax.model.checks import check_params
 from llama_jax.model.forward import forward, unembed
@@ -73,7 +73,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
         check_params(self.config, self.params)
         if _devices(self.params) != _devices(params):
             raise MeshError("the draft model is on other devices than the model; load both with the same mesh")
-        check_rows(sharding_of(self.params), rows)
+        check_row_shards(sharding_of(self.params), rows)
 
     def begin(
         self, tokens: PromptTokens, lengths: PromptLengths, capacity: int, options: CacheOptions
@@ -95,7 +95,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
             new = np.minimum(ends - read, width)
             columns = np.minimum(read[:, None] + np.arange(width), history.shape[1] - 1)
             part = np.take_along_axis(history, columns, axis=1)
-            drafter_state = _read(self, drafter_state, part, *(x.astype(np.int32) for x in (read, new, lengths)))
+            drafter_state = _read_more(self, drafter_state, part, *(x.astype(np.int32) for x in (read, new, lengths)))
             read = read + new
         return drafter_state
 
@@ -173,7 +173,7 @@ def read_more(
     return shard_cache(cache, draft.sharding)
 
 
-_read = jax.jit(read_more, donate_argnums=1)
+_read_more = jax.jit(read_more, donate_argnums=1)
 
 
 def _devices(params: Llama) -> Any:

@@ -18,8 +18,8 @@ from llama_jax.inference.compiled_decode import (
     allow_transfers,
     capacity_for,
     checked_chunk,
-    pack,
-    unpack,
+    pack_chunk,
+    unpack_chunk,
 )
 from llama_jax.inference.decode import STEPS_PER_CHUNK, DecodeState, TokenChunk
 from llama_jax.inference.drafter import MAX_DRAFT_TOKENS, DraftCounts, DraftedChunk, Drafter, PreparedPrompts
@@ -35,7 +35,7 @@ from llama_jax.model.cache import CacheOptions
 from llama_jax.xla_flags import decode_options_on_tpu
 
 MAX_PASSES = 16  # with drafts in one call
-COMPILE_SECONDS = 0.1  # a program's first call may include its compilation if it takes longer
+MIN_COMPILE_SECONDS = 0.1  # a program's first call may include its compilation if it takes longer
 
 
 def stream_drafted(
@@ -80,7 +80,7 @@ def drafted_chunks(
     model = VerifierInputs(programs.params, programs.config, programs.compute, programs.sharding)
     count_accepted = drafter.count_accepted(tokens, lengths)
     draft_length = DraftLength.start(halved_lengths(drafter.tokens), prior=1.0 if count_accepted is None else 0.0)
-    chunk, done, _ = unpack(packed)
+    chunk, done, _ = unpack_chunk(packed)
     history = append_chunk(start_history(tokens, lengths, capacity), chunk)
     if count_accepted:
         count_accepted(chunk)
@@ -104,7 +104,7 @@ def drafted_chunks(
             chunk, done, taken, counts, observed = _unpack(packed, length)
         else:
             state, packed = programs.decode(state, min(-(-count // STEPS_PER_CHUNK), max_chunks), max_chunks)
-            chunk, done, chunks_run = unpack(packed)
+            chunk, done, chunks_run = unpack_chunk(packed)
             taken = chunks_run * STEPS_PER_CHUNK
             tokens_of_rows = chunk.valid.sum(axis=1)
             counts = DraftCounts(tokens_of_rows, np.zeros_like(tokens_of_rows), np.zeros_like(tokens_of_rows))
@@ -114,7 +114,7 @@ def drafted_chunks(
             if count_accepted:  # which must see every chunk
                 compared = count_accepted(chunk)
                 observed = observed if length else compared
-            measured = seconds if length in compiled_lengths or seconds < COMPILE_SECONDS else None
+            measured = seconds if length in compiled_lengths or seconds < MIN_COMPILE_SECONDS else None
             tokens_per_row = float(chunk.valid.sum() * taken / counts.passes.sum())
             draft_length = record_passes(draft_length, length, taken, tokens_per_row, *observed, measured)
             compiled_lengths.add(length)
@@ -156,7 +156,7 @@ def _run_packed(
     """`run_passes` with its results packed into one array, int32[B, (3 * (draft_tokens + 1) + 2) * max_passes + 2]."""
     work, taken, results = run_passes(model, drafter, PassState(state, drafter_state, history), passes, shape)
     counts = jnp.concatenate([results.offered, results.accepted], axis=1)
-    packed = jnp.concatenate([counts, pack(results.chunk, work.state.done, taken)], axis=1)
+    packed = jnp.concatenate([counts, pack_chunk(results.chunk, work.state.done, taken)], axis=1)
     return work.state, work.drafter_state, model.sharding.constrain(packed, "replicated")
 
 

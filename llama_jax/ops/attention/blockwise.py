@@ -20,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from llama_jax.ops.attention.dense import ATTENTION_OUTPUT, LOWEST, query_key_scores, scores_of, weighted_values
+from llama_jax.ops.attention.dense import ATTENTION_OUTPUT, LOWEST, masked_scores, query_key_scores, weighted_values
 from llama_jax.ops.attention.mask import NO_KEY, NO_QUERY, AttentionMask, visible
 from llama_jax.ops.layers import weight_gradient
 from llama_jax.ops.linear_map import linear_map
@@ -30,7 +30,7 @@ BLOCK_SIDE = 1024  # scores along one side of a block: large enough to amortize 
 FEW_QUERY_ROWS, KEYS_FOR_FEW_QUERIES = 16, 2048  # up to this many query rows (T * G) use larger key blocks
 Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
-Part = tuple[Float[Array, "*queries W"], Float[Array, "*queries 1"]]  # outputs and log-sum-exps
+PartialAttention = tuple[Float[Array, "*queries W"], Float[Array, "*queries 1"]]  # outputs and log-sum-exps
 Gradients = tuple[Float[Array, "B K T G H"], Float[Array, "B K S H"], Float[Array, "B K S W"]]  # queries, keys, values
 
 
@@ -104,7 +104,7 @@ def forward_part(
         def block_of_keys(j: jax.Array, carry: Three) -> Three:
             row_max, total, out = carry
             key, value = (unpack_bits(key_blocks.cut(x, j, -2)) for x in arrays[1:])
-            scores = scores_of(query, key, visible(_cut(mask, query_blocks, i, key_blocks, j), window), scale)
+            scores = masked_scores(query, key, visible(_cut_mask(mask, query_blocks, i, key_blocks, j), window), scale)
             new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1, keepdims=True))
             correction, weights = jnp.exp(row_max - new_max), jnp.exp(scores - new_max)
             total = total * correction + jnp.sum(weights, axis=-1, keepdims=True)
@@ -153,8 +153,8 @@ def tangent_part(
         def block_of_keys(j: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             total, d_out = carry
             key, value, d_key, d_value = unpack_bits(key_blocks.cut(of_keys, j, -2))
-            allowed = visible(_cut(mask, query_blocks, i, key_blocks, j), window)
-            weights = jnp.exp(scores_of(query, key, allowed, scale) - normalizer)
+            allowed = visible(_cut_mask(mask, query_blocks, i, key_blocks, j), window)
+            weights = jnp.exp(masked_scores(query, key, allowed, scale) - normalizer)
             change = query_key_scores(d_query.astype(key.dtype), key) + query_key_scores(query.astype(key.dtype), d_key)
             weighted = weights * change * scale
             d_out += weighted_values(weighted, value) + weighted_values(weights, d_value)
@@ -221,7 +221,7 @@ def backward_part(
         def block_of_keys(j: jax.Array, carry: Three) -> Three:
             dq, dk, dv = carry
             key, value = unpack_bits(key_blocks.cut(arrays[1], j, -2))
-            allowed = visible(_cut(mask, query_blocks, i, key_blocks, j, once=True), window)
+            allowed = visible(_cut_mask(mask, query_blocks, i, key_blocks, j, once=True), window)
             new = block_gradients(scale, query, key, value, allowed)
             return dq + new[0], key_blocks.add(dk, new[1], j, -2), key_blocks.add(dv, new[2], j, -2)
 
@@ -274,7 +274,7 @@ def block_gradients(
     return dq, dk, dv
 
 
-def combine(first: Part, second: Part) -> Part:
+def combine(first: PartialAttention, second: PartialAttention) -> PartialAttention:
     """Combine attention to two disjoint sets of keys: outputs and log-sum-exps as `forward_part` returns them."""
     lse = jnp.logaddexp(first[1], second[1])
     known = jnp.where(lse == -jnp.inf, 0, lse)  # for a query that sees no key in either set: exp(-inf - 0) = 0
@@ -338,7 +338,7 @@ def block_side(heads: int) -> int:
     return BLOCK_SIDE
 
 
-def _cut(
+def _cut_mask(
     mask: AttentionMask, query_blocks: _Blocks, i: jax.Array, key_blocks: _Blocks, j: jax.Array, *, once: bool = False
 ) -> AttentionMask:
     """The mask of a pair of blocks. Each key counts in one block only, and with `once` so does each query."""

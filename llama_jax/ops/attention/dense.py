@@ -41,7 +41,7 @@ def dense_attention(
 
     def attend_blocks(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: AttentionMask) -> jax.Array:
         outputs = []
-        for query_slice, key_slice in _blocks(queries.shape[2], keys.shape[2], mask.ordered, window):
+        for query_slice, key_slice in _blocks_of_queries(queries.shape[2], keys.shape[2], mask.ordered, window):
             allowed = visible(mask.sliced(query_slice, key_slice), window)
             block = queries[:, :, query_slice], keys[:, :, key_slice], values[:, :, key_slice]
             outputs.append(_attend_block(*block, allowed, scale))
@@ -51,7 +51,7 @@ def dense_attention(
     return jax.checkpoint(attend_blocks, policy=policy)(queries, keys, values, mask)
 
 
-def _blocks(num_queries: int, num_keys: int, ordered: bool, window: int | None) -> list[tuple[slice, slice]]:
+def _blocks_of_queries(num_queries: int, num_keys: int, ordered: bool, window: int | None) -> list[tuple[slice, slice]]:
     """The queries of each block, and a range of keys that contains all those they attend to."""
     if not ordered:
         return [(slice(num_queries), slice(num_keys))]
@@ -62,7 +62,7 @@ def _blocks(num_queries: int, num_keys: int, ordered: bool, window: int | None) 
 
 def _attend_block(queries: jax.Array, keys: jax.Array, values: jax.Array, allowed: jax.Array, scale: float) -> jax.Array:
     """The attention of one block of queries; `allowed` is bool[B|1, T, S]."""
-    scores = scores_of(queries, keys, allowed, scale)  # [B, K, T, G, S]
+    scores = masked_scores(queries, keys, allowed, scale)  # [B, K, T, G, S]
     # All scores of a query that attends to no key are -inf: its weights are zero, not NaN.
     row_max = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST))
     weights = jnp.exp(scores - row_max)
@@ -75,7 +75,7 @@ def _attend_block(queries: jax.Array, keys: jax.Array, values: jax.Array, allowe
     return (attended / denominator).astype(queries.dtype)
 
 
-def scores_of(
+def masked_scores(
     queries: Float[Array, "B K T G H"], keys: Float[Array, "B K S H"], allowed: Bool[Array, "#B T S"], scale: float
 ) -> Float[Array, "B K T G S"]:
     """The scaled scores, in float32 at least; -inf where the query does not attend to the key."""

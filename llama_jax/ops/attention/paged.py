@@ -17,7 +17,7 @@ from llama_jax.errors import MeshError
 from llama_jax.ops import exact
 from llama_jax.ops.attention.mask import NO_QUERY, HeadSharding, PagedAttentionShape
 from llama_jax.ops.attention.paged_blocks import attend_by_blocks, is_visible
-from llama_jax.ops.int8 import Quantized, dequantize, map_rows, quantize
+from llama_jax.ops.int8 import Quantized, dequantize_rows, map_planes, quantize_rows
 from llama_jax.ops.platform import KernelOptions, current_mesh_sizes, has_cpu_variant, log_backend, lowering_platform
 
 
@@ -71,8 +71,8 @@ def paged_reference(
     """`attend_paged` by the textbook formula, for tests."""
     acc_dtype = jnp.promote_types(queries.dtype, jnp.float32)
     row, position = view.rows_and_positions(len(queries))
-    gathered: Any = map_rows(lambda x: x[view.layer, view.table[row]], view.pages)  # [T, n, page, 2K, H]
-    dense = dequantize(gathered, acc_dtype) if isinstance(gathered, Quantized) else gathered.astype(acc_dtype)
+    gathered: Any = map_planes(lambda x: x[view.layer, view.table[row]], view.pages)  # [T, n, page, 2K, H]
+    dense = dequantize_rows(gathered, acc_dtype) if isinstance(gathered, Quantized) else gathered.astype(acc_dtype)
     keys_values = dense.reshape(len(queries), -1, *dense.shape[3:])  # [T, S, 2K, H]
     query, key = position[:, None], jnp.arange(keys_values.shape[1])[None]
     is_sink = (key < sinks) & (key <= query)
@@ -164,10 +164,10 @@ def write_paged(
     """
     shard_axes = _ShardAxes.of(head_sharding, pages, view, len(keys))
     if shard_axes is None:
-        return _write(kernels, pages, keys, values, view)
+        return _write_on_device(kernels, pages, keys, values, view)
     pages_spec, tokens_spec, view_spec = shard_axes.specs(pages, view)
     run = jax.shard_map(
-        lambda pages, keys, values, view: _write(
+        lambda pages, keys, values, view: _write_on_device(
             kernels, pages, keys, values, _local_view(view, pages.shape[1], shard_axes.rows)
         ),
         in_specs=(pages_spec, tokens_spec, tokens_spec, view_spec),
@@ -177,14 +177,14 @@ def write_paged(
     return run(pages, keys, values, view.replace(pages=None))
 
 
-def _write(kernels: KernelOptions, pages: Any, keys: jax.Array, values: jax.Array, view: PagedView) -> Any:
+def _write_on_device(kernels: KernelOptions, pages: Any, keys: jax.Array, values: jax.Array, view: PagedView) -> Any:
     layers, n_pages, page_size, *_ = pages.shape
     row, position = view.rows_and_positions(len(keys))
     slot = (view.layer * n_pages + view.table[row, position // page_size]) * page_size + position % page_size
     valid = (position != NO_QUERY) & (position < view.table.shape[1] * page_size)
     slot = jnp.where(valid, slot, layers * n_pages * page_size)  # out of range: dropped
     keys_values = jnp.stack([keys, values], axis=2).reshape(len(keys), -1, keys.shape[-1])  # [T, 2K, H]
-    rows = quantize(keys_values) if isinstance(pages, Quantized) else keys_values.astype(pages.dtype)
+    rows = quantize_rows(keys_values) if isinstance(pages, Quantized) else keys_values.astype(pages.dtype)
     return jax.tree.map(lambda pages, rows: scatter_rows(pages, rows, slot, kernels), pages, rows)
 
 

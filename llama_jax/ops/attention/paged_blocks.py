@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from llama_jax.ops.int8 import Quantized, dequantize, map_rows
+from llama_jax.ops.int8 import Quantized, dequantize_rows, map_planes
 
 MAX_QUERIES_PER_BLOCK, KEYS_PER_BLOCK = 64, 512
 EXACT_KEYS_PER_BLOCK = 128  # in exact programs, whatever the number of keys
@@ -84,8 +84,8 @@ def attend_by_blocks(
             """Accumulate `count` pages starting at table entry `entry`; `is_allowed(key positions)` is the mask."""
             running_max, running_sum, acc = carry  # [K, q, G], [K, q, G], [K, q, G, H]
             pages = lax.dynamic_slice(table, (row, entry), (1, count))[0]
-            gathered: Any = map_rows(lambda x: x[view.layer, pages], view.pages)
-            keys_values = dequantize(gathered, queries.dtype) if isinstance(gathered, Quantized) else gathered
+            gathered: Any = map_planes(lambda x: x[view.layer, pages], view.pages)
+            keys_values = dequantize_rows(gathered, queries.dtype) if isinstance(gathered, Quantized) else gathered
             keys_values = keys_values.reshape(-1, heads, 2, head_dim)
             key = entry * page_size + jnp.arange(len(keys_values), dtype=jnp.int32)
             keys_values = jnp.where((key < stored)[:, None, None, None], keys_values, 0)

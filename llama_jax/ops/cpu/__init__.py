@@ -84,7 +84,7 @@ def matmul_on_cpu(
     accelerator. With more axes it copies a transpose: of the weight in every matmul, of `x` for the weight's gradient.
     """
     if weight.ndim > 2 or x.ndim > 2:
-        product = matmul_on_cpu(plain, _flat(x), _flat(weight), out_dtype, kernels)
+        product = matmul_on_cpu(plain, _to_rows(x), _to_rows(weight), out_dtype, kernels)
         return product.reshape(*x.shape[:-1], *weight.shape[:-1])
     if _has_native_matmul(x, weight, kernels):
         return _native_matmul(kernels.exact, x, weight).astype(out_dtype)
@@ -157,30 +157,30 @@ _native_matmul.defvjp(_native_matmul_forward, _native_matmul_backward)
 
 def _matmul_16_bit(x: jax.Array, weight: jax.Array, kernels: KernelOptions) -> jax.Array:
     """[..., D] times [*out, D]: float32[..., *out]."""
-    return _matmul_cast_weight((kernels.save_cast_weights, weight.dtype), x, weight)
+    return _matmul_cast_to_16_bits((kernels.save_cast_weights, weight.dtype), x, weight)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _matmul_cast_weight(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
+def _matmul_cast_to_16_bits(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
     """`layers.matmul_cast_weight` of matrices, with 16-bit matmuls in its derivative, where JAX would use float32."""
     return _matmul_to_float32(x, weight.astype(x.dtype))
 
 
-@functools.partial(_matmul_cast_weight.defjvp, symbolic_zeros=True)
-def _matmul_cast_weight_jvp(settings: tuple[bool, Any], primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+@functools.partial(_matmul_cast_to_16_bits.defjvp, symbolic_zeros=True)
+def _matmul_cast_to_16_bits_jvp(settings: tuple[bool, Any], primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     x, weight = primals
     matrix = weight.astype(x.dtype)
     residuals = pack_bits((x, matrix if settings[0] else weight))
-    backward = functools.partial(_matmul_cast_weight_gradients, settings)
-    return _matmul_to_float32(x, matrix), linear_map(_matmul_cast_weight_tangent, backward, residuals, tuple(tangents))
+    backward = functools.partial(_matmul_cast_to_16_bits_gradients, settings)
+    return _matmul_to_float32(x, matrix), linear_map(_matmul_cast_to_16_bits_tangent, backward, residuals, tuple(tangents))
 
 
-def _matmul_cast_weight_tangent(residuals: Any, tangents: Any) -> jax.Array:
+def _matmul_cast_to_16_bits_tangent(residuals: Any, tangents: Any) -> jax.Array:
     x, matrix = unpack_bits(residuals)
     return _matmul_to_float32(tangents[0], matrix.astype(x.dtype)) + _matmul_to_float32(x, tangents[1].astype(x.dtype))
 
 
-def _matmul_cast_weight_gradients(
+def _matmul_cast_to_16_bits_gradients(
     settings: tuple[bool, Any], residuals: Any, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, matrix = unpack_bits(residuals)
@@ -213,7 +213,7 @@ def _matmul_to_float32(rows: jax.Array, matrix: jax.Array) -> jax.Array:
     return lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _flat(x: jax.Array) -> jax.Array:
+def _to_rows(x: jax.Array) -> jax.Array:
     """[..., D] as a matrix [rows, D]."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
@@ -239,7 +239,7 @@ def multiply_quantized(
     eight rows are padded with zeros anyway.
     """
     if is_native(form.name, kernels.exact):
-        return native.multiply(x, planes, form.name, exact=kernels.exact)
+        return native.multiply_quantized(x, planes, form.name, exact=kernels.exact)
     if form.name != "int8":
         return plain(x.astype(jnp.float32), planes, form, kernels)
     values, scales = planes
@@ -259,7 +259,7 @@ def multiply_group_on_cpu(
 ) -> jax.Array:
     """`weights.layers.multiply_group`: by `native`, which reads the group's matrix in place. XLA would copy it."""
     if is_quantized(weight) and is_native(weight.kind, kernels.exact):
-        return native.multiply(x, weight.planes, weight.kind, group, exact=kernels.exact).astype(out_dtype)
+        return native.multiply_quantized(x, weight.planes, weight.kind, group, exact=kernels.exact).astype(out_dtype)
     matrix = jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype)
     if not isinstance(weight, Weight) and _has_native_matmul(x, matrix, kernels):
         return native.multiply_floats(x, weight, group, exact=kernels.exact).astype(out_dtype)
@@ -540,7 +540,7 @@ def attend_paged_on_cpu(
     if not (suits and native.usable(library)):
         return plain(queries, view, sinks=sinks, sink_queries=sink_queries, kernels=kernels, **options)
     log_backend("native", "on cpu")
-    return native.attend_paged(queries, view, exact=kernels.exact, **options).astype(queries.dtype)
+    return native.attend_pages(queries, view, exact=kernels.exact, **options).astype(queries.dtype)
 
 
 def _partitioned_by_xla() -> bool:

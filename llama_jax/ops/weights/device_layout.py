@@ -37,7 +37,7 @@ def storage_order(plane: QuantField, ndim: int, platform: str) -> tuple[int, ...
     return (*layers, ndim - 2, *range(len(layers), ndim - 2), ndim - 1)
 
 
-def arranged(plane: QuantField, array: Any) -> Any:
+def to_device_layout(plane: QuantField, array: Any) -> Any:
     """A plane in the memory layout of its devices, with 4-bit integers packed if they need it.
 
     A `jax.ShapeDtypeStruct` becomes one with that layout. Tracers and arrays without a sharding are returned unchanged.

@@ -138,7 +138,7 @@ def pack_int4(x: Shaped[EitherArray, " ..."]) -> Shaped[EitherArray, " ..."]:
 
 def pack_nibbles(x: UInt8[EitherArray, "*batch n"]) -> UInt8[EitherArray, "*batch n//2"]:
     """4-bit values, one per byte, as two per byte, the first in the low half."""
-    pairs = groups_of(x, 2)
+    pairs = split_groups(x, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
@@ -151,15 +151,15 @@ def unpack_halves(
 
 def unpack_int4(x: Shaped[EitherArray, " ..."]) -> Shaped[EitherArray, " ..."]:
     """Undo `pack_int4`: uint8[..., n / 2] as int8[..., n]; other dtypes unchanged."""
-    return rows_of(joined([groups_of(half, 1) for half in unpack_halves(x)])) if x.dtype == np.uint8 else x
+    return join_groups(joined([split_groups(half, 1) for half in unpack_halves(x)])) if x.dtype == np.uint8 else x
 
 
-def groups_of(x: Shaped[EitherArray, "*batch D"], size: int) -> Shaped[EitherArray, "*batch groups {size}"]:
+def split_groups(x: Shaped[EitherArray, "*batch D"], size: int) -> Shaped[EitherArray, "*batch groups {size}"]:
     """[..., D] as [..., D / size, size]."""
     return x.reshape(*x.shape[:-1], -1, size)
 
 
-def rows_of(x: Shaped[EitherArray, "*batch groups size"]) -> Shaped[EitherArray, "*batch D"]:
+def join_groups(x: Shaped[EitherArray, "*batch groups size"]) -> Shaped[EitherArray, "*batch D"]:
     """[..., groups, size] as [..., D]."""
     return x.reshape(*x.shape[:-2], -1)
 
@@ -188,7 +188,7 @@ def shifted(
 
 def nibbles(x: UInt8[EitherArray, "*batch half"], size: int) -> UInt8[EitherArray, "*batch groups 2 {size//2}"]:
     """uint8[..., D / 2] as [..., groups, 2, size / 2]: the low halves of each group's bytes, and then the high halves."""
-    return shifted(groups_of(x, size // 2), (0, 4), 15)
+    return shifted(split_groups(x, size // 2), (0, 4), 15)
 
 
 def for_each(x: Shaped[EitherArray, "*shape"], size: int) -> Shaped[EitherArray, "*shape _"]:
@@ -254,7 +254,7 @@ def blocks_from_planes(planes: tuple[np.ndarray, ...], kind: QuantFormat) -> UIn
     parts = []
     for array, plane in zip(planes, kind.planes, strict=True):
         entries = kind.block * plane.entries // plane.numbers
-        parts.append(np.ascontiguousarray(groups_of(np.asarray(array), entries)).view(np.uint8))
+        parts.append(np.ascontiguousarray(split_groups(np.asarray(array), entries)).view(np.uint8))
     return np.concatenate(parts, -1)
 
 

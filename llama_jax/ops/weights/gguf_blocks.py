@@ -14,16 +14,25 @@ from llama_jax.ops.weights.format_spec import (
     QuantField,
     QuantFormat,
     for_each,
-    groups_of,
+    join_groups,
     looked_up,
     nibbles,
     planes_from_blocks,
-    rows_of,
     shifted,
+    split_groups,
     to_float32,
 )
 from llama_jax.ops.weights.k_quants import encode_q4_k, encode_q5_k, encode_q6_k
-from llama_jax.ops.weights.words import BYTES, NIBBLES, WordDecoder, WordValues, divided, for_each_word, signed, unsigned
+from llama_jax.ops.weights.words import (
+    BYTE_SHIFTS,
+    NIBBLE_SHIFTS,
+    WordDecoder,
+    WordValues,
+    divided,
+    for_each_word,
+    signed,
+    unsigned,
+)
 
 # The values of the 4-bit indices of IQ4_NL and IQ4_XS, and of MXFP4 (floats e2m1, doubled).
 IQ4 = np.asarray([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
@@ -43,10 +52,10 @@ def _encode_by(
     return encode
 
 
-def _scaled(factors: EitherArray, numbers: EitherArray, offsets: EitherArray | None = None) -> EitherArray:
+def _scale_and_add(factors: EitherArray, numbers: EitherArray, offsets: EitherArray | None = None) -> EitherArray:
     """[..., D] from scales and offsets [..., groups, 1 | size], and values in row order with any grouping."""
     scaled = factors * to_float32(numbers.reshape(*factors.shape[:-1], -1))
-    return rows_of(scaled if offsets is None else scaled + offsets)
+    return join_groups(scaled if offsets is None else scaled + offsets)
 
 
 def _each(x: EitherArray) -> EitherArray:
@@ -58,17 +67,17 @@ def _each(x: EitherArray) -> EitherArray:
 
 
 def _decode_q8_0(d: EitherArray, values: EitherArray) -> EitherArray:
-    return _scaled(_each(d), values)
+    return _scale_and_add(_each(d), values)
 
 
 def _nibbles_of_32(values: EitherArray) -> EitherArray:
     """uint8[..., D / 2] as [..., blocks, 32]."""
-    return rows_of(nibbles(values, 32))
+    return join_groups(nibbles(values, 32))
 
 
 def _five_bits(high: EitherArray, values: EitherArray) -> EitherArray:
     """5-bit values [..., blocks, 32]; the fifth bits are four bytes of each block."""
-    low, fifth = _nibbles_of_32(values), shifted(groups_of(high, 1), tuple(range(8)), 1)
+    low, fifth = _nibbles_of_32(values), shifted(split_groups(high, 1), tuple(range(8)), 1)
     return low | (fifth.reshape(low.shape) << np.uint8(4))
 
 
@@ -78,40 +87,40 @@ def _centered(numbers: EitherArray, zero: int) -> EitherArray:
 
 
 def _decode_q4_0(d: EitherArray, values: EitherArray) -> EitherArray:
-    return _scaled(_each(d), _centered(_nibbles_of_32(values), 8))
+    return _scale_and_add(_each(d), _centered(_nibbles_of_32(values), 8))
 
 
 def _decode_q4_1(d: EitherArray, m: EitherArray, values: EitherArray) -> EitherArray:
-    return _scaled(_each(d), _nibbles_of_32(values), _each(m))
+    return _scale_and_add(_each(d), _nibbles_of_32(values), _each(m))
 
 
 def _decode_q5_0(d: EitherArray, high: EitherArray, values: EitherArray) -> EitherArray:
-    return _scaled(_each(d), _centered(_five_bits(high, values), 16))
+    return _scale_and_add(_each(d), _centered(_five_bits(high, values), 16))
 
 
 def _decode_q5_1(d: EitherArray, m: EitherArray, high: EitherArray, values: EitherArray) -> EitherArray:
-    return _scaled(_each(d), _five_bits(high, values), _each(m))
+    return _scale_and_add(_each(d), _five_bits(high, values), _each(m))
 
 
 def _decode_iq4_nl(d: EitherArray, values: EitherArray) -> EitherArray:
-    return _scaled(_each(d), looked_up(IQ4, _nibbles_of_32(values)))
+    return _scale_and_add(_each(d), looked_up(IQ4, _nibbles_of_32(values)))
 
 
-def _power_of_two(e: EitherArray) -> EitherArray:
+def _power_of_two_of_exponent(e: EitherArray) -> EitherArray:
     """2 ** (e - 128), half of the file's scale, because E2M1 is doubled; as float32 bits, denormal for e < 2."""
     exponent = e.astype(np.int32)
     return ((exponent - 1) << 23).clip(np.int32(1 << 21) << exponent.clip(0, 1)).view(np.float32)
 
 
 def _decode_mxfp4(e: EitherArray, values: EitherArray) -> EitherArray:
-    return _scaled(_each(_power_of_two(e)), looked_up(E2M1, _nibbles_of_32(values)))
+    return _scale_and_add(_each(_power_of_two_of_exponent(e)), looked_up(E2M1, _nibbles_of_32(values)))
 
 
 # --- blocks of 32 by words -------------------------------------------------------------------------------------------------
 
 
 def _q8_0_words(parts: int, d: EitherArray, words: EitherArray) -> WordValues:
-    return WordValues(signed(divided(words, parts), BYTES, 8), d)
+    return WordValues(signed(divided(words, parts), BYTE_SHIFTS, 8), d)
 
 
 def _of_32(decode: Callable[..., WordValues], *integers: int) -> WordDecoder:
@@ -121,24 +130,24 @@ def _of_32(decode: Callable[..., WordValues], *integers: int) -> WordDecoder:
 
 def _q4_0_words(parts: int, d: EitherArray, words: EitherArray) -> WordValues:
     centered = words ^ np.uint32(0x88888888)  # subtracts 8 from each
-    return WordValues(signed(divided(centered, parts), NIBBLES, 4), d)
+    return WordValues(signed(divided(centered, parts), NIBBLE_SHIFTS, 4), d)
 
 
 def _floats(integers: list[EitherArray]) -> list[EitherArray]:
     return [to_float32(integer) for integer in integers]
 
 
-def _nibbles(parts: int, words: EitherArray) -> list[EitherArray]:
-    return unsigned(divided(words, parts), NIBBLES, 4)
+def _nibbles_of_words(parts: int, words: EitherArray) -> list[EitherArray]:
+    return unsigned(divided(words, parts), NIBBLE_SHIFTS, 4)
 
 
 def _q4_1_words(parts: int, d: EitherArray, m: EitherArray, words: EitherArray) -> WordValues:
-    return WordValues(_floats(_nibbles(parts, words)), d, m)
+    return WordValues(_floats(_nibbles_of_words(parts, words)), d, m)
 
 
 def _five_bits_by_word(parts: int, high: EitherArray, words: EitherArray) -> list[EitherArray]:
     """Bit n of a block's `high` belongs to value n of the block."""
-    low = _nibbles(parts, words)
+    low = _nibbles_of_words(parts, words)
     first = np.arange(0, 16, 4 // parts, dtype=np.uint32)  # the bit of the first value of each word of a block
     fifth = for_each_word(high, low[0]) >> np.resize(first, low[0].shape[-1])
     return [nibble | (bit << 4) for nibble, bit in zip(low, unsigned(fifth, FIFTH_BITS, 1), strict=True)]
@@ -153,11 +162,11 @@ def _q5_1_words(parts: int, d: EitherArray, m: EitherArray, high: EitherArray, w
 
 
 def _iq4_nl_words(parts: int, d: EitherArray, words: EitherArray) -> WordValues:
-    return WordValues([looked_up(IQ4, index) for index in _nibbles(parts, words)], d)
+    return WordValues([looked_up(IQ4, index) for index in _nibbles_of_words(parts, words)], d)
 
 
 def _mxfp4_words(parts: int, e: EitherArray, words: EitherArray) -> WordValues:
-    return WordValues([looked_up(E2M1, index) for index in _nibbles(parts, words)], _power_of_two(e))
+    return WordValues([looked_up(E2M1, index) for index in _nibbles_of_words(parts, words)], _power_of_two_of_exponent(e))
 
 
 # --- blocks of 256 ---------------------------------------------------------------------------------------------------------
@@ -185,18 +194,18 @@ def _nibbles_of_k(values: EitherArray) -> EitherArray:
 
 def _pairs_of_k(values: EitherArray) -> EitherArray:
     """2-bit values, uint8[..., D / 4], as [..., blocks, 16, 16]: 32 bytes hold 128 of them."""
-    numbers = shifted(groups_of(values, 32), (0, 2, 4, 6), 3)
+    numbers = shifted(split_groups(values, 32), (0, 2, 4, 6), 3)
     return numbers.reshape(*values.shape[:-1], -1, 16, 16)
 
 
 def _bits_of_k(high: EitherArray) -> EitherArray:
     """Bits, uint8[..., D / 8], as [..., blocks, 8, 32]: byte i of a block holds bit i of each of its eight groups of 32."""
-    return shifted(groups_of(high, 32), tuple(range(8)), 1)
+    return shifted(split_groups(high, 32), tuple(range(8)), 1)
 
 
 def _decode_q2_k(scales: EitherArray, values: EitherArray, d: EitherArray, dmin: EitherArray) -> EitherArray:
-    both = groups_of(scales, 16)[..., None]
-    return _scaled(_times(d, both & 15), _pairs_of_k(values), -_times(dmin, both >> 4))
+    both = split_groups(scales, 16)[..., None]
+    return _scale_and_add(_times(d, both & 15), _pairs_of_k(values), -_times(dmin, both >> 4))
 
 
 def _decode_q3_k(high: EitherArray, values: EitherArray, scales: EitherArray, d: EitherArray) -> EitherArray:
@@ -206,12 +215,12 @@ def _decode_q3_k(high: EitherArray, values: EitherArray, scales: EitherArray, d:
     lower = four[..., :2, :, :] >> np.asarray([0, 4], np.uint8).reshape(2, 1, 1, 1)  # the low four bits of the 16 scales
     upper = four[..., 2:, :, :] >> np.asarray([0, 2, 4, 6], np.uint8).reshape(2, 2, 1, 1)  # the high two bits
     six = (lower & 15) | ((upper & 3) << np.uint8(4))
-    return _scaled(_times(d, _centered(six, 32)), numbers)
+    return _scale_and_add(_times(d, _centered(six, 32)), numbers)
 
 
 def _decode_q4_k(d: EitherArray, dmin: EitherArray, scales: EitherArray, values: EitherArray) -> EitherArray:
     factors, mins = _scales_and_mins(scales)
-    return _scaled(_times(d, factors), _nibbles_of_k(values), -_times(dmin, mins))
+    return _scale_and_add(_times(d, factors), _nibbles_of_k(values), -_times(dmin, mins))
 
 
 def _decode_q5_k(
@@ -219,22 +228,22 @@ def _decode_q5_k(
 ) -> EitherArray:
     numbers = _nibbles_of_k(values) | (_bits_of_k(high) << np.uint8(4))
     factors, mins = _scales_and_mins(scales)
-    return _scaled(_times(d, factors), numbers, -_times(dmin, mins))
+    return _scale_and_add(_times(d, factors), numbers, -_times(dmin, mins))
 
 
 def _decode_q6_k(low: EitherArray, high: EitherArray, scales: EitherArray, d: EitherArray) -> EitherArray:
     upper = _pairs_of_k(high)
     lower = nibbles(low, 128)  # 64 bytes for 128 values
     numbers = _centered(lower.reshape(upper.shape) | (upper << np.uint8(4)), 32)
-    return _scaled(_times(d, groups_of(scales, 16)[..., None]), numbers)
+    return _scale_and_add(_times(d, split_groups(scales, 16)[..., None]), numbers)
 
 
 def _decode_iq4_xs(d: EitherArray, high: EitherArray, low: EitherArray, values: EitherArray) -> EitherArray:
     """Eight 6-bit scales in each block: two bits of a 16-bit integer, and half a byte."""
     upper = for_each(high, 32)[..., None, None, :] >> np.arange(0, 16, 2, dtype=np.uint16).reshape(4, 2, 1)
-    lower = for_each(groups_of(low, 4), 32)[..., None, :] >> np.asarray([[0], [4]], np.uint8)
+    lower = for_each(split_groups(low, 4), 32)[..., None, :] >> np.asarray([[0], [4]], np.uint8)
     six = (lower & 15) | ((upper & 3).astype(np.uint8) << np.uint8(4))
-    return _scaled(_times(d, _centered(six, 32)), looked_up(IQ4, _nibbles_of_32(values)))
+    return _scale_and_add(_times(d, _centered(six, 32)), looked_up(IQ4, _nibbles_of_32(values)))
 
 
 _HALF, _BYTE, _SIGNED = np.float16, np.uint8, np.int8

@@ -16,7 +16,7 @@ from llama_jax.ops.layers import MATMUL_OUTPUT, project
 from llama_jax.ops.platform import KernelOptions
 from llama_jax.ops.weights.lora import LoraWeight, LowRank, LowRankWeight
 
-WHOLE = 2  # with at most this many adapters per row of a batch, the whole table is multiplied
+MAX_DENSE_ADAPTERS_PER_ROW = 2  # with at most this many adapters per row of a batch, the whole table is multiplied
 
 
 class MultiLoraWeight(LowRankWeight, kw_only=True):
@@ -51,7 +51,9 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
         if self.rows is None or self.rows.shape != x.shape[:1]:
             said = "no adapters are set" if self.rows is None else f"the adapters set have shape {list(self.rows.shape)}"
             raise ConfigError(f"{said}, but each of {x.shape[0]} rows of the batch needs one; set them with choose_adapters")
-        change = self._change_by_all if len(self.scales) <= WHOLE * len(self.rows) else self._change_by_row
+        change = (
+            self._change_by_all if len(self.scales) <= MAX_DENSE_ADAPTERS_PER_ROW * len(self.rows) else self._change_by_row
+        )
         product = project(x, self.base, out_dtype=out_dtype, kernels=kernels) + change(x, out_dtype, kernels)
         if self.factor is not None:
             factor = jnp.moveaxis(jnp.take(self.factor, jnp.maximum(self.rows, 0), axis=-1), -1, 0)  # [B, *out]

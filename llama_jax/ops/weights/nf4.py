@@ -16,10 +16,10 @@ from llama_jax.ops.weights.format_spec import (
     EitherArray,
     QuantField,
     QuantFormat,
-    groups_of,
+    join_groups,
     looked_up,
-    rows_of,
     shifted,
+    split_groups,
     to_float32,
 )
 from llama_jax.ops.weights.words import WordDecoder, WordValues, divided, unsigned
@@ -68,14 +68,14 @@ def dynamic_map() -> Float32[np.ndarray, 256]:
 DYNAMIC = dynamic_map()
 
 
-def _numbers(values: EitherArray) -> EitherArray:
+def _nf4_values(values: EitherArray) -> EitherArray:
     """uint8[..., D / 2] as float32[..., D / 64, 64]; the high half of a byte comes first."""
-    pairs = shifted(groups_of(values, 1), (4, 0), 15)
-    return groups_of(looked_up(NF4, pairs.reshape(*values.shape[:-1], -1)), BLOCK)
+    pairs = shifted(split_groups(values, 1), (4, 0), 15)
+    return split_groups(looked_up(NF4, pairs.reshape(*values.shape[:-1], -1)), BLOCK)
 
 
 def _decode(values: EitherArray, factors: EitherArray) -> EitherArray:
-    return rows_of(_numbers(values) * factors[..., None])
+    return join_groups(_nf4_values(values) * factors[..., None])
 
 
 def _words(parts: int, words: EitherArray, factors: EitherArray) -> WordValues:
@@ -88,7 +88,7 @@ def _factors(absmax: EitherArray, nested: EitherArray, offset: EitherArray) -> E
 
 def _factors_of_256(absmax: EitherArray, nested: EitherArray, offset: EitherArray) -> EitherArray:
     """With a second scale for every 256 weights."""
-    factors = rows_of(groups_of(looked_up(DYNAMIC, absmax), 256 // BLOCK) * to_float32(nested)[..., None])
+    factors = join_groups(split_groups(looked_up(DYNAMIC, absmax), 256 // BLOCK) * to_float32(nested)[..., None])
     return factors + offset[..., None]
 
 
@@ -107,14 +107,14 @@ def _nearest(table: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def _encode_values(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    groups = groups_of(x, BLOCK)
+    groups = split_groups(x, BLOCK)
     absmax = np.abs(groups).max(-1)
     scaled = groups / np.where(absmax == 0, 1, absmax)[..., None]
-    pairs = groups_of(rows_of(_nearest(NF4, scaled)), 2)
+    pairs = split_groups(join_groups(_nearest(NF4, scaled)), 2)
     return (pairs[..., 0] << 4) | pairs[..., 1], absmax
 
 
-def _encode(x: np.ndarray) -> tuple[np.ndarray, ...]:
+def _encode_nf4(x: np.ndarray) -> tuple[np.ndarray, ...]:
     """As in bitsandbytes, except that offset and second scale are per row, and so do not depend on other rows."""
     values, absmax = _encode_values(x)
     offset = absmax.mean(-1, dtype=np.float32)
@@ -131,7 +131,7 @@ DOUBLE = QuantFormat(
     BLOCK,
     (*_DOUBLE, QuantField("nested", np.float32, 0, 1), _OFFSET),
     _decode_with(_factors),
-    _encode,
+    _encode_nf4,
     _words_with(_factors),
 )
 DOUBLE_256 = QuantFormat(

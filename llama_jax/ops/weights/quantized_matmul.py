@@ -27,10 +27,10 @@ from llama_jax.ops.platform import (
     lowering_device_kind,
     lowering_platform,
 )
-from llama_jax.ops.weights.device_layout import TILES, arranged, in_runs, take
+from llama_jax.ops.weights.device_layout import TILES, in_runs, take, to_device_layout
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, QuantFormat, unpack_halves, unpack_int4
 from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
-from llama_jax.ops.weights.words import NIBBLES, WordDecoder
+from llama_jax.ops.weights.words import NIBBLE_SHIFTS, WordDecoder
 
 FEW_TOKENS = 16  # with at most this many tokens, per-group dot products are computed first and scaled afterwards
 FEW_TOKENS_OF_TPU = 64  # the same on a TPU
@@ -80,8 +80,8 @@ class QuantizedWeight(Weight):
 
     def project(self, x: Float[Array, "*batch D"], out_dtype: Any, kernels: KernelOptions) -> Float[Array, " ..."]:
         """See `ops.layers.project`."""
-        settings = _Settings(self.kind, x.dtype.name, jnp.dtype(out_dtype).name, kernels)
-        return checkpoint_name(_project(settings, x, self.planes), MATMUL_OUTPUT)
+        settings = _MatmulSettings(self.kind, x.dtype.name, jnp.dtype(out_dtype).name, kernels)
+        return checkpoint_name(_project_quantized(settings, x, self.planes), MATMUL_OUTPUT)
 
     def embed(self, rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Look up rows of a table [V, D]."""
@@ -92,9 +92,9 @@ class QuantizedWeight(Weight):
         """The same weights as a matrix [*out, D] with different axes `out`."""
         return self.replace(planes=flat_planes(self.form, self.planes, shape[:-1]))
 
-    def arranged(self) -> QuantizedWeight:
+    def to_device_layout(self) -> QuantizedWeight:
         """In the memory layout of its devices, see `device_layout`; every constructor ends with this."""
-        return self.replace(planes=tuple(map(arranged, self.form.planes, self.planes)))
+        return self.replace(planes=tuple(map(to_device_layout, self.form.planes, self.planes)))
 
     def to_dense(self) -> Any:
         """Dequantized, as NumPy or JAX like the planes; for tests and files, not for matmuls."""
@@ -147,7 +147,7 @@ def quantize_matrix(matrix: Float[AnyArray, "*out D"], kind: str) -> QuantizedWe
     places = shardings_of_planes(form, getattr(matrix, "sharding", None), matrix.ndim)
     encoded = form.encode(np.asarray(matrix, np.float32))
     planes = tuple(jax.device_put(plane, place) for plane, place in zip(encoded, places, strict=True))
-    return QuantizedWeight(planes, form.name, str(matrix.dtype)).arranged()
+    return QuantizedWeight(planes, form.name, str(matrix.dtype)).to_device_layout()
 
 
 def columns_on_each(shape: tuple[int, ...], sharding: Any) -> int:
@@ -168,7 +168,7 @@ def shardings_of_planes(form: QuantFormat, sharding: Any, ndim: int) -> tuple[An
 # --- matmuls -------------------------------------------------------------------------------------------------------------
 
 
-class _Settings(NamedTuple):
+class _MatmulSettings(NamedTuple):
     """Static arguments of a matmul: the format of the weight, the dtypes of `x` and the result, and see `project`."""
 
     kind: str
@@ -178,18 +178,18 @@ class _Settings(NamedTuple):
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _project(settings: _Settings, x: jax.Array, planes: tuple[jax.Array, ...]) -> jax.Array:
+def _project_quantized(settings: _MatmulSettings, x: jax.Array, planes: tuple[jax.Array, ...]) -> jax.Array:
     """Project [..., D] onto the rows of a weight: [..., *out].
 
     Differentiable in `x` and in planes of floats, such as scales, for which the whole weight is dequantized.
     """
     form = QUANT_FORMATS[settings.kind]
-    product = multiply(x.reshape(-1, x.shape[-1]), _flat(form, planes), form, settings.kernels)
+    product = multiply(x.reshape(-1, x.shape[-1]), _as_matrix(form, planes), form, settings.kernels)
     return product.astype(settings.out_dtype).reshape(*x.shape[:-1], *_out(form, planes))
 
 
-@partial(_project.defjvp, symbolic_zeros=True)
-def _project_jvp(settings: _Settings, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+@partial(_project_quantized.defjvp, symbolic_zeros=True)
+def _project_jvp(settings: _MatmulSettings, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x, planes), (d_x, d_planes), form = primals, tangents, QUANT_FORMATS[settings.kind]
 
     def project_decoded(planes: tuple[jax.Array, ...]) -> jax.Array:
@@ -197,7 +197,7 @@ def _project_jvp(settings: _Settings, primals: Any, tangents: Any) -> tuple[jax.
         return product.astype(settings.out_dtype)
 
     def project_rows(x: jax.Array) -> jax.Array:
-        forward = lambda planes, x: _project(settings, x, planes)
+        forward = lambda planes, x: _project_quantized(settings, x, planes)
         return linear_map(forward, partial(_gradient_of_x, settings), planes, x)
 
     changes = directional(project_decoded, planes, d_planes)
@@ -206,11 +206,11 @@ def _project_jvp(settings: _Settings, primals: Any, tangents: Any) -> tuple[jax.
     return project_rows(x), sum(changes[1:], changes[0])
 
 
-def _gradient_of_x(settings: _Settings, planes: Any, gradient: jax.Array) -> jax.Array:
+def _gradient_of_x(settings: _MatmulSettings, planes: Any, gradient: jax.Array) -> jax.Array:
     form = QUANT_FORMATS[settings.kind]
     out = _out(form, planes)
     rows = gradient.reshape(-1, math.prod(out))
-    product = multiply_transposed(rows, _flat(form, planes), form)
+    product = multiply_transposed(rows, _as_matrix(form, planes), form)
     return product.astype(settings.dtype).reshape(*gradient.shape[: gradient.ndim - len(out)], -1)
 
 
@@ -224,7 +224,7 @@ def _out(form: QuantFormat, planes: tuple[jax.Array, ...]) -> tuple[int, ...]:
     return planes[0].shape[: planes[0].ndim - _columns_of(form.planes[0])]
 
 
-def _flat(form: QuantFormat, planes: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _as_matrix(form: QuantFormat, planes: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """The planes of the weight as a matrix [N, D], N being the product of `out`."""
     return flat_planes(form, planes, (math.prod(_out(form, planes)),))
 
@@ -254,7 +254,7 @@ def multiply(
     words = _word_decoder(form)
     # From two rows on, a matmul of integers with a scale per row needs fewer instructions.
     few = 1 if form.has_row_scales else FEW_TOKENS_BY_WORDS
-    if words is not None and len(x) <= few and x.shape[1] % len(NIBBLES) == 0:
+    if words is not None and len(x) <= few and x.shape[1] % len(NIBBLE_SHIFTS) == 0:
         return words.multiply(x, planes)
     if len(x) == 1 and lowering_platform() == "tpu":
         return multiply(jnp.pad(x, ((0, 1), (0, 0))), planes, form, kernels)[:1]

@@ -12,13 +12,13 @@ from llama_jax.ops.weights.format_spec import (
     EitherArray,
     QuantField,
     QuantFormat,
-    groups_of,
+    join_groups,
     pack_nibbles,
-    rows_of,
+    split_groups,
     to_float32,
     unpack_int4,
 )
-from llama_jax.ops.weights.words import BYTES, NIBBLES, WordDecoder, WordValues, divided, signed
+from llama_jax.ops.weights.words import BYTE_SHIFTS, NIBBLE_SHIFTS, WordDecoder, WordValues, divided, signed
 
 GROUPS = (128, 64, 32)  # values that share a scale, the largest group first
 LARGEST_FP8 = np.float32(448)
@@ -29,20 +29,20 @@ def _decode_rows(values: EitherArray, scales: EitherArray) -> EitherArray:
 
 
 def _decode_groups(values: EitherArray, scales: EitherArray) -> EitherArray:
-    return rows_of(to_float32(unpack_int4(values)) * scales[..., None])
+    return join_groups(to_float32(unpack_int4(values)) * scales[..., None])
 
 
 def _decode_with_zeros(values: EitherArray, scales: EitherArray, zeros: EitherArray) -> EitherArray:
-    return rows_of((to_float32(unpack_int4(values)) - to_float32(zeros)[..., None]) * scales[..., None])
+    return join_groups((to_float32(unpack_int4(values)) - to_float32(zeros)[..., None]) * scales[..., None])
 
 
 def _int8_words(parts: int, words: EitherArray, scales: EitherArray) -> WordValues:
-    return WordValues(signed(divided(words, parts), BYTES, 8), scales)
+    return WordValues(signed(divided(words, parts), BYTE_SHIFTS, 8), scales)
 
 
 def _int4_words(parts: int, words: EitherArray, scales: EitherArray, zeros: EitherArray | None = None) -> WordValues:
     offsets = None if zeros is None else zeros * -scales  # -(-128) is not an int8
-    return WordValues(signed(divided(rows_of(words), parts), NIBBLES, 4), scales, offsets)
+    return WordValues(signed(divided(join_groups(words), parts), NIBBLE_SHIFTS, 4), scales, offsets)
 
 
 INT4_WORDS = WordDecoder(_int4_words, 8, (0,))
@@ -63,7 +63,7 @@ def _encode_fp8(x: np.ndarray) -> tuple[np.ndarray, ...]:
 def _encode_int4(group: int) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
     def encode(x: np.ndarray) -> tuple[np.ndarray, ...]:
         """As in GGUF's Q4_0, the value with the largest absolute value becomes -8."""
-        groups = groups_of(x, group)
+        groups = split_groups(x, group)
         scales = _signed_largest(groups) / np.float32(-8)
         inverse = np.where(scales == 0, 0, 1 / np.where(scales == 0, 1, scales))
         values = np.clip(np.trunc(groups * inverse[..., None] + np.float32(8.5)), 0, 15)

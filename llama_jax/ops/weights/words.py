@@ -20,8 +20,8 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 
 BITS = 32
-BYTES = (0, 8, 16, 24)  # shifts of the values of a word
-NIBBLES = (0, 4, 8, 12, 16, 20, 24, 28)
+BYTE_SHIFTS = (0, 8, 16, 24)  # shifts of the values of a word
+NIBBLE_SHIFTS = (0, 4, 8, 12, 16, 20, 24, 28)
 Words: TypeAlias = UInt32[Array, "*batch W"]
 
 

@@ -37,10 +37,10 @@ NATIVE_FORMATS = (  # quantization formats with a native matmul
     *("int8", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4"),
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"),
 )
-PREFIX = "llama_jax_"  # of the kernels' names in XLA
-FOLDER = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O2", "-march=native", "-shared", "-fPIC")  # -O3 takes a fifth longer
-SECONDS = 120  # timeout of the compiler, which takes two or three
+KERNEL_PREFIX = "llama_jax_"  # of the kernels' names in XLA
+SOURCE_FOLDER = Path(__file__).parent
+COMPILER_FLAGS = ("-std=c++17", "-O2", "-march=native", "-shared", "-fPIC")  # -O3 takes a fifth longer
+COMPILER_SECONDS = 120  # timeout of the compiler, which takes two or three
 
 
 def _libraries() -> dict[str, tuple[str, ...]]:
@@ -59,13 +59,13 @@ def _libraries() -> dict[str, tuple[str, ...]]:
 
 
 LIBRARIES = _libraries()
-"""The source file and definitions of each library, by name; after `PREFIX`, no name contains another. Attention libraries
-are for head widths that are multiples of 16; those with `any` are for all widths."""
+"""The source file and definitions of each library, by name; after `KERNEL_PREFIX`, no name contains another. Attention
+libraries are for head widths that are multiples of 16; those with `any` are for all widths."""
 
 _log = logging.getLogger("llama_jax.native")
 
 
-def multiply(
+def multiply_quantized(
     x: jax.Array, planes: tuple[jax.Array, ...], quant_format: str, group: jax.Array | None = None, *, exact: bool = False
 ) -> jax.Array:
     """[T, D] times the planes of [N, D]: float32[T, N].
@@ -73,10 +73,10 @@ def multiply(
     Every 32 values of `x` become 8-bit integers times a scale; for `int8`, each row becomes 16-bit integers times a scale.
 
     Args:
-      group: int32[], the index of the matrix to multiply by, if the planes are those of [E, N, D].
+      group: int32[], the index of the matrix to multiply_quantized by, if the planes are those of [E, N, D].
       exact: use the library of exact programs.
     """
-    call, index = _call(library_name(f"quantized_{quant_format}", exact), len(x), planes[0].shape, group)
+    call, index = _kernel_call(library_name(f"quantized_{quant_format}", exact), len(x), planes[0].shape, group)
     return call(*index, x.astype(jnp.float32), *planes)
 
 
@@ -88,14 +88,16 @@ def multiply_floats(x: jax.Array, weight: jax.Array, group: jax.Array | None = N
     Without AVX2 only few rows are fast, see `has_tiles`.
 
     Args:
-      group: int32[], the index of the matrix to multiply by, if the weight is [E, N, D].
+      group: int32[], the index of the matrix to multiply_quantized by, if the weight is [E, N, D].
       exact: use the library of exact programs.
     """
-    call, index = _call(library_name(f"floats_{weight.dtype}", exact), len(x), weight.shape, group)
+    call, index = _kernel_call(library_name(f"floats_{weight.dtype}", exact), len(x), weight.shape, group)
     return call(*index, x.astype(weight.dtype).astype(jnp.float32), weight)
 
 
-def _call(library: str, rows: int, shape: tuple[int, ...], group: jax.Array | None) -> tuple[Any, tuple[jax.Array, ...]]:
+def _kernel_call(
+    library: str, rows: int, shape: tuple[int, ...], group: jax.Array | None
+) -> tuple[Any, tuple[jax.Array, ...]]:
     """The kernel, and its arguments before `x`: none, or the index of a group's matrix."""
     out = jax.ShapeDtypeStruct((rows, shape[0 if group is None else 1]), jnp.float32)
     return _kernel(library, out), () if group is None else (group.astype(jnp.int32),)
@@ -103,7 +105,7 @@ def _call(library: str, rows: int, shape: tuple[int, ...], group: jax.Array | No
 
 def _kernel(library: str, out: jax.ShapeDtypeStruct, **options: Any) -> Any:
     usable(library)  # XLA must know it when it compiles the call
-    return jax.ffi.ffi_call(f"{PREFIX}{library}", out, vmap_method="sequential", **options)
+    return jax.ffi.ffi_call(f"{KERNEL_PREFIX}{library}", out, vmap_method="sequential", **options)
 
 
 def library_name(library: str, exact: bool) -> str:
@@ -111,7 +113,7 @@ def library_name(library: str, exact: bool) -> str:
     return f"exact_{library}" if exact and f"exact_{library}" in LIBRARIES else library
 
 
-def attend_paged(
+def attend_pages(
     queries: jax.Array,
     view: Any,
     scale: float,
@@ -120,7 +122,7 @@ def attend_paged(
     *,
     exact: bool = False,
 ) -> jax.Array:
-    """`attention.attend_paged` for pages in float32, bfloat16 or int8: float32[T, K, G, H]."""
+    """`attention.attend_pages` for pages in float32, bfloat16 or int8: float32[T, K, G, H]."""
     pages, factors = getattr(view.pages, "values", view.pages), getattr(view.pages, "scales", jnp.zeros(0, jnp.float32))
     call = _kernel(library_name(attending(pages), exact), jax.ShapeDtypeStruct(queries.shape, jnp.float32))
     limits = {"window": np.int64(window or 0), "chunk": np.int64(chunk or 0)}
@@ -195,13 +197,13 @@ def _fulfill(future: Future[bool], library: str) -> None:
 
 
 @atexit.register
-def _end() -> None:
+def _stop_compilers() -> None:
     """Stop the compilers, and let their threads remove unfinished files."""
     global _ended
     with _lock:
         _ended = True
         for process in _running:
-            _stop(process, kill=False)
+            _stop_process(process, kill=False)
     wait(_futures.values(), timeout=1)
 
 
@@ -221,8 +223,8 @@ if hasattr(os, "register_at_fork"):
 
 def _register(library: str) -> bool:
     try:
-        loaded = ctypes.CDLL(str(_compiled(library)))
-        jax.ffi.register_ffi_target(f"{PREFIX}{library}", jax.ffi.pycapsule(loaded.llama_jax_run), platform="cpu")
+        loaded = ctypes.CDLL(str(_compiled_library(library)))
+        jax.ffi.register_ffi_target(f"{KERNEL_PREFIX}{library}", jax.ffi.pycapsule(loaded.llama_jax_run), platform="cpu")
     except (OSError, subprocess.SubprocessError, UserError, AttributeError, RuntimeError) as error:  # the last is XLA's
         if _ended:  # the exit stopped the compiler
             return False
@@ -243,7 +245,7 @@ def _say_compiling(folder: Path) -> None:
     _log.warning("compiling kernels for this processor, once; this takes a few seconds (%s)", folder)
 
 
-def _compiled(library: str) -> Path:
+def _compiled_library(library: str) -> Path:
     """The file of a library.
 
     Raises:
@@ -253,22 +255,24 @@ def _compiled(library: str) -> Path:
     if cxx is None:
         raise OSError("no C++ compiler was found; install g++ or clang++")
     source, *definitions = LIBRARIES[library]
-    flags = [*FLAGS, *definitions]
-    about = (_sources(), _version(cxx), " ".join(flags), processor(), jaxlib.__version__)
+    flags = [*COMPILER_FLAGS, *definitions]
+    about = (_kernel_sources(), _version(cxx), " ".join(flags), processor(), jaxlib.__version__)
     name = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
     folder = cache_folder() / "native"
     path = folder / f"{library}-{name}.so"
     if not path.exists():
         _say_compiling(folder)
         with write_atomically(path) as temporary:
-            done = _run([cxx, *flags, f"-isystem{jax.ffi.include_dir()}", str(FOLDER / source), "-o", str(temporary)])
+            done = _run_compiler(
+                [cxx, *flags, f"-isystem{jax.ffi.include_dir()}", str(SOURCE_FOLDER / source), "-o", str(temporary)]
+            )
             if done.returncode:
                 first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
                 raise UserError(f"{cxx} failed: {first}")
     return path
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run_compiler(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run a compiler in a separate process group, so that its child processes end with it."""
     with _lock:
         if _ended:
@@ -279,9 +283,9 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         with process:
             try:
-                out, said = process.communicate(timeout=SECONDS)
+                out, said = process.communicate(timeout=COMPILER_SECONDS)
             except BaseException:
-                _stop(process, kill=True)
+                _stop_process(process, kill=True)
                 raise
     finally:
         with _lock:
@@ -289,7 +293,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, process.returncode, out, said)
 
 
-def _stop(process: subprocess.Popen[str], kill: bool) -> None:
+def _stop_process(process: subprocess.Popen[str], kill: bool) -> None:
     """End a compiler and its child processes; unless killed, it removes its temporary files."""
     if process.poll() is None:
         if hasattr(os, "killpg"):
@@ -301,14 +305,14 @@ def _stop(process: subprocess.Popen[str], kill: bool) -> None:
 
 @cache
 def _version(cxx: str) -> str:
-    done = _run([cxx, "--version"])
+    done = _run_compiler([cxx, "--version"])
     done.check_returncode()
     return done.stdout
 
 
 @cache
-def _sources() -> str:
-    return "\0".join(file.read_text() for file in sorted((*FOLDER.glob("*.cc"), *FOLDER.glob("*.h"))))
+def _kernel_sources() -> str:
+    return "\0".join(file.read_text() for file in sorted((*SOURCE_FOLDER.glob("*.cc"), *SOURCE_FOLDER.glob("*.h"))))
 
 
 @cache
