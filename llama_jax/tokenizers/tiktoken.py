@@ -11,8 +11,8 @@ from pathlib import Path
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.interface import (
-    Part,
     PartsTokenizer,
+    TextPart,
     check_text,
     ending_ids,
     library_errors,
@@ -49,7 +49,7 @@ MAX_RANKS = 1 << 18  # twice Llama 3's; each line takes at least 100 bytes of me
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
-def recognizes(start: bytes) -> bool:
+def is_rank_file(start: bytes) -> bool:
     """Whether a file begins with a line of a rank file."""
     return RANK_LINE.match(start) is not None
 
@@ -81,13 +81,13 @@ class TiktokenTokenizer(PartsTokenizer):
         self.chat_templates, self.named_tokens = settings.chat_templates, settings.tokens_by_name
         self.settings = settings
 
-    def encode_parts(self, parts: Sequence[Part]) -> list[int]:
+    def encode_parts(self, parts: Sequence[TextPart]) -> list[int]:
         """Ids of texts and special tokens."""
         ids: list[int] = []
         for part in parts:
             if isinstance(part, str):
                 check_text(part)
-                for piece in cut(part):
+                for piece in split_long_text(part):
                     ids += self._encoding.encode_ordinary(piece)
             else:
                 ids.append(part)
@@ -142,10 +142,10 @@ def _damaged(where: str, reason: str) -> TokenizerError:
     return TokenizerError(f"{where} is not a whole rank file of Llama 3: {reason}; copy it again")
 
 
-def merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+def derive_merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
     """The pair from which each token is merged, in the order of ranks; tokens that are not results of merges have none."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    found = []
+    pairs = []
     for token, limit in ranks.items():
         parts = [token[i : i + 1] for i in range(len(token))]
         while len(parts) > 2:
@@ -154,11 +154,11 @@ def merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
                 break
             parts[at : at + 2] = [tokens[rank]]
         if len(parts) == 2:
-            found.append((parts[0], parts[1]))
-    return found
+            pairs.append((parts[0], parts[1]))
+    return pairs
 
 
-def cut(text: str) -> Iterator[str]:
+def split_long_text(text: str) -> Iterator[str]:
     """The text in pieces that tiktoken can encode: at most MAX_TEXT characters, and no run over MAX_RUN."""
     for start in range(0, len(text), MAX_TEXT):
         block = text[start : start + MAX_TEXT]
