@@ -30,7 +30,7 @@ from llama_jax.formats.device_fill import check_finite
 from llama_jax.formats.gguf_families import ARCHITECTURES, architecture_of
 from llama_jax.formats.huggingface import HF_NAMES, is_interleaved, read_config_json, read_safetensors, safetensors_header
 from llama_jax.formats.lazy_tensors import FLOAT_DTYPES, Tensor, storage_type_of, target_dtype
-from llama_jax.formats.model_folder import new_output, settings_of
+from llama_jax.formats.model_folder import config_errors, new_output
 from llama_jax.formats.orbax_format import (
     OrbaxArrayInfo,
     adapters_of,
@@ -402,7 +402,7 @@ def _lora_of(
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     rslora, dora = bool(settings.get("use_rslora")), bool(settings.get("use_dora"))
     names = tuple(name for name, of_layers in modules.items() if of_layers)
-    with settings_of(where):
+    with config_errors(where):
         lora = Lora(rank=rank, alpha=alpha, targets=names, rslora=rslora, dora=dora)  # type: ignore[arg-type]  # checked there
     return lora, frozenset().union(*modules.values())
 
@@ -492,7 +492,7 @@ def _open_gguf(path: Location) -> OpenedAdapter | None:
                 f"{path} has no tensor {_gguf_names('q_proj', 0)[0]!r}, nor another of layer 0; is it a LoRA of a Llama?"
             )
         rank, alpha = tensors[_gguf_names(targets[0], 0)[0]].shape[0], fields.get(ALPHA_KEY)
-        with settings_of(path):
+        with config_errors(path):
             lora = Lora(rank=rank, alpha=alpha or float(rank), targets=targets)  # for 0 llama.cpp adds the update unscaled
         return Adapter(lora, read_adapter_tensors(path, config, lora, tensors, dtype, LLAMA_CPP, base), base)
 
@@ -571,7 +571,7 @@ def read_adapter_tensors(
 
     layers = range(config.n_layers)
     stacked = lambda *arrays: jnp.stack(arrays)
-    with settings_of(where):
+    with config_errors(where):
         adapters = build_adapters(
             config, lora, lambda spec, _: jax.tree.map(stacked, *(read_layer(spec, layer) for layer in layers))
         )

@@ -34,7 +34,7 @@ from llama_jax.formats.lazy_tensors import (
     row_bytes_of,
     storage_type_of,
 )
-from llama_jax.formats.model_folder import metadata_from_fields, metadata_to_fields, settings_of
+from llama_jax.formats.model_folder import config_errors, metadata_from_fields, metadata_to_fields
 from llama_jax.formats.quantize_on_load import ENCODED_AT_ONCE
 from llama_jax.formats.rope_conversion import ROPE_TENSORS, settings_and_tensors, with_scaling
 from llama_jax.formats.weight_format import TENSOR_NAMES, OpenedCheckpoint, WeightFormat, describe_ignored, ignored_tensors
@@ -193,7 +193,7 @@ def open_gguf(path: Location) -> OpenedCheckpoint:
         raise CheckpointError(f"{path} is an adapter; pass its base as the model, and this as the adapter")
     if count != len(tensors):
         raise CheckpointError(f"{path}: expected {count} tensors, found {len(tensors)}; copy all parts again")
-    with settings_of(path):
+    with config_errors(path):
         config = config_from_fields(fields, tensors)
     architecture = ARCHITECTURES[fields["general.architecture"]]
     ignored = ignored_tensors(tensors)

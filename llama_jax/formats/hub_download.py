@@ -17,8 +17,8 @@ from llama_jax.formats.huggingface import PICKLED, SAFETENSORS
 from llama_jax.formats.loading import WEIGHT_FORMATS
 from llama_jax.formats.model_folder import SETTINGS_FILES
 from llama_jax.storage.atomic_write import cannot_write, free_bytes
-from llama_jax.storage.consistent_reader import FOLDER
-from llama_jax.storage.hub import Repository, cache_folder, open_hub
+from llama_jax.storage.consistent_reader import FOLDER_ENTRY
+from llama_jax.storage.hub import Repository, hub_cache_folder, open_hub
 from llama_jax.tokenizers.load import VOCABULARY_NAMES
 from llama_jax.tokenizers.tokenizer_config import TEMPLATE_FOLDER
 
@@ -56,7 +56,7 @@ def fetch(source: str, revision: str | None = None, folder: Path | None = None) 
         raise CheckpointError(f"{source} names the revision {within}, but --revision is {revision}; pass one of them")
     revision = within if revision is None else revision
     root = f"hf://{name}" if revision is None else f"hf://{name}@{revision}"
-    target = cache_folder() if folder is None else folder
+    target = hub_cache_folder() if folder is None else folder
     with _short_errors(root, target):
         repository = open_hub(root)
         chosen = _choose_files(repository, inside, f"{root}/{inside}".rstrip("/"))
@@ -94,7 +94,7 @@ def _choose_files(repository: Repository, inside: str, location: str) -> _Chosen
             )
     sizes = {name: listed.size for name, listed in entries.items() if listed.size is not None}
     for name in ("original", TEMPLATE_FOLDER):  # the first is Meta's: the vocabulary, and the weights again
-        if entries.get(name) == FOLDER:
+        if entries.get(name) == FOLDER_ENTRY:
             below = repository.names(f"{folder}/{name}".lstrip("/"))
             sizes |= {f"{name}/{inner}": listed.size for inner, listed in below.items() if listed.size is not None}
 

@@ -15,7 +15,7 @@ from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.config.presets import PRESETS
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.lazy_tensors import Joined, Tensor
-from llama_jax.formats.model_folder import read_model_metadata, settings_of
+from llama_jax.formats.model_folder import config_errors, read_model_metadata
 from llama_jax.formats.torch_pickle import is_torch, read_tensors
 from llama_jax.formats.weight_format import TENSOR_NAMES, OpenedCheckpoint, WeightFormat, describe_ignored, ignored_tensors
 from llama_jax.storage import Location
@@ -154,7 +154,7 @@ def _read_params_json(folder: Location, tensors: Mapping[str, Tensor]) -> LlamaC
         if name not in tensors or len(tensors[name].shape) != 2:
             raise CheckpointError(f"{folder}: tensor {name!r} is missing or not a matrix; the configuration needs it")
         rows[part] = tensors[name].shape[0]
-    with settings_of(path):
+    with config_errors(path):
         return config_from_params(settings, rows["embedding"], rows["gate"], tied=META_NAMES["lm_head"] not in tensors)
 
 

@@ -270,7 +270,7 @@ def write_vocabulary_files(files: dict[Path, bytes], written: list[Path]) -> Non
 
 
 @contextmanager
-def settings_of(path: Location) -> Iterator[None]:
+def config_errors(path: Location) -> Iterator[None]:
     """Convert a ConfigError about the settings in a file to a CheckpointError that names the file."""
     try:
         yield

@@ -9,7 +9,7 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.huggingface import BYTE_TOKEN, CHARACTER_BYTES, HuggingFaceTokenizer, spell
@@ -65,7 +65,7 @@ def from_metadata(fields: Mapping[str, Any], where: str) -> Tokenizer:
     reader = _FieldReader(fields, where)
     model = reader.text("model")
     if model not in DEFAULT_ENDS:
-        raise reader.error("model", model, f"'llama' (SentencePiece) or 'gpt2' (BPE); {GGUF_VOCABULARY_REMEDY}")
+        reader.refuse("model", model, f"'llama' (SentencePiece) or 'gpt2' (BPE); {GGUF_VOCABULARY_REMEDY}")
     tokenizer: SentencePieceTokenizer | HuggingFaceTokenizer
     tokenizer = _sentencepiece(reader) if model == "llama" else _bpe(reader, model)
     metadata = {key: value for key, value in fields.items() if key.startswith("tokenizer.")}
@@ -85,26 +85,26 @@ class _FieldReader:
     def text(self, name: str, default: str | None = None) -> str:
         value = self.fields.get(f"tokenizer.ggml.{name}", default)
         if not isinstance(value, str):
-            raise self.error(name, value, "a text")
+            self.refuse(name, value, "a text")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.fields.get(f"tokenizer.ggml.{name}", default)
         if not isinstance(value, bool):
-            raise self.error(name, value, "true or false")
+            self.refuse(name, value, "true or false")
         return value
 
     def values(self, name: str, cls: type, count: int | None = None) -> list[Any]:
         """A list of `count` entries of this kind."""
         value = self.fields.get(f"tokenizer.ggml.{name}")
         if not isinstance(value, list | array):
-            raise self.error(name, value, "a list")
+            self.refuse(name, value, "a list")
         if count is not None and len(value) != count:
             raise TokenizerError(
                 f"{self.where}: tokenizer.ggml.{name} has {len(value)} entries for {count} tokens; copy the file again"
             )
         if not all(issubclass(entry_type, cls) for entry_type in set(map(type, value))):
-            raise self.error(name, next(entry for entry in value if not isinstance(entry, cls)), f"a list of {cls.__name__}")
+            self.refuse(name, next(entry for entry in value if not isinstance(entry, cls)), f"a list of {cls.__name__}")
         return list(value)
 
     def tokens(self) -> list[str]:
@@ -118,7 +118,7 @@ class _FieldReader:
         known = {0: EntryType.NORMAL} | {int(entry_type): entry_type for entry_type in EntryType}
         odd = next((number for number in numbers if number not in known), None)
         if odd is not None:
-            raise self.error("token_type", odd, f"one of {[int(entry_type) for entry_type in EntryType]} for each token")
+            self.refuse("token_type", odd, f"one of {[int(entry_type) for entry_type in EntryType]} for each token")
         return [known[number] for number in numbers]
 
     def token(self, name: str, count: int, default: int | None = None) -> int | None:
@@ -127,14 +127,14 @@ class _FieldReader:
         if value is None:
             return default if default is not None and default < count else None
         if type(value) is not int or not 0 <= value < count:
-            raise self.error(f"{name}_token_id", value, f"an id below {count}")
+            self.refuse(f"{name}_token_id", value, f"an id below {count}")
         return value
 
     def stops(self, count: int) -> list[int]:
         """The end tokens in this library's own field."""
         stop_ids = list(self.fields.get(STOPS_KEY, []))
         if not all(type(token) is int and 0 <= token < count for token in stop_ids):
-            raise TokenizerError(f"{self.where}: {STOPS_KEY}={shown(stop_ids)} must be ids below {count}")
+            self.refuse(STOPS_KEY, stop_ids, f"ids below {count}")
         return stop_ids
 
     def strips_right_by_name(self) -> bool:
@@ -183,7 +183,7 @@ class _FieldReader:
         pad = self.token("padding", count)
         template = self.fields.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
-            raise TokenizerError(f"{self.where}: tokenizer.chat_template={shown(template)} must be a text; copy it again")
+            self.refuse("tokenizer.chat_template", template, "a text; copy it again")
         return Settings(
             bos_token=None if bos is None else tokens[bos],
             eos_token=None if eos is None else tokens[eos],
@@ -207,8 +207,9 @@ class _FieldReader:
             },
         )
 
-    def error(self, name: str, value: Any, need: str) -> TokenizerError:
-        return TokenizerError(f"{self.where}: tokenizer.ggml.{name}={shown(value)} must be {need}")
+    def refuse(self, name: str, value: Any, need: str) -> NoReturn:
+        key = name if name.startswith("tokenizer.") else f"tokenizer.ggml.{name}"
+        raise TokenizerError(f"{self.where}: {key}={shown(value)} must be {need}")
 
 
 def _only_here(key: str, value: Any) -> bool:
@@ -278,7 +279,7 @@ def _bpe(reader: _FieldReader, model: str) -> HuggingFaceTokenizer:
 
     name = "gemma4" if model == "gemma4" else reader.text("pre", "default")
     if name not in PRE_TOKENIZERS:
-        raise TokenizerError(f"{reader.where}: tokenizer.ggml.pre={shown(name)} is unknown; {GGUF_VOCABULARY_REMEDY}")
+        reader.refuse("pre", name, f"a pre-tokenizer of llama.cpp; {GGUF_VOCABULARY_REMEDY}")
     pre = PRE_TOKENIZERS[name]
     texts = reader.tokens()
     tokens = texts if is_utf_8("".join(texts)) else [valid_text(text, i) for i, text in enumerate(texts)]
@@ -353,7 +354,7 @@ def _pairs(reader: _FieldReader, required: bool) -> list[tuple[str, str]]:
     pairs = []
     for text in texts:
         if " " not in text[1:]:
-            raise reader.error("merges", text, "two tokens with a space between them")
+            reader.refuse("merges", text, "two tokens with a space between them")
         pairs.append(_halves(text))
     if is_utf_8("".join(texts)):
         return pairs

@@ -13,8 +13,11 @@ from llama_jax.errors import TokenizerError, reading, shown
 from llama_jax.gguf_header import is_gguf, open_header
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.storage.paths import read_object, read_whole
-from llama_jax.tokenizers import gguf, huggingface, sentencepiece, tiktoken
+from llama_jax.tokenizers.gguf import from_metadata
+from llama_jax.tokenizers.huggingface import from_json, is_tokenizer_json
 from llama_jax.tokenizers.interface import Tokenizer, token_name
+from llama_jax.tokenizers.sentencepiece import SentencePieceTokenizer, is_sentencepiece
+from llama_jax.tokenizers.tiktoken import TiktokenTokenizer, is_rank_file
 from llama_jax.tokenizers.tokenizer_config import Settings, read_settings
 
 MAX_VOCABULARY_BYTES = 64 << 20  # bytes; more than any vocabulary, less than any useful weight file
@@ -46,7 +49,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
                 raise TokenizerError(f"{path} is neither a file nor a folder; pass {VOCABULARY_FORMATS}")
             if is_gguf(path):
                 with open_header(path, TokenizerError) as header:
-                    return gguf.from_metadata(header.fields(), str(path))
+                    return from_metadata(header.fields(), str(path))
             return _read_vocabulary(path, read_settings(path.parent))
         settings = read_settings(path)
         for name in VOCABULARY_NAMES:
@@ -133,12 +136,12 @@ def unsupported_files(path: Location) -> str:
 def _read_vocabulary(path: Location, settings: Settings) -> Tokenizer:
     content = read_whole(path, TokenizerError, MAX_VOCABULARY_BYTES, "vocabulary")
     where = str(path)
-    if path.suffix == ".json" or huggingface.is_tokenizer_json(content):
-        return huggingface.from_json(content, where, settings)
-    if tiktoken.is_rank_file(content):
-        return tiktoken.TiktokenTokenizer(content, where, settings)
-    if sentencepiece.is_sentencepiece(content):
-        return sentencepiece.SentencePieceTokenizer(content, where, settings)
+    if path.suffix == ".json" or is_tokenizer_json(content):
+        return from_json(content, where, settings)
+    if is_rank_file(content):
+        return TiktokenTokenizer(content, where, settings)
+    if is_sentencepiece(content):
+        return SentencePieceTokenizer(content, where, settings)
     raise TokenizerError(f"{path} is not {VOCABULARY_FORMATS}; is it whole, and the right file?")
 
 
@@ -148,7 +151,7 @@ def _other_vocabularies(folder: Location, settings: Settings) -> list[tuple[Loca
     if isinstance(folder, StoredPath):
         return candidates
     for path in sorted(folder.iterdir()):
-        if path.name not in (*VOCABULARY_NAMES, *UNSUPPORTED_NAMES) and path.is_file() and _looks_like_one(path):
+        if path.name not in (*VOCABULARY_NAMES, *UNSUPPORTED_NAMES) and path.is_file() and _looks_like_vocabulary(path):
             try:
                 candidates.append((path, _read_vocabulary(path, settings)))
             except TokenizerError:
@@ -158,12 +161,12 @@ def _other_vocabularies(folder: Location, settings: Settings) -> list[tuple[Loca
     return candidates
 
 
-def _looks_like_one(path: Location) -> bool:
+def _looks_like_vocabulary(path: Location) -> bool:
     if path.stat().st_size > MAX_VOCABULARY_BYTES:
         return False
     with path.open("rb") as file:
         start = file.read(1024)
-    return any(kind.recognizes(start) for kind in (huggingface, tiktoken, sentencepiece))
+    return any(recognizes(start) for recognizes in (is_tokenizer_json, is_rank_file, is_sentencepiece))
 
 
 def _join_names(candidates: Sequence[tuple[Location, Tokenizer]]) -> str:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.interface import (
@@ -111,7 +112,7 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
     """The tokens of a rank file by rank."""
     ranks: dict[int, bytes] = {}
     if content.count(b"\n") > MAX_RANKS:
-        raise _damaged(where, f"it has over {MAX_RANKS} lines")
+        _refuse_ranks(where, f"it has over {MAX_RANKS} lines")
     for number, line in enumerate(content.splitlines(), 1):
         if not line:
             continue
@@ -119,27 +120,27 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
             token, rank = line.split()
             key, value = int(rank), base64.b64decode(token, validate=True)
         except (ValueError, binascii.Error):
-            raise _damaged(where, f"line {number} is {shown(line, 40)}, not a token in base64 and its rank") from None
+            _refuse_ranks(where, f"line {number} is {shown(line, 40)}, not a token in base64 and its rank")
         if not 0 <= key < MAX_RANKS:  # larger ones can be chosen so that their hashes collide
-            raise _damaged(where, f"line {number} has a rank that is not from 0 to {MAX_RANKS - 1}")
+            _refuse_ranks(where, f"line {number} has a rank that is not from 0 to {MAX_RANKS - 1}")
         if key in ranks or not value:
-            raise _damaged(where, f"line {number} repeats rank {key}" if value else f"line {number} has an empty token")
+            _refuse_ranks(where, f"line {number} repeats rank {key}" if value else f"line {number} has an empty token")
         ranks[key] = value
     tokens = [ranks[rank] for rank in sorted(ranks)]
     missing = next((rank for rank in range(len(ranks)) if rank not in ranks), None)
     if missing is not None:
-        raise _damaged(where, f"rank {missing} is missing")
+        _refuse_ranks(where, f"rank {missing} is missing")
     known = set(tokens)
     if len(known) != len(tokens):
-        raise _damaged(where, "it has duplicate tokens")
+        _refuse_ranks(where, "it has duplicate tokens")
     absent = next((byte for byte in range(256) if bytes([byte]) not in known), None)
     if absent is not None:
-        raise _damaged(where, f"the byte {absent} has no rank, so not every text could be encoded")
+        _refuse_ranks(where, f"the byte {absent} has no rank, so not every text could be encoded")
     return tokens
 
 
-def _damaged(where: str, reason: str) -> TokenizerError:
-    return TokenizerError(f"{where} is not a whole rank file of Llama 3: {reason}; copy it again")
+def _refuse_ranks(where: str, reason: str) -> NoReturn:
+    raise TokenizerError(f"{where} is not a whole rank file of Llama 3: {reason}; copy it again") from None
 
 
 def derive_merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.storage import Location
@@ -179,20 +179,20 @@ def _token_text(where: str, name: str, value: Any) -> str | None:
         value = value.get("content")
     if value is None or isinstance(value, str):
         return value
-    raise _wrong(where, name, value, "a text")
+    _refuse_setting(where, name, value, "a text")
 
 
 def _flag(where: str, name: str, value: Any) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
-    raise _wrong(where, name, value, "true or false")
+    _refuse_setting(where, name, value, "true or false")
 
 
 def _ids(where: str, name: str, value: Any) -> tuple[int, ...]:
     """The ids from one id, a list of ids, or None."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and 0 <= token < MAX_TOKEN_ID for token in ids):
-        raise _wrong(where, name, value, "a token id or a list of them")
+        _refuse_setting(where, name, value, "a token id or a list of them")
     return tuple(ids)
 
 
@@ -204,7 +204,7 @@ def _templates(where: str, value: Any) -> dict[str, str]:
         templates = {} if value is None else {"default": value}
     if all(isinstance(text, str) for text in (*templates, *templates.values())):
         return templates
-    raise _wrong(where, "chat_template", value, "a text")
+    _refuse_setting(where, "chat_template", value, "a text")
 
 
 def _template_files(folder: Location) -> dict[str, str]:
@@ -224,7 +224,7 @@ def _extra_tokens(where: str, names: dict[str, Any]) -> tuple[str, ...]:
     name = "extra_special_tokens" if "extra_special_tokens" in names else "additional_special_tokens"
     value = names.get(name) or []
     if not isinstance(value, list | dict):
-        raise _wrong(where, name, value, "texts")
+        _refuse_setting(where, name, value, "texts")
     texts = [_token_text(where, name, token) for token in (value.values() if isinstance(value, dict) else value)]
     return tuple(dict.fromkeys(filter(None, texts)))
 
@@ -234,7 +234,7 @@ def _scalars(where: str, value: Any) -> dict[str, Any]:
     scalars = {} if value is None else value
     if isinstance(scalars, dict) and all(type(scalar) in (bool, int, float, str) for scalar in scalars.values()):
         return scalars
-    raise _wrong(where, GGUF_SETTINGS, value, "an object of texts and numbers")
+    _refuse_setting(where, GGUF_SETTINGS, value, "an object of texts and numbers")
 
 
 def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any], special: Collection[str]) -> tuple[AddedToken, ...]:
@@ -255,7 +255,7 @@ def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any], special: Coll
             for number, token in (by_id or {}).items()
         }
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise _wrong(where, "added tokens", by_id or by_text, "tokens with ids") from None
+        _refuse_setting(where, "added tokens", by_id or by_text, "tokens with ids")
     return tuple(token for _, token in sorted((older | newer).items()))
 
 
@@ -266,5 +266,5 @@ def _id(number: Any) -> int:
     return token_id
 
 
-def _wrong(where: str, name: str, value: Any, need: str) -> TokenizerError:
-    return TokenizerError(f"{where}: {name}={shown(value)} must be {need}; copy the tokenizer's files again")
+def _refuse_setting(where: str, name: str, value: Any, need: str) -> NoReturn:
+    raise TokenizerError(f"{where}: {name}={shown(value)} must be {need}; copy the tokenizer's files again") from None
