@@ -98,7 +98,7 @@ def build_params(
         for stack in stacked_jobs:
             stack.fill(layer)
 
-    with _filling(alone=isinstance(opened.path, StoredPath)) as begin:
+    with _start_fills(in_order=isinstance(opened.path, StoredPath)) as begin:
         # The largest matrices first: the buffers for reading them are freed before memory holds everything else.
         layers = range(opened.config.n_layers)
         waiting = [begin(job.fill, 0) for job in single_jobs], [begin(read, layer) for layer in layers]
@@ -111,11 +111,11 @@ def build_params(
 
 
 @contextmanager
-def _filling(*, alone: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
-    """A function that starts a call on a thread and returns a function that waits for its result. With `alone`, that
+def _start_fills(*, in_order: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
+    """A function that starts a call on a thread and returns a function that waits for its result. With `in_order`, that
     function makes the call itself: processes that exchange what they read from an object store must keep the same order.
     """
-    if alone:
+    if in_order:
         yield partial
         return
     threads = ThreadPoolExecutor(FILL_THREADS)
@@ -273,12 +273,12 @@ def split_fused(
             continue
         ends = list(itertools.accumulate((rows[part] for part in parts), initial=0))
         for i in range(config.n_layers):
-            whole = split.get(name.format(i))
-            if whole is None or whole.shape[0] != ends[-1]:
+            fused_tensor = split.get(name.format(i))
+            if fused_tensor is None or fused_tensor.shape[0] != ends[-1]:
                 continue  # reported later, where all names and shapes are checked
             del split[name.format(i)]
             for part, start, stop in zip(parts, ends, ends[1:], strict=False):
-                split[names[part].format(i)] = MappedRows(whole, np.arange(start, stop))
+                split[names[part].format(i)] = MappedRows(fused_tensor, np.arange(start, stop))
     return split
 
 

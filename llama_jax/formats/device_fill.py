@@ -194,19 +194,19 @@ class FillJob:
     def fill(self, layer: int) -> None:
         """Read, check and cast the parts of a layer that the devices need."""
         array, layer_parts = self._arrays[layer], [self._of_layer(parts, layer) for parts in self._parts]
-        whole = [
+        whole_parts = [
             next((part for _, part in parts if part.shape == target.shape[int(self._stacked) :]), None)
             for parts, target in zip(layer_parts, self._targets, strict=True)
         ]
 
         def scatter(start: int, stop: int) -> None:
-            made = self._rows(array, start, stop, [None if part is None else part[start:stop] for part in whole])
-            for run, parts, complete in zip(made, layer_parts, whole, strict=True):
+            made = self._rows(array, start, stop, [None if part is None else part[start:stop] for part in whole_parts])
+            for run, parts, complete in zip(made, layer_parts, whole_parts, strict=True):
                 for slices, part in parts:
                     low, high = max(start, slices[0].start), min(stop, slices[0].stop)
                     if low < high and part is not complete:
-                        some = run[low - start : high - start]
-                        part[low - slices[0].start : high - slices[0].start] = some[(slice(None), *slices[1:])]
+                        run_rows = run[low - start : high - start]
+                        part[low - slices[0].start : high - slices[0].start] = run_rows[(slice(None), *slices[1:])]
 
         _for_each_run(
             array, sorted({(slices[0].start, slices[0].stop) for parts in layer_parts for slices, _ in parts}), scatter
@@ -277,9 +277,14 @@ def check_finite(values: np.ndarray, target: np.dtype, label: str) -> None:
     positive, negative = (int(flat.view(f"{letter}{size}").max()) for letter in "iu")
     bits = max(positive, negative - sign)
     largest = np.asarray([bits], f"u{size}").view(values.dtype)[0]
-    if not np.isfinite(largest):
-        raise CheckpointError(f"{label} holds NaN or infinity; the file is damaged")
-    if values.dtype != target and float(largest) > float(jnp.finfo(target).max):
+    check_largest(float(largest), target, label, "the file is damaged")
+
+
+def check_largest(largest: float, target: Any, label: str, remedy: str) -> None:
+    """Raise if the largest absolute value of an array is not finite, or outside the target's range."""
+    if not math.isfinite(largest):
+        raise CheckpointError(f"{label} holds NaN or infinity; {remedy}")
+    if largest > float(jnp.finfo(target).max):
         raise CheckpointError(f"{label} holds numbers too large for {target}; use another dtype")
 
 
@@ -324,9 +329,9 @@ def reads_others(
         return False
     row = math.prod(shape[1:])
     for cuts in cuts_by_process.values():
-        kept = sum(math.prod(stop - start for start, stop in cut) for cut in cuts)
+        kept_entries = sum(math.prod(stop - start for start, stop in cut) for cut in cuts)
         rows = {cut[0] for cut in cuts}  # ranges of different places do not overlap
-        if sum(stop - start for start, stop in rows) * row > MAX_READ_RATIO * kept:
+        if sum(stop - start for start, stop in rows) * row > MAX_READ_RATIO * kept_entries:
             return True
     return False
 

@@ -520,8 +520,8 @@ def _gguf_types(value: Any) -> tuple[Any, Any]:
 
     if isinstance(value, list):
         return Type.ARRAY, {bool: Type.BOOL, int: Type.INT32, float: Type.FLOAT32, str: Type.STRING}[type(value[0])]
-    whole = Type.INT32 if type(value) is int and value < 0 else Type.UINT32
-    return {bool: Type.BOOL, int: whole, float: Type.FLOAT32, str: Type.STRING}[type(value)], None
+    integer_type = Type.INT32 if type(value) is int and value < 0 else Type.UINT32
+    return {bool: Type.BOOL, int: integer_type, float: Type.FLOAT32, str: Type.STRING}[type(value)], None
 
 
 GGUF_FORMAT = WeightFormat(

@@ -120,15 +120,16 @@ def _read_llama4(maybe: Maybe, n_layers: int) -> dict[str, Any]:
     layers, theta = [LLAMA4[i % 4] for i in range(n_layers)], maybe("rope.freq_base", 10_000.0)
     # llama.cpp uses chunks of 8192 whatever the window is.
     chunks = _read_windows(lambda key, default: 8192 if key == WINDOW_KEY else maybe(key, default), n_layers, 4)
-    if maybe(LLAMA4_STEP, 1) != 1:
-        raise ConfigError(f"{LLAMA4_STEP}={shown(maybe(LLAMA4_STEP, 1), 40)} is not supported: all layers must have experts")
-    if chunks != [layer.chunk for layer in layers]:
-        raise ConfigError(f"{PATTERN_KEY}={shown(maybe(PATTERN_KEY, 4), 40)} is not supported; it must be 4")
-    if maybe(WINDOW_KEY, 8192) == 0:
-        raise ConfigError(f"{WINDOW_KEY}=0 is not supported; llama4 has chunks")
-    if maybe(LOCAL_THETA_KEY, theta) != theta:
+    unsupported = {
+        LLAMA4_STEP: maybe(LLAMA4_STEP, 1) != 1,
+        PATTERN_KEY: chunks != [layer.chunk for layer in layers],
+        WINDOW_KEY: maybe(WINDOW_KEY, 8192) == 0,
+        LOCAL_THETA_KEY: maybe(LOCAL_THETA_KEY, theta) != theta,
+    }
+    for key in (key for key, is_unsupported in unsupported.items() if is_unsupported):
         raise ConfigError(
-            f"{LOCAL_THETA_KEY}={shown(maybe(LOCAL_THETA_KEY, theta), 40)} is not supported; llama4 has one theta"
+            f"{key}={shown(maybe(key, None), 40)} is not supported; a llama4 has experts in all layers, chunks in three of"
+            " four layers, and one theta"
         )
     return _read_qwen3moe(maybe, n_layers) | {
         "layers": tuple(layers),

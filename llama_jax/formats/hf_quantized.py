@@ -344,8 +344,8 @@ class Awq(ColumnMajor):
 
     def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
         first, last = start // PER_WORD, -(-stop // PER_WORD)
-        some = slice(start - first * PER_WORD, stop - first * PER_WORD)
-        values, zeros = (self._outputs(end, first, last)[:, some] for end in (".qweight", ".qzeros"))
+        outputs = slice(start - first * PER_WORD, stop - first * PER_WORD)
+        values, zeros = (self._outputs(end, first, last)[:, outputs] for end in (".qweight", ".qzeros"))
         scales = _columns(self.parts[".scales"], start, stop)
         values = values[::2] | (values[1::2] << 4)
         return self.in_groups(np.ascontiguousarray(values.T), scales, np.ascontiguousarray(zeros))
@@ -547,12 +547,14 @@ def _read_quant_state(part: Dense, name: str) -> dict[str, Any]:
             raise ValueError(f"it has {size} bytes of {part.storage_type}")
         state = json.loads(read_bytes(part.path, part.offset, size).tobytes())
         rows, columns = state["shape"]
-        if not all(type(count) is int and 0 < count < 1 << 40 for count in (rows, columns)) or columns % nf4.BLOCK:
-            raise ValueError(f"shape {shown([rows, columns], 40)}")
-        if (state["quant_type"], state["blocksize"], state.get("nested_blocksize", NESTED)) != ("nf4", nf4.BLOCK, NESTED):
-            raise ValueError("only nf4 in blocks of 64, with 256 per nested scale, is supported")
-        if "nested_offset" in state and not math.isfinite(state["nested_offset"]):
-            raise ValueError("its offset is not finite")
+        layout = state["quant_type"], state["blocksize"], state.get("nested_blocksize", NESTED)
+        if (
+            not all(type(count) is int and 0 < count < 1 << 40 for count in (rows, columns))
+            or columns % nf4.BLOCK
+            or layout != ("nf4", nf4.BLOCK, NESTED)
+            or not math.isfinite(state.get("nested_offset", 0.0))
+        ):
+            raise ValueError(f"only nf4 of whole rows in blocks of 64, with 256 per nested scale, is supported: {state}")
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{name} has an unsupported quant_state ({shown(str(error), 80)})") from None
     return state | {"shape": (rows, columns)}

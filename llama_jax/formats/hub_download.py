@@ -71,9 +71,9 @@ def _short_errors(root: str, target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not str(error.filename).startswith("hf://"):
-            raise CheckpointError(cannot_write(target, error)) from None
-        raise CheckpointError(f"{error.filename} cannot be fetched: {error.strerror}") from None
+        is_of_hub = str(error.filename).startswith("hf://")
+        problem = f"{error.filename} cannot be fetched: {error.strerror}" if is_of_hub else cannot_write(target, error)
+        raise CheckpointError(problem) from None
 
 
 class _ChosenFiles(NamedTuple):

@@ -22,7 +22,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from llama_jax.config import FAMILY_FEATURES, LlamaConfig, ModelType, Parts, RopeScaling, RopeScalingKind
-from llama_jax.config.validation import require_positive_int
+from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.build_params import WrittenTensor, fuse, plan, split_fused, tensors_to_write
 from llama_jax.formats.hf_quantized import Scheme, join_quantized_weights, scheme_from_dict
@@ -248,8 +248,7 @@ def _read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         scaling["original_max_position_embeddings"] = original
         if "factor" not in scaling:
             for name, value in (("max_position_embeddings", context), ("original_max_position_embeddings", original)):
-                if not isinstance(value, int | float) or not 0 < value < 1e30:
-                    raise ConfigError(f"{name}={shown(value, 40)} must be a positive number below 1e30")
+                require_number(name, value, above=0.0)
             scaling["factor"] = context / original
     if rope_type == "llama3" and settings.get("original_max_position_embeddings"):
         scaling["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
@@ -498,13 +497,11 @@ def _join_experts(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, 
             joined[name] = tensor
     for name, by_index in experts.items():
         parts = [by_index[i] for i in sorted(by_index)]
-        if sorted(by_index) != list(range(len(parts))):
+        has_all, types = sorted(by_index) == list(range(len(parts))), {(part.shape, part.storage_type) for part in parts}
+        if not has_all or len(types) > 1:
             raise CheckpointError(
-                f"{folder}: {shown(name, 80)} has only the experts {shown(sorted(by_index))}; copy all files"
-            )
-        if any((part.shape, part.storage_type) != (parts[0].shape, parts[0].storage_type) for part in parts):
-            raise CheckpointError(
-                f"{folder}: the experts of {shown(name, 80)} have different shapes or types; copy them again"
+                f"{folder}: {shown(name, 80)} has only the experts {shown(sorted(by_index))}, or they have different shapes"
+                " or types; copy all files"
             )
         joined[name] = Stacked(parts)
     return joined
@@ -738,7 +735,7 @@ def from_params(
             if isinstance(leaf, JoinedWeight):  # the parts are the shares
                 weight = leaf.parts[i]
             elif columns is not None:
-                weight = jax.tree.map(lambda array, some=columns: array[:, some], leaf)
+                weight = jax.tree.map(lambda array, columns=columns: array[:, columns], leaf)
             quantized = isinstance(weight, QuantizedWeight)
             tensors[names[part.name].format(layer)] = (
                 QuantizedArrayTensor(weight, shape) if quantized else ArrayTensor(weight, shape)

@@ -318,8 +318,10 @@ class Joined(Combined):
     def blocks(self) -> Joined | None:
         """The parts' blocks, if all are quantized and joined by rows."""
         blocks = [block_tensor for part in self.parts if (block_tensor := row_bytes_of(part)) is not None]
-        whole = self.axis == 0 and len(blocks) == len(self.parts) and len({part.storage_type for part in self.parts}) == 1
-        return Joined(blocks, 0) if whole else None
+        is_complete = (
+            self.axis == 0 and len(blocks) == len(self.parts) and len({part.storage_type for part in self.parts}) == 1
+        )
+        return Joined(blocks, 0) if is_complete else None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from llama_jax.errors import CheckpointError, reason_of, shown
 from llama_jax.formats.huggingface import read_config_json, write_config_json
 from llama_jax.formats.lazy_tensors import FLOAT_DTYPES, OrbaxWeightInfo, Unquantized, target_dtype
 from llama_jax.formats.model_folder import ModelMetadata, read_model_metadata
-from llama_jax.formats.quantize_on_load import can_be_kept
+from llama_jax.formats.quantize_on_load import can_be_kept, check_block_columns
 from llama_jax.formats.step_dirs import (
     ABOUT,
     EMA,
@@ -47,7 +47,7 @@ from llama_jax.ops.weights.device_layout import arranged
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, pack_int4
 from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.layers import MixedStack
-from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, columns_on_each, shardings_of_planes
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, shardings_of_planes
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.atomic_write import DISK_FULL_ERRNOS, cannot_write
 from llama_jax.storage.paths import read_object
@@ -237,12 +237,7 @@ def placement_request(shape: Any, target: np.dtype, sharding: Any, where: Locati
     if not isinstance(shape, QuantizedWeight):
         return jax.ShapeDtypeStruct(shape.shape, target, sharding=sharding)
     form, matrix = shape.form, matrix_of(shape)
-    columns = columns_on_each(matrix, sharding)
-    if columns % form.block:
-        over = f" on each of {matrix[-1] // columns} devices"
-        raise CheckpointError(
-            f"{where} has rows of {matrix[-1]} values, but {form.name} needs multiples of {form.block}{over}"
-        )
+    check_block_columns(where, matrix, form, sharding)
     plane_shardings = shardings_of_planes(form, sharding, len(matrix))
     planes = [
         jax.ShapeDtypeStruct(plane.shape, plane.dtype, sharding=plane_sharding)

@@ -144,15 +144,15 @@ def parameter_fill(
             return ParameterFillJob(filling.fill, lambda: filling.done()[0])
         columns = columns_on_each(arrays[0].shape, layer_sharding)
         form = format_for(quant_format, columns) if quantize == "keep" else with_fallback(quant_format, columns)
-        _check_block_columns(arrays[0], form, layer_sharding)
+        check_block_columns(arrays[0].parts[0].label, arrays[0].shape, form, layer_sharding)
         if quantize != "keep":
-            return _quantized_fill(arrays, form, dtype, sharding, partial(_encoded, form), memory, stacked)
+            return _quantized_fill(arrays, form, dtype, sharding, partial(_put_encoded, form), memory, stacked)
         blocks = [
             replace(array, parts=tuple(replace(part, tensor=_source_blocks(part)) for part in array.parts))
             for array in arrays
         ]
         return _quantized_fill(
-            blocks, form, dtype, sharding, partial(_kept, QUANT_FORMATS[quant_format], form), memory, stacked
+            blocks, form, dtype, sharding, partial(_put_stored, QUANT_FORMATS[quant_format], form), memory, stacked
         )
 
     def fill_in_formats(arrays: Sequence[ArraySource], formats: Sequence[str | None]) -> ParameterFillJob:
@@ -163,7 +163,8 @@ def parameter_fill(
         if len(different) == 1:
             return fill_in_format(arrays, formats[0])
         stacks = [
-            [array for array, its in zip(arrays, formats, strict=True) if its == quant_format] for quant_format in different
+            [array for array, array_format in zip(arrays, formats, strict=True) if array_format == quant_format]
+            for quant_format in different
         ]
         before = [formats[:layer].count(quant_format) for layer, quant_format in enumerate(formats)]
         locations = tuple((different.index(quant_format), at) for quant_format, at in zip(formats, before, strict=True))
@@ -178,7 +179,10 @@ def parameter_fill(
     sources = [_split_parts(array) for array in layers]
     repeated = [formats if len(formats) == count else formats * count for formats in formats_by_layer]
     return _joined_fill(
-        [fill_in_formats(*some) for some in zip(zip(*sources, strict=True), zip(*repeated, strict=True), strict=True)]
+        [
+            fill_in_formats(*arrays_and_formats)
+            for arrays_and_formats in zip(zip(*sources, strict=True), zip(*repeated, strict=True), strict=True)
+        ]
     )
 
 
@@ -204,9 +208,9 @@ def _floats_by_rows(arrays: Sequence[ArraySource], dtype: np.dtype, sharding: An
     def done() -> Any:
         if not stacked:
             return layers[0]
-        whole = jax.jit(lambda layers: jnp.stack(layers), out_shardings=sharding)(layers)
+        stacked_layers = jax.jit(lambda layers: jnp.stack(layers), out_shardings=sharding)(layers)
         layers.clear()
-        return jax.block_until_ready(whole)
+        return jax.block_until_ready(stacked_layers)
 
     return ParameterFillJob(fill, done)
 
@@ -274,7 +278,7 @@ def _source_blocks(part: TensorSlice) -> Tensor:
     return blocks
 
 
-def _encoded(form: QuantFormat, array: ArraySource, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
+def _put_encoded(form: QuantFormat, array: ArraySource, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
     """Fill planes with entries [start, stop), few rows at a time: encoding makes several arrays as large as its input."""
     assert form.encode is not None  # `check_quantize` rejects others
     columns = array.shape[-1]
@@ -291,19 +295,20 @@ def _width(part: TensorSlice) -> int:
     return part.columns.stop - part.columns.start
 
 
-def _check_block_columns(array: ArraySource, form: QuantFormat, sharding: Any) -> None:
-    columns = array.shape[-1]
-    parts = columns // columns_on_each(array.shape, sharding)
-    if columns % (form.block * parts):
-        over = f" on each of {parts} devices" if parts > 1 else ""
+def check_block_columns(label: object, shape: tuple[int, ...], form: QuantFormat, sharding: Any) -> None:
+    """Raise CheckpointError if the rows of a matrix, or a device's part of them, are not whole blocks of a format."""
+    columns = shape[-1]
+    devices = columns // columns_on_each(shape, sharding)
+    if columns % (form.block * devices):
+        over = f" on each of {devices} devices" if devices > 1 else ""
         raise CheckpointError(
-            f"{array.parts[0].label} has rows of {columns} values, but {form.name} needs multiples of {form.block}{over};"
-            " pass dtype= (--dtype) for floats"
+            f"{label} has rows of {columns} values, but {form.name} needs multiples of {form.block}{over}; pass dtype="
+            " (--dtype) for floats"
         )
 
 
-def _kept(
-    kept: QuantFormat, form: QuantFormat, array: ArraySource, start: int, stop: int, planes: Sequence[np.ndarray]
+def _put_stored(
+    stored_form: QuantFormat, form: QuantFormat, array: ArraySource, start: int, stop: int, planes: Sequence[np.ndarray]
 ) -> None:
     """Fill planes of `form`, which may have smaller groups than the tensors' format, with entries [start, stop).
 
@@ -314,12 +319,12 @@ def _kept(
         raw = part.tensor.read(start * per_entry, stop * per_entry)
         targets = [memory if part.columns is None else memory[:, part.columns] for memory in planes]
         raw = raw.reshape(*targets[0].shape[: len(array.shape) - 1], -1)
-        if kept.is_gguf:
-            fill_planes(targets, raw.reshape(*raw.shape[:-1], array.shape[-1] // kept.block, -1), kept.planes)
+        if stored_form.is_gguf:
+            fill_planes(targets, raw.reshape(*raw.shape[:-1], array.shape[-1] // stored_form.block, -1), stored_form.planes)
         else:
-            decoded = kept.from_rows(raw, array.shape[-1])
-            if kept is not form:
-                decoded = regroup(decoded, kept, form)
+            decoded = stored_form.from_rows(raw, array.shape[-1])
+            if stored_form is not form:
+                decoded = regroup(decoded, stored_form, form)
             for target, values in zip(targets, decoded, strict=True):
                 target[...] = values.reshape(target.shape)
         for target, plane in zip(targets, form.planes, strict=True):

@@ -157,6 +157,8 @@ def _read_scaling(
         names = ", ".join(name for name in ROPE_TENSORS if name in tensors) or "none"
         raise ConfigError(f"{prefix}type={scaling_type!r} is not supported with these tensors of factors: {names}")
     factor = short_decimal(fields.get(f"{prefix}factor", fields.get(f"{prefix.removesuffix('scaling.')}scale_linear")))
+    if factor not in (None, 0, 1) and set(ROPE_TENSORS) & tensors.keys():
+        raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported with tensors of factors")
     original = fields.get(f"{prefix}original_context_length", config.max_seq_len)
     require_positive_int(f"{prefix}original_context_length", original)
     if factor is not None or scaling_type == "yarn":
@@ -171,8 +173,6 @@ def _read_scaling(
         sharp = None if sharper == 1 else short_decimal(yarn_attention_factor(max(factor, 1.0)) * sharper)
         return RopeScaling("yarn", factor, **settings, attention_factor=sharp)
     if scaling_type == "longrope":
-        if factor not in (None, 0, 1):
-            raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported with type 'longrope'")
         short, long = (
             tuple(map(short_decimal, _read_factors(tensors[name]).tolist())) for name in (SHORT_FACTORS, LONG_FACTORS)
         )
@@ -187,8 +187,6 @@ def _read_scaling(
     if LLAMA3_FACTORS not in tensors:
         scaled = scaling_type == "linear" or f"{prefix}type" not in fields
         return RopeScaling("linear", factor) if scaled and factor not in (None, 1) else None
-    if factor not in (None, 1):
-        raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported with tensor {LLAMA3_FACTORS!r}")
     # The stored factors are those of Llama 3.1's scaling: its parameters follow from them, or from our keys, and must
     # reproduce them.
     stored = _read_factors(tensors[LLAMA3_FACTORS])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +18,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading, shown
 from llama_jax.formats.adapters import OpenedAdapter, load_adapter, open_adapter, save_adapter, with_adapter_parts
 from llama_jax.formats.build_params import WrittenTensor
+from llama_jax.formats.device_fill import check_largest
 from llama_jax.formats.gguf import GGUF_NAMES as GGUF_NAMES
 from llama_jax.formats.gguf import Blocks, read_storage_types
 from llama_jax.formats.huggingface import from_params
@@ -326,8 +326,6 @@ def _write_checkpoint(
 def _check_target(path: str | os.PathLike[str], format: WrittenFormat, dtype: WrittenDtype | None) -> None:
     if format not in get_args(WrittenFormat):
         raise CheckpointError(f"format={format!r} is not one of {', '.join(get_args(WrittenFormat))}")
-    if dtype is not None and dtype not in TENSOR_TYPES:
-        raise CheckpointError(f"dtype={dtype!r} is not one of {', '.join(TENSOR_TYPES)}")
     name, weight_format = os.fspath(path), WEIGHT_FORMATS[format]
     if isinstance(locate(path), StoredPath) and not weight_format.in_stores:
         raise CheckpointError(f"{name} is in a store, but {format} can only be written to a local path")
@@ -336,10 +334,10 @@ def _check_target(path: str | os.PathLike[str], format: WrittenFormat, dtype: Wr
     if format not in FOLDERS and name.endswith(os.sep):
         raise CheckpointError(f"{name} is named like a folder, but {format} is a file; pass its name")
     if dtype is not None and dtype not in weight_format.dtypes:
-        capable = " or ".join(repr(name) for name in get_args(WrittenFormat) if dtype in WEIGHT_FORMATS[name].dtypes)
+        capable = " or ".join(f"format={name!r}" for name in get_args(WrittenFormat) if dtype in WEIGHT_FORMATS[name].dtypes)
+        remedy = f"choose {capable}, or another dtype" if capable else "choose another dtype"
         raise CheckpointError(
-            f"dtype={dtype!r}: the {format} format supports only {', '.join(weight_format.dtypes)}; choose format={capable},"
-            " or another dtype"
+            f"dtype={dtype!r}: the {format} format supports only {', '.join(weight_format.dtypes)}; {remedy}"
         )
 
 
@@ -364,11 +362,7 @@ def _cast_finite(params: Llama, dtype: WrittenDtype | None) -> Llama:
         if dtype is None and (not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1):
             return array  # integers of a quantized weight; its scales are checked
         target = array.dtype if dtype is None else FLOAT_DTYPES[TENSOR_TYPES[dtype]]
-        largest = float(_largest(array))
-        if not math.isfinite(largest):
-            raise CheckpointError(f"array {array_name(path)!r} holds NaN or infinity; pass finite parameters")
-        if largest > float(jnp.finfo(target).max):
-            raise CheckpointError(f"array {array_name(path)!r} holds numbers too large for {target}; use another dtype")
+        check_largest(float(_largest(array)), target, f"array {array_name(path)!r}", "pass finite parameters")
         return array.astype(target)
 
     return jax.tree_util.tree_map_with_path(cast, params)

@@ -93,11 +93,11 @@ def read_tensors(path: Location) -> dict[str, Tensor]:
 
 def tensors_of(content: Mapping[Any, Any], path: Location) -> dict[str, Tensor]:
     """The dictionary that a pickle holds, checked to map names to tensors."""
-    others = [
+    not_tensors = [
         name for name, tensor in content.items() if not isinstance(name, str) or not isinstance(tensor, Dense | Strided)
     ]
-    ignored = ignored_tensors(filter(lambda name: isinstance(name, str), others))
-    for name in others:
+    ignored = ignored_tensors(filter(lambda name: isinstance(name, str), not_tensors))
+    for name in not_tensors:
         if name not in ignored:
             raise CheckpointError(f"{path}: {shown(name, 80)} is a {type(content[name]).__name__}; expected a tensor")
     content = {name: tensor for name, tensor in content.items() if name not in ignored}
@@ -125,9 +125,8 @@ def read_pickled(path: Location) -> Mapping[str, Any]:
             if entries[pickles[0]].file_size > MAX_PICKLE_BYTES:
                 raise CheckpointError(f"{path}: its pickle is over {MAX_PICKLE_BYTES} bytes, too large for a model")
             order = entries.get(f"{folder}byteorder")
-            if order is not None and _stored(order) and order.file_size > len("little"):
-                raise ValueError(f"{order.filename} has {order.file_size} bytes")
-            if order is not None and archive.read(order) != b"little":
+            little = b"little"
+            if order is not None and (order.file_size != len(little) or (_stored(order) and archive.read(order) != little)):
                 raise CheckpointError(f"{path} was written on a big-endian machine; save it again on another")
             program = archive.read(pickles[0]) if _stored(entries[pickles[0]]) else b""
         content = _interpret(program, path, {name.removeprefix(folder + "data/"): info for name, info in entries.items()})
@@ -298,12 +297,11 @@ def _storage(name: str, key: str, count: int, path: Location, entries: Mapping[s
     _stored(info)
     # The archive's table gives the position of the entry's own header; two lengths at its end give its size.
     header = read_bytes(path, info.header_offset, 30).tobytes()
-    if header[:4] != b"PK\x03\x04":
-        raise ValueError(f"{info.filename} is not where the table says")
     offset = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
     numbers = Dense(path, offset, (count,), STORAGES[name])
-    if numbers.nbytes > info.file_size or offset + info.file_size > path.stat().st_size or count < 0:
-        raise ValueError(f"{info.filename} is shorter than its tensors")
+    is_whole = header[:4] == b"PK\x03\x04" and offset + info.file_size <= path.stat().st_size
+    if not is_whole or count < 0 or numbers.nbytes > info.file_size:
+        raise ValueError(f"{info.filename} is shorter than its tensors, or not where the table says")
     return _Storage(numbers)
 
 
@@ -318,9 +316,7 @@ def _rebuild(function: Any, arguments: tuple) -> Any:
     numbers = (first, *_as(tuple, shape), *_as(tuple, strides))
     are_sizes = all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in numbers)
     if not are_sizes or len(shape) != len(strides) or len(shape) > MAX_TORCH_AXES:  # before they are multiplied
-        raise ValueError(
-            f"a tensor of {len(shape)} axes must have up to {MAX_TORCH_AXES} non-negative integers as its shape"
-        )
+        raise ValueError(f"a tensor of {len(shape)} axes: at most {MAX_TORCH_AXES} non-negative integers, none too large")
     span = replace(storage.numbers, offset=storage.numbers.offset + first * storage.numbers.dtype.itemsize)
     if math.prod(shape) == 0:
         return replace(span, shape=shape)

@@ -105,10 +105,10 @@ def note_use(path: Path) -> None:
         os.utime(path)
 
 
-def make_room(folder: Path, limit: int, kept: Path) -> None:
+def make_room(folder: Path, limit: int, keep: Path) -> None:
     """Remove the least recently used entries of a cache until no more than `limit` bytes are left.
 
-    Recently used entries stay, since another process may be about to read them, and so does `kept`. A mapped corpus stays
+    Recently used entries stay, since another process may be about to read them, and so does `keep`. A mapped corpus stays
     readable in processes that have it open. Only names of cache entries are touched.
     """
     entries: list[tuple[float, int, Path]] = []
@@ -123,7 +123,7 @@ def make_room(folder: Path, limit: int, kept: Path) -> None:
     for used, size, path in sorted(entries):
         if total <= limit or used > time.time() - RECENT_SECONDS:
             break
-        if path != kept:
+        if path != keep:
             remove(path)
             if not path.exists():  # otherwise another user owns it
                 total -= size

@@ -181,19 +181,19 @@ class ReplyEncoder:
         return chat_parts(self.tokenizer, messages, self.format, self._renderer, tools, reply=reply)
 
     def _prompt_end(
-        self, messages: Sequence[Message], number: int, tools: Sequence[Mapping[str, Any]], whole: Sequence[TextPart]
+        self, messages: Sequence[Message], number: int, tools: Sequence[Mapping[str, Any]], all_parts: Sequence[TextPart]
     ) -> int | None:
         """Where the prompt of a reply, message `number`, ends in the rendered chat; None if the chat does not begin with it.
 
         Templates need not render an empty chat: a first message from the assistant is found by its content.
         """
         if number:
-            return _end_of(self._parts(messages[:number], tools, reply=True), whole)
+            return _end_of(self._parts(messages[:number], tools, reply=True), all_parts)
         mark = chr(PRIVATE_USE[-1])
         prompt: list[TextPart] = []
         for part in self._parts([{**messages[0], "content": mark}], tools, reply=False):
             if isinstance(part, str) and mark in part:
-                return _end_of([*prompt, part[: part.index(mark)]], whole)
+                return _end_of([*prompt, part[: part.index(mark)]], all_parts)
             prompt.append(part)
         return None
 
@@ -201,15 +201,15 @@ class ReplyEncoder:
         self, messages: Sequence[Message], replies: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[TextPart], list[bool], list[int]]:
         """The parts of a chat, flags for the assistant's text, see `_join_spans`, and the ends of the prompts."""
-        whole, _ = _join_spans([(part, False) for part in self._parts(messages, tools, reply=False)])
+        all_parts, _ = _join_spans([(part, False) for part in self._parts(messages, tools, reply=False)])
         if self.format == "plain" and messages[-1]["role"] == "assistant" and self.tokenizer.eos_id >= 0:
-            whole = [*whole, self.tokenizer.eos_id]
-        reply_mask = [False] * sum(map(_size, whole))
+            all_parts = [*all_parts, self.tokenizer.eos_id]
+        reply_mask = [False] * sum(map(_size, all_parts))
         prompt_ends: list[int] = []
         for i in replies:
-            begin = self._prompt_end(messages, i, tools, whole)
+            begin = self._prompt_end(messages, i, tools, all_parts)
             last = i + 1 == len(messages)
-            end = len(reply_mask) if last else _end_of(self._parts(messages[: i + 1], tools, reply=False), whole)
+            end = len(reply_mask) if last else _end_of(self._parts(messages[: i + 1], tools, reply=False), all_parts)
             if begin is None or end is None or end < begin:
                 raise GenerationError(
                     f"message {i}, from 'assistant', cannot be found in the rendered chat: the chat template renders earlier"
@@ -218,8 +218,8 @@ class ReplyEncoder:
                 )
             reply_mask[begin:end] = [True] * (end - begin)
             prompt_ends.append(begin)
-        _without_last_space(whole, reply_mask)
-        return whole, reply_mask, prompt_ends
+        _without_last_space(all_parts, reply_mask)
+        return all_parts, reply_mask, prompt_ends
 
     def _encoded(
         self, parts: Sequence[TextPart], reply_mask: Sequence[bool], prompt_ends: Sequence[int] = ()
@@ -334,15 +334,15 @@ def _divide_parts(parts: Sequence[TextPart], ends: Sequence[int]) -> list[TextPa
     return divided
 
 
-def _end_of(prefix: Sequence[TextPart], whole: Sequence[TextPart]) -> int | None:
-    """The number of characters and special tokens in a prefix of `whole`; None if it is not a prefix."""
+def _end_of(prefix: Sequence[TextPart], all_parts: Sequence[TextPart]) -> int | None:
+    """The number of characters and special tokens in a prefix of `all_parts`; None if it is not a prefix."""
     prefix, _ = _join_spans([(part, False) for part in prefix])
     if not prefix:
         return 0
     full, last = len(prefix) - 1, prefix[-1]
-    if prefix[:full] != list(whole[:full]) or full >= len(whole):
+    if prefix[:full] != list(all_parts[:full]) or full >= len(all_parts):
         return None
-    continued = whole[full]
+    continued = all_parts[full]
     is_beginning = last == continued or (isinstance(last, str) and isinstance(continued, str) and continued.startswith(last))
     return sum(map(_size, prefix)) if is_beginning else None
 

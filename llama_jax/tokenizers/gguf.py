@@ -503,8 +503,8 @@ def _bpe_fields(
 def _tokenizer_json_fields(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
     """The fields of a tokenizer.json with a byte-level BPE, or one converted from a SentencePiece model, with the order of
     its merges as scores."""
-    whole = tokenizer.description()
-    model = whole["model"]
+    description = tokenizer.description()
+    model = description["model"]
     if model["type"] != "BPE":
         raise TokenizerError(f"a tokenizer.json with the model {model['type']} cannot be written to a GGUF file; BPE can")
     tokens = [PADDING_TOKEN.format(i) for i in range(tokenizer.vocab_size)]  # ids may have gaps
@@ -514,12 +514,12 @@ def _tokenizer_json_fields(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
             text,
             EntryType.BYTE if BYTE_TOKEN.fullmatch(text) and model["byte_fallback"] else EntryType.NORMAL,
         )
-    for token in whole["added_tokens"]:
+    for token in description["added_tokens"]:
         tokens[token["id"]] = token["content"]
         entry_types[token["id"]] = EntryType.CONTROL if token["special"] else EntryType.USER_DEFINED
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     if tokenizer.spells_bytes:
-        pre = pre_tokenizer_name(whole["pre_tokenizer"], model["ignore_merges"])
+        pre = pre_tokenizer_name(description["pre_tokenizer"], model["ignore_merges"])
         if pre is None:
             raise TokenizerError(
                 "a tokenizer.json with a pre-tokenizer that llama.cpp does not have cannot be written to a GGUF file"

@@ -150,7 +150,7 @@ class HuggingFaceTokenizer(PartsTokenizer):
         hidden = any(self._pattern.search(name) for name in user_defined or ())
         self._user_defined = user_defined if user_defined and (hidden or order_matters(user_defined)) else {}
         self._first = {name[0] for name in (*self.special_tokens, TEXT_MARK) if name}
-        self.stop_ids = ending_ids(self, settings.stop_ids, whole=settings.all_stop_ids)
+        self.stop_ids = ending_ids(self, settings.stop_ids, complete=settings.all_stop_ids)
         self.chat_template = settings.chat_template
         self.chat_templates, self.named_tokens = settings.chat_templates, settings.tokens_by_name
         self.settings = settings
@@ -217,14 +217,14 @@ class HuggingFaceTokenizer(PartsTokenizer):
     def description(self) -> dict[str, Any]:
         """The content of its ``tokenizer.json``."""
         normalizer = self._own_normalizer
-        whole = json.loads(self._library.to_str()) | {
+        content = json.loads(self._library.to_str()) | {
             "normalizer": None if normalizer is None else json.loads(normalizer.__getstate__())
         }
         if self._beyond:
-            model = whole["model"]
+            model = content["model"]
             model["vocab"] = vocabulary = {token: i for token, i in model["vocab"].items() if i < self.vocab_size}
             model["merges"] = [[a, b] for a, b in model["merges"] if {a, b, a + b} <= vocabulary.keys()]
-        return whole
+        return content
 
     def _within(self, ids: list[int]) -> list[int]:
         if not self._beyond:
@@ -319,19 +319,19 @@ def _find_special_tokens(library: tokenizers.Tokenizer, settings: Settings) -> t
     from tokenizers import AddedToken, Tokenizer
 
     added = {token.content for token in library.get_added_tokens_decoder().values()}
-    named = [name for name in settings.named_tokens if library.token_to_id(name) is not None]
-    library.add_special_tokens([AddedToken(name, normalized=False) for name in named if name not in added])
+    named_tokens = [name for name in settings.named_tokens if library.token_to_id(name) is not None]
+    library.add_special_tokens([AddedToken(name, normalized=False) for name in named_tokens if name not in added])
     special = {
         token.content: i
         for i, token in library.get_added_tokens_decoder().items()
-        if token.special or token.content in named or is_template_token(token.content, settings.chat_template)
+        if token.special or token.content in named_tokens or is_template_token(token.content, settings.chat_template)
     }
     tokens = [token for token in library.get_added_tokens_decoder().values() if token.content in special]
-    if any(token.normalized or (token.content in named and not token.special) for token in tokens):
+    if any(token.normalized or (token.content in named_tokens and not token.special) for token in tokens):
         described = json.loads(library.to_str())  # the library has no other way to change a token's flags
         for entry in described["added_tokens"]:
             entry["normalized"] &= entry["content"] not in special
-            entry["special"] |= entry["content"] in named
+            entry["special"] |= entry["content"] in named_tokens
         library = Tokenizer.from_str(json.dumps(described))
     return library, special
 

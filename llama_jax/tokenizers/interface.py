@@ -363,15 +363,15 @@ class PartsTokenizer:
         return text.removeprefix(" ") if self.space_prefix else text
 
 
-def ending_ids(tokenizer: Tokenizer, file_ids: Iterable[int] = (), *, whole: bool = False) -> tuple[int, ...]:
+def ending_ids(tokenizer: Tokenizer, file_ids: Iterable[int] = (), *, complete: bool = False) -> tuple[int, ...]:
     """The tokens of `Tokenizer.stop_ids`.
 
     Args:
       file_ids: end tokens that the model's files name.
-      whole: whether this list is complete, so that a BOS that is not in it ends nothing.
+      complete: whether this list is complete, so that a BOS that is not in it ends nothing.
     """
     special = tokenizer.special_tokens
-    begin = tokenizer.bos_id if tokenizer.add_bos and not whole else -1
+    begin = tokenizer.bos_id if tokenizer.add_bos and not complete else -1
     ends = {begin, tokenizer.eos_id, *(special[name] for name in ending_names(special)), *file_ids}
     return tuple(sorted(token for token in ends if token >= 0))
 

@@ -123,7 +123,7 @@ class SentencePieceTokenizer(PartsTokenizer):
         self.eos_id: int = self.special_tokens.get(settings.eos_token or "", self._processor.eos_id())
         self.add_bos = settings.add_bos is not False and self.bos_id >= 0
         self.add_eos = settings.add_eos is True and self.eos_id >= 0
-        self.stop_ids = ending_ids(self, settings.stop_ids, whole=settings.all_stop_ids)
+        self.stop_ids = ending_ids(self, settings.stop_ids, complete=settings.all_stop_ids)
         self.chat_template = settings.chat_template
         self.chat_templates, self.named_tokens = settings.chat_templates, settings.tokens_by_name
         self.settings = settings
@@ -399,8 +399,8 @@ def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
         raise TokenizerError(f"vocab_size={size} must be at most {MAX_VOCABULARY}")
     model = io.BytesIO()
     step = MAX_LINE_BYTES // 4  # a character has at most 4 bytes
-    whole = (line for text in texts for line in text.split("\n") if line.strip())
-    lines = (line[start : start + step] for line in whole for start in range(0, len(line), step))
+    nonempty = (line for text in texts for line in text.split("\n") if line.strip())
+    lines = (line[start : start + step] for line in nonempty for start in range(0, len(line), step))
     with library_errors("no vocabulary can be trained on the text", "use more text, or a smaller vocab_size"):
         sentencepiece.SentencePieceTrainer.Train(
             sentence_iterator=lines,

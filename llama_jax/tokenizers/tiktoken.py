@@ -77,7 +77,7 @@ class TiktokenTokenizer(PartsTokenizer):
         self.eos_id = self.special_tokens.get(settings.eos_token or "", self.special_tokens["<|end_of_text|>"])
         self.add_bos = settings.add_bos is not False and self.bos_id >= 0
         self.add_eos = settings.add_eos is True and self.eos_id >= 0
-        self.stop_ids = ending_ids(self, settings.stop_ids, whole=settings.all_stop_ids)
+        self.stop_ids = ending_ids(self, settings.stop_ids, complete=settings.all_stop_ids)
         self.chat_template = settings.chat_template
         self.chat_templates, self.named_tokens = settings.chat_templates, settings.tokens_by_name
         self.settings = settings

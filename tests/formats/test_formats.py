@@ -291,7 +291,7 @@ def test_gguf_rope_scaling_is_found_from_its_factors(tmp_path):
     fields = {"general.architecture": "llama"}
     plain = llama_jax.LlamaConfig(**(vars(config) | {"rope_scaling": None}))
     assert with_scaling(fields, plain, {"rope_freqs.weight": stored}, "llama") == config
-    with pytest.raises(ConfigError, match=r"factor=2.0 is not supported with tensor"):
+    with pytest.raises(ConfigError, match=r"factor=2.0 is not supported with tensors"):
         with_scaling(fields | {"llama.rope.scaling.factor": 2.0}, plain, {"rope_freqs.weight": stored}, "llama")
     path.write_bytes((factors * np.linspace(1, 1.01, 32, dtype=np.float32)).tobytes())
     with pytest.raises(ConfigError, match="frequency factors"):

@@ -222,7 +222,7 @@ def test_a_byte_order_of_gigabytes(tmp_path):
 
 
 def test_a_byte_order_that_is_long(tmp_path):
-    refused(write_pickle(tmp_path / "x.pt", pickle.dumps({}, 2), {"byteorder": bytes(1 << 20)}), "has 1048576 bytes")
+    refused(write_pickle(tmp_path / "x.pt", pickle.dumps({}, 2), {"byteorder": bytes(1 << 20)}), "big-endian")
     refused(write_pickle(tmp_path / "y.pt", pickle.dumps({}, 2), {"byteorder": b"big"}), "big-endian")
 
 
@@ -263,7 +263,7 @@ def test_tensors_without_axes(tmp_path):
     (folder / "params.json").write_text(json.dumps(sizes))
     assert "is missing or not a matrix" in outcome(folder)
     program = b"\x80\x02}(" + pickled(b"model_args") + b"}" + pickled(b"model") + b"}(" + model + b"uu."
-    assert "must be matrices" in outcome(write_pickle(tmp_path / "ckpt.pt", program, {"data/0": bytes(40)}))
+    assert "do not describe a Llama" in outcome(write_pickle(tmp_path / "ckpt.pt", program, {"data/0": bytes(40)}))
 
 
 # -- settings of a config.json of the wrong type, in every family --------------------------------------------------------

@@ -118,7 +118,10 @@ def test_bos_and_eos_are_special_whatever_their_type(fields):
     [
         ({"model": "rwkv"}, "model='rwkv' must be 'llama' .SentencePiece. or 'gpt2'"),
         ({"model": None}, "model=None must be a text"),
-        ({"model": "gpt2", "pre": "mine"}, "pre='mine' must be a pre-tokenizer of llama.cpp; load or convert .* .--tokenizer tokenizer.json.$"),
+        (
+            {"model": "gpt2", "pre": "mine"},
+            "pre='mine' must be a pre-tokenizer of llama.cpp; .* .--tokenizer tokenizer.json.$",
+        ),
         ({"model": "gpt2", "pre": "llama-bpe"}, "merges=None must be a list"),
         ({"model": "gpt2", "pre": "llama-bpe", "merges": ["abc"]}, "merges='abc' must be two tokens"),
         ({"tokens": None}, "tokens=None must be a list"),
