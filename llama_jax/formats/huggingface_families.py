@@ -65,11 +65,8 @@ def _layer_types(settings: ConfigJson, usual: Callable[[int], str], other: str =
     n, layer_types = settings["num_hidden_layers"], settings.get("layer_types")
     if layer_types is None:
         return [usual(i) for i in range(n)]
-    if (
-        not isinstance(layer_types, list)
-        or len(layer_types) != n
-        or any(layer_type not in (FULL, other) for layer_type in layer_types)
-    ):
+    is_list = isinstance(layer_types, list) and len(layer_types) == n
+    if not is_list or layer_types.count(FULL) + layer_types.count(other) < n:
         raise ConfigError(
             f"layer_types={shown(layer_types)} must be a list with {FULL!r} or {other!r} for each of {n} layers"
         )
@@ -91,9 +88,8 @@ def _periodic(n: int, last: str, other: str) -> Callable[[int], str]:
 def _check_uniform(settings: ConfigJson, needed: str) -> None:
     """Raise unless all layers have the same kind of attention."""
     layer_types = settings.get("layer_types")
-    if layer_types is not None and (
-        not isinstance(layer_types, list) or any(layer_type != needed for layer_type in layer_types)
-    ):
+    is_uniform = isinstance(layer_types, list) and layer_types.count(needed) == len(layer_types)
+    if layer_types is not None and not is_uniform:
         raise ConfigError(f"layer_types={shown(layer_types)} is not supported; all layers must be {needed!r}")
 
 

@@ -311,8 +311,8 @@ class OrbaxCheckpoint:
     Attributes:
       arrays: the folder that orbax wrote, and the name of the parameters in it.
       of_run: whether it is a step of a training run.
-      stored_arrays: all stored arrays by name; several may belong to one of the tensors.
-      stored_formats: formats of the quantized weights, see `StoredFormats`.
+      array_infos: all stored arrays by name; several may belong to one of the tensors.
+      quant_formats: formats of the quantized weights, see `StoredFormats`.
     """
 
     format: str
@@ -322,8 +322,8 @@ class OrbaxCheckpoint:
     tokenizer: Callable[[], Tokenizer | None]
     arrays: tuple[Path, str]
     of_run: bool
-    stored_arrays: Mapping[str, OrbaxArrayInfo]
-    stored_formats: StoredFormats
+    array_infos: Mapping[str, OrbaxArrayInfo]
+    quant_formats: StoredFormats
     metadata: Callable[[], ModelMetadata] = ModelMetadata
 
 
@@ -369,8 +369,8 @@ def open_orbax_folder(folder: Path) -> OrbaxCheckpoint:
         tokenizer=partial(find_tokenizer, about_folder, config.vocab_size),
         arrays=arrays,
         of_run=of_run,
-        stored_arrays=stored_arrays,
-        stored_formats=stored_formats,
+        array_infos=stored_arrays,
+        quant_formats=stored_formats,
         metadata=partial(read_model_metadata, about_folder),
     )
     return replace(stored, tensors=_list_tensors(_stored_shapes(stored), stored_arrays, np.dtype(dtype)))
@@ -526,10 +526,10 @@ def _check_same_step(stored: OrbaxCheckpoint, shardings: Llama) -> None:
 
 def _stored_shapes(stored: OrbaxCheckpoint) -> Llama:
     """The shapes of the configuration's parameters, with quantized weights as stored."""
-    config, stored_arrays = stored.config, stored.stored_arrays
+    config, stored_arrays = stored.config, stored.array_infos
     shape = param_shapes(config)
-    if stored.stored_formats:
-        shape = with_stored_planes(config, shape, stored.stored_formats, stored.path)
+    if stored.quant_formats:
+        shape = with_stored_planes(config, shape, stored.quant_formats, stored.path)
     needed = {array_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)}
     for name in sorted(needed.keys() | stored_arrays.keys()):
         stored_shape = list(stored_arrays[name].shape) if name in stored_arrays else None
@@ -539,7 +539,7 @@ def _stored_shapes(stored: OrbaxCheckpoint) -> Llama:
                 f"{stored.path}: array {name!r} has shape {stored_shape}; the configuration needs {needed_shape}; are both"
                 " of one model?"
             )
-    for path, leaf in jax.tree.leaves_with_path(shape) if stored.stored_formats else ():
+    for path, leaf in jax.tree.leaves_with_path(shape) if stored.quant_formats else ():
         name, inside = array_name(path), array_name(path).rpartition(".planes.")[0]
         if inside and stored_arrays[name].dtype != leaf.dtype:
             raise CheckpointError(

@@ -178,12 +178,7 @@ def parameter_fill(
         return fill_in_formats(layers, [quant_format for (quant_format,) in formats_by_layer])
     sources = [_split_parts(array) for array in layers]
     repeated = [formats if len(formats) == count else formats * count for formats in formats_by_layer]
-    return _joined_fill(
-        [
-            fill_in_formats(*arrays_and_formats)
-            for arrays_and_formats in zip(zip(*sources, strict=True), zip(*repeated, strict=True), strict=True)
-        ]
-    )
+    return _joined_fill(list(map(fill_in_formats, zip(*sources, strict=True), zip(*repeated, strict=True))))
 
 
 def drop_layer_axis(sharding: Any) -> Any:

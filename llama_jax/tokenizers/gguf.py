@@ -249,21 +249,21 @@ def _for_library(entries: Sequence[Entry], unknown: int) -> tuple[list[Entry], l
     which is appended if the unknown token can result from merges, and all bytes or none; missing ones are appended.
     """
     ids = {entry.text: i for i, entry in enumerate(entries)}
-    pieces = [entry._replace(entry_type=EntryType.NORMAL) for entry in entries]
+    pieces = [entry._replace(type=EntryType.NORMAL) for entry in entries]
     following: dict[str, int] = {}
     if not ids.keys().isdisjoint(BYTE_PIECES):
         for text, byte in BYTE_PIECES.items():
             if text in ids:
-                pieces[ids[text]] = entries[ids[text]]._replace(entry_type=EntryType.BYTE)
+                pieces[ids[text]] = entries[ids[text]]._replace(type=EntryType.BYTE)
             else:
                 following[text] = ids.get(decode_byte(byte), unknown)
     reached = lambda text: len(text) == 1 or text in ids
     name = entries[unknown].text
     is_text = len(name) == 1 or any(reached(name[:n]) and reached(name[n:]) for n in range(1, len(name)))
-    if is_text or pieces[unknown].entry_type == EntryType.BYTE:
+    if is_text or pieces[unknown].type == EntryType.BYTE:
         following[UNKNOWN_PIECE] = unknown
     else:
-        pieces[unknown] = entries[unknown]._replace(entry_type=EntryType.UNKNOWN)
+        pieces[unknown] = entries[unknown]._replace(type=EntryType.UNKNOWN)
     pieces += [Entry(text, 0.0, EntryType.UNKNOWN if text == UNKNOWN_PIECE else EntryType.BYTE) for text in following]
     return pieces, list(following.values())
 
@@ -483,7 +483,7 @@ def _sentencepiece_fields(pieces: Sequence[Entry], space_prefix: bool) -> dict[s
         "pre": "default",
         "tokens": [piece.text for piece in pieces],
         "scores": [piece.score for piece in pieces],
-        "token_type": [int(piece.entry_type) for piece in pieces],
+        "token_type": [int(piece.type) for piece in pieces],
         "add_space_prefix": space_prefix,
     }
 

@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
     text: str
     score: float
-    entry_type: EntryType
+    type: EntryType
 
 
 def is_sentencepiece(start: bytes) -> bool:
@@ -100,14 +100,11 @@ class SentencePieceTokenizer(PartsTokenizer):
                     guarded = {
                         entry.text: i
                         for i, entry in enumerate(entries)
-                        if entry.entry_type == EntryType.USER_DEFINED
-                        and is_template_token(entry.text, settings.chat_template)
+                        if entry.type == EntryType.USER_DEFINED and is_template_token(entry.text, settings.chat_template)
                     }
                 if guarded or entries != pieces:
                     model = _with_entries(model, pieces, entries)
-                    used = [
-                        entry._replace(entry_type=EntryType.CONTROL) if entry.text in guarded else entry for entry in entries
-                    ]
+                    used = [entry._replace(type=EntryType.CONTROL) if entry.text in guarded else entry for entry in entries]
                     self._processor.LoadFromSerializedProto(_with_entries(model, entries, used))
             self.vocab_size: int = self._processor.GetPieceSize() - len(aliases)
             self.space_prefix: bool = self._processor.Normalize("a").startswith(SPACE)
@@ -199,7 +196,7 @@ class SentencePieceTokenizer(PartsTokenizer):
         return list(self._entries)
 
     def _ids_by_text(self, *entry_types: EntryType) -> dict[str, int]:
-        return {entry.text: i for i, entry in enumerate(self._entries) if entry.entry_type in entry_types}
+        return {entry.text: i for i, entry in enumerate(self._entries) if entry.type in entry_types}
 
 
 def valid_text(text: str, token: int) -> str:
@@ -209,13 +206,13 @@ def valid_text(text: str, token: int) -> str:
 
 
 def _entry_bytes(entry: Entry) -> bytes:
-    if entry.entry_type == EntryType.CONTROL:
+    if entry.type == EntryType.CONTROL:
         return b""
-    if entry.entry_type == EntryType.UNKNOWN:
+    if entry.type == EntryType.UNKNOWN:
         return " \N{DOUBLE QUESTION MARK} ".encode()  # as SentencePiece decodes it
-    if entry.entry_type == EntryType.BYTE:
+    if entry.type == EntryType.BYTE:
         return bytes([int(entry.text[1:-1], 16)])  # "<0x0A>"
-    return (entry.text if entry.entry_type == EntryType.USER_DEFINED else entry.text.replace(SPACE, " ")).encode(
+    return (entry.text if entry.type == EntryType.USER_DEFINED else entry.text.replace(SPACE, " ")).encode(
         errors="surrogateescape"
     )
 
@@ -239,7 +236,7 @@ def _read_pieces(processor: sentencepiece.SentencePieceProcessor) -> list[Entry]
     ]
     # The library does not report which pieces are user-defined: they are recognized by their score of 0 and their bytes.
     for i, entry in enumerate(pieces):
-        candidate = entry._replace(entry_type=EntryType.USER_DEFINED)
+        candidate = entry._replace(type=EntryType.USER_DEFINED)
         if entry[1:] == (0.0, EntryType.NORMAL) and write_pieces([candidate]) in content:
             pieces[i] = candidate
     return pieces
@@ -252,12 +249,12 @@ def declared_entries(where: str, pieces: Sequence[Entry], settings: Settings) ->
     without a name only if it is not marked otherwise. Ids of added tokens must follow those of the model.
     """
     plain = {token.text for token in settings.added_tokens if not token.special}
-    plain |= {entry.text for entry in pieces if entry.entry_type == EntryType.USER_DEFINED}
+    plain |= {entry.text for entry in pieces if entry.type == EntryType.USER_DEFINED}
     special = {token.text for token in settings.added_tokens if token.special}
     special |= {*settings.named_tokens, *(set(settings.extra_tokens) - plain)}
     fixed = (EntryType.UNKNOWN, EntryType.BYTE)
     entries = [
-        entry._replace(entry_type=EntryType.CONTROL) if entry.text in special and entry.entry_type not in fixed else entry
+        entry._replace(type=EntryType.CONTROL) if entry.text in special and entry.type not in fixed else entry
         for entry in pieces
     ]
     for token in sorted(settings.added_tokens, key=lambda token: token.id):
@@ -278,9 +275,7 @@ def _with_entries(model: bytes, pieces: Sequence[Entry], entries: Sequence[Entry
 
     Of a field that occurs twice in a protocol buffer the last one counts, and repeated fields are joined.
     """
-    entry_types = {
-        i: entry.entry_type for i, entry in enumerate(entries[: len(pieces)]) if entry.entry_type != pieces[i].entry_type
-    }
+    entry_types = {i: entry.type for i, entry in enumerate(entries[: len(pieces)]) if entry.type != pieces[i].type}
     parts: list[bytes] = []
     at = piece = 0
     while entry_types and at < len(model):
@@ -288,9 +283,9 @@ def _with_entries(model: bytes, pieces: Sequence[Entry], entries: Sequence[Entry
         size, begin = _read_varint(model, begin)
         content = model[begin : begin + size]
         if tag == 1 << 3 | 2:
-            content += _encode_number(3, entry_types[piece]) if piece in entry_types else b""
+            content += _integer(3, entry_types[piece]) if piece in entry_types else b""
             piece += 1
-        parts.append(_encode_varint(tag) + _encode_varint(len(content)) + content)
+        parts.append(_varint(tag) + _varint(len(content)) + content)
         at = begin + size
     return (b"".join(parts) if entry_types else model) + write_pieces(entries[len(pieces) :])
 
@@ -312,39 +307,26 @@ def write_model(pieces: Iterable[Entry], *, bos: str, eos: str, space_prefix: bo
       spell_spaces: whether the pieces spell a space as `SPACE`.
     """
     pieces = list(pieces)
-    unknown = next((piece.text for piece in pieces if piece.entry_type == EntryType.UNKNOWN), "<unk>")
-    bytes_too = any(piece.entry_type == EntryType.BYTE for piece in pieces)
+    unknown = next((piece.text for piece in pieces if piece.type == EntryType.UNKNOWN), "<unk>")
+    bytes_too = any(piece.type == EntryType.BYTE for piece in pieces)
     # Field numbers of ModelProto, TrainerSpec and NormalizerSpec in sentencepiece_model.proto.
     bpe = 2
     trainer = b"".join(
-        (
-            _encode_number(3, bpe),
-            _encode_number(35, bytes_too),
-            *(_encode_text(n, t) for n, t in ((45, unknown), (46, bos), (47, eos))),
-        )
+        (_integer(3, bpe), _integer(35, bytes_too), *(_text(n, t) for n, t in ((45, unknown), (46, bos), (47, eos))))
     )
-    normalizer = b"".join(
-        (
-            _encode_text(1, "identity"),
-            _encode_number(3, space_prefix),
-            _encode_number(4, False),
-            _encode_number(5, spell_spaces),
-        )
-    )
-    return write_pieces(pieces) + _encode_bytes(2, trainer) + _encode_bytes(3, normalizer)
+    normalizer = b"".join((_text(1, "identity"), _integer(3, space_prefix), _integer(4, False), _integer(5, spell_spaces)))
+    return write_pieces(pieces) + _bytes(2, trainer) + _bytes(3, normalizer)
 
 
 def write_pieces(pieces: Iterable[Entry]) -> bytes:
     """The pieces as the protocol buffer's field 1."""
     return b"".join(
-        _encode_bytes(
-            1, _encode_text(1, piece.text) + b"\x15" + struct.pack("<f", piece.score) + _encode_number(3, piece.entry_type)
-        )
+        _bytes(1, _text(1, piece.text) + b"\x15" + struct.pack("<f", piece.score) + _integer(3, piece.type))
         for piece in pieces
     )
 
 
-def _encode_varint(value: int) -> bytes:
+def _varint(value: int) -> bytes:
     """A varint: seven bits per byte, the lowest first; the eighth bit marks that more follow."""
     low = []
     while value > 0x7F:
@@ -353,16 +335,16 @@ def _encode_varint(value: int) -> bytes:
     return bytes([*low, value])
 
 
-def _encode_number(field: int, value: int) -> bytes:
-    return _encode_varint(field << 3) + _encode_varint(int(value))
+def _integer(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(int(value))
 
 
-def _encode_bytes(field: int, value: bytes) -> bytes:
-    return _encode_varint(field << 3 | 2) + _encode_varint(len(value)) + value
+def _bytes(field: int, value: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
 
 
-def _encode_text(field: int, value: str) -> bytes:
-    return _encode_bytes(field, value.encode(errors="surrogateescape"))
+def _text(field: int, value: str) -> bytes:
+    return _bytes(field, value.encode(errors="surrogateescape"))
 
 
 # --- new vocabularies ----------------------------------------------------------------------------------------------------

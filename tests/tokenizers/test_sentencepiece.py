@@ -70,7 +70,7 @@ def test_a_model_written_from_its_pieces_is_the_same(model, small):
 
 
 def test_a_vocabulary_without_bos_says_so(small):
-    pieces = [piece for piece in small.pieces() if piece.entry_type != EntryType.CONTROL]
+    pieces = [piece for piece in small.pieces() if piece.type != EntryType.CONTROL]
     tokenizer = SentencePieceTokenizer(write_model(pieces, bos="", eos="", space_prefix=True), "none")
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.stop_ids) == (-1, -1, ())
     with pytest.raises(TokenizerError, match="has no bos token; encode with bos=False"):
