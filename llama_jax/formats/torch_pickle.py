@@ -126,7 +126,7 @@ def read_pickled(path: Location) -> Mapping[str, Any]:
                 raise CheckpointError(f"{path}: its pickle is over {MAX_PICKLE_BYTES} bytes, too large for a model")
             order = entries.get(f"{folder}byteorder")
             little = b"little"
-            if order is not None and (order.file_size != len(little) or (_stored(order) and archive.read(order) != little)):
+            if order is not None and _stored(order) and (order.file_size != len(little) or archive.read(order) != little):
                 raise CheckpointError(f"{path} was written on a big-endian machine; save it again on another")
             program = archive.read(pickles[0]) if _stored(entries[pickles[0]]) else b""
         content = _interpret(program, path, {name.removeprefix(folder + "data/"): info for name, info in entries.items()})

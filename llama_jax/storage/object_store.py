@@ -119,6 +119,8 @@ class ObjectBucket:
         from obstore import exceptions
 
         text, line = str(error), _obstore_message(error)
+        if not isinstance(error, OSError | exceptions.BaseError):
+            return OSError(errno.EIO, f"obstore failed ({reason_of(error)})", url)
         if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
             return PermissionError(errno.EACCES, f"the store denies access ({_store_message(error)})", url)
         if isinstance(error, exceptions.AlreadyExistsError):

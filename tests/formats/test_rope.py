@@ -253,7 +253,7 @@ def test_a_longrope_as_llama_cpps_converter_writes_it(tmp_path):
         ({"phi3.rope.scaling.type": "none"}, None, "phi3.rope.scaling.attn_factor=.* with type 'none'"),
         ({}, "rope_factors_long.weight", "phi3.rope.scaling.attn_factor=.* with type 'none'"),
         ({"phi3.rope.scaling.factor": 4.0}, None, "phi3.rope.scaling.factor=4.0 is not supported"),
-        ({"phi3.rope.scaling.factor": 1e39}, None, r"phi3.rope.scaling.factor=1e\+39 must be a finite number"),
+        ({"phi3.rope.scaling.factor": 1e39}, None, r"phi3.rope.scaling.factor=1e\+39 is not supported"),
     ):
         with pytest.raises(ConfigError, match=f"^{message}"), np.errstate(all="raise"):
             config_from_fields(theirs | changes, {name: tensor for name, tensor in tensors.items() if name != without})
