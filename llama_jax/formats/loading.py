@@ -263,13 +263,13 @@ def check_names(opened: OpenedCheckpoint | OrbaxCheckpoint) -> None:
 
 
 def _open_location(path: Location) -> OpenedCheckpoint | OrbaxCheckpoint:
-    if not path.exists():
-        what = "is a broken symbolic link" if isinstance(path, Path) and path.is_symlink() else "does not exist"
+    if not path.is_dir() and not path.is_file():  # reading a pipe would block
+        is_broken = isinstance(path, Path) and path.is_symlink()
+        missing = "is a broken symbolic link" if is_broken else "does not exist"
         raise CheckpointError(
-            f"{path} {what}; pass a model's folder or file (llama-jax fetch downloads one), or hf://ORGANIZATION/NAME"
+            f"{path} {'is neither a file nor a folder' if path.exists() else missing}; pass a model's folder or file"
+            " (llama-jax fetch downloads one), or hf://ORGANIZATION/NAME"
         )
-    if not path.is_dir() and not path.is_file():
-        raise CheckpointError(f"{path} is neither a file nor a folder; pass a model's folder or file")
     for format in WEIGHT_FORMATS.values():
         if format.recognizes(path):
             return format.open(path)

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from llama_jax.errors import CheckpointError, UserError
 from llama_jax.storage import Location, StoredPath
@@ -74,6 +74,10 @@ def read_metadata(folder: Location, step: int | None = None) -> dict[str, Any]:
         return read_object(path, DamagedError)
     except OSError as error:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
+
+
+def refuse_removed(path: object) -> NoReturn:
+    raise CheckpointError(f"{path} was removed while it was read; try again, or read another step") from None
 
 
 def cannot_read(path: Location, reason: str) -> str:
@@ -147,7 +151,7 @@ def check_checksums(step: Location, parts: Collection[str] | None = None, *, sha
         problems = pool.map(lambda name: _problem(step / name, checksums[name]), names[share[0] :: share[1]])
         first = next(filter(None, problems), None)
     if first is not None and not is_step(resolved(step)):
-        raise CheckpointError(f"{step} was removed while it was read; read another step")
+        refuse_removed(step)
     if first is not None:
         raise first
 
@@ -174,7 +178,7 @@ def read_checksums(step: Location) -> dict[str, str]:
         with path.open("rb") as file:
             text, _, last = file.read().decode(errors="replace").rpartition("# ")
     except FileNotFoundError:
-        raise CheckpointError(f"{step} was removed while it was read; read another step") from None
+        refuse_removed(step)
     except OSError as error:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
     if last != hashlib.sha256(text.encode()).hexdigest() + "\n":
@@ -214,7 +218,7 @@ def retry_with_newest_step(read: Callable[Arguments, Result]) -> Callable[Argume
                 if tries_left and now != before:
                     continue
                 if isinstance(error, FileNotFoundError):  # it existed before
-                    raise CheckpointError(f"{error.filename} was removed while it was read; try again") from None
+                    refuse_removed(error.filename)
                 if before is None or isinstance(error, UserError):
                     raise
                 raise CheckpointError(cannot_read(before, str(error))) from None
@@ -247,5 +251,5 @@ def fetch_model(location: StoredPath) -> tuple[StoredPath, Path]:
     entries = {f"{step.name}/{name}": entry for name, entry in files}
     try:
         return step, fetch_to_cache(step.parent, entries, CheckpointError) / step.name
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{step} was removed while it was read ({error.filename}); try again") from None
+    except FileNotFoundError:
+        refuse_removed(step)

@@ -42,11 +42,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """
     with reading(path, TokenizerError):
         path = locate(path)
-        if not path.exists():
-            raise TokenizerError(f"{path} does not exist; pass {VOCABULARY_FORMATS}, or a folder with one")
         if not path.is_dir():
             if not path.is_file():
-                raise TokenizerError(f"{path} is neither a file nor a folder; pass {VOCABULARY_FORMATS}")
+                problem = "is neither a file nor a folder" if path.exists() else "does not exist"
+                raise TokenizerError(f"{path} {problem}; pass {VOCABULARY_FORMATS}, or a folder with one")
             if is_gguf(path):
                 with open_header(path, TokenizerError) as header:
                     return from_metadata(header.fields(), str(path))
