@@ -57,7 +57,7 @@ class Repository:
             folder
         ):  # the path is a file: the library lists it as itself
             return {}
-        return {item["name"].rpartition("/")[2]: self._entry_of(item) for item in listing}
+        return {info["name"].rpartition("/")[2]: self._entry_of(info) for info in listing}
 
     def head(self, key: str) -> StoreEntry | None:
         try:

@@ -70,9 +70,9 @@ class ObjectBucket:
         listing = self._call(folder, lambda: obstore.list_with_delimiter(self._bucket, folder or None))
         below = f"{folder}/" if folder else ""
         names = {prefix.removeprefix(below): FOLDER_ENTRY for prefix in listing["common_prefixes"]}
-        for item in listing["objects"]:
-            if item["path"] != folder:  # some tools write this object to represent the folder
-                names[item["path"].removeprefix(below)] = StoreEntry(item["size"], item["e_tag"])
+        for info in listing["objects"]:
+            if info["path"] != folder:  # some tools write this object to represent the folder
+                names[info["path"].removeprefix(below)] = StoreEntry(info["size"], info["e_tag"])
         return names
 
     def head(self, key: str) -> StoreEntry | None:

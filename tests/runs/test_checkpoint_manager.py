@@ -237,7 +237,7 @@ def test_a_save_that_hangs_is_an_error(kept, tmp_path, monkeypatch):
         hanging.set()
         on.wait()
 
-    monkeypatch.setattr("llama_jax.runs.checkpoint_manager.write_sums", hang)
+    monkeypatch.setattr("llama_jax.runs.checkpoint_manager.write_checksums", hang)
     with CheckpointManager(kept.folder, timeout=2) as other:
         save(other, 20, 20)
         hanging.wait()
