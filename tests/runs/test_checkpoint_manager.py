@@ -431,7 +431,11 @@ def test_a_run_is_a_model(saved_run, tokenizer, path):
 
 @pytest.mark.parametrize(
     "name",
-    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("describe", "find_tokenizer")), "read_config", "read_arrays"],
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("describe_arrays", "find_tokenizer")),
+        "read_config_json",
+        "read_arrays",
+    ],
 )
 def test_a_step_that_is_removed_while_it_is_read(name, run, monkeypatch):
     """As a run does that goes on saving: then the newest is taken again, so often and no more."""
