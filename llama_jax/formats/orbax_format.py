@@ -165,9 +165,8 @@ def read_stored_formats(folder: Path) -> tuple[StoredFormats, str]:
         raise CheckpointError(f"{folder / FORMATS_FILE} has no kinds or no dtype ({shown(dtype, 40)}); copy it again")
     for name, stored_format in formats.items():
         for quant_format in _flatten_formats(stored_format):
-            if not (isinstance(quant_format, str) and quant_format in QUANT_FORMATS) and (
-                quant_format is not None or quant_format is stored_format
-            ):
+            is_float = quant_format is None and stored_format is not None
+            if not is_float and not (isinstance(quant_format, str) and quant_format in QUANT_FORMATS):
                 raise CheckpointError(
                     f"{folder / FORMATS_FILE} has {shown(name, 60)} in the unknown kind {shown(quant_format, 40)}"
                 )
@@ -177,11 +176,9 @@ def read_stored_formats(folder: Path) -> tuple[StoredFormats, str]:
 def _flatten_formats(stored_format: Any) -> list[Any]:
     if isinstance(stored_format, dict) and isinstance(layers := stored_format.get("layers"), list):
         return layers
-    return (
-        [inner for part in stored_format for inner in _flatten_formats(part)]
-        if isinstance(stored_format, list)
-        else [stored_format]
-    )
+    if not isinstance(stored_format, list):
+        return [stored_format]
+    return [inner for part in stored_format for inner in _flatten_formats(part)]
 
 
 def with_stored_planes(config: LlamaConfig, shapes: Llama, formats: StoredFormats, where: Location) -> Llama:
@@ -360,20 +357,20 @@ def open_orbax_folder(folder: Path) -> OrbaxCheckpoint:
         about_folder, arrays = folder, (folder / PARAMS, "state")
     config = read_config_json(about_folder, scaled_context=True)
     stored_formats, dtype = ({}, "float32") if of_run else read_stored_formats(folder)
-    stored_arrays = describe_arrays(*arrays)
+    infos = describe_arrays(*arrays)
     stored = OrbaxCheckpoint(
         format=f"orbax, step {folder.resolve().name} of a run" if of_run else "orbax",
         path=folder,
         config=config,
-        tensors=stored_arrays,
+        tensors=infos,
         tokenizer=partial(find_tokenizer, about_folder, config.vocab_size),
         arrays=arrays,
         of_run=of_run,
-        array_infos=stored_arrays,
+        array_infos=infos,
         quant_formats=stored_formats,
         metadata=partial(read_model_metadata, about_folder),
     )
-    return replace(stored, tensors=_list_tensors(_stored_shapes(stored), stored_arrays, np.dtype(dtype)))
+    return replace(stored, tensors=_list_tensors(_stored_shapes(stored), infos, np.dtype(dtype)))
 
 
 def refuse_adapter(folder: Location) -> NoReturn:
@@ -393,17 +390,17 @@ def adapters_of(step: Path) -> dict[str, Any] | None:
 
 
 def _list_tensors(
-    shapes: Llama, stored_arrays: Mapping[str, OrbaxArrayInfo], dtype: np.dtype
+    shapes: Llama, infos: Mapping[str, OrbaxArrayInfo], dtype: np.dtype
 ) -> dict[str, OrbaxArrayInfo | OrbaxWeightInfo]:
     """The stored arrays, with the planes of each quantized matrix as one entry."""
     tensors: dict[str, OrbaxArrayInfo | OrbaxWeightInfo] = {}
     for path, leaf in jax.tree.leaves_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
         name = array_name(path)
         if isinstance(leaf, QuantizedWeight):
-            size = sum(stored_arrays[array_name((*path, *rest))].nbytes for rest, _ in jax.tree.leaves_with_path(leaf))
+            size = sum(infos[array_name((*path, *rest))].nbytes for rest, _ in jax.tree.leaves_with_path(leaf))
             tensors[name] = OrbaxWeightInfo(matrix_of(leaf), dtype, leaf.kind.upper(), size)
         else:
-            tensors[name] = stored_arrays[name]
+            tensors[name] = infos[name]
     return tensors
 
 
@@ -526,13 +523,13 @@ def _check_same_step(stored: OrbaxCheckpoint, shardings: Llama) -> None:
 
 def _stored_shapes(stored: OrbaxCheckpoint) -> Llama:
     """The shapes of the configuration's parameters, with quantized weights as stored."""
-    config, stored_arrays = stored.config, stored.array_infos
+    config, infos = stored.config, stored.array_infos
     shape = param_shapes(config)
     if stored.quant_formats:
         shape = with_stored_planes(config, shape, stored.quant_formats, stored.path)
     needed = {array_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)}
-    for name in sorted(needed.keys() | stored_arrays.keys()):
-        stored_shape = list(stored_arrays[name].shape) if name in stored_arrays else None
+    for name in sorted(needed.keys() | infos.keys()):
+        stored_shape = list(infos[name].shape) if name in infos else None
         needed_shape = list(needed[name]) if name in needed else None
         if stored_shape != needed_shape:
             raise CheckpointError(
@@ -541,10 +538,8 @@ def _stored_shapes(stored: OrbaxCheckpoint) -> Llama:
             )
     for path, leaf in jax.tree.leaves_with_path(shape) if stored.quant_formats else ():
         name, inside = array_name(path), array_name(path).rpartition(".planes.")[0]
-        if inside and stored_arrays[name].dtype != leaf.dtype:
-            raise CheckpointError(
-                f"{stored.path}: array {name!r} is {stored_arrays[name].dtype}, but its format needs {leaf.dtype}"
-            )
+        if inside and infos[name].dtype != leaf.dtype:
+            raise CheckpointError(f"{stored.path}: array {name!r} is {infos[name].dtype}, but its format needs {leaf.dtype}")
     return shape
 
 
