@@ -74,8 +74,8 @@ def write_folder(folder: Path, gigabytes: float) -> None:
     """Write a Llama with 2,560 features and enough layers to fill the size, in files of 1 GB."""
     import llama_jax
     from llama_jax.formats import huggingface
-    from llama_jax.formats.lazy_tensors import FLOATS, ArrayTensor
-    from llama_jax.formats.weight_format import Opened
+    from llama_jax.formats.lazy_tensors import FLOAT_DTYPES, ArrayTensor
+    from llama_jax.formats.weight_format import OpenedCheckpoint
 
     dim, hidden, vocab = 2560, 6912, 32_000
     layer = 4 * dim * dim + 3 * dim * hidden
@@ -92,18 +92,18 @@ def write_folder(folder: Path, gigabytes: float) -> None:
         rope_theta=10_000.0,
         tie_embeddings=False,
     )
-    numbers = np.random.default_rng(0).standard_normal(vocab * dim, np.float32).astype(FLOATS["BF16"])
+    numbers = np.random.default_rng(0).standard_normal(vocab * dim, np.float32).astype(FLOAT_DTYPES["BF16"])
     shapes = dict.fromkeys(("embedding", "lm_head"), (vocab, dim)) | dict.fromkeys(("q", "k", "v", "out"), (dim, dim))
     shapes |= dict.fromkeys(("gate", "up"), (hidden, dim)) | {"down": (dim, hidden)}
     shapes |= dict.fromkeys(("attention_norm", "ffn_norm", "final_norm"), (dim,))
     tensors = {
         name.format(i): ArrayTensor(numbers[: int(np.prod(shapes[part]))].reshape(shapes[part]))
-        for part, name in huggingface.NAMES.items()
+        for part, name in huggingface.HF_NAMES.items()
         for i in range(layers if "{}" in name else 1)
         if part in shapes
     }
-    opened = Opened("made here", folder, config, tensors, huggingface.NAMES, False, lambda: None)
-    huggingface.write_folder(folder, opened, None, largest_file=1_000_000_000)
+    opened = OpenedCheckpoint("made here", folder, config, tensors, huggingface.HF_NAMES, False, lambda: None)
+    huggingface.write_huggingface(folder, opened, None, largest_file=1_000_000_000)
 
 
 WARM = """

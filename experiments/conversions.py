@@ -30,11 +30,11 @@ from llama_jax import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
 from llama_jax.errors import CheckpointError
 from llama_jax.formats import open_checkpoint
 from llama_jax.formats.huggingface import from_params
-from llama_jax.formats.model_folder import about_from_fields, about_to_fields, all_settings, missing_settings
+from llama_jax.formats.model_folder import all_settings, metadata_from_fields, metadata_to_fields, missing_settings
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
 from llama_jax.tokenizers.huggingface import BYTE_CHARACTERS
-from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build
-from llama_jax.tokenizers.sentencepiece import Entry, EntryKind, write_model
+from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build_pre_tokenizer
+from llama_jax.tokenizers.sentencepiece import Entry, EntryType, write_model
 from llama_jax.tokenizers.tiktoken import SPECIAL_TOKENS
 
 BASE = LlamaConfig(
@@ -55,10 +55,10 @@ NAMES = {"gguf": "model.gguf", "llama2c": "model.bin"}
 LICENSE_TEXT = "Use it for good.\n"
 
 
-def sentencepiece_file(*added: tuple[str, EntryKind]) -> bytes:
-    pieces = [Entry("<unk>", 0.0, EntryKind.UNKNOWN), *(Entry(name, 0.0, EntryKind.CONTROL) for name in ("<s>", "</s>"))]
-    pieces += [Entry(f"<0x{byte:02X}>", 0.0, EntryKind.BYTE) for byte in range(256)]
-    pieces += [Entry(text, -1.0 - i, EntryKind.NORMAL) for i, text in enumerate(["▁", *"abcdefghijklmnop", "▁a", "▁b"])]
+def sentencepiece_file(*added: tuple[str, EntryType]) -> bytes:
+    pieces = [Entry("<unk>", 0.0, EntryType.UNKNOWN), *(Entry(name, 0.0, EntryType.CONTROL) for name in ("<s>", "</s>"))]
+    pieces += [Entry(f"<0x{byte:02X}>", 0.0, EntryType.BYTE) for byte in range(256)]
+    pieces += [Entry(text, -1.0 - i, EntryType.NORMAL) for i, text in enumerate(["▁", *"abcdefghijklmnop", "▁a", "▁b"])]
     pieces += [Entry(text, 0.0, kind) for text, kind in added]
     return write_model(pieces, bos="<s>", eos="</s>", space_prefix=True)
 
@@ -74,7 +74,7 @@ def bytes_json(pre: str, *special: str, plain: tuple[str, ...] = (), bos: bool =
     vocabulary = {BYTE_CHARACTERS[byte]: byte for byte in range(256)} | {"th": 256, "the": 257}
     model = tokenizers.models.BPE(vocab=vocabulary, merges=[("t", "h"), ("th", "e")], ignore_merges=rule.ignore_merges)
     library = tokenizers.Tokenizer(model)
-    library.pre_tokenizer = build(rule)
+    library.pre_tokenizer = build_pre_tokenizer(rule)
     library.decoder = tokenizers.decoders.ByteLevel()
     library.add_special_tokens([tokenizers.AddedToken(name, normalized=False, rstrip=rstrip) for name in special])
     library.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in plain])
@@ -122,8 +122,8 @@ def models() -> dict[str, Model]:
     gemma = replace(gemma, layers=(local,) * 5 + (LayerConfig(None),), rope_theta=1e6, n_layers=6, dim=64, head_dim=8)
     yarn = RopeScaling("yarn", 4.0, original_max_seq_len=16)
     vocabulary = sentencepiece_file()
-    turns = sentencepiece_file(("<start_of_turn>", EntryKind.CONTROL), ("<end_of_turn>", EntryKind.CONTROL))
-    users = sentencepiece_file(("<|user|>", EntryKind.USER_DEFINED), ("<pad>", EntryKind.CONTROL))
+    turns = sentencepiece_file(("<start_of_turn>", EntryType.CONTROL), ("<end_of_turn>", EntryType.CONTROL))
+    users = sentencepiece_file(("<|user|>", EntryType.USER_DEFINED), ("<pad>", EntryType.CONTROL))
     ids = {"bos_token_id": 1, "eos_token_id": 2}
     found = {
         "llama-1": Model(BASE, vocabulary),
@@ -341,7 +341,7 @@ def publish(folder: Path, model: Model) -> dict[str, Path]:
         tokenizer, about = opened.tokenizer(), opened.about()
         fields = {key: value for key, value in model.gguf.items() if key.startswith("general.")}
         tokenizer = from_metadata(to_metadata(tokenizer) | model.gguf, "fields")
-        about = about_from_fields(about_to_fields(about, False) | fields)
+        about = metadata_from_fields(metadata_to_fields(about, False) | fields)
         llama_jax.save(found["gguf"], model.config, params, tokenizer, about=about, overwrite=True)
     return found
 

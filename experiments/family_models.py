@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from llama_jax.config import LayerConfig, LlamaConfig, ModelType, QueryScaling, RopeScaling
-from llama_jax.formats.orbax_format import name_of
+from llama_jax.formats.orbax_format import array_name
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import param_shapes
 
@@ -95,7 +95,7 @@ def random_params(config: LlamaConfig, seed: int = 0) -> Llama:
     random = np.random.default_rng(seed)
 
     def drawn(path, leaf):
-        norm = "norm" in name_of(path) and not config.norm_offset
+        norm = "norm" in array_name(path) and not config.norm_offset
         return (norm + 0.2 * random.standard_normal(leaf.shape)).astype(np.float32)
 
     return jax.tree.map(jax.device_put, jax.tree_util.tree_map_with_path(drawn, param_shapes(config)))

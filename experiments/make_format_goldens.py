@@ -20,7 +20,7 @@ import numpy as np
 from make_goldens import GOLDENS, random_tensors
 
 from llama_jax import LlamaConfig, rotary_frequencies
-from llama_jax.formats.huggingface import NAMES, config_to_dict
+from llama_jax.formats.huggingface import HF_NAMES, config_to_dict
 
 FORMATS = GOLDENS / "formats"
 # Eight key/value heads and sizes divisible by eight: Meta's largest releases have eight ranks.
@@ -83,7 +83,7 @@ GGUF |= {f"{part}_bias": GGUF[part].replace(".weight", ".bias") for part in ("q"
 def renamed(config: LlamaConfig, tensors: dict[str, np.ndarray], names: dict[str, str]) -> dict[str, np.ndarray]:
     """The tensors by another format's names, q and k in the interleaved layout: row 2i of a head is row i of its half."""
     found = {}
-    for part, name in ((part, name) for part, name in NAMES.items() if part in names):
+    for part, name in ((part, name) for part, name in HF_NAMES.items() if part in names):
         for i in range(config.n_layers if "{}" in name else 1):
             if name.format(i) in tensors:
                 weight = tensors[name.format(i)]

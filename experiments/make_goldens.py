@@ -14,7 +14,7 @@ import numpy as np
 
 from llama_jax import LlamaConfig, RopeScaling
 from llama_jax.config import RopeScalingKind
-from llama_jax.formats.huggingface import NAMES, config_to_dict
+from llama_jax.formats.huggingface import HF_NAMES, config_to_dict
 
 GOLDENS = Path(__file__).parents[1] / "tests" / "goldens"
 
@@ -102,9 +102,9 @@ def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
     def normal(*shape: int) -> np.ndarray:
         return (0.2 * rng.standard_normal(shape)).astype(np.float32)
 
-    tensors = {NAMES["embedding"]: normal(c.vocab_size, c.dim), NAMES["final_norm"]: 1 + normal(c.dim)}
+    tensors = {HF_NAMES["embedding"]: normal(c.vocab_size, c.dim), HF_NAMES["final_norm"]: 1 + normal(c.dim)}
     if not c.tie_embeddings:
-        tensors[NAMES["lm_head"]] = normal(c.vocab_size, c.dim)
+        tensors[HF_NAMES["lm_head"]] = normal(c.vocab_size, c.dim)
     shapes = {
         "q": (c.n_heads * c.head_dim, c.dim),
         "k": (c.n_kv_heads * c.head_dim, c.dim),
@@ -117,11 +117,11 @@ def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
     biases = ("q", "k", "v") * c.qkv_bias + ("out",) * c.out_bias + ("gate", "up", "down") * c.mlp_bias
     for i in range(c.n_layers):
         for part, shape in shapes.items():
-            tensors[NAMES[part].format(i)] = normal(*shape)
+            tensors[HF_NAMES[part].format(i)] = normal(*shape)
         for part in biases:
-            tensors[NAMES[f"{part}_bias"].format(i)] = normal(shapes[part][0])
+            tensors[HF_NAMES[f"{part}_bias"].format(i)] = normal(shapes[part][0])
         for part in ("attention_norm", "ffn_norm"):
-            tensors[NAMES[part].format(i)] = 1 + normal(c.dim)
+            tensors[HF_NAMES[part].format(i)] = 1 + normal(c.dim)
     return tensors
 
 
@@ -137,7 +137,7 @@ def transformers_model(config: LlamaConfig, tensors: dict[str, np.ndarray]):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config_to_dict(config))).eval()
     state = {name: torch.from_numpy(array) for name, array in tensors.items()}
     if config.tie_embeddings:
-        state[NAMES["lm_head"]] = state[NAMES["embedding"]]
+        state[HF_NAMES["lm_head"]] = state[HF_NAMES["embedding"]]
     model.load_state_dict(state)
     return model
 

@@ -34,9 +34,9 @@ from support_claims import SupportClaims
 import llama_jax
 from llama_jax.cli.argv import arranged, parsed
 from llama_jax.formats.build_params import build_params
-from llama_jax.formats.huggingface import NAMES, config_to_dict
+from llama_jax.formats.huggingface import HF_NAMES, config_to_dict
 from llama_jax.formats.lazy_tensors import ArrayTensor
-from llama_jax.formats.weight_format import Opened
+from llama_jax.formats.weight_format import OpenedCheckpoint
 from llama_jax.model.trees import dequantize
 
 # Enough to split a model in every way. JAX must be told before its backend starts, so no test module may start it on import.
@@ -214,7 +214,7 @@ def calling(monkeypatch, capsys, tmp_path):
 def params_of(config, tensors: dict[str, np.ndarray], dtype=None):
     """Parameters from tensors by Hugging Face name."""
     held = {name: ArrayTensor(array) for name, array in tensors.items()}
-    return build_params(Opened("test", Path("test"), config, held, NAMES, False, lambda: None), dtype)
+    return build_params(OpenedCheckpoint("test", Path("test"), config, held, HF_NAMES, False, lambda: None), dtype)
 
 
 @pytest.fixture(scope="session")

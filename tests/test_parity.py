@@ -17,7 +17,7 @@ import llama_jax
 from llama_jax import RopeScaling, Sampling
 from llama_jax.errors import GenerationError
 from llama_jax.formats import huggingface
-from llama_jax.formats.huggingface import NAMES, config_from_dict, from_params
+from llama_jax.formats.huggingface import HF_NAMES, config_from_dict, from_params
 from llama_jax.formats.torch_pickle import read_pickled
 from llama_jax.inference.sampling import penalize, score_threshold
 from llama_jax.model.forward import forward, unembed
@@ -330,7 +330,7 @@ def test_transformers_reads_what_is_saved(kind, largest, tmp_path):
 
     config = make_goldens.KINDS[kind]
     params = params_of(config, make_goldens.random_tensors(config))
-    huggingface.write_folder(tmp_path, from_params(config, params, None), None, largest_file=largest)
+    huggingface.write_huggingface(tmp_path, from_params(config, params, None), None, largest_file=largest)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokens = make_goldens.tokens(config)
     with torch.inference_mode():
@@ -354,8 +354,8 @@ def test_a_backbone_that_transformers_saves(kind, tmp_path):
 def test_a_head_beside_tied_embeddings(tmp_path):
     config = make_goldens.KINDS["tied"]
     tensors = make_goldens.random_tensors(config)
-    head = tensors[NAMES["embedding"]] + 0.1
-    assert_logits_of(write_hf_folder(tmp_path / "model", config, tensors | {NAMES["lm_head"]: head}))
+    head = tensors[HF_NAMES["embedding"]] + 0.1
+    assert_logits_of(write_hf_folder(tmp_path / "model", config, tensors | {HF_NAMES["lm_head"]: head}))
 
 
 def test_biases_that_a_folder_lacks(tmp_path):

@@ -14,7 +14,7 @@ from llama_jax.config import FAMILY_FEATURES, LayerConfig, RopeScaling
 from llama_jax.config.presets import preset
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
 from llama_jax.formats.huggingface_families import FAMILIES
-from llama_jax.formats.orbax_format import name_of
+from llama_jax.formats.orbax_format import array_name
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Positions
 
@@ -159,7 +159,7 @@ def test_gradients(model, tmp_path):
     for (path, a), b in zip(
         jax.tree.leaves_with_path(llama_jax.load(tmp_path / "gradients").params), jax.tree.leaves(found), strict=True
     ):
-        np.testing.assert_allclose(b, a, atol=1e-4 * max(1, np.abs(a).max()), err_msg=name_of(path))
+        np.testing.assert_allclose(b, a, atol=1e-4 * max(1, np.abs(a).max()), err_msg=array_name(path))
 
 
 @pytest.mark.supports("safetensors", family="{model}")

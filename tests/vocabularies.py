@@ -18,7 +18,7 @@ from conftest import shared_data
 
 from llama_jax.tokenizers import load_tokenizer
 from llama_jax.tokenizers.huggingface import HuggingFaceTokenizer, from_json, spell
-from llama_jax.tokenizers.tiktoken import LLAMA3_SPLIT, SPECIAL_TOKENS, merges
+from llama_jax.tokenizers.tiktoken import LLAMA3_SPLIT, SPECIAL_TOKENS, derive_merges
 from llama_jax.tokenizers.tokenizer_config import AddedToken, Settings
 
 WORDS = [
@@ -77,7 +77,7 @@ def bytes_json() -> bytes:
     library = tokenizers.Tokenizer(
         tokenizers.models.BPE(
             vocab={spell(token): i for i, token in enumerate(tokens)},
-            merges=[(spell(left), spell(right)) for left, right in merges(tokens)],
+            merges=[(spell(left), spell(right)) for left, right in derive_merges(tokens)],
             ignore_merges=True,
         )
     )

@@ -115,11 +115,13 @@ class Case:
     def read(self) -> None:
         import llama_jax
         from llama_jax.tokenizers import load_tokenizer
-        from llama_jax.tokenizers.chat import shared_renderer
+        from llama_jax.tokenizers.chat_template import shared_renderer
 
         if self.kind == "template":
             chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-            shared_renderer(os.getpid()).render(self.template, chat, bos_token="<s>", eos_token="</s>", reply=True)
+            shared_renderer(os.getpid()).render(
+                self.template, chat, reply=True, variables={"bos_token": "<s>", "eos_token": "</s>"}
+            )
             return
         if self.kind in VOCABULARIES:
             tokenizer = load_tokenizer(self.folder)

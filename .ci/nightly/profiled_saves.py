@@ -34,7 +34,7 @@ def profile(folder: Path, seed: int, number: int) -> list[str]:
     from mortal_run import recipe
 
     import llama_jax
-    from llama_jax.formats.step_dirs import verify
+    from llama_jax.formats.step_dirs import check_checksums
 
     rng = random.Random(f"{seed} {number}")
     start = rng.randint(1, STEPS)
@@ -53,7 +53,7 @@ def profile(folder: Path, seed: int, number: int) -> list[str]:
     saved = sorted(folder.glob("run/checkpoints/*"))
     if result.step != STEPS or [path.name for path in saved] != [str(step) for step in range(1, STEPS + 1)]:
         wrong.append(f"{result.step} steps, and the checkpoints {[path.name for path in saved]}")
-    wrong += [f"{path.name} has no checksums" for path in saved if not verify(path)]
+    wrong += [f"{path.name} has no checksums" for path in saved if not check_checksums(path)]
     if not list((folder / "run" / "trace").rglob("*.xplane.pb")):
         wrong.append(f"there is no profile of the steps {steps}")
     left = [thread.name for thread in threading.enumerate() if thread not in before and not thread.daemon]

@@ -23,7 +23,7 @@ from llama_jax.progress import progress_bar
 from llama_jax.settings import at_least
 from llama_jax.storage.atomic_write import cannot_write, lock_file
 from llama_jax.tokenizers import Tokenizer
-from llama_jax.tokenizers.interface import Text, check_rows
+from llama_jax.tokenizers.interface import Text, check_token_rows
 
 if TYPE_CHECKING:
     from llama_jax.serving.engine import Engine
@@ -119,7 +119,7 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
 
         def job(line: int) -> Job:
             ids = tokenizer.encode(prompts[line - 1].prompt, eos=False)
-            check_rows(tokenizer, ids, engine.vocab_size, f"{self.prompts}: prompt {line}")
+            check_token_rows(tokenizer, ids, engine.vocab_size, f"{self.prompts}: prompt {line}")
             room = engine.room(len(ids))
             if room < 1:
                 raise GenerationError(

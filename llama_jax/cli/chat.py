@@ -23,7 +23,7 @@ from llama_jax.interrupts import end_command, watch_signals
 from llama_jax.settings import at_least
 from llama_jax.tokenizers import Format, Message, Tokenizer, encode_chat, reply_ends, resolve_format
 from llama_jax.tokenizers.chat_template import Renderer
-from llama_jax.tokenizers.interface import Text, check_rows
+from llama_jax.tokenizers.interface import Text, check_token_rows
 
 USUAL_REPLY = 512  # tokens
 COMMANDS = """\
@@ -89,7 +89,7 @@ class Chat(TemplateOptions, ModelOptions):
         system = _system(self.system)
         if system:  # an error now rather than at the first message
             ids = encode_chat(tokenizer, [*system, {"role": "user", "content": ""}], format, renderer)
-            check_rows(tokenizer, ids, config.vocab_size, "a chat with this system prompt")
+            check_token_rows(tokenizer, ids, config.vocab_size, "a chat with this system prompt")
 
         mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
         held = f"{kinds_in_memory(params)}, {bytes_in_memory(params) / 1e6:,.1f} MB"
@@ -115,7 +115,7 @@ class Chat(TemplateOptions, ModelOptions):
                 messages: list[Message] = [*history, {"role": "user", "content": line}]
                 try:
                     prompt, kept = fit(tokenizer, system, messages, format, context - reply_room, renderer)
-                    check_rows(tokenizer, prompt, config.vocab_size, "the chat")
+                    check_token_rows(tokenizer, prompt, config.vocab_size, "the chat")
                 except UserError as error:
                     note(f"error: {error}")
                     continue

@@ -91,11 +91,11 @@ class Convert:
     """Replace the destination: a file, or a folder that contains only a model."""
 
     def run(self) -> None:
-        from llama_jax.formats.saving import about_blocks, convert
+        from llama_jax.formats.saving import convert, describe_requantization
 
         dtype, format, quantize = unless_auto(self.dtype), unless_auto(self.format), unless_auto(self.quantize)
         kept = None if quantize == "keep" else quantize
-        for line in about_blocks(self.source, self.destination, format, dtype or kept):
+        for line in describe_requantization(self.source, self.destination, format, dtype or kept):
             print(line, file=sys.stderr)
         with _writing(self.destination) as progress:
             convert(
@@ -137,8 +137,8 @@ class Merge(CompileOptions):
         from llama_jax.cli.jax_setup import loading_bar
         from llama_jax.formats import load, load_adapter, open_checkpoint, save
         from llama_jax.formats.adapters import with_adapter_parts
-        from llama_jax.formats.model_folder import check_room
-        from llama_jax.formats.quantize_on_load import quantized_kinds
+        from llama_jax.formats.model_folder import check_output
+        from llama_jax.formats.quantize_on_load import describe_quantized_types
         from llama_jax.formats.saving import FOLDERS, format_of
         from llama_jax.model.lora import merge
         from llama_jax.model.trees import parameter_count
@@ -149,10 +149,10 @@ class Merge(CompileOptions):
         into = format or format_of(self.destination)
         folder = into in FOLDERS
         sources = [self.base, self.adapter]
-        check_room(self.destination, folder=folder, overwrite=self.overwrite, sources=sources)
+        check_output(self.destination, folder=folder, overwrite=self.overwrite, sources=sources)
         base = open_checkpoint(self.base)
         adapter = load_adapter(self.adapter, base.config)  # before minutes go into loading
-        kinds, before = quantized_kinds(base.tensors), sum(tensor.nbytes for tensor in base.tensors.values())
+        kinds, before = describe_quantized_types(base.tensors), sum(tensor.nbytes for tensor in base.tensors.values())
         is_gguf = base.format.startswith("GGUF")
         as_base = bool(kinds) and dtype is None and into == "gguf" and is_gguf
         if as_base:

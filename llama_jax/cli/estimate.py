@@ -314,8 +314,8 @@ def read_config(model: str) -> LlamaConfig:
     if not path.exists():
         raise ConfigError(f"{model!r} is neither a preset nor a path; the presets are {', '.join(PRESETS)}")
     settings = path if path.name == "config.json" else path / "config.json"
-    if settings.is_file() and not orbax_format.recognizes(path):  # the weights need not be there
-        return huggingface.read_config(settings.parent)
+    if settings.is_file() and not orbax_format.is_orbax(path):  # the weights need not be there
+        return huggingface.read_config_json(settings.parent)
     return open_checkpoint(path).config
 
 
@@ -324,26 +324,26 @@ def kinds_in_files(model: str) -> tuple[str, Llama | None]:
     from llama_jax.config.presets import PRESETS
     from llama_jax.formats import huggingface
     from llama_jax.formats.build_params import plan
-    from llama_jax.formats.device_fill import StackParts
+    from llama_jax.formats.device_fill import StackedSource
     from llama_jax.formats.loading import open_checkpoint
-    from llama_jax.formats.quantize_on_load import can_be_kept, kinds_of, quantized_kinds
-    from llama_jax.formats.weight_format import Opened
+    from llama_jax.formats.quantize_on_load import can_be_kept, describe_quantized_types, kept_formats
+    from llama_jax.formats.weight_format import OpenedCheckpoint
     from llama_jax.storage import locate
 
     path = locate(model)
     if model in PRESETS or path.name == "config.json":
         return "none", None
-    if (path / "config.json").is_file() and not huggingface.recognizes(path):
+    if (path / "config.json").is_file() and not huggingface.is_huggingface(path):
         return "none", None
     opened = open_checkpoint(path)
-    words = quantized_kinds(opened.tensors, can_be_kept)
+    words = describe_quantized_types(opened.tensors, can_be_kept)
     if not words:
         return "none", None
-    if not isinstance(opened, Opened):
+    if not isinstance(opened, OpenedCheckpoint):
         raise ConfigError(f"{model} is in orbax, whose quantization is not read here; pass --quantize or --dtype")
     import jax
 
-    of_parameter = lambda parts: tuple(map(kinds_of, parts.layers if isinstance(parts, StackParts) else [parts]))
+    of_parameter = lambda parts: tuple(map(kept_formats, parts.layers if isinstance(parts, StackedSource) else [parts]))
     return words, jax.tree.map(of_parameter, plan(opened))
 
 

@@ -101,7 +101,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
 
         from llama_jax.cli.jax_setup import CompileClock, loading_bar
         from llama_jax.formats.loading import load, open_checkpoint
-        from llama_jax.formats.quantize_on_load import quantized_kinds
+        from llama_jax.formats.quantize_on_load import describe_quantized_types
         from llama_jax.model.checks import check_parts
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import record_backends
@@ -137,7 +137,9 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
             progress=loading_bar,
         ).params
         if self.against is not None:  # as floats, where it is quantized
-            floats = "float32" if dtype is None and quantized_kinds(open_checkpoint(self.against).tensors) else dtype
+            floats = (
+                "float32" if dtype is None and describe_quantized_types(open_checkpoint(self.against).tensors) else dtype
+            )
             other = load(self.against, floats, progress=loading_bar).params
 
         started, compiled = time.perf_counter(), compiling.seconds

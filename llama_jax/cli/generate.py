@@ -19,7 +19,7 @@ from llama_jax.cli.options import ModelOptions, StopOptions
 from llama_jax.config import LlamaConfig, suggest_context
 from llama_jax.errors import GenerationError, UserError, reading, shown
 from llama_jax.settings import at_least
-from llama_jax.tokenizers.interface import Text, check_rows
+from llama_jax.tokenizers.interface import Text, check_token_rows
 
 if TYPE_CHECKING:
     from llama_jax.cli.jax_setup import Clock
@@ -75,7 +75,7 @@ class Generate(ModelOptions, StopOptions):
         loaded = time.perf_counter()
         encoded = [tokenizer.encode(prompt, eos=False) for prompt in prompts]
         for line, ids in enumerate(encoded, 1):
-            check_rows(tokenizer, ids, config.vocab_size, f"prompt {line}" if several else "the prompt")
+            check_token_rows(tokenizer, ids, config.vocab_size, f"prompt {line}" if several else "the prompt")
         limits = [self._limit(config, len(ids), line) for line, ids in enumerate(encoded, 1)]
         ends = () if self.ignore_eos else tokenizer.stop_ids
         # Both raise errors before anything is printed.

@@ -22,7 +22,7 @@ from llama_jax.tokenizers import Tokenizer
 if TYPE_CHECKING:
     from llama_jax.formats.lazy_tensors import TensorInfo
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
-    from llama_jax.formats.weight_format import Opened
+    from llama_jax.formats.weight_format import OpenedCheckpoint
 
 CACHE_DTYPES = ("bfloat16", "float32")
 FLOATS = ("F64", "F32", "F16", "BF16")  # kinds whose names say their bits
@@ -52,7 +52,7 @@ class Inspect:
         facts = describe(opened)
         if self.tensors:
             facts["tensors"] = [
-                {"name": name, "kind": tensor.kind, "shape": tensor.shape, "bytes": tensor.nbytes}
+                {"name": name, "kind": tensor.storage_type, "shape": tensor.shape, "bytes": tensor.nbytes}
                 for name, tensor in opened.tensors.items()
             ]
         print(json.dumps(facts) if self.json else page(facts))
@@ -60,7 +60,7 @@ class Inspect:
             raise UserError(facts["problems"][0])
 
 
-def describe(opened: Opened | OrbaxCheckpoint) -> dict[str, Any]:
+def describe(opened: OpenedCheckpoint | OrbaxCheckpoint) -> dict[str, Any]:
     """The findings of `inspect`, as in its JSON."""
     import jax.numpy as jnp
 
@@ -145,18 +145,18 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
     return [*rows, ["vocabulary", _in_words(facts["vocabulary"]) if facts["vocabulary_is_known"] else "unknown"]]
 
 
-def _check_sums(opened: Opened | OrbaxCheckpoint) -> None:
+def _check_sums(opened: OpenedCheckpoint | OrbaxCheckpoint) -> None:
     """Raise CheckpointError for a step of a run with changed files; of a step in a store, the model's files were fetched."""
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
-    from llama_jax.formats.step_dirs import ABOUT, verify
+    from llama_jax.formats.step_dirs import ABOUT, check_checksums
     from llama_jax.storage import StoredPath
 
     if isinstance(opened, OrbaxCheckpoint) and opened.of_run:
         folder, name = opened.arrays
-        verify(folder, {ABOUT, name} if isinstance(opened.path, StoredPath) else None)
+        check_checksums(folder, {ABOUT, name} if isinstance(opened.path, StoredPath) else None)
 
 
-def _files(opened: Opened | OrbaxCheckpoint) -> list[Location]:
+def _files(opened: OpenedCheckpoint | OrbaxCheckpoint) -> list[Location]:
     """The files that hold the model's tensors."""
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
 
@@ -216,7 +216,7 @@ def _kinds(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Any]]:
     """How many tensors, numbers and bytes there are of each kind, and bits for a number, the most bytes first."""
     found: dict[str, dict[str, Any]] = {}
     for tensor in tensors.values():
-        each = found.setdefault(tensor.kind, {"tensors": 0, "numbers": 0, "bytes": 0})
+        each = found.setdefault(tensor.storage_type, {"tensors": 0, "numbers": 0, "bytes": 0})
         each["tensors"] += 1
         each["numbers"] += math.prod(tensor.shape)
         each["bytes"] += tensor.nbytes

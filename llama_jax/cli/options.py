@@ -25,9 +25,9 @@ from llama_jax.tokenizers import Format, Tokenizer
 
 if TYPE_CHECKING:
     from llama_jax.data import DocumentFormat
-    from llama_jax.formats.build_params import Progress
+    from llama_jax.formats.build_params import LayerProgress
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
-    from llama_jax.formats.weight_format import Opened
+    from llama_jax.formats.weight_format import OpenedCheckpoint
     from llama_jax.parallel.multihost import Processes
 
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
@@ -51,7 +51,7 @@ def unless_auto(value: Any) -> Any:
     return None if value == "auto" else value
 
 
-def stored_tokenizer(path: Location, opened: Opened | OrbaxCheckpoint) -> Tokenizer:
+def stored_tokenizer(path: Location, opened: OpenedCheckpoint | OrbaxCheckpoint) -> Tokenizer:
     """The vocabulary that is stored with a model; UserError if there is none."""
     tokenizer = opened.tokenizer()
     if tokenizer is None:
@@ -313,7 +313,7 @@ class LoadOptions(AttentionOption, WeightOptions):
         make_mesh(sizes)
         return sizes
 
-    def compile_native(self, opened: Opened | OrbaxCheckpoint) -> None:
+    def compile_native(self, opened: OpenedCheckpoint | OrbaxCheckpoint) -> None:
         """Begin to compile the native kernels of a CPU while the model is loaded; over a mesh there are none."""
         import jax
 
@@ -326,13 +326,13 @@ class LoadOptions(AttentionOption, WeightOptions):
             kinds = {self.quantize.removesuffix("-pure")}
         else:
             keep = dtype is None or self.quantize == "keep"
-            kinds = {tensor.kind.lower() for tensor in opened.tensors.values() if keep and can_be_kept(tensor)}
+            kinds = {tensor.storage_type.lower() for tensor in opened.tensors.values() if keep and can_be_kept(tensor)}
         if not self.mesh:
             keys = jax.ShapeDtypeStruct((opened.config.head_dim,), planned_weights(opened, dtype)[0])
             compile_native(kinds, keys, self.compute().exact)
 
     def load_beside(
-        self, adapter: Location | None = None, adapters: Sequence[Location] = (), progress: Progress | None = None
+        self, adapter: Location | None = None, adapters: Sequence[Location] = (), progress: LayerProgress | None = None
     ) -> tuple[LlamaConfig, llama_jax.Llama, Tokenizer]:
         """The model and its vocabulary; GenerationError where there is none.
 
@@ -401,7 +401,7 @@ class AdapterOptions(LoadOptions):
             found[name] = locate(path)
         return found
 
-    def load(self, progress: Progress | None = None) -> tuple[LlamaConfig, llama_jax.Llama, Tokenizer]:
+    def load(self, progress: LayerProgress | None = None) -> tuple[LlamaConfig, llama_jax.Llama, Tokenizer]:
         """The model, with its adapters, and its vocabulary, see `load_beside`."""
         return self.load_beside(self.for_all(), tuple(self.named().values()), progress)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
-    from llama_jax.formats.weight_format import Opened
+    from llama_jax.formats.weight_format import OpenedCheckpoint
     from llama_jax.verify.activations import Trace
     from llama_jax.verify.compare import ComparedPart, Comparison, Differences
     from llama_jax.verify.rounding_error import MatrixError, Origin
@@ -69,7 +69,7 @@ class Verify(PartsOption, CompileOptions):
         from llama_jax.formats.build_params import plan
         from llama_jax.formats.loading import load, open_checkpoint
         from llama_jax.formats.quantize_on_load import check_kept
-        from llama_jax.formats.weight_format import Opened
+        from llama_jax.formats.weight_format import OpenedCheckpoint
         from llama_jax.model.trees import param_shapes
         from llama_jax.model.trees import quantize as quantize_params
         from llama_jax.verify.activations import check_room, read_oracle, run_transformers, trace, write_oracle
@@ -117,7 +117,7 @@ class Verify(PartsOption, CompileOptions):
         else:
             errors: tuple[MatrixError, ...] = ()
             if quantize is not None:  # the originals are read again, by orbax as a whole model
-                dense = plan(opened) if isinstance(opened, Opened) else load(self.path, self.dtype).params
+                dense = plan(opened) if isinstance(opened, OpenedCheckpoint) else load(self.path, self.dtype).params
                 errors = matrix_errors(params, dense)
             self._end_compared(compare(params, ours, reference), ours.origin, reference.origin, read, errors)
 
@@ -133,7 +133,7 @@ class Verify(PartsOption, CompileOptions):
         if self.write_oracle is not None and self.quantize != "auto":
             raise UserError("--write-oracle stores the outputs of unquantized weights; omit --quantize")
 
-    def _origin(self, opened: Opened | OrbaxCheckpoint, config: LlamaConfig) -> Origin:
+    def _origin(self, opened: OpenedCheckpoint | OrbaxCheckpoint, config: LlamaConfig) -> Origin:
         """The origin of this model's numbers; names and shapes are checked."""
         import jax
 
@@ -148,7 +148,7 @@ class Verify(PartsOption, CompileOptions):
 
     def _open_against(self, config: LlamaConfig) -> Tokenizer | None:
         """Look at the folder that transformers is to run, for its sizes and its vocabulary."""
-        from llama_jax.formats.huggingface import open_folder
+        from llama_jax.formats.huggingface import open_huggingface
         from llama_jax.verify.activations import check_transformers
 
         assert self.against is not None
@@ -157,7 +157,7 @@ class Verify(PartsOption, CompileOptions):
                 f"--against {self.against} is not a Hugging Face folder, which transformers needs: no config.json"
             )
         check_transformers()
-        opened = open_folder(self.against)
+        opened = open_huggingface(self.against)
         if opened.config.parts:
             raise UserError(f"--against {self.against} has {opened.config.parts}, which transformers does not compute with")
         self._check_sizes(config, opened.config)
@@ -175,7 +175,7 @@ class Verify(PartsOption, CompileOptions):
         """What to read, int32[T], and in words what it is."""
         import numpy as np
 
-        from llama_jax.tokenizers.interface import check_rows
+        from llama_jax.tokenizers.interface import check_token_rows
 
         count = min(TOKENS, config.max_seq_len) if self.tokens is None else self.tokens
         if count > config.max_seq_len:
@@ -188,7 +188,7 @@ class Verify(PartsOption, CompileOptions):
         ids = np.array(tokenizer.encode(self._text())[:count], np.int32)
         if len(ids) < 2:
             raise UserError(f"{self.text} has {len(ids)} tokens; use a text of at least 2")
-        check_rows(tokenizer, ids, config.vocab_size, "the text")
+        check_token_rows(tokenizer, ids, config.vocab_size, "the text")
         return ids, f"{len(ids)} tokens of {'the built-in text' if self.text is None else self.text}"
 
     def _text(self) -> str:

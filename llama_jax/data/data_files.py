@@ -238,7 +238,7 @@ def _fetched(place: StoredPath, suffixes: tuple[str, ...]) -> Path:
         }
         if not any(name.lower().endswith(suffixes) for name in found):
             raise DataError(f"{place} holds no file that ends in {', '.join(suffixes)}; pass the files by name")
-    elif (alone := place.view.look(place.key)) is not None:
+    elif (alone := place.view.lookup(place.key)) is not None:
         base, single, found = place.parent, place.name, {place.name: alone}
     else:
         raise DataError(f"{place}: nothing is stored there; pass files of text, or a folder of them")

@@ -19,7 +19,7 @@ from llama_jax.serving.requests import GenerationRequest
 from llama_jax.tokenizers import Format, Message, Tokenizer, resolve_format
 from llama_jax.tokenizers.chat import chat_parts, check_messages
 from llama_jax.tokenizers.chat_template import Renderer
-from llama_jax.tokenizers.interface import Text, check_rows
+from llama_jax.tokenizers.interface import Text, check_token_rows
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # if several are set, the first counts
 USUAL_LIMIT = 256  # tokens of a continuation, if the task sets none
@@ -145,7 +145,7 @@ class TextModel:
 
     def _encode(self, text: str, bos: bool) -> list[int]:
         ids = self.tokenizer.encode(text, bos=bos, eos=False, special=True)
-        check_rows(self.tokenizer, ids, self._config.vocab_size, f"the text {shown(text, 40)}")
+        check_token_rows(self.tokenizer, ids, self._config.vocab_size, f"the text {shown(text, 40)}")
         return ids
 
     def pair(self, context: str, continuation: str) -> Continuation:

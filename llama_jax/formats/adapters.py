@@ -26,25 +26,32 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError, reading, shown
 from llama_jax.formats import gguf
-from llama_jax.formats.device_fill import check
+from llama_jax.formats.device_fill import check_finite
 from llama_jax.formats.gguf_families import ARCHITECTURES, architecture_of
-from llama_jax.formats.huggingface import NAMES, header, is_interleaved, read_config, read_safetensors
-from llama_jax.formats.lazy_tensors import FLOATS, Tensor, kind_of, target_dtype
-from llama_jax.formats.model_folder import new_output
-from llama_jax.formats.orbax_format import OrbaxArrayInfo, adapters_of, describe, name_of, read_arrays, with_short_errors
+from llama_jax.formats.huggingface import HF_NAMES, is_interleaved, read_config_json, read_safetensors, safetensors_header
+from llama_jax.formats.lazy_tensors import FLOAT_DTYPES, Tensor, storage_type_of, target_dtype
+from llama_jax.formats.model_folder import config_errors, new_output
+from llama_jax.formats.orbax_format import (
+    OrbaxArrayInfo,
+    adapters_of,
+    array_name,
+    describe_arrays,
+    read_arrays,
+    with_short_errors,
+)
 from llama_jax.formats.step_dirs import (
     ABOUT,
     EMA,
     METADATA_FILE,
     PARAMS,
+    check_checksums,
     existing_step,
     fetch_model,
     find_checkpoints,
     is_step,
     retry_with_newest_step,
-    verify,
 )
-from llama_jax.formats.weight_format import Share, shares_in, shares_of
+from llama_jax.formats.weight_format import TensorPart, parts_of, parts_with_columns
 from llama_jax.gguf_header import is_gguf
 from llama_jax.model.lora import TARGETS, Lora, adapted, adapter_shapes, build_adapters, precompute_dora_scale
 from llama_jax.model.multi_lora import attach_adapter_table, stack_adapters
@@ -78,12 +85,12 @@ READ_SETTINGS = frozenset(
 # These leave the base unchanged; others, such as PiSSA, change it before training begins.
 INITIALIZATIONS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 # For each target, the base tensor that it changes.
-BASE_TENSORS: dict[str, tuple[ParamSpec, Share]] = {
-    name: (row, share)
-    for row in PARAM_SPECS
-    for share in shares_of(row)
+BASE_TENSORS: dict[str, tuple[ParamSpec, TensorPart]] = {
+    name: (spec, part)
+    for spec in PARAM_SPECS
+    for part in parts_of(spec)
     for name in TARGETS
-    if row.path == TARGETS[name].path and NAMES[share.name].endswith(f".{name}.weight")
+    if spec.path == TARGETS[name].path and HF_NAMES[part.name].endswith(f".{name}.weight")
 }
 
 
@@ -128,12 +135,12 @@ def _peft_names(target: str, layer: int) -> tuple[str, str, str]:
 
 
 def _gguf_names(target: str, layer: int) -> tuple[str, str, str]:
-    name = gguf.NAMES[BASE_TENSORS[target][1].name].format(layer)
+    name = gguf.GGUF_NAMES[BASE_TENSORS[target][1].name].format(layer)
     return f"{name}.lora_a", f"{name}.lora_b", ""
 
 
 def _module(target: str, layer: int) -> str:
-    return NAMES[BASE_TENSORS[target][1].name].format(layer).removesuffix(".weight")
+    return HF_NAMES[BASE_TENSORS[target][1].name].format(layer).removesuffix(".weight")
 
 
 PEFT = AdapterLayout(_peft_names, is_interleaved)
@@ -159,13 +166,10 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
         opened = open_adapter(folder)
         if opened is not None:
             return opened.read(config, dtype)
-        if not folder.exists():
-            raise CheckpointError(f"{folder} does not exist; pass a folder written by PEFT or train")
         if step_at(folder) is not None:
             raise CheckpointError(f"{folder} holds a whole model, not an adapter; pass it as the model")
-        raise CheckpointError(
-            f"{folder} holds no adapter: it has no {ADAPTER_CONFIG}; pass a folder written by PEFT or train"
-        )
+        problem = f"holds no adapter: it has no {ADAPTER_CONFIG}" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{folder} {problem}; pass a folder written by PEFT or train")
 
 
 class OpenedAdapter(NamedTuple):
@@ -201,16 +205,16 @@ def step_at(folder: Location) -> Location | None:
     """A step of a training run, or the newest in its folder; in an object store, the folder of steps. None otherwise."""
     if not folder.is_dir():
         return None
-    found = folder if is_step(folder) else find_checkpoints(folder)
-    if found is None or is_step(found) or isinstance(found, StoredPath):
-        return found
-    return found / str(existing_step(found, None))
+    location = folder if is_step(folder) else find_checkpoints(folder)
+    if location is None or is_step(location) or isinstance(location, StoredPath):
+        return location
+    return location / str(existing_step(location, None))
 
 
 def with_adapter_parts(config: LlamaConfig, adapters: Sequence[str | os.PathLike[str]]) -> LlamaConfig:
     """The base's configuration for these adapters: with the custom parts that runs trained them with."""
     opened = filter(None, map(open_adapter, adapters))
-    parts = {each.base_config.parts for each in opened if each.base_config is not None}
+    parts = {adapter.base_config.parts for adapter in opened if adapter.base_config is not None}
     if len(parts) > 1:
         different = ", ".join(sorted(map(str, parts)))
         raise CheckpointError(f"adapters trained with different custom parts ({different}); pass one of them")
@@ -248,24 +252,24 @@ def save_adapter(
         (_write_gguf if to_gguf else _write_peft)(target, config, adapters, lora, base)
 
 
-def attach_adapter(config: LlamaConfig, params: Llama, adapter: Adapter, mesh: MeshSizes | None) -> Llama:
+def attach_loaded_adapter(config: LlamaConfig, params: Llama, adapter: Adapter, mesh: MeshSizes | None) -> Llama:
     """The parameters with an adapter attached.
 
     Args:
       config: configuration of the base, as in its file.
       mesh: the mesh over which the padded parameters are sharded.
     """
-    return precompute_dora_scale(adapted(params, _placed(config, adapter.params, adapter.lora, mesh), adapter.lora))
+    return precompute_dora_scale(adapted(params, _shard_adapters(config, adapter.params, adapter.lora, mesh), adapter.lora))
 
 
-def attach_adapters(config: LlamaConfig, params: Llama, adapters: Sequence[Adapter], mesh: MeshSizes | None) -> Llama:
+def attach_loaded_adapters(config: LlamaConfig, params: Llama, adapters: Sequence[Adapter], mesh: MeshSizes | None) -> Llama:
     """The parameters with several adapters, one for each row of a batch, see `model.multi_lora`."""
-    given = [(adapter.params, adapter.lora) for adapter in adapters]
-    table = stack_adapters(config, given, params.embedding.dtype)
-    return attach_adapter_table(params, table._replace(params=_placed(config, table.params, table.lora, mesh)))
+    pairs = [(adapter.params, adapter.lora) for adapter in adapters]
+    table = stack_adapters(config, pairs, params.embedding.dtype)
+    return attach_adapter_table(params, table._replace(params=_shard_adapters(config, table.params, table.lora, mesh)))
 
 
-def _placed(config: LlamaConfig, pairs: Llama, lora: Lora, mesh: MeshSizes | None) -> Llama:
+def _shard_adapters(config: LlamaConfig, pairs: Llama, lora: Lora, mesh: MeshSizes | None) -> Llama:
     """Adapters sharded like the matrices that they change."""
     if mesh is None:
         return pairs
@@ -281,7 +285,9 @@ def _open_step(step: Path) -> OpenedAdapter | None:
     if settings is None:
         return None
     base = _base_name(read_object(step / ABOUT / METADATA_FILE, CheckpointError).get("base", {}).get("path"))
-    return OpenedAdapter(base, read_config(step / ABOUT, scaled_context=True), partial(_read_step, step, settings, base))
+    return OpenedAdapter(
+        base, read_config_json(step / ABOUT, scaled_context=True), partial(_read_step, step, settings, base)
+    )
 
 
 def _read_step(
@@ -293,20 +299,20 @@ def _read_step(
     except (ConfigError, TypeError, KeyError) as error:
         raise CheckpointError(f"{step / ABOUT / METADATA_FILE}: {error}") from None
     name = EMA if (step / EMA).is_dir() else PARAMS
-    needed = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shapes)}
-    stored = {array: one.shape for array, one in describe(step, name).items()}
+    needed = {array_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shapes)}
+    stored = {array: info.shape for array, info in describe_arrays(step, name).items()}
     for array in sorted(needed.keys() | stored.keys()):
         if needed.get(array) != stored.get(array):
             raise CheckpointError(
                 f"{step}: array {array!r} has shape {stored.get(array)}, this base needs {needed.get(array)}; is this the"
                 " adapter's base?"
             )
-    verify(step, {ABOUT, name})
-    _warn_of_another_base(step, read_config(step / ABOUT, scaled_context=True), config)
+    check_checksums(step, {ABOUT, name})
+    _warn_of_another_base(step, read_config_json(step / ABOUT, scaled_context=True), config)
     target = target_dtype(step, dtype, jnp.dtype(jnp.float32))
-    wanted = jax.tree.map(lambda leaf: OrbaxArrayInfo(leaf.shape, target), shapes)
-    found: Any = with_short_errors(step / name, lambda: read_arrays(step, name, wanted))
-    return Adapter(lora, jax.tree.map(jnp.asarray, found), base)
+    requests = jax.tree.map(lambda leaf: OrbaxArrayInfo(leaf.shape, target), shapes)
+    loaded: Any = with_short_errors(step / name, lambda: read_arrays(step, name, requests))
+    return Adapter(lora, jax.tree.map(jnp.asarray, loaded), base)
 
 
 def _warn_of_another_base(step: Path, before: LlamaConfig, config: LlamaConfig) -> None:
@@ -334,7 +340,9 @@ def _open_peft(folder: Location) -> OpenedAdapter:
         tensors = read_safetensors(weights)
         lora, modules = _lora_of(folder, settings, tensors, config.n_layers)
         names = lambda target, layer: _peft_names(target, layer) if _module(target, layer) in modules else None
-        return Adapter(lora, read_pairs(weights, config, lora, tensors, dtype, PEFT._replace(names=names), base), base)
+        return Adapter(
+            lora, read_adapter_tensors(weights, config, lora, tensors, dtype, PEFT._replace(names=names), base), base
+        )
 
     return OpenedAdapter(base, None, read)
 
@@ -365,18 +373,22 @@ def _write_peft(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, 
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     with (folder / ADAPTER_WEIGHTS).open("wb") as file:
-        file.write(header({name: (kind_of(one.dtype), one.shape, one.nbytes) for name, one in tensors.items()}))
+        file.write(
+            safetensors_header(
+                {name: (storage_type_of(array.dtype), array.shape, array.nbytes) for name, array in tensors.items()}
+            )
+        )
         for name, array in tensors.items():
-            file.write(_bytes_of(name, array).data)
+            file.write(_array_bytes(name, array).data)
 
 
 def _lora_of(
     folder: Location, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], n_layers: int
 ) -> tuple[Lora, frozenset[str]]:
     """The settings, and the names of the modules that have an adapter."""
-    where, kind = folder / ADAPTER_CONFIG, settings.get("peft_type")
-    if kind != "LORA":
-        raise CheckpointError(f"{where}: peft_type={shown(kind)} is not supported; only LORA adapters are supported")
+    where, peft_type = folder / ADAPTER_CONFIG, settings.get("peft_type")
+    if peft_type != "LORA":
+        raise CheckpointError(f"{where}: peft_type={shown(peft_type)} is not supported; only LORA adapters are supported")
     for name, value in settings.items():
         if name not in IGNORED_SETTINGS | READ_SETTINGS and value and value != "none":
             raise CheckpointError(f"{where}: {shown(name, 40)}={shown(value)} is not supported; train an adapter without it")
@@ -387,13 +399,11 @@ def _lora_of(
         )
     stored = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in tensors}
     modules = _selected_modules(where, settings, stored, n_layers)
-    try:
-        rank, alpha = settings.get("r"), settings.get("lora_alpha")
-        rslora, dora = bool(settings.get("use_rslora")), bool(settings.get("use_dora"))
-        names = tuple(name for name, of_layers in modules.items() if of_layers)
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    rslora, dora = bool(settings.get("use_rslora")), bool(settings.get("use_dora"))
+    names = tuple(name for name, of_layers in modules.items() if of_layers)
+    with config_errors(where):
         lora = Lora(rank=rank, alpha=alpha, targets=names, rslora=rslora, dora=dora)  # type: ignore[arg-type]  # checked there
-    except ConfigError as error:
-        raise CheckpointError(f"{where}: {error}") from None
     return lora, frozenset().union(*modules.values())
 
 
@@ -447,13 +457,14 @@ def _selected_modules(
 
 def _check_pattern(where: Location, name: str, pattern: Any) -> None:
     """Raise CheckpointError for a pattern that `_matches` does not read."""
-    is_names = isinstance(pattern, list) and all(isinstance(item, str) for item in pattern)
-    if not (pattern is None or is_names or isinstance(pattern, str)):
-        raise CheckpointError(f"{where}: {name}={shown(pattern, 80)} must be a regular expression or a list of modules")
     try:
-        re.compile(pattern if isinstance(pattern, str) else "")
-    except re.error as error:
-        raise CheckpointError(f"{where}: {name}={shown(pattern, 80)} is not a regular expression: {error}") from None
+        if pattern is None or (isinstance(pattern, list) and all(isinstance(module, str) for module in pattern)):
+            return
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise CheckpointError(
+            f"{where}: {name}={shown(pattern, 80)} must be a regular expression or a list of modules ({error})"
+        ) from None
 
 
 def _matches(pattern: str | list[str], module: str) -> bool:
@@ -473,19 +484,17 @@ def _open_gguf(path: Location) -> OpenedAdapter | None:
     def read(config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
         for key, value in ((ADAPTER_TYPE, "lora"), ("general.architecture", architecture_of(config.model_type))):
             if fields.get(key) != value:
-                found = shown(fields.get(key), 40)
-                raise CheckpointError(f"{path}: {key}={found}, but an adapter of this base has {value!r}")
+                stored = shown(fields.get(key), 40)
+                raise CheckpointError(f"{path}: {key}={stored}, but an adapter of this base has {value!r}")
         targets = tuple(name for name in TARGETS if _gguf_names(name, 0)[0] in tensors)
         if not targets:
             raise CheckpointError(
                 f"{path} has no tensor {_gguf_names('q_proj', 0)[0]!r}, nor another of layer 0; is it a LoRA of a Llama?"
             )
         rank, alpha = tensors[_gguf_names(targets[0], 0)[0]].shape[0], fields.get(ALPHA_KEY)
-        try:
+        with config_errors(path):
             lora = Lora(rank=rank, alpha=alpha or float(rank), targets=targets)  # for 0 llama.cpp adds the update unscaled
-        except ConfigError as error:
-            raise CheckpointError(f"{path}: {error}") from None
-        return Adapter(lora, read_pairs(path, config, lora, tensors, dtype, LLAMA_CPP, base), base)
+        return Adapter(lora, read_adapter_tensors(path, config, lora, tensors, dtype, LLAMA_CPP, base), base)
 
     return OpenedAdapter(base, None, read)
 
@@ -498,13 +507,13 @@ def _write_gguf(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, ba
     tensors = tensors_of_adapter(config, adapters, lora, LLAMA_CPP)
     settings: dict[str, Any] = {GENERAL_TYPE: "adapter", ADAPTER_TYPE: "lora", ALPHA_KEY: float(lora.scale * lora.rank)}
     settings |= {} if base is None else {"general.base_model.count": 1, BASE_NAME_KEY: base}
-    listed = [(name, array.shape, kind_of(array.dtype)) for name, array in tensors.items()]
+    listed = [(name, array.shape, storage_type_of(array.dtype)) for name, array in tensors.items()]
     with gguf.new_file(path, architecture_of(config.model_type), settings, listed) as write:
         for name, array in tensors.items():
-            write(_bytes_of(name, array))
+            write(_array_bytes(name, array))
 
 
-def read_pairs(
+def read_adapter_tensors(
     where: Location,
     config: LlamaConfig,
     lora: Lora,
@@ -522,84 +531,86 @@ def read_pairs(
         if name not in tensors:
             raise CheckpointError(f"{where}: tensor {shown(name, 120)} is missing; is this the adapter's base{trained_on}?")
         unread.discard(name)
-        found = tensors[name]
-        if found.shape != shape:
+        stored = tensors[name]
+        if stored.shape != shape:
             raise CheckpointError(
-                f"{where}: tensor {shown(name, 120)} has shape {list(found.shape)}, but rank {lora.rank} and this base need"
+                f"{where}: tensor {shown(name, 120)} has shape {list(stored.shape)}, but rank {lora.rank} and this base need"
                 f" {list(shape)}; is this the adapter's base{trained_on}?"
             )
-        if found.dtype not in FLOATS.values():
-            raise CheckpointError(f"{where}: tensor {shown(name, 120)} is {found.kind}; a 16- or 32-bit float is needed")
-        rows = found.read(0, found.shape[0])
-        check(rows, target, f"{where}: tensor {name!r}")
+        if stored.dtype not in FLOAT_DTYPES.values():
+            raise CheckpointError(
+                f"{where}: tensor {shown(name, 120)} is {stored.storage_type}; a 16- or 32-bit float is needed"
+            )
+        rows = stored.read(0, stored.shape[0])
+        check_finite(rows, target, f"{where}: tensor {name!r}")
         return rows.astype(target)
 
-    def read_layer(row: ParamSpec, layer: int) -> LowRank:
-        shares = []  # A, B and the magnitude of each tensor
-        for name, share in _shares_at(row):
-            outputs, inputs = shape_of(share.axes, config)
+    def read_layer(spec: ParamSpec, layer: int) -> LowRank:
+        parts = []  # A, B and the magnitude of each tensor
+        for name, part in _targets_of(spec):
+            outputs, inputs = shape_of(part.axes, config)
             shapes = ((lora.rank, inputs), (outputs, lora.rank), (outputs,))[: 2 + lora.dora]
             names = layout.names(name, layer) if name in lora.targets else None
             if names is None:
-                shares.append([np.zeros(shape, target) for shape in shapes])
+                parts.append([np.zeros(shape, target) for shape in shapes])
                 continue
             a, *rows = map(tensor, names, shapes)
-            if share.rotary and interleaved:
-                rows = [_reordered(each, config, half_from_interleaved) for each in rows]
-            shares.append([a, *rows])
-        a_parts, *row_parts = zip(*shares, strict=True)
+            if part.rotary and interleaved:
+                rows = [_reordered(array, config, half_from_interleaved) for array in rows]
+            parts.append([a, *rows])
+        a_parts, *row_parts = zip(*parts, strict=True)
         b, magnitude = (*map(by_heads, row_parts), None)[:2]
         return LowRank(a_parts[0] if len(a_parts) == 1 else np.stack(a_parts), b, magnitude)
 
-    def by_heads(parts: Sequence[np.ndarray]) -> np.ndarray:
+    def by_heads(pieces: Sequence[np.ndarray]) -> np.ndarray:
         """One array, with the rows of each head next to each other."""
-        if len(parts) == 1:
-            return parts[0]
-        heads = [part.reshape(config.n_kv_heads, -1, config.head_dim, *part.shape[1:]) for part in parts]
+        if len(pieces) == 1:
+            return pieces[0]
+        heads = [piece.reshape(config.n_kv_heads, -1, config.head_dim, *piece.shape[1:]) for piece in pieces]
         return np.concatenate(heads, axis=1)
 
-    try:
-        layers = range(config.n_layers)
-        stacked = lambda *arrays: jnp.stack(arrays)
-        found = build_adapters(
-            config, lora, lambda row, _: jax.tree.map(stacked, *(read_layer(row, layer) for layer in layers))
+    layers = range(config.n_layers)
+    stacked = lambda *arrays: jnp.stack(arrays)
+    with config_errors(where):
+        adapters = build_adapters(
+            config, lora, lambda spec, _: jax.tree.map(stacked, *(read_layer(spec, layer) for layer in layers))
         )
-    except ConfigError as error:
-        raise CheckpointError(f"{where}: {error}") from None
     if unread:
         raise CheckpointError(
             f"{where}: tensor {shown(min(unread), 120)} does not belong to a LoRA of this base ({len(unread)} such); is this"
             f" the adapter's base{trained_on}?"
         )
-    return found
+    return adapters
 
 
 def tensors_of_adapter(config: LlamaConfig, adapters: Llama, lora: Lora, layout: AdapterLayout) -> dict[str, np.ndarray]:
-    """The inverse of `read_pairs`: the tensors of a file, layer by layer; adapters may be padded for a mesh."""
-    found: dict[str, np.ndarray] = {}
+    """The inverse of `read_adapter_tensors`: the tensors of a file, layer by layer; adapters may be padded for a mesh."""
+    tensors: dict[str, np.ndarray] = {}
     on_host = jax.tree.map(np.asarray, unpad_params(config, adapters))
     interleaved = layout.interleaved(config)
 
-    def put(row: ParamSpec, layer: int) -> None:
-        pair = jax.tree.map(lambda array: array[layer], attrgetter(row.path)(on_host))
-        for part, ((name, _), (share, columns)) in enumerate(zip(_shares_at(row), shares_in(row, config), strict=True)):
-            outputs = shape_of(share.axes, config)[0]
+    def put(spec: ParamSpec, layer: int) -> None:
+        pair = jax.tree.map(lambda array: array[layer], attrgetter(spec.path)(on_host))
+        for index, ((name, _), (part, columns)) in enumerate(
+            zip(_targets_of(spec), parts_with_columns(spec, config), strict=True)
+        ):
+            outputs = shape_of(part.axes, config)[0]
             rows = [pair.b] if pair.magnitude is None else [pair.b, pair.magnitude]
             if columns is not None:
-                rows = [each[:, columns] for each in rows]
+                rows = [array[:, columns] for array in rows]
             if name in lora.targets:
-                rows = [each.reshape(outputs, *shape) for each, shape in zip(rows, ((lora.rank,), ()), strict=False)]
-                if share.rotary and interleaved:
-                    rows = [_reordered(each, config, interleaved_from_half) for each in rows]
-                a = pair.a[part] if pair.a.ndim > 2 else pair.a
-                found.update(zip(layout.names(name, layer) or (), [a, *rows], strict=False))
+                rows = [array.reshape(outputs, *shape) for array, shape in zip(rows, ((lora.rank,), ()), strict=False)]
+                if part.rotary and interleaved:
+                    rows = [_reordered(array, config, interleaved_from_half) for array in rows]
+                a = pair.a[index] if pair.a.ndim > 2 else pair.a
+                tensors.update(zip(layout.names(name, layer) or (), [a, *rows], strict=False))
 
     matrices: list[ParamSpec] = []
-    build_adapters(config, lora, lambda row, _: matrices.append(row))
+    build_adapters(config, lora, lambda spec, _: matrices.append(spec))
     for layer in range(config.n_layers):
-        for row in matrices:
-            put(row, layer)
-    return found
+        for spec in matrices:
+            put(spec, layer)
+    return tensors
 
 
 def _reordered(rows: np.ndarray, config: LlamaConfig, order: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -607,10 +618,10 @@ def _reordered(rows: np.ndarray, config: LlamaConfig, order: Callable[[np.ndarra
     return order(rows.reshape(-1, config.head_dim, math.prod(rows.shape[1:]))).reshape(rows.shape)
 
 
-def _bytes_of(name: str, array: np.ndarray) -> np.ndarray:
-    check(array, array.dtype, f"adapter's tensor {name!r}")
+def _array_bytes(name: str, array: np.ndarray) -> np.ndarray:
+    check_finite(array, array.dtype, f"adapter's tensor {name!r}")
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _shares_at(row: ParamSpec) -> list[tuple[str, Share]]:
-    return [(name, share) for name, (its_row, share) in BASE_TENSORS.items() if its_row is row]
+def _targets_of(spec: ParamSpec) -> list[tuple[str, TensorPart]]:
+    return [(name, part) for name, (its_spec, part) in BASE_TENSORS.items() if its_spec is spec]

@@ -16,9 +16,18 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, shown
-from llama_jax.formats.device_fill import FILL_THREADS, READ_BYTES, ArrayMemory, ArrayParts, Part, StackParts, cast, check
+from llama_jax.formats.device_fill import (
+    FILL_READ_BYTES,
+    FILL_THREADS,
+    ArrayMemory,
+    ArraySource,
+    StackedSource,
+    TensorSlice,
+    cast,
+    check_finite,
+)
 from llama_jax.formats.lazy_tensors import (
-    FLOATS,
+    FLOAT_DTYPES,
     Joined,
     MappedRows,
     Tensor,
@@ -29,8 +38,8 @@ from llama_jax.formats.lazy_tensors import (
     repeat_heads,
     target_dtype,
 )
-from llama_jax.formats.quantize_on_load import Quantization, parameter_fill, placed
-from llama_jax.formats.weight_format import Opened, shares_in, shares_of
+from llama_jax.formats.quantize_on_load import Quantization, parameter_fill, put_on_default_device
+from llama_jax.formats.weight_format import OpenedCheckpoint, parts_of, parts_with_columns
 from llama_jax.model.mixtures import kinds_of_parameter
 from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import build_tree
@@ -38,17 +47,17 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.padding import padded_shapes_config
 from llama_jax.storage import StoredPath
 
-Progress = Callable[[Sequence[int]], Iterable[int]]
+LayerProgress = Callable[[Sequence[int]], Iterable[int]]
 
 
 def build_params(
-    opened: Opened,
+    opened: OpenedCheckpoint,
     dtype: jax.typing.DTypeLike | None,
     *,
     quantize: Quantization | None = None,
     shardings: Llama | None = None,
     unstack_layers: bool = False,
-    progress: Progress | None = None,
+    progress: LayerProgress | None = None,
 ) -> Llama:
     """The parameters. All names and shapes are checked before any tensor is read.
 
@@ -69,44 +78,44 @@ def build_params(
 
     memory = ArrayMemory()
 
-    def kinds(array: ArrayParts) -> tuple[str, ...]:
+    def formats_of(array: ArraySource) -> tuple[str, ...]:
         assert quantize is not None
         return kinds_of_parameter(array.path, quantize, array.layer, opened.config.n_layers)
 
-    wanted = quantize if quantize in (None, "keep") else kinds
+    formats = quantize if quantize in (None, "keep") else formats_of
     parameters: list[Any]
     structure: Any
     parameters, structure = jax.tree.flatten(made_of)
-    places = [None] * len(parameters) if shardings is None else structure.flatten_up_to(shardings)
-    fillings = [
-        parameter_fill(parts, target, wanted, place, memory, unstack_layers=unstack_layers)
-        for parts, place in zip(parameters, places, strict=True)
+    placements = [None] * len(parameters) if shardings is None else structure.flatten_up_to(shardings)
+    jobs = [
+        parameter_fill(source, target, formats, sharding, memory, unstack_layers=unstack_layers)
+        for source, sharding in zip(parameters, placements, strict=True)
     ]
-    stacks = [one for one, parts in zip(fillings, parameters, strict=True) if isinstance(parts, StackParts)]
-    alone = [one for one, parts in zip(fillings, parameters, strict=True) if not isinstance(parts, StackParts)]
+    stacked_jobs = [job for job, source in zip(jobs, parameters, strict=True) if isinstance(source, StackedSource)]
+    single_jobs = [job for job, source in zip(jobs, parameters, strict=True) if not isinstance(source, StackedSource)]
 
     def read(layer: int) -> None:
-        for stack in stacks:
+        for stack in stacked_jobs:
             stack.fill(layer)
 
-    with _filling(alone=isinstance(opened.path, StoredPath)) as begin:
+    with _start_fills(in_order=isinstance(opened.path, StoredPath)) as begin:
         # The largest matrices first: the buffers for reading them are freed before memory holds everything else.
         layers = range(opened.config.n_layers)
-        waiting = [begin(one.fill, 0) for one in alone], [begin(read, layer) for layer in layers]
+        waiting = [begin(job.fill, 0) for job in single_jobs], [begin(read, layer) for layer in layers]
         for wait in waiting[0]:
             wait()
         for layer in progress(layers) if progress else layers:
             waiting[1][layer]()
-    found = jax.tree.unflatten(structure, [one.done() for one in fillings])
-    return placed(found) if shardings is None else found
+    params = jax.tree.unflatten(structure, [job.done() for job in jobs])
+    return put_on_default_device(params) if shardings is None else params
 
 
 @contextmanager
-def _filling(*, alone: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
-    """A function that starts a call on a thread and returns a function that waits for its result. With `alone`, that
+def _start_fills(*, in_order: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
+    """A function that starts a call on a thread and returns a function that waits for its result. With `in_order`, that
     function makes the call itself: processes that exchange what they read from an object store must keep the same order.
     """
-    if alone:
+    if in_order:
         yield partial
         return
     threads = ThreadPoolExecutor(FILL_THREADS)
@@ -116,8 +125,8 @@ def _filling(*, alone: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
         threads.shutdown(cancel_futures=True)
 
 
-def plan(opened: Opened, *, interleaved: bool = False) -> Llama:
-    """A `Llama` of `ArrayParts`, with `StackParts` in its blocks: the tensors of each parameter.
+def plan(opened: OpenedCheckpoint, *, interleaved: bool = False) -> Llama:
+    """A `Llama` of `ArraySource`, with `StackedSource` in its blocks: the tensors of each parameter.
 
     Args:
       interleaved: whether to put the rows of q and k in the interleaved rotary layout.
@@ -125,7 +134,7 @@ def plan(opened: Opened, *, interleaved: bool = False) -> Llama:
     c, where = opened.config, opened.path
     unread = set(opened.tensors)
 
-    def part(name: str, shape: tuple[int, ...], columns: slice | None, rotary: bool) -> Part:
+    def source_tensor(name: str, shape: tuple[int, ...], columns: slice | None, rotary: bool) -> TensorSlice:
         if name not in opened.tensors:
             of_head = " as tie_word_embeddings is false; save the model with its head, not only the backbone"
             raise CheckpointError(
@@ -137,19 +146,19 @@ def plan(opened: Opened, *, interleaved: bool = False) -> Llama:
             raise CheckpointError(
                 f"{where}: tensor {name!r} has shape {list(tensor.shape)}; the configuration needs {list(shape)}"
             )
-        if tensor.dtype not in FLOATS.values():
-            raise CheckpointError(f"{where}: tensor {name!r} is {tensor.kind}; a 16- or 32-bit float is needed")
+        if tensor.dtype not in FLOAT_DTYPES.values():
+            raise CheckpointError(f"{where}: tensor {name!r} is {tensor.storage_type}; a 16- or 32-bit float is needed")
         if rotary and opened.interleaved != interleaved:
             tensor = permute_rope(tensor, c.head_dim, interleave=interleaved)
-        return Part(f"{where}: tensor {name!r}", tensor, columns)
+        return TensorSlice(f"{where}: tensor {name!r}", tensor, columns)
 
-    def array(row: ParamSpec, layer: int) -> ArrayParts:
+    def array(spec: ParamSpec, layer: int) -> ArraySource:
         """A parameter; its shares, if several, are concatenated along the second axis."""
         parts = []
-        for share, columns in shares_in(row, c):
-            name = table if share.name == "embedding" else opened.names[share.name].format(layer)
-            parts.append(part(name, shape_of(share.axes, c), columns, share.rotary))
-        return ArrayParts(row.shape(c), tuple(parts), row.is_quantizable, isinstance(where, StoredPath), row.path, layer)
+        for tensor_part, columns in parts_with_columns(spec, c):
+            name = table if tensor_part.name == "embedding" else opened.names[tensor_part.name].format(layer)
+            parts.append(source_tensor(name, shape_of(tensor_part.axes, c), columns, tensor_part.rotary))
+        return ArraySource(spec.shape(c), tuple(parts), spec.is_quantizable, isinstance(where, StoredPath), spec.path, layer)
 
     # Checked by count before the names are built: a configuration may claim a billion layers.
     if c.n_layers > len(opened.tensors):
@@ -160,30 +169,30 @@ def plan(opened: Opened, *, interleaved: bool = False) -> Llama:
         if table not in opened.tensors:  # some writers store a tied tensor under the other name
             table = head
 
-    def parameter(row: ParamSpec) -> ArrayParts | StackParts:
-        return StackParts(tuple(array(row, layer) for layer in range(c.n_layers))) if row.in_blocks else array(row, 0)
+    def parameter(spec: ParamSpec) -> ArraySource | StackedSource:
+        return StackedSource(tuple(array(spec, layer) for layer in range(c.n_layers))) if spec.in_blocks else array(spec, 0)
 
-    found = build_tree(c, parameter)
+    sources = build_tree(c, parameter)
     if unread:
         raise CheckpointError(
             f"{where}: tensor {shown(min(unread), 80)} is not part of a Llama of this configuration"
             f" ({len(unread)} such); do the configuration and these weights belong together?"
         )
-    return found
+    return sources
 
 
-def pad_to_mesh(opened: Opened, sizes: MeshSizes) -> Opened:
+def pad_to_mesh(opened: OpenedCheckpoint, sizes: MeshSizes) -> OpenedCheckpoint:
     """The same checkpoint with the configuration and tensors of the padded model, see `parallel.padding`."""
     config, target = opened.config, padded_shapes_config(opened.config, sizes)
     plan(opened)  # so that errors about the file report its unpadded shapes
     copies = target.n_kv_heads // config.n_kv_heads
     tensors = dict(opened.tensors)
     if target.vocab_size != config.vocab_size:
-        tables = {opened.names[share.name] for row in PARAM_SPECS if row.has_vocabulary for share in shares_of(row)}
+        tables = {opened.names[part.name] for spec in PARAM_SPECS if spec.has_vocabulary for part in parts_of(spec)}
         tensors |= {name: pad_tensor(tensors[name], target.vocab_size) for name in tables & tensors.keys()}
     if copies > 1:
-        shares = [share.name for row in specs_for(config) for share in shares_of(row) if share.axes.startswith("K*H")]
-        heads = [opened.names[name].format(i) for i in range(config.n_layers) for name in shares]
+        part_names = [part.name for spec in specs_for(config) for part in parts_of(spec) if part.axes.startswith("K*H")]
+        heads = [opened.names[name].format(i) for i in range(config.n_layers) for name in part_names]
         tensors |= {name: repeat_heads(tensors[name], config.head_dim, copies) for name in heads}
     return replace(opened, config=target, tensors=tensors)
 
@@ -210,7 +219,7 @@ class WrittenTensor:
     tensor: Tensor
     label: str
     expert: int | None = None
-    run: int = READ_BYTES
+    run: int = FILL_READ_BYTES
 
     def rows(self, dtype: np.dtype) -> Iterator[np.ndarray]:
         """The rows in runs, checked and cast."""
@@ -218,30 +227,33 @@ class WrittenTensor:
         least = min_rows(self.tensor)
         step = max(1, self.run * shape[0] // max(1, self.tensor.nbytes), least)
         for start in range(0, shape[0], step):
-            found = self.tensor.read(start, min(start + step, shape[0]))
-            check(found, dtype, self.label)
-            run = np.empty(found.shape, dtype)
-            cast(found, run)
+            values = self.tensor.read(start, min(start + step, shape[0]))
+            check_finite(values, dtype, self.label)
+            run = np.empty(values.shape, dtype)
+            cast(values, run)
             yield run
 
 
-def tensors_to_write(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
+def tensors_to_write(opened: OpenedCheckpoint, *, interleaved: bool) -> list[WrittenTensor]:
     """All tensors of a model: embedding, then layer by layer, final norm, and the output projection if any.
 
     Args:
       interleaved: whether to put the rows of q and k in the interleaved rotary layout.
     """
     made_of, table = plan(opened, interleaved=interleaved), specs_for(opened.config)
-    run = STORED_READ_AHEAD if isinstance(opened.path, StoredPath) else READ_BYTES
+    run = STORED_READ_AHEAD if isinstance(opened.path, StoredPath) else FILL_READ_BYTES
 
-    def pieces(row: ParamSpec, layer: int = 0) -> list[WrittenTensor]:
-        found = attrgetter(row.path)(made_of)
-        parts = zip(shares_of(row), (found.layers[layer] if row.in_blocks else found).parts, strict=True)
-        return [WrittenTensor(share.name, layer, part.tensor, part.label, run=run) for share, part in parts]
+    def pieces(spec: ParamSpec, layer: int = 0) -> list[WrittenTensor]:
+        source = attrgetter(spec.path)(made_of)
+        parts = zip(parts_of(spec), (source.layers[layer] if spec.in_blocks else source).parts, strict=True)
+        return [
+            WrittenTensor(part.name, layer, source_tensor.tensor, source_tensor.label, run=run)
+            for part, source_tensor in parts
+        ]
 
-    inside, outside = [row for row in table if row.in_blocks], [row for row in table if not row.in_blocks]
-    layers = [piece for layer in range(opened.config.n_layers) for row in inside for piece in pieces(row, layer)]
-    first, *rest = (piece for row in outside for piece in pieces(row))
+    inside, outside = [spec for spec in table if spec.in_blocks], [spec for spec in table if not spec.in_blocks]
+    layers = [piece for layer in range(opened.config.n_layers) for spec in inside for piece in pieces(spec, layer)]
+    first, *rest = (piece for spec in outside for piece in pieces(spec))
     return [first, *layers, *rest]
 
 
@@ -254,20 +266,20 @@ def split_fused(
       fused_names: maps a fused tensor's name ("{}" is the layer) to the parts that it holds, in order of rows.
       names: the name of each part.
     """
-    found = dict(tensors)
-    rows = {share.name: shape_of(share.axes, config)[0] for row in PARAM_SPECS for share in shares_of(row)}
+    split = dict(tensors)
+    rows = {part.name: shape_of(part.axes, config)[0] for spec in PARAM_SPECS for part in parts_of(spec)}
     for name, parts in fused_names.items():
-        if name.format(0) not in found:
+        if name.format(0) not in split:
             continue
         ends = list(itertools.accumulate((rows[part] for part in parts), initial=0))
         for i in range(config.n_layers):
-            whole = found.get(name.format(i))
-            if whole is None or whole.shape[0] != ends[-1]:
+            fused_tensor = split.get(name.format(i))
+            if fused_tensor is None or fused_tensor.shape[0] != ends[-1]:
                 continue  # reported later, where all names and shapes are checked
-            del found[name.format(i)]
+            del split[name.format(i)]
             for part, start, stop in zip(parts, ends, ends[1:], strict=False):
-                found[names[part].format(i)] = MappedRows(whole, np.arange(start, stop))
-    return found
+                split[names[part].format(i)] = MappedRows(fused_tensor, np.arange(start, stop))
+    return split
 
 
 def fuse(
@@ -276,11 +288,11 @@ def fuse(
     """The inverse of `split_fused` for tensors to be written, along an axis; also returns the fused tensors' names."""
     groups = {parts[0]: parts for parts in fused_names.values()}
     rest = {part for parts in groups.values() for part in parts[1:]}
-    found = []
+    fused = []
     for i, piece in enumerate(todo):
         if piece.part in groups:
             parts = [piece.tensor, *(after.tensor for after in todo[i + 1 : i + len(groups[piece.part])])]
             piece = replace(piece, tensor=Joined(parts, axis))
         if piece.part not in rest:
-            found.append(piece)
-    return found, {parts[0]: name for name, parts in fused_names.items()}
+            fused.append(piece)
+    return fused, {parts[0]: name for name, parts in fused_names.items()}

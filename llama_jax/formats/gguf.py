@@ -22,13 +22,22 @@ from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.build_params import WrittenTensor, fuse, split_fused, tensors_to_write
-from llama_jax.formats.gguf_families import ARCHITECTURES, REFUSED, architecture_of
+from llama_jax.formats.gguf_families import ARCHITECTURES, REFUSED, architecture_of, refuse_to_store
 from llama_jax.formats.huggingface_families import FAMILIES
-from llama_jax.formats.lazy_tensors import FLOATS, Dense, Offset, Tensor, TensorInfo, blocks_of, kind_of, read_bytes
-from llama_jax.formats.model_folder import about_from_fields, about_to_fields
+from llama_jax.formats.lazy_tensors import (
+    FLOAT_DTYPES,
+    Dense,
+    Offset,
+    Tensor,
+    TensorInfo,
+    read_bytes,
+    row_bytes_of,
+    storage_type_of,
+)
+from llama_jax.formats.model_folder import config_errors, metadata_from_fields, metadata_to_fields
 from llama_jax.formats.quantize_on_load import ENCODED_AT_ONCE
 from llama_jax.formats.rope_conversion import ROPE_TENSORS, settings_and_tensors, with_scaling
-from llama_jax.formats.weight_format import TENSOR_NAMES, Opened, WeightFormat, describe_ignored, ignored_tensors
+from llama_jax.formats.weight_format import TENSOR_NAMES, OpenedCheckpoint, WeightFormat, describe_ignored, ignored_tensors
 from llama_jax.gguf_header import MAX_ENTRIES, Header, is_gguf, open_header, short_decimal
 from llama_jax.model.mixtures import base_kind, kind_of_part
 from llama_jax.ops.weights.format_spec import blocks_from_planes
@@ -38,7 +47,7 @@ from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.load import warn_of_size
 
 # Tensor types by number: name, values per block, bytes per block.
-TYPES = {
+GGUF_TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
     2: ("Q4_0", 32, 18),
@@ -75,7 +84,7 @@ class BlockTensor:
     path: Location
     offset: int
     shape: tuple[int, ...]
-    kind: str
+    storage_type: str
     block: tuple[int, int]  # values, bytes
     dtype = np.dtype(np.float32)
 
@@ -88,14 +97,14 @@ class BlockTensor:
 
         blocks = self.shape[-1] // self.block[0] * self.block[1]
         row = math.prod(self.shape[1:-1]) * blocks
-        found = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
-        found = found.reshape(stop - start, *self.shape[1:-1], blocks)
+        raw = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
+        raw = raw.reshape(stop - start, *self.shape[1:-1], blocks)
         with np.errstate(all="ignore"):  # damaged scales give infinity or NaN, reported later
-            return quants.dequantize(found, GGMLQuantizationType[self.kind])
+            return quants.dequantize(raw, GGMLQuantizationType[self.storage_type])
 
     @property
     def blocks(self) -> Tensor:
-        """See `lazy_tensors.blocks_of`."""
+        """See `lazy_tensors.row_bytes_of`."""
         width = self.shape[-1] // self.block[0] * self.block[1]
         return Dense(self.path, self.offset, (*self.shape[:-1], width), "U8")
 
@@ -107,10 +116,10 @@ class BlockTensor:
 def read_file(path: Location, *, texts: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """All settings by key, see `Header.fields`, and all tensors by name."""
     with open_header(path, CheckpointError) as header:
-        return _read(path, header, texts)
+        return _read_model(path, header, texts)
 
 
-def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_model(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensor_count = header.tensor_count
     fields = header.fields(texts=texts)
     listed = []
@@ -128,22 +137,22 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
     start = -(-header.at // alignment) * alignment
     tensors: dict[str, Tensor] = {}
     for name, shape, number, offset in listed:
-        if number not in TYPES:
+        if number not in GGUF_TYPES:
             from gguf import GGMLQuantizationType
 
-            named = next((kind.name for kind in GGMLQuantizationType if kind == number), number)
-            known = ", ".join(kind for kind, *_ in TYPES.values())
-            raise CheckpointError(f"{path}: tensor {shown(name)} has type {named}; use a file with {known}")
-        kind, *block = TYPES[number]
+            type_name = next((gguf_type.name for gguf_type in GGMLQuantizationType if gguf_type == number), number)
+            known = ", ".join(known_type for known_type, *_ in GGUF_TYPES.values())
+            raise CheckpointError(f"{path}: tensor {shown(name)} has type {type_name}; use a file with {known}")
+        storage_type, *block = GGUF_TYPES[number]
         if name in tensors:
             raise ValueError(f"tensor {shown(name)} occurs twice")
         if not shape or shape[-1] % block[0]:
             raise ValueError(f"tensor {shown(name)} of {list(shape)} is not divisible into blocks of {block[0]}")
         tensor: Dense | BlockTensor
-        if kind in FLOATS:
-            tensor = Dense(path, start + offset, shape, kind)
+        if storage_type in FLOAT_DTYPES:
+            tensor = Dense(path, start + offset, shape, storage_type)
         else:
-            tensor = BlockTensor(path, start + offset, shape, kind, (block[0], block[1]))
+            tensor = BlockTensor(path, start + offset, shape, storage_type, (block[0], block[1]))
         excess = tensor.offset + tensor.nbytes - header.size
         if excess > 0:
             raise ValueError(f"tensor {shown(name)} ends {excess} bytes after the end of the file")
@@ -154,103 +163,101 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
     return fields, tensors
 
 
-NAMES = {part: names.gguf for part, names in TENSOR_NAMES.items()}
+GGUF_NAMES = {part: names.gguf for part, names in TENSOR_NAMES.items()}
 NORM_SUFFIX = "norm.weight"
-BIASES = {"qkv_bias": "q_bias", "out_bias": "out_bias", "mlp_bias": "gate_bias"}  # a tensor of each, which no setting tells
+BIAS_TENSORS = {
+    "qkv_bias": "q_bias",
+    "out_bias": "out_bias",
+    "mlp_bias": "gate_bias",
+}  # a tensor of each, which no setting tells
 PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
-SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+SPLIT_FILE_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def is_whole(path: Location) -> bool:
     """Whether a file is a whole model, or the first part of a split one."""
-    part = SPLIT_NAME.search(path.name)
+    part = SPLIT_FILE_NAME.search(path.name)
     return is_gguf(path) and (part is None or int(part[1]) == 1)
 
 
-def open_file(path: Location) -> Opened:
+def open_gguf(path: Location) -> OpenedCheckpoint:
     """The model in a file, or in all files of a split model; the weights are not read."""
     fields: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    for part in _parts(path):
-        more, found = read_file(part, texts=isinstance(path, StoredPath))
-        if double := sorted(tensors.keys() & found.keys()):
-            raise CheckpointError(f"{part}: tensor {shown(double[0], 80)} is also in another part; copy all parts again")
-        fields = more | fields  # the first part has the settings
-        tensors |= found
+    for part in _part_paths(path):
+        part_fields, part_tensors = read_file(part, texts=isinstance(path, StoredPath))
+        fields = part_fields | fields  # the first part has the settings
+        tensors |= part_tensors
     count = fields.get("split.tensors.count", len(tensors))
     if fields.get("general.type") == "adapter":
         raise CheckpointError(f"{path} is an adapter; pass its base as the model, and this as the adapter")
     if count != len(tensors):
         raise CheckpointError(f"{path}: expected {count} tensors, found {len(tensors)}; copy all parts again")
-    try:
+    with config_errors(path):
         config = config_from_fields(fields, tensors)
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from None
     architecture = ARCHITECTURES[fields["general.architecture"]]
     ignored = ignored_tensors(tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ROPE_TENSORS and name not in ignored}
-    tensors = split_fused(config, tensors, architecture.fused, NAMES)
+    tensors = split_fused(config, tensors, architecture.fused, GGUF_NAMES)
     if architecture.norm_shift:
         shift = -architecture.norm_shift
         tensors = {name: Offset(t, shift) if name.endswith(NORM_SUFFIX) else t for name, t in tensors.items()}
-    return Opened(
+    return OpenedCheckpoint(
         format=f"GGUF version {fields['GGUF.version']}",
         path=path,
         config=config,
         tensors=tensors,
-        names=NAMES,
+        names=GGUF_NAMES,
         interleaved=architecture.interleaved,
         tokenizer=partial(_tokenizer, fields, path, config.vocab_size),
-        about=lambda: about_from_fields(_with_texts(fields, path)),
+        metadata=lambda: metadata_from_fields(_with_texts(fields, path)),
         notes=describe_ignored(ignored),
     )
 
 
 def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
     """The configuration that a GGUF's settings describe."""
-    architecture = fields.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+    prefix = fields.get("general.architecture")
+    if not isinstance(prefix, str) or prefix not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"general.architecture={shown(architecture)} is not supported; llama_jax reads {known}")
-    own = ARCHITECTURES[architecture]
+        raise ConfigError(f"general.architecture={shown(prefix)} is not supported; llama_jax reads {known}")
+    architecture = ARCHITECTURES[prefix]
 
     def need(key: str) -> Any:
-        if f"{architecture}.{key}" not in fields:
-            raise ConfigError(f"{architecture}.{key} is missing")
-        return fields[f"{architecture}.{key}"]
+        if f"{prefix}.{key}" not in fields:
+            raise ConfigError(f"{prefix}.{key} is missing")
+        return fields[f"{prefix}.{key}"]
 
     def maybe(key: str, default: Any) -> Any:
-        return short_decimal(fields.get(f"{architecture}.{key}", default))
+        return short_decimal(fields.get(f"{prefix}.{key}", default))
 
     for key in REFUSED:
-        if key not in own.reads and maybe(key, 0) != 0:
-            raise ConfigError(f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported")
+        if key not in architecture.reads and maybe(key, 0) != 0:
+            raise ConfigError(f"{prefix}.{key}={shown(maybe(key, 0), 40)} is not supported")
     if maybe("attention.causal", True) is not True:
-        raise ConfigError(f"{architecture}.attention.causal=False is not supported: such a model is not causal")
-    table = tensors.get(NAMES["embedding"])
+        raise ConfigError(f"{prefix}.attention.causal=False is not supported: such a model is not causal")
+    table = tensors.get(GGUF_NAMES["embedding"])
     if not tensors:
         raise ConfigError("this is a vocabulary without weights; pass a model, and this as its tokenizer (--tokenizer)")
     if table is None:
-        raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
+        raise ConfigError(f"tensor {GGUF_NAMES['embedding']!r} is missing")
     block_count, mtp_layers = need("block_count"), maybe("nextn_predict_layers", 0)
-    require_positive_int(f"{architecture}.block_count", block_count)
+    require_positive_int(f"{prefix}.block_count", block_count)
     if block_count > MAX_ENTRIES:  # bounds lists that have an entry per layer
-        raise ConfigError(f"{architecture}.block_count={block_count} must be at most {MAX_ENTRIES}")
+        raise ConfigError(f"{prefix}.block_count={block_count} must be at most {MAX_ENTRIES}")
     if type(mtp_layers) is not int or not 0 <= mtp_layers < block_count:
-        raise ConfigError(
-            f"{architecture}.nextn_predict_layers={shown(mtp_layers, 40)} must be below block_count={block_count}"
-        )
+        raise ConfigError(f"{prefix}.nextn_predict_layers={shown(mtp_layers, 40)} must be below block_count={block_count}")
     n_layers = block_count - mtp_layers
     fields = fields | {
-        key: _uniform(key, fields[key], block_count) for name in PER_LAYER if (key := f"{architecture}.{name}") in fields
+        key: _uniform(key, fields[key], block_count) for name in PER_LAYER if (key := f"{prefix}.{name}") in fields
     }
     dim, n_heads = need("embedding_length"), need("attention.head_count")
     for name, value in (("embedding_length", dim), ("attention.head_count", n_heads)):
-        require_positive_int(f"{architecture}.{name}", value)
+        require_positive_int(f"{prefix}.{name}", value)
     head_dim = maybe("attention.key_length", 0)
-    more = dict(FAMILIES[own.kinds[0]].constants) | own.fields(maybe, n_layers)
-    if own.biases:
-        more |= {field: NAMES[part].format(0) in tensors for field, part in BIASES.items()}
+    family_fields = dict(FAMILIES[architecture.model_types[0]].constants) | architecture.fields(maybe, n_layers)
+    if architecture.biases:
+        family_fields |= {field: GGUF_NAMES[part].format(0) in tensors for field, part in BIAS_TENSORS.items()}
     sizes = LlamaConfig(
         vocab_size=table.shape[0],
         dim=dim,
@@ -258,33 +265,31 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
         n_heads=n_heads,
         n_kv_heads=maybe("attention.head_count_kv", n_heads),
         head_dim=head_dim,
-        hidden_dim=more.pop("hidden_dim", None) or need("feed_forward_length"),
+        hidden_dim=family_fields.pop("hidden_dim", None) or need("feed_forward_length"),
         max_seq_len=need("context_length"),
         norm_eps=short_decimal(need("attention.layer_norm_rms_epsilon")),
         rope_theta=maybe("rope.freq_base", 10_000.0),
-        tie_embeddings=NAMES["lm_head"] not in tensors,
+        tie_embeddings=GGUF_NAMES["lm_head"] not in tensors,
         rope_scaling=None,
-        **more,
+        **family_fields,
     )
     for key, size in (("rope.dimension_count", sizes.rope_dim), ("attention.value_length", sizes.head_dim)):
         if maybe(key, size) != size:
-            raise ConfigError(
-                f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported with head_dim={sizes.head_dim}"
-            )
-    return with_scaling(fields, sizes, tensors, architecture, whole_yarn=own.whole_yarn)
+            raise ConfigError(f"{prefix}.{key}={shown(maybe(key, 0), 40)} is not supported with head_dim={sizes.head_dim}")
+    return with_scaling(fields, sizes, tensors, prefix, whole_yarn=architecture.whole_yarn)
 
 
 def _uniform(key: str, value: Any, n_layers: int) -> Any:
     """A setting that must be equal for all layers; a file may list it per layer."""
     if not hasattr(value, "__len__") or isinstance(value, str):
         return value
-    if len(value) != n_layers or any(one != value[0] for one in value):
+    if len(value) != n_layers or any(number != value[0] for number in value):
         raise ConfigError(f"{key}={shown(list(value), 40)} must be one number, or {n_layers} equal ones")
     return value[0]
 
 
-def _parts(path: Location) -> list[Location]:
-    name = SPLIT_NAME.search(path.name)
+def _part_paths(path: Location) -> list[Location]:
+    name = SPLIT_FILE_NAME.search(path.name)
     if name is None:
         return [path]
     count = int(name[2])
@@ -301,16 +306,16 @@ def _tokenizer(fields: Mapping[str, Any], path: Location, vocab_size: int) -> To
         return find_tokenizer(path.parent, vocab_size)
     from llama_jax.tokenizers.gguf import from_metadata
 
-    found = from_metadata(_with_texts(fields, path), str(path))
-    warn_of_size(found, vocab_size, path)
-    return found
+    tokenizer = from_metadata(_with_texts(fields, path), str(path))
+    warn_of_size(tokenizer, vocab_size, path)
+    return tokenizer
 
 
 def _with_texts(fields: Mapping[str, Any], path: Location) -> Mapping[str, Any]:
     """All fields of a file, including the strings, which reading a model does not need."""
     if isinstance(path, StoredPath):
         return fields
-    with open_header(_parts(path)[0], CheckpointError) as header:
+    with open_header(_part_paths(path)[0], CheckpointError) as header:
         return header.fields()
 
 
@@ -325,14 +330,16 @@ QUANTIZATION_VERSION = 2
 Blocks = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]  # types to quantize to
 
 
-def kinds_in(path: Location) -> dict[str, str]:
+def read_storage_types(path: Location) -> dict[str, str]:
     """The kind of every tensor by its name in a file, or in all files of a split model."""
-    return {name: tensor.kind for part in _parts(path) for name, tensor in read_file(part, texts=False)[1].items()}
+    return {
+        name: tensor.storage_type for part in _part_paths(path) for name, tensor in read_file(part, texts=False)[1].items()
+    }
 
 
-def can_be_kept(tensor: TensorInfo) -> bool:
+def can_copy_blocks(tensor: TensorInfo) -> bool:
     """Whether a tensor's blocks can be copied into a GGUF."""
-    return tensor.kind in KEPT_TYPES and blocks_of(tensor) is not None
+    return tensor.storage_type in KEPT_TYPES and row_bytes_of(tensor) is not None
 
 
 # By kind: numbers in a block with its own scale, steps of its grid, and whether that is around 0 or from the least number.
@@ -342,13 +349,13 @@ GRIDS = {
 }
 
 
-def dithered(rows: np.ndarray, kind: str, noise: np.random.Generator) -> np.ndarray:
+def dither(rows: np.ndarray, storage_type: str, noise: np.random.Generator) -> np.ndarray:
     """Rows, float32[rows, columns], that quantizing rounds up or down at random, so that the mean stays as it is.
 
     Rounded to the nearest, numbers of a grid to which an adapter adds less than half a step would all become what they were,
     and nothing would be left of the adapter. The largest of a block, from which its scale follows, are not changed.
     """
-    block, steps, around_zero = GRIDS[kind]
+    block, steps, around_zero = GRIDS[storage_type]
     x = rows.reshape(-1, block)
     high = np.abs(x).max(axis=1, keepdims=True) if around_zero else x.max(axis=1, keepdims=True)
     low = -high if around_zero else x.min(axis=1, keepdims=True)
@@ -357,11 +364,11 @@ def dithered(rows: np.ndarray, kind: str, noise: np.random.Generator) -> np.ndar
     return np.where((x == low) | (x == high), x, moved).reshape(rows.shape)
 
 
-def write_file(
+def write_gguf(
     path: Path,
-    opened: Opened,
+    opened: OpenedCheckpoint,
     tokenizer: Tokenizer | None,
-    kind: str | None = None,
+    storage_type: str | None = None,
     *,
     before: Mapping[str, str] = MappingProxyType({}),
     progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
@@ -371,63 +378,60 @@ def write_file(
     Args:
       tokenizer: stored in the file, except for tokens without a row in the embedding, which llama.cpp rejects; None gives a
         file that runs only on token ids.
-      kind: type of the matrices: "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K" or "Q6_K", mixed as in
+      storage_type: type of the matrices: "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K" or "Q6_K", mixed as in
         `model.mixtures` unless it ends in "-pure"; None keeps blocks of quantized tensors and gives the others the type of
         the embedding. Vectors are float32, as llama.cpp's kernels require.
       before: types of the model's matrices, by their names in the file, before a small change was added to them. Without
-        `kind`, those that are floats now are quantized as before, and rounded at random if the type is the same
-        (`dithered`).
+        `storage_type`, those that are floats now are quantized as before, and rounded at random if the type is the same
+        (`dither`).
     """
     from llama_jax.tokenizers.gguf import to_metadata
 
     c = opened.config
-    architecture = architecture_of(c.model_type)
-    own = ARCHITECTURES[architecture]
-    names, todo = NAMES, tensors_to_write(opened, interleaved=own.interleaved)
-    if (c.out_bias or c.mlp_bias) and not own.biases:
-        raise CheckpointError(
-            f"out_bias={c.out_bias} and mlp_bias={c.mlp_bias} cannot be stored in GGUF, whose readers ignore them in"
-            f" {architecture}; write safetensors"
-        )
-    if own.fused:
-        todo, fused_names = fuse(todo, own.fused)
+    architecture_name = architecture_of(c.model_type)
+    architecture = ARCHITECTURES[architecture_name]
+    names, todo = GGUF_NAMES, tensors_to_write(opened, interleaved=architecture.interleaved)
+    if (c.out_bias or c.mlp_bias) and not architecture.biases:
+        refuse_to_store(f"out_bias={c.out_bias} and mlp_bias={c.mlp_bias}", f"ignore them in {architecture_name}")
+    if architecture.fused:
+        todo, fused_names = fuse(todo, architecture.fused)
         names = names | fused_names
-    if own.norm_shift:
-        todo = [replace(p, tensor=Offset(p.tensor, own.norm_shift)) if p.part.endswith("norm") else p for p in todo]
-    keep, kind = kind is None, kind or kind_of(todo[0].tensor.dtype)
-    if base_kind(kind) not in FILE_TYPES:
-        raise CheckpointError(f"{opened.path} is {kind}; GGUF is written only as {', '.join(FILE_TYPES)}")
+    if architecture.norm_shift:
+        todo = [replace(p, tensor=Offset(p.tensor, architecture.norm_shift)) if p.part.endswith("norm") else p for p in todo]
+    keep, storage_type = storage_type is None, storage_type or storage_type_of(todo[0].tensor.dtype)
+    if base_kind(storage_type) not in FILE_TYPES:
+        raise CheckpointError(f"{opened.path} is {storage_type}; GGUF is written only as {', '.join(FILE_TYPES)}")
 
     def name_of(piece: WrittenTensor) -> str:
         return names[piece.part].format(piece.layer)
 
     def stored_as(piece: WrittenTensor) -> str:
-        if keep and can_be_kept(piece.tensor):
-            return piece.tensor.kind
-        if len(piece.tensor.shape) == 1 or (piece.part == "router" and kind not in FLOATS):
+        if keep and can_copy_blocks(piece.tensor):
+            return piece.tensor.storage_type
+        if len(piece.tensor.shape) == 1 or (piece.part == "router" and storage_type not in FLOAT_DTYPES):
             return "F32"
         if keep and name_of(piece) in before:
             return before[name_of(piece)]
-        if kind in FLOATS:
-            return kind
-        part = kind_of_part(piece.part, kind.lower(), piece.layer, c.n_layers)
+        if storage_type in FLOAT_DTYPES:
+            return storage_type
+        part = kind_of_part(piece.part, storage_type.lower(), piece.layer, c.n_layers)
         return with_fallback(part, piece.tensor.shape[-1]).name.upper()
 
-    kinds = [stored_as(piece) for piece in todo]
-    for piece, stored in zip(todo, kinds, strict=True):
-        block = next((numbers for name, numbers, _ in TYPES.values() if name == stored), 1)
+    storage_types = [stored_as(piece) for piece in todo]
+    for piece, stored in zip(todo, storage_types, strict=True):
+        block = next((numbers for name, numbers, _ in GGUF_TYPES.values() if name == stored), 1)
         if piece.tensor.shape[-1] % block:
             raise CheckpointError(f"{piece.label} has rows of {piece.tensor.shape[-1]}; {stored} needs multiples of {block}")
         if (
-            stored not in FLOATS
-            and not (keep and can_be_kept(piece.tensor))
+            stored not in FLOAT_DTYPES
+            and not (keep and can_copy_blocks(piece.tensor))
             and QUANT_FORMATS[stored.lower()].encode is None
         ):
             made = ", ".join(get_args(Blocks))
             raise CheckpointError(f"{piece.label} is in {stored.lower()}, which is only read; set another dtype: {made}")
-    matrices = Counter(stored for piece, stored in zip(todo, kinds, strict=True) if len(piece.tensor.shape) > 1)
+    matrices = Counter(stored for piece, stored in zip(todo, storage_types, strict=True) if len(piece.tensor.shape) > 1)
     most = matrices.most_common(1)[0][0]
-    rope, rope_tensors = settings_and_tensors(c, architecture, whole_yarn=own.whole_yarn)
+    rope, rope_tensors = settings_and_tensors(c, architecture_name, whole_yarn=architecture.whole_yarn)
 
     sizes = {
         "vocab_size": c.vocab_size,
@@ -441,39 +445,39 @@ def write_file(
         "rope.dimension_count": c.rope_dim,
     }
     eps = {"attention.layer_norm_rms_epsilon": float(c.norm_eps)}
-    settings: dict[str, Any] = {"general.file_type": KEPT_TYPES[most if keep else base_kind(kind)]}
+    settings: dict[str, Any] = {"general.file_type": KEPT_TYPES[most if keep else base_kind(storage_type)]}
     settings |= {"general.quantization_version": QUANTIZATION_VERSION}
-    own_settings = {key: int(size) for key, size in sizes.items()} | eps | own.settings(c)
-    settings |= {f"{architecture}.{key}": value for key, value in own_settings.items()} | rope
-    settings |= about_to_fields(opened.about(), bool(getattr(tokenizer, "swallowing", ())))
+    architecture_settings = {key: int(size) for key, size in sizes.items()} | eps | architecture.settings(c)
+    settings |= {f"{architecture_name}.{key}": value for key, value in architecture_settings.items()} | rope
+    settings |= metadata_to_fields(opened.metadata(), bool(getattr(tokenizer, "strips_right", ())))
     settings |= to_metadata(tokenizer, c.vocab_size) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
     listed = [(name, factors.shape, "F32") for name, factors in rope_tensors.items()]
-    listed += [(name_of(p), p.tensor.shape, stored) for p, stored in zip(todo, kinds, strict=True)]
+    listed += [(name_of(p), p.tensor.shape, stored) for p, stored in zip(todo, storage_types, strict=True)]
     noise = np.random.default_rng(0)
-    with new_file(path, architecture, settings, listed) as write:
+    with new_file(path, architecture_name, settings, listed) as write:
         for factors in rope_tensors.values():
             write(factors)
-        stored_in = dict(zip(map(id, todo), kinds, strict=True))
+        stored_in = dict(zip(map(id, todo), storage_types, strict=True))
         for piece in progress(todo) if progress else todo:
             stored = stored_in[id(piece)]
-            blocks = blocks_of(piece.tensor) if keep and stored == piece.tensor.kind else None
+            blocks = row_bytes_of(piece.tensor) if keep and stored == piece.tensor.storage_type else None
             if blocks is not None:
                 write(blocks.read(0, blocks.shape[0]))
-            elif stored not in FLOATS:
+            elif stored not in FLOAT_DTYPES:
                 form = QUANT_FORMATS[stored.lower()]
                 assert form.encode is not None  # true of all types in `FILE_TYPES`
                 runs = []
-                for given in piece.rows(FLOATS["F32"]):
-                    rows = dithered(given, stored, noise) if stored == before.get(name_of(piece)) else given
+                for unrounded in piece.rows(FLOAT_DTYPES["F32"]):
+                    rows = dither(unrounded, stored, noise) if stored == before.get(name_of(piece)) else unrounded
                     step = max(1, ENCODED_AT_ONCE * len(rows) // rows.size)  # rows that fit into a CPU's cache
                     runs += [blocks_from_planes(form.encode(rows[i : i + step]), form) for i in range(0, len(rows), step)]
                 write(np.concatenate(runs).reshape(-1))
             else:
-                whole, at = np.empty(piece.tensor.shape, FLOATS[stored]), 0
-                for rows in piece.rows(FLOATS[stored]):
-                    whole[at : at + len(rows)] = rows
+                buffer, at = np.empty(piece.tensor.shape, FLOAT_DTYPES[stored]), 0
+                for rows in piece.rows(FLOAT_DTYPES[stored]):
+                    buffer[at : at + len(rows)] = rows
                     at += len(rows)
-                write(whole.view(np.uint8))
+                write(buffer.view(np.uint8))
 
 
 @contextmanager
@@ -491,8 +495,8 @@ def new_file(
     try:
         for key, value in settings.items():
             writer.add_key_value(key, _as_bytes(value), *_gguf_types(value))
-        for name, shape, kind in tensors:
-            raw = GGMLQuantizationType[kind]
+        for name, shape, storage_type in tensors:
+            raw = GGMLQuantizationType[storage_type]
             in_bytes = quants.quant_shape_to_byte_shape(shape, raw)
             writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), math.prod(in_bytes), raw_dtype=raw)
         writer.write_header_to_file()
@@ -506,7 +510,7 @@ def new_file(
 def _as_bytes(value: Any) -> Any:
     """Strings as the bytes that they were read from (`Header.string`)."""
     if isinstance(value, list):
-        return [_as_bytes(each) for each in value]
+        return [_as_bytes(entry) for entry in value]
     return value.encode(errors="surrogateescape") if isinstance(value, str) else value
 
 
@@ -516,18 +520,18 @@ def _gguf_types(value: Any) -> tuple[Any, Any]:
 
     if isinstance(value, list):
         return Type.ARRAY, {bool: Type.BOOL, int: Type.INT32, float: Type.FLOAT32, str: Type.STRING}[type(value[0])]
-    whole = Type.INT32 if type(value) is int and value < 0 else Type.UINT32
-    return {bool: Type.BOOL, int: whole, float: Type.FLOAT32, str: Type.STRING}[type(value)], None
+    integer_type = Type.INT32 if type(value) is int and value < 0 else Type.UINT32
+    return {bool: Type.BOOL, int: integer_type, float: Type.FLOAT32, str: Type.STRING}[type(value)], None
 
 
-FORMAT = WeightFormat(
+GGUF_FORMAT = WeightFormat(
     "gguf",
     lambda path: path.is_file() and is_gguf(path),
-    open_file,
-    write_file,
+    open_gguf,
+    write_gguf,
     suffixes=(".gguf",),
     is_whole=is_whole,
     dtypes=(*WeightFormat.dtypes, *get_args(Blocks)),
-    can_keep=can_be_kept,
+    can_keep=can_copy_blocks,
     in_stores=True,
 )

@@ -22,23 +22,23 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from llama_jax.config import FAMILY_FEATURES, LlamaConfig, ModelType, Parts, RopeScaling, RopeScalingKind
-from llama_jax.config.validation import require_positive_int
+from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.build_params import WrittenTensor, fuse, plan, split_fused, tensors_to_write
-from llama_jax.formats.hf_quantized import Scheme, scheme_from_dict, with_weights
+from llama_jax.formats.hf_quantized import Scheme, join_quantized_weights, scheme_from_dict
 from llama_jax.formats.huggingface_families import FAMILIES, RENAMED, object_in
 from llama_jax.formats.lazy_tensors import (
-    FLOATS,
+    FLOAT_DTYPES,
     ArrayTensor,
     Dense,
     QuantizedArrayTensor,
     Stacked,
     Tensor,
     Transposed,
-    kind_of,
     read_bytes,
+    storage_type_of,
 )
-from llama_jax.formats.model_folder import About, read_about, token_ids, write_about
+from llama_jax.formats.model_folder import ModelMetadata, read_model_metadata, special_token_ids, write_model_metadata
 from llama_jax.formats.rope_conversion import (
     NOTE,
     context_note,
@@ -49,14 +49,14 @@ from llama_jax.formats.rope_conversion import (
 from llama_jax.formats.torch_pickle import is_torch, read_tensors
 from llama_jax.formats.weight_format import (
     TENSOR_NAMES,
-    Opened,
+    OpenedCheckpoint,
     WeightFormat,
     describe_ignored,
     ignored_tensors,
-    shares_in,
-    shares_of,
+    parts_of,
+    parts_with_columns,
 )
-from llama_jax.model.params import BLOCKS, Llama, ParamSpec, shape_of, specs_for
+from llama_jax.model.params import BLOCKS_PREFIX, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import layers_of
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 from llama_jax.storage import Location, StoredPath
@@ -103,7 +103,7 @@ SUPPORTED = {
     "clip_qkv": None,
 }
 # Settings that only some families read, and their fields; transformers ignores them in the other families.
-BIASES = {"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)}
+BIAS_SETTINGS = {"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)}
 # Our names for settings of a rope scaling whose names differ from those in the file.
 ROPE_NAMES = {"original_max_position_embeddings": "original_max_seq_len"}
 # The settings of each kind of rope scaling, in addition to its name and theta; and those that may be missing.
@@ -135,7 +135,7 @@ MAX_LAYERS = 10_000
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
-def read_config(folder: Location, *, scaled_context: bool = False) -> LlamaConfig:
+def read_config_json(folder: Location, *, scaled_context: bool = False) -> LlamaConfig:
     """The configuration in ``folder/config.json``; see `config_from_dict`."""
     path = folder / "config.json"
     try:
@@ -145,125 +145,126 @@ def read_config(folder: Location, *, scaled_context: bool = False) -> LlamaConfi
         raise CheckpointError(f"{path}: {in_file}") from None
 
 
-def write_config(folder: Path, config: LlamaConfig, *, scaled_context: bool = False, **more: Any) -> None:
+def write_config_json(folder: Path, config: LlamaConfig, *, scaled_context: bool = False, **extra_settings: Any) -> None:
     """Write ``config.json``, with additional settings such as token ids; see `config_from_dict`."""
-    settings = config_to_dict(config, scaled_context=scaled_context) | more
+    settings = config_to_dict(config, scaled_context=scaled_context) | extra_settings
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def config_from_dict(found: Mapping[str, Any], *, scaled_context: bool = False) -> LlamaConfig:
+def config_from_dict(settings: Mapping[str, Any], *, scaled_context: bool = False) -> LlamaConfig:
     """The configuration that a parsed ``config.json`` describes; absent fields take the values transformers documents.
 
     Args:
       scaled_context: whether `max_position_embeddings` includes the factor of a linear or YaRN scaling, as in orbax
         checkpoints; else, for most families, the scaling extends it (`rope_conversion.with_context`).
     """
-    if isinstance(text := found.get("text_config"), Mapping):  # a multimodal model
-        shared = {name: found[name] for name in ("quantization_config", "tie_word_embeddings") if name in found}
-        found = shared | dict(text)
-    kind = found.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES | RENAMED:
+    if isinstance(text := settings.get("text_config"), Mapping):  # a multimodal model
+        shared = {name: settings[name] for name in ("quantization_config", "tie_word_embeddings") if name in settings}
+        settings = shared | dict(text)
+    model_type = settings.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES | RENAMED:
         known = ", ".join((*FAMILIES, *RENAMED))
-        raise ConfigError(f"model_type={shown(kind)} is not supported; llama_jax supports {known}")
-    if kind in RENAMED:
-        return config_from_dict(RENAMED[kind](found), scaled_context=scaled_context)
-    family = FAMILIES[kind]
+        raise ConfigError(f"model_type={shown(model_type)} is not supported; llama_jax supports {known}")
+    if model_type in RENAMED:
+        return config_from_dict(RENAMED[model_type](settings), scaled_context=scaled_context)
+    family = FAMILIES[model_type]
     for name, supported in SUPPORTED.items():
-        if found.get(name, supported) not in (supported, None) and name not in family.reads:
-            raise ConfigError(f"{name}={shown(found[name])} is not supported; a {kind} has {name}={supported!r}")
-    if found.get("quantization_config") is not None:
-        scheme_from_dict(found["quantization_config"])
+        if settings.get(name, supported) not in (supported, None) and name not in family.reads:
+            raise ConfigError(f"{name}={shown(settings[name])} is not supported; a {model_type} has {name}={supported!r}")
+    if settings.get("quantization_config") is not None:
+        scheme_from_dict(settings["quantization_config"])
 
-    found = dict(family.absent) | dict(found)
-    missing = [name for name in _REQUIRED if name not in found]
+    settings = dict(family.absent) | dict(settings)
+    missing = [name for name in _REQUIRED if name not in settings]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing")
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):  # families compute others from these
-        require_positive_int(name, found[name])
-    if found["num_hidden_layers"] > MAX_LAYERS:  # bounds lists that have an entry per layer
-        raise ConfigError(f"num_hidden_layers={found['num_hidden_layers']} must be at most {MAX_LAYERS}")
-    if "rope_scaling" in family.absent and found.get("rope_parameters"):
-        del found["rope_scaling"]  # set in the other spelling
-    found = family.rope(found)
-    theta, scaling = _rope(found)
-    more = dict(family.constants) | family.fields(found | {"theta": theta, "scaled": scaling is not None})
-    for setting, names in BIASES.items():
-        if setting in FAMILY_FEATURES[cast(ModelType, kind)]:
-            more |= dict.fromkeys(names, found.get(setting) or False)
-    note = found.get(NOTE)
-    n_heads = found["num_attention_heads"]
-    n_kv_heads = found.get("num_key_value_heads")
+        require_positive_int(name, settings[name])
+    if settings["num_hidden_layers"] > MAX_LAYERS:  # bounds lists that have an entry per layer
+        raise ConfigError(f"num_hidden_layers={settings['num_hidden_layers']} must be at most {MAX_LAYERS}")
+    if "rope_scaling" in family.absent and settings.get("rope_parameters"):
+        del settings["rope_scaling"]  # set in the other spelling
+    settings = family.rope(settings)
+    theta, scaling = _read_rope(settings)
+    family_fields = dict(family.constants) | family.fields(settings | {"theta": theta, "scaled": scaling is not None})
+    for setting, names in BIAS_SETTINGS.items():
+        if setting in FAMILY_FEATURES[cast(ModelType, model_type)]:
+            family_fields |= dict.fromkeys(names, settings.get(setting) or False)
+    note = settings.get(NOTE)
+    n_heads = settings["num_attention_heads"]
+    n_kv_heads = settings.get("num_key_value_heads")
     config = LlamaConfig(
-        vocab_size=found["vocab_size"],
-        dim=found["hidden_size"],
-        n_layers=found["num_hidden_layers"],
+        vocab_size=settings["vocab_size"],
+        dim=settings["hidden_size"],
+        n_layers=settings["num_hidden_layers"],
         n_heads=n_heads,
         n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
-        head_dim=found.get("head_dim") or 0,
-        hidden_dim=more.pop("hidden_dim", found["intermediate_size"]),
-        max_seq_len=found.get("max_position_embeddings", 2048),
-        norm_eps=found.get("rms_norm_eps", 1e-6),
+        head_dim=settings.get("head_dim") or 0,
+        hidden_dim=family_fields.pop("hidden_dim", settings["intermediate_size"]),
+        max_seq_len=settings.get("max_position_embeddings", 2048),
+        norm_eps=settings.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_embeddings=found.get("tie_word_embeddings", False),
-        parts=_parts(object_in(found, PARTS_KEY)),
-        **more,
+        tie_embeddings=settings.get("tie_word_embeddings", False),
+        parts=_read_layer_parts(object_in(settings, PARTS_KEY)),
+        **family_fields,
     )
     if note is not None:
         return with_note(config, note, scaled_context=scaled_context)
     return with_context(config, scaled_context=scaled_context)
 
 
-def _parts(found: Mapping[str, Any]) -> Parts:
+def _read_layer_parts(names: Mapping[str, Any]) -> Parts:
     """The names of user functions."""
-    for part, name in found.items():
+    for part, name in names.items():
         if part not in vars(Parts()) or not isinstance(name, str) or not name.partition(":")[2]:
             raise ConfigError(f"{PARTS_KEY} has {part}={shown(name, 80)}; name a function for {', '.join(vars(Parts()))}")
-    return Parts(**found)
+    return Parts(**names)
 
 
-def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def _read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, in the spelling of transformers 5 (``rope_parameters``) or before (``rope_scaling``)."""
-    new, old = object_in(found, "rope_parameters"), object_in(found, "rope_scaling")
+    new, old = object_in(settings, "rope_parameters"), object_in(settings, "rope_scaling")
     scaling = dict(new or old)
-    if new and old and _plain(new) != _plain(old):
+    if new and old and _normalize_rope(new) != _normalize_rope(old):
         raise ConfigError(
             f"rope_parameters={shown(new, 80)} and rope_scaling={shown(old, 80)} contradict each other; remove one"
         )
-    theta = scaling.get("rope_theta", found.get("rope_theta", 10_000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE_SETTINGS:
-        raise ConfigError(f"rope scaling {shown(kind, 40)} is not supported; use {', '.join(map(repr, ROPE_SETTINGS))}")
-    context = found.get("max_position_embeddings", 2048)
-    extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE_SETTINGS[kind])]
+    theta = scaling.get("rope_theta", settings.get("rope_theta", 10_000.0))
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if not isinstance(rope_type, str) or rope_type not in ROPE_SETTINGS:
+        raise ConfigError(f"rope scaling {shown(rope_type, 40)} is not supported; use {', '.join(map(repr, ROPE_SETTINGS))}")
+    context = settings.get("max_position_embeddings", 2048)
+    extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE_SETTINGS[rope_type])]
     for name in extra:
         if (name, scaling[name]) not in (*IGNORED_ROPE, ("original_max_position_embeddings", context)):
-            raise ConfigError(f"rope scaling {kind!r} with {name}={shown(scaling[name], 40)} is not supported")
-    if kind == "default":
+            raise ConfigError(f"rope scaling {rope_type!r} with {name}={shown(scaling[name], 40)} is not supported")
+    if rope_type == "default":
         return theta, None
-    if kind in ("yarn", "longrope"):  # defaults of transformers
-        original = found.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings", context)
+    if rope_type in ("yarn", "longrope"):  # defaults of transformers
+        original = settings.get("original_max_position_embeddings") or scaling.get(
+            "original_max_position_embeddings", context
+        )
         scaling["original_max_position_embeddings"] = original
         if "factor" not in scaling:
             for name, value in (("max_position_embeddings", context), ("original_max_position_embeddings", original)):
-                if not isinstance(value, int | float) or not 0 < value < 1e30:
-                    raise ConfigError(f"{name}={shown(value, 40)} must be a positive number below 1e30")
+                require_number(name, value, above=0.0)
             scaling["factor"] = context / original
-    if kind == "llama3" and found.get("original_max_position_embeddings"):
-        scaling["original_max_position_embeddings"] = found["original_max_position_embeddings"]
+    if rope_type == "llama3" and settings.get("original_max_position_embeddings"):
+        scaling["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
     if scaling.get("attention_factor") is not None or not (scaling.get("mscale") and scaling.get("mscale_all_dim")):
         for name in ("mscale", "mscale_all_dim"):  # ignored by transformers in this case
             scaling.pop(name, None)
-    missing = [name for name in ROPE_SETTINGS[kind] if name not in scaling and name not in OPTIONAL_ROPE]
+    missing = [name for name in ROPE_SETTINGS[rope_type] if name not in scaling and name not in OPTIONAL_ROPE]
     if missing:
-        raise ConfigError(f"rope scaling {kind!r} has no {missing[0]}")
-    settings = {ROPE_NAMES.get(name, name): scaling[name] for name in ROPE_SETTINGS[kind] if name in scaling}
-    if kind == "dynamic":  # the file's context is the length that the model was pretrained at
-        settings["original_max_seq_len"] = context
-    return theta, RopeScaling(cast(RopeScalingKind, kind), settings.pop("factor"), **settings)
+        raise ConfigError(f"rope scaling {rope_type!r} has no {missing[0]}")
+    arguments = {ROPE_NAMES.get(name, name): scaling[name] for name in ROPE_SETTINGS[rope_type] if name in scaling}
+    if rope_type == "dynamic":  # the file's context is the length that the model was pretrained at
+        arguments["original_max_seq_len"] = context
+    return theta, RopeScaling(cast(RopeScalingKind, rope_type), arguments.pop("factor"), **arguments)
 
 
-def _plain(scaling: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_rope(scaling: Mapping[str, Any]) -> dict[str, Any]:
     """A rope scaling in one spelling, without theta."""
     rest = {name: value for name, value in scaling.items() if name not in ("rope_theta", "type", "rope_type")}
     return rest | {"kind": scaling.get("rope_type", scaling.get("type", "default"))}
@@ -278,15 +279,15 @@ def config_to_dict(config: LlamaConfig, *, scaled_context: bool = False) -> dict
       scaled_context: see `config_from_dict`.
     """
     config = replace(config, parts=config.parts.names)
-    found = _plain_settings(config, scaled_context)
-    if config_from_dict(found, scaled_context=scaled_context) != config and config.rope_scaling is not None:
-        found[NOTE] = context_note(config)
-    back = config_from_dict(found, scaled_context=scaled_context)
+    settings = _plain_settings(config, scaled_context)
+    if config_from_dict(settings, scaled_context=scaled_context) != config and config.rope_scaling is not None:
+        settings[NOTE] = context_note(config)
+    back = config_from_dict(settings, scaled_context=scaled_context)
     for name in (field.name for field in fields(config)):
         if getattr(back, name) != getattr(config, name):
             value = shown(getattr(config, name))
             raise ConfigError(f"{name}={value} cannot be stored in the config.json of {config.model_type}")
-    return found
+    return settings
 
 
 def _plain_settings(config: LlamaConfig, scaled_context: bool) -> dict[str, Any]:
@@ -313,7 +314,7 @@ def _plain_settings(config: LlamaConfig, scaled_context: bool) -> dict[str, Any]
     } | family.settings(config, parameters)
 
 
-NAMES = {part: names.huggingface for part, names in TENSOR_NAMES.items()}
+HF_NAMES = {part: names.huggingface for part, names in TENSOR_NAMES.items()}
 # Tensors that fuse several of the table's, by rows in this order (Phi-3).
 FUSED = {
     "model.layers.{}.self_attn.qkv_proj.weight": ("q", "k", "v"),
@@ -325,10 +326,10 @@ CONFIG_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "
 PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
-def open_folder(path: Location) -> Opened:
+def open_huggingface(path: Location) -> OpenedCheckpoint:
     """The model in a folder, or in the folder of one of its files; its weights are not read."""
     folder = path if path.is_dir() else path.parent
-    config = read_config(folder)
+    config = read_config_json(folder)
     quantization = read_object(folder / "config.json", CheckpointError).get("quantization_config")
     scheme = None if quantization is None else scheme_from_dict(quantization)
     for (single, index), read, what in (
@@ -366,7 +367,7 @@ def _open_tensors(
     what: str,
     tensors: Mapping[str, Tensor],
     ignored: Mapping[str, str],
-) -> Opened:
+) -> OpenedCheckpoint:
     """The model in the tensors of a folder's files.
 
     Args:
@@ -379,9 +380,9 @@ def _open_tensors(
     if config.out_bias and config.model_type == "llama" and not has_out_bias:  # a Qwen under the names of a Llama
         config = replace(config, out_bias=False)
         notes.append("attention_bias is true, but no layer has o_proj.bias: it is zero, as in transformers")
-    tensors = split_fused(config, tensors, FUSED, NAMES)
+    tensors = split_fused(config, tensors, FUSED, HF_NAMES)
     if scheme is not None:
-        tensors = with_weights(str(folder), tensors, scheme)
+        tensors = join_quantized_weights(str(folder), tensors, scheme)
         if scheme.method == "gptq":
             zeros = _unused_zero_biases(config, tensors, names)
             tensors = {name: tensor for name, tensor in tensors.items() if name not in zeros}
@@ -390,7 +391,7 @@ def _open_tensors(
     if config.tie_embeddings and table is not None and head is not None and not _are_equal(table, head):
         config = replace(config, tie_embeddings=False)
         notes.append("lm_head.weight differs from the embedding: tie_word_embeddings is ignored, as in transformers")
-    return Opened(
+    return OpenedCheckpoint(
         format=f"Hugging Face {what}" + (f", {scheme.method}" if scheme else ""),
         path=folder,
         config=config,
@@ -398,7 +399,7 @@ def _open_tensors(
         names=names,
         interleaved=is_interleaved(config),
         tokenizer=partial(find_tokenizer, folder, config.vocab_size),
-        about=partial(read_about, folder),
+        metadata=partial(read_model_metadata, folder),
         notes=(*describe_ignored({**reasons, **ignored}), *notes),
     )
 
@@ -426,15 +427,15 @@ def _standard_names(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str
         in_backbone = name.startswith(prefix) and IN_BACKBONE.match(name, len(prefix))
         return f"model.{name.removeprefix(prefix)}" if in_backbone else name
 
-    found = {standard_name(name): tensor for name, tensor in plain.items()}
-    if len(found) < len(tensors):
+    renamed = {standard_name(name): tensor for name, tensor in plain.items()}
+    if len(renamed) < len(tensors):
         raise CheckpointError(f"{folder} has tensors whose names differ only in a prefix; keep one copy of each tensor")
-    return found
+    return renamed
 
 
 def _unused_zero_biases(config: LlamaConfig, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> set[str]:
     """Names of biases that the model does not have, and that are zero: GPTQ's packages add them to every matrix."""
-    parts = {share.name for spec in specs_for(config) for share in shares_of(spec)}
+    parts = {share.name for spec in specs_for(config) for share in parts_of(spec)}
     unused = [name for part, name in names.items() if part.endswith("_bias") and part not in parts]
     stored = {name.format(layer) for name in unused for layer in range(config.n_layers)} & tensors.keys()
     return {
@@ -464,10 +465,10 @@ QWEN_EXPERTS |= {f"expert_{name}": f"model.layers.{{}}.mlp.experts.{name}_proj.w
 
 def names_of(config: LlamaConfig) -> dict[str, str]:
     """The tensor names of a model; some depend on its norms, or on the family of its experts."""
-    found = NAMES | ({"ffn_norm": "model.layers.{}.pre_feedforward_layernorm.weight"} if config.norm == "both" else {})
+    names = HF_NAMES | ({"ffn_norm": "model.layers.{}.pre_feedforward_layernorm.weight"} if config.norm == "both" else {})
     if config.experts:
-        found |= {"qwen3_moe": QWEN_EXPERTS, "llama4_text": LLAMA4_EXPERTS}.get(config.model_type, {})
-    return found
+        names |= {"qwen3_moe": QWEN_EXPERTS, "llama4_text": LLAMA4_EXPERTS}.get(config.model_type, {})
+    return names
 
 
 def is_interleaved(config: LlamaConfig) -> bool:
@@ -483,7 +484,7 @@ EXPERT = re.compile(r"(model\.layers\.\d+\.(?:block_sparse_moe|mlp)\.experts)\.(
 
 def _join_experts(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, with a layer's experts stacked as [E, rows, columns] under the names in the table."""
-    found: dict[str, Tensor] = {}
+    joined: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         if match := EXPERT.fullmatch(name):
@@ -491,21 +492,19 @@ def _join_experts(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, 
         elif (match := LLAMA4_TENSOR.fullmatch(name)) and len(tensor.shape) == 3:
             half = tensor.shape[2] // 2
             rows = {"down": (0, None)} if match[2] == "down" else {"gate": (0, half), "up": (half, None)}
-            found |= {f"{match[1]}{part}_proj": Transposed(tensor, *ends) for part, ends in rows.items()}
+            joined |= {f"{match[1]}{part}_proj": Transposed(tensor, *ends) for part, ends in rows.items()}
         else:
-            found[name] = tensor
-    for name, of_layer in experts.items():
-        parts = [of_layer[i] for i in sorted(of_layer)]
-        if sorted(of_layer) != list(range(len(parts))):
+            joined[name] = tensor
+    for name, by_index in experts.items():
+        parts = [by_index[i] for i in sorted(by_index)]
+        has_all, types = sorted(by_index) == list(range(len(parts))), {(part.shape, part.storage_type) for part in parts}
+        if not has_all or len(types) > 1:
             raise CheckpointError(
-                f"{folder}: {shown(name, 80)} has only the experts {shown(sorted(of_layer))}; copy all files"
+                f"{folder}: {shown(name, 80)} has only the experts {shown(sorted(by_index))}, or they have different shapes"
+                " or types; copy all files"
             )
-        if any((part.shape, part.kind) != (parts[0].shape, parts[0].kind) for part in parts):
-            raise CheckpointError(
-                f"{folder}: the experts of {shown(name, 80)} have different shapes or types; copy them again"
-            )
-        found[name] = Stacked(parts)
-    return found
+        joined[name] = Stacked(parts)
+    return joined
 
 
 def _check_experts(folder: Location, config: LlamaConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -514,9 +513,9 @@ def _check_experts(folder: Location, config: LlamaConfig, tensors: dict[str, Ten
     for layer in range(config.n_layers if config.experts else 0):
         for part in ("expert_gate", "expert_up", "expert_down"):
             if (name := names[part].format(layer)) not in tensors:
-                of_one = name.replace(".experts.", ".experts.0.")
+                first_expert = name.replace(".experts.", ".experts.0.")
                 joined = re.sub(r"\.(gate|up)_proj$", ".gate_up_proj", name)
-                missing = of_one if EXPERT.fullmatch(of_one) else joined
+                missing = first_expert if EXPERT.fullmatch(first_expert) else joined
                 raise CheckpointError(f"{folder}: tensor {missing!r} is missing; the configuration needs it")
     return tensors
 
@@ -529,22 +528,22 @@ def _split_experts(piece: WrittenTensor) -> list[WrittenTensor]:
     return [replace(piece, tensor=tensor.entry(i), expert=i) for i in range(tensor.shape[0])]
 
 
-def _name(names: Mapping[str, str], piece: WrittenTensor) -> str:
+def _written_name(names: Mapping[str, str], piece: WrittenTensor) -> str:
     name = names[piece.part].format(piece.layer)
     return name if piece.expert is None else name.replace(".experts.", f".experts.{piece.expert}.")
 
 
-def recognizes(path: Location) -> bool:
+def is_huggingface(path: Location) -> bool:
     """Whether a folder holds a config.json and weights by transformers' names, or a file is in such a folder."""
     if path.is_dir():
         return (path / "config.json").exists() and any((path / name).exists() for name in (*SAFETENSORS, *PICKLED))
     if not (path.parent / "config.json").exists():
         return False
-    of_meta = (path.parent / "params.json").exists()
-    return path.name == "config.json" or is_safetensors(path) or (is_torch(path) and not of_meta)
+    has_meta_settings = (path.parent / "params.json").exists()
+    return path.name == "config.json" or is_safetensors(path) or (is_torch(path) and not has_meta_settings)
 
 
-def files(names: Collection[str], read: Callable[[str], bytes], place: str) -> list[str] | None:
+def list_weight_files(names: Collection[str], read: Callable[[str], bytes], folder: str) -> list[str] | None:
     """See `WeightFormat.files`."""
     if "config.json" not in names:
         return None
@@ -552,17 +551,17 @@ def files(names: Collection[str], read: Callable[[str], bytes], place: str) -> l
         if single in names:
             return [single]
         if index in names:
-            return [index, *_index_files(read(index), names, f"{place}/{index}")]
+            return [index, *_index_files(read(index), names, f"{folder}/{index}")]
     return None
 
 
-def _index_files(content: bytes, there: Collection[str], index: str) -> list[str]:
+def _index_files(content: bytes, present: Collection[str], index: str) -> list[str]:
     """The files that an index of weights lists, without those that hold only tensors that are ignored."""
     try:
         weight_map = json.loads(content)["weight_map"]
         used = weight_map.keys() - ignored_tensors(weight_map)
-        names = sorted({weight_map[tensor] for tensor in used} | set(weight_map.values()) & set(there))
-        missing = [name for name in names if name not in there]
+        names = sorted({weight_map[tensor] for tensor in used} | set(weight_map.values()) & set(present))
+        missing = [name for name in names if name not in present]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{index} is not an index of weights; choose another revision") from None
     if missing:
@@ -576,11 +575,11 @@ def is_safetensors(path: Location) -> bool:
         return file.read(9)[8:] == b"{"
 
 
-def write_folder(
+def write_huggingface(
     folder: Path,
-    opened: Opened,
+    opened: OpenedCheckpoint,
     tokenizer: Tokenizer | None,
-    kind: str | None = None,
+    storage_type: str | None = None,
     *,
     largest_file: int = 5_000_000_000,
     progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
@@ -588,7 +587,7 @@ def write_folder(
     """Write a model into an empty folder, tensor by tensor.
 
     Args:
-      kind: the type of all tensors, by its name in safetensors; None keeps each tensor's type.
+      storage_type: the type of all tensors, by its name in safetensors; None keeps each tensor's type.
       largest_file: maximum bytes of tensors in a file; larger models are split into several files and an index.
     """
     names = names_of(opened.config)
@@ -598,50 +597,50 @@ def write_folder(
         todo = [replace(p, tensor=Transposed(p.tensor)) if len(p.tensor.shape) == 3 else p for p in todo]
         names |= fused_names
     else:
-        todo = [one for piece in todo for one in _split_experts(piece)]
+        todo = [expert for piece in todo for expert in _split_experts(piece)]
     if opened.config.model_type == "phi3":
         todo, fused_names = fuse(todo, FUSED)
         names |= fused_names
-    kinds = [kind or kind_of(piece.tensor.dtype) for piece in todo]
-    sizes = [math.prod(p.tensor.shape) * FLOATS[k].itemsize for p, k in zip(todo, kinds, strict=True)]
-    files: list[dict[str, tuple[str, tuple[int, ...], int]]] = [{}]
-    for piece, stored, size in zip(todo, kinds, sizes, strict=True):
-        if files[-1] and sum(n for *_, n in files[-1].values()) + size > largest_file:
-            files.append({})
-        files[-1][_name(names, piece)] = (stored, piece.tensor.shape, size)
+    storage_types = [storage_type or storage_type_of(piece.tensor.dtype) for piece in todo]
+    sizes = [math.prod(p.tensor.shape) * FLOAT_DTYPES[k].itemsize for p, k in zip(todo, storage_types, strict=True)]
+    shards: list[dict[str, tuple[str, tuple[int, ...], int]]] = [{}]
+    for piece, stored, size in zip(todo, storage_types, sizes, strict=True):
+        if shards[-1] and sum(n for *_, n in shards[-1].values()) + size > largest_file:
+            shards.append({})
+        shards[-1][_written_name(names, piece)] = (stored, piece.tensor.shape, size)
 
     walk = iter(progress(todo) if progress else todo)
     weight_map: dict[str, str] = {}
-    for i, tensors in enumerate(files):
-        name = SAFETENSORS[0] if len(files) == 1 else f"model-{i + 1:05}-of-{len(files):05}.safetensors"
+    for i, tensors in enumerate(shards):
+        name = SAFETENSORS[0] if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys(tensors, name)
         with (folder / name).open("wb") as file:
-            file.write(header(tensors))
+            file.write(safetensors_header(tensors))
             for stored, *_ in tensors.values():
-                for rows in next(walk).rows(FLOATS[stored]):
+                for rows in next(walk).rows(FLOAT_DTYPES[stored]):
                     file.write(rows.view(np.uint8).data)
     for _ in walk:  # lets a progress bar see its end
         pass
-    if len(files) > 1:
+    if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         (folder / SAFETENSORS[1]).write_text(json.dumps(index, indent=2) + "\n")
     ids: dict[str, Any] = {"pad_token_id": None}  # overrides transformers' default
     if tokenizer is not None:
         tokenizer.save(folder)
         # transformers cannot build an embedding without a row for the padding token.
-        ids |= {name: token for name, token in token_ids(tokenizer).items() if token < opened.config.vocab_size}
-    write_about(folder, opened.about())
-    write_config(folder, opened.config, dtype=CONFIG_DTYPES[kinds[0]], **ids)
+        ids |= {name: token for name, token in special_token_ids(tokenizer).items() if token < opened.config.vocab_size}
+    write_model_metadata(folder, opened.metadata())
+    write_config_json(folder, opened.config, dtype=CONFIG_DTYPES[storage_types[0]], **ids)
 
 
-def header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
+def safetensors_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
     """The beginning of a safetensors file: the length of the JSON header, and the header, padded to eight bytes."""
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers rejects files without it
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers rejects files without it
     end = 0
-    for name, (kind, shape, size) in tensors.items():
-        described[name] = {"dtype": kind, "shape": shape, "data_offsets": (end, end + size)}
+    for name, (storage_type, shape, size) in tensors.items():
+        entries[name] = {"dtype": storage_type, "shape": shape, "data_offsets": (end, end + size)}
         end += size
-    text = json.dumps(described, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -656,10 +655,10 @@ def read_safetensors(path: Location) -> dict[str, Tensor]:
             pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); copy it again") from None
-    header = json.loads(read_bytes(path, 8, size).tobytes())
+    entries = json.loads(read_bytes(path, 8, size).tobytes())
     return {
         name: Dense(path, 8 + size + tensor["data_offsets"][0], tuple(tensor["shape"]), tensor["dtype"])
-        for name, tensor in header.items()
+        for name, tensor in entries.items()
         if name != "__metadata__"
     }
 
@@ -696,9 +695,9 @@ class _StoredTensors(NamedTuple):
 def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]) -> _StoredTensors:
     """The tensors of the files that an index lists. Of copies of a tensor, that of the listed file counts."""
     folder, missing = index.parent, None
-    found = read_object(index, CheckpointError)
+    parsed = read_object(index, CheckpointError)
     try:
-        weight_map = found["weight_map"]
+        weight_map = parsed["weight_map"]
         names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of weights ({shown(error, 80)}); copy it again") from None
@@ -712,43 +711,55 @@ def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]
             files[name] = read(file)
         else:
             missing = CheckpointError(f"{index} names {shown(name, 80)}, which is missing from {folder}; copy it there")
-    stored = {tensor: held for content in files.values() for tensor, held in content.items()}
-    listed = {tensor: files[file][tensor] for tensor, file in weight_map.items() if tensor in files.get(file, {})}
-    unlisted = {tensor: held for tensor, held in stored.items() if tensor not in listed}
+    stored = {name: tensor for content in files.values() for name, tensor in content.items()}
+    listed = {name: files[file][name] for name, file in weight_map.items() if name in files.get(file, {})}
+    unlisted = {name: tensor for name, tensor in stored.items() if name not in listed}
     stale = dict.fromkeys(weight_map.keys() - stored.keys(), f"names in {index.name} without a tensor")
-    count = Counter(tensor for content in files.values() for tensor in content)
-    copies = dict.fromkeys((tensor for tensor in listed if count[tensor] > 1), "copies of a tensor in another file")
+    count = Counter(name for content in files.values() for name in content)
+    copies = dict.fromkeys((name for name in listed if count[name] > 1), "copies of a tensor in another file")
     return _StoredTensors(listed, unlisted, stale | copies, missing)
 
 
-def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None, about: About = About()) -> Opened:
-    """Parameters in memory as an `Opened` checkpoint with Hugging Face's names."""
+def from_params(
+    config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None, metadata: ModelMetadata = ModelMetadata()
+) -> OpenedCheckpoint:
+    """Parameters in memory as an `OpenedCheckpoint` checkpoint with Hugging Face's names."""
     on_host = params.replace(blocks=jax.tree.map(np.asarray, params.blocks))
     tensors: dict[str, ArrayTensor | QuantizedArrayTensor] = {}
     names = names_of(config)
 
-    def put(row: ParamSpec, node: Any, layer: int = 0) -> None:
-        leaf = jax.tree.map(np.asarray, attrgetter(row.path.removeprefix(BLOCKS))(node))
-        for i, (share, columns) in enumerate(shares_in(row, config)):
-            held, shape = leaf, shape_of(share.axes, config)
+    def put(spec: ParamSpec, node: Any, layer: int = 0) -> None:
+        leaf = jax.tree.map(np.asarray, attrgetter(spec.path.removeprefix(BLOCKS_PREFIX))(node))
+        for i, (part, columns) in enumerate(parts_with_columns(spec, config)):
+            weight, shape = leaf, shape_of(part.axes, config)
             if isinstance(leaf, JoinedWeight):  # the parts are the shares
-                held = leaf.parts[i]
+                weight = leaf.parts[i]
             elif columns is not None:
-                held = jax.tree.map(lambda array, some=columns: array[:, some], leaf)
-            quantized = isinstance(held, QuantizedWeight)
-            tensors[names[share.name].format(layer)] = (
-                QuantizedArrayTensor(held, shape) if quantized else ArrayTensor(held, shape)
+                weight = jax.tree.map(lambda array, columns=columns: array[:, columns], leaf)
+            quantized = isinstance(weight, QuantizedWeight)
+            tensors[names[part.name].format(layer)] = (
+                QuantizedArrayTensor(weight, shape) if quantized else ArrayTensor(weight, shape)
             )
 
     layers = layers_of(on_host)
-    for row in specs_for(config):
-        if not row.in_blocks:
-            put(row, params)
+    for spec in specs_for(config):
+        if not spec.in_blocks:
+            put(spec, params)
             continue
         for i in range(config.n_layers):
-            put(row, layers[i], i)
+            put(spec, layers[i], i)
     where = Path("parameters")
-    return Opened("parameters in memory", where, config, tensors, names, False, lambda: tokenizer, lambda: about)
+    return OpenedCheckpoint(
+        "parameters in memory", where, config, tensors, names, False, lambda: tokenizer, lambda: metadata
+    )
 
 
-FORMAT = WeightFormat("safetensors", recognizes, open_folder, write_folder, files=files, in_stores=True, names_parts=True)
+SAFETENSORS_FORMAT = WeightFormat(
+    "safetensors",
+    is_huggingface,
+    open_huggingface,
+    write_huggingface,
+    files=list_weight_files,
+    in_stores=True,
+    names_parts=True,
+)

@@ -38,36 +38,39 @@ class Family:
     architecture: str
     absent: ConfigJson = field(default_factory=dict)
     reads: tuple[str, ...] = ()
-    fields: Callable[[ConfigJson], dict[str, Any]] = lambda found: {}
+    fields: Callable[[ConfigJson], dict[str, Any]] = lambda settings: {}
     settings: Callable[[LlamaConfig, ConfigJson], dict[str, Any]] = lambda config, rope: {}
-    rope: Callable[[dict[str, Any]], dict[str, Any]] = lambda found: found
+    rope: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: settings
     interleaved: bool = False
     scaled_context: bool = False
     constants: ConfigJson = field(default_factory=dict)
 
 
-def number_in(found: ConfigJson, name: str) -> float:
+def number_in(settings: ConfigJson, name: str) -> float:
     """A setting that is used in arithmetic before the configuration checks it."""
-    require_number(name, found[name], above=0.0)
-    return float(found[name])
+    require_number(name, settings[name], above=0.0)
+    return float(settings[name])
 
 
-def object_in(found: ConfigJson, name: str) -> dict[str, Any]:
+def object_in(settings: ConfigJson, name: str) -> dict[str, Any]:
     """A setting that is an object, without its null entries; empty if it is null."""
-    value = found.get(name)
+    value = settings.get(name)
     if not isinstance(value, Mapping | None):
         raise ConfigError(f"{name}={shown(value)} must be an object")
     return {key: inner for key, inner in (value or {}).items() if inner is not None}
 
 
-def _layer_types(found: ConfigJson, usual: Callable[[int], str], other: str = SLIDING) -> list[str]:
+def _layer_types(settings: ConfigJson, usual: Callable[[int], str], other: str = SLIDING) -> list[str]:
     """Each layer's kind of attention."""
-    n, kinds = found["num_hidden_layers"], found.get("layer_types")
-    if kinds is None:
+    n, layer_types = settings["num_hidden_layers"], settings.get("layer_types")
+    if layer_types is None:
         return [usual(i) for i in range(n)]
-    if not isinstance(kinds, list) or len(kinds) != n or any(kind not in (FULL, other) for kind in kinds):
-        raise ConfigError(f"layer_types={shown(kinds)} must be a list with {FULL!r} or {other!r} for each of {n} layers")
-    return kinds
+    is_list = isinstance(layer_types, list) and len(layer_types) == n
+    if not is_list or layer_types.count(FULL) + layer_types.count(other) < n:
+        raise ConfigError(
+            f"layer_types={shown(layer_types)} must be a list with {FULL!r} or {other!r} for each of {n} layers"
+        )
+    return layer_types
 
 
 def _types_of(config: LlamaConfig) -> list[str]:
@@ -78,35 +81,36 @@ def _window_of(config: LlamaConfig) -> int | None:
     return next((layer.window for layer in config.layer_kinds if layer.window is not None), None)
 
 
-def _every(n: int, last: str, others: str) -> Callable[[int], str]:
-    return lambda i: others if (i + 1) % n else last
+def _periodic(n: int, last: str, other: str) -> Callable[[int], str]:
+    return lambda i: other if (i + 1) % n else last
 
 
-def _check_uniform(found: ConfigJson, needed: str) -> None:
+def _check_uniform(settings: ConfigJson, needed: str) -> None:
     """Raise unless all layers have the same kind of attention."""
-    kinds = found.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != needed for kind in kinds)):
-        raise ConfigError(f"layer_types={shown(kinds)} is not supported; all layers must be {needed!r}")
+    layer_types = settings.get("layer_types")
+    is_uniform = isinstance(layer_types, list) and layer_types.count(needed) == len(layer_types)
+    if layer_types is not None and not is_uniform:
+        raise ConfigError(f"layer_types={shown(layer_types)} is not supported; all layers must be {needed!r}")
 
 
-def _alike(found: ConfigJson) -> dict[str, Any]:
-    _check_uniform(found, FULL)
+def _full_attention(settings: ConfigJson) -> dict[str, Any]:
+    _check_uniform(settings, FULL)
     return {}
 
 
-def _windowed(found: ConfigJson) -> dict[str, Any]:
-    window = found.get("sliding_window")
-    _check_uniform(found, FULL if window is None else SLIDING)
+def _window_fields(settings: ConfigJson) -> dict[str, Any]:
+    window = settings.get("sliding_window")
+    _check_uniform(settings, FULL if window is None else SLIDING)
     return {"window": window}
 
 
-def _own_window(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+def _sliding_window_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return {"sliding_window": config.window}
 
 
-def _ropes(found: ConfigJson) -> list[int]:
+def _ropes(settings: ConfigJson) -> list[int]:
     """Whether each layer has a position embedding."""
-    n, ropes, step = found["num_hidden_layers"], found.get("no_rope_layers"), found.get("no_rope_layer_interval", 4)
+    n, ropes, step = settings["num_hidden_layers"], settings.get("no_rope_layers"), settings.get("no_rope_layer_interval", 4)
     if ropes is None:
         require_positive_int("no_rope_layer_interval", step)
         ropes = [int((i + 1) % step != 0) for i in range(n)]
@@ -115,17 +119,17 @@ def _ropes(found: ConfigJson) -> list[int]:
     return ropes
 
 
-def _used_window(found: ConfigJson) -> Any:
-    return found.get("sliding_window") if found.get("use_sliding_window") else None
+def _used_window(settings: ConfigJson) -> Any:
+    return settings.get("sliding_window") if settings.get("use_sliding_window") else None
 
 
-def _smollm3(found: ConfigJson) -> dict[str, Any]:
-    ropes, window = _ropes(found), _used_window(found)
-    kinds = _layer_types(found, lambda i: SLIDING if window is not None and not ropes[i] else FULL)
+def _smollm3_fields(settings: ConfigJson) -> dict[str, Any]:
+    ropes, window = _ropes(settings), _used_window(settings)
+    layer_types = _layer_types(settings, lambda i: SLIDING if window is not None and not ropes[i] else FULL)
     return {
         "layers": tuple(
-            LayerConfig(window if kind == SLIDING else None, "model" if rope else "none")
-            for kind, rope in zip(kinds, ropes, strict=False)
+            LayerConfig(window if layer_type == SLIDING else None, "model" if rope else "none")
+            for layer_type, rope in zip(layer_types, ropes, strict=False)
         )
     }
 
@@ -141,9 +145,9 @@ def _smollm3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     }
 
 
-def _mixed_windows(found: ConfigJson, window: Any, usual: Callable[[int], str]) -> dict[str, Any]:
+def _mixed_windows(settings: ConfigJson, window: Any, usual: Callable[[int], str]) -> dict[str, Any]:
     """Layers with a window and layers without, otherwise alike."""
-    types = _layer_types(found, usual)
+    types = _layer_types(settings, usual)
     if window is None and SLIDING in types:
         raise ConfigError(f"layer_types={shown(types)} needs a sliding_window, or must be {FULL!r} for all layers")
     return {"layers": tuple(LayerConfig(window if layer_type == SLIDING else None) for layer_type in types)}
@@ -153,36 +157,38 @@ def _mixed_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return {"sliding_window": _window_of(config), "layer_types": _types_of(config)}
 
 
-def _rope_by_kind(local: str | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _rope_by_layer_type(local: str | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Rope settings per kind of layer: full attention has the model's; windows have only a theta.
 
     Args:
       local: name of the theta of windowed layers in older files; None if they share the other layers' theta.
     """
 
-    def rope(found: dict[str, Any]) -> dict[str, Any]:
-        both = object_in(found, "rope_parameters")
+    def rope(settings: dict[str, Any]) -> dict[str, Any]:
+        both = object_in(settings, "rope_parameters")
         if not (FULL in both or SLIDING in both):
-            theta = found.get("rope_theta") if local is None else found.get(local)
-            return found | {"sliding_theta": theta}
-        full, sliding = (object_in(both, kind) for kind in (FULL, SLIDING))
-        kind = sliding.get("rope_type", sliding.get("type", "default"))
-        if kind != "default":
-            raise ConfigError(f"rope scaling {shown(kind, 40)} of windowed layers is not supported; it must be 'default'")
-        full.setdefault("rope_theta", found.get("rope_theta"))
-        return found | {
+            theta = settings.get("rope_theta") if local is None else settings.get(local)
+            return settings | {"sliding_theta": theta}
+        full, sliding = (object_in(both, layer_type) for layer_type in (FULL, SLIDING))
+        rope_type = sliding.get("rope_type", sliding.get("type", "default"))
+        if rope_type != "default":
+            raise ConfigError(
+                f"rope scaling {shown(rope_type, 40)} of windowed layers is not supported; it must be 'default'"
+            )
+        full.setdefault("rope_theta", settings.get("rope_theta"))
+        return settings | {
             "rope_parameters": full,
-            "sliding_theta": sliding.get("rope_theta", found.get(local or "rope_theta")),
+            "sliding_theta": sliding.get("rope_theta", settings.get(local or "rope_theta")),
         }
 
     return rope
 
 
-def _unscaled_windows(found: ConfigJson, usual: Callable[[int], str]) -> tuple[LayerConfig, ...]:
-    window, theta = found.get("sliding_window"), found["sliding_theta"]
-    theta = None if theta == found["theta"] else theta
-    sliding = LayerConfig(window, "unscaled", theta) if theta is not None or found["scaled"] else LayerConfig(window)
-    return tuple(sliding if kind == SLIDING else LayerConfig() for kind in _layer_types(found, usual))
+def _unscaled_windows(settings: ConfigJson, usual: Callable[[int], str]) -> tuple[LayerConfig, ...]:
+    window, theta = settings.get("sliding_window"), settings["sliding_theta"]
+    theta = None if theta == settings["theta"] else theta
+    sliding = LayerConfig(window, "unscaled", theta) if theta is not None or settings["scaled"] else LayerConfig(window)
+    return tuple(sliding if layer_type == SLIDING else LayerConfig() for layer_type in _layer_types(settings, usual))
 
 
 def _local_rope(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
@@ -191,23 +197,21 @@ def _local_rope(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return _mixed_settings(config, rope) | {"rope_parameters": {FULL: dict(rope), SLIDING: local}}
 
 
-def _gemma3(found: ConfigJson) -> dict[str, Any]:
-    scalar, period = number_in(found, "query_pre_attn_scalar"), found.get("sliding_window_pattern")
+def _gemma3_fields(settings: ConfigJson) -> dict[str, Any]:
+    scalar, period = number_in(settings, "query_pre_attn_scalar"), settings.get("sliding_window_pattern")
     if period is not None:
         require_positive_int("sliding_window_pattern", period)
-    activation = found.get("hidden_activation") or "gelu_pytorch_tanh"
+    activation = settings.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
         raise ConfigError(f"hidden_activation={shown(activation)} is not supported; gemma3_text has 'gelu_pytorch_tanh'")
     return {
-        "layers": _unscaled_windows(found, _every(period or 6, FULL, SLIDING)),
-        "embedding_multiplier": float(found["hidden_size"]) ** 0.5,
-        "attention_multiplier": None if scalar == found["head_dim"] else scalar**-0.5,
+        "layers": _unscaled_windows(settings, _periodic(period or 6, FULL, SLIDING)),
+        "embedding_multiplier": float(settings["hidden_size"]) ** 0.5,
+        "attention_multiplier": None if scalar == settings["head_dim"] else scalar**-0.5,
     }
 
 
 def _gemma3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
-    if config.embedding_multiplier != float(config.dim) ** 0.5:
-        raise ConfigError(f"embedding_multiplier={config.embedding_multiplier} of gemma3_text must be sqrt(dim)")
     scalar = config.score_scale**-2
     return _local_rope(config, rope) | {
         "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
@@ -216,76 +220,79 @@ def _gemma3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     }
 
 
-MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+GRANITE_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
 
-def _granite(found: ConfigJson) -> dict[str, Any]:
-    return _alike(found) | {name: number_in(found, name) for name in MULTIPLIERS}
+def _granite_fields(settings: ConfigJson) -> dict[str, Any]:
+    return _full_attention(settings) | {name: number_in(settings, name) for name in GRANITE_MULTIPLIERS}
 
 
 def _granite_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in MULTIPLIERS} | {"attention_multiplier": config.score_scale}
+    return {name: getattr(config, name) for name in GRANITE_MULTIPLIERS} | {"attention_multiplier": config.score_scale}
 
 
-def _ministral3_rope(found: dict[str, Any]) -> dict[str, Any]:
-    rope = object_in(found, "rope_parameters") or object_in(found, "rope_scaling")
+def _ministral3_rope(settings: dict[str, Any]) -> dict[str, Any]:
+    rope = object_in(settings, "rope_parameters") or object_in(settings, "rope_scaling")
     beta, context = rope.pop("llama_4_scaling_beta", 0), rope.get("original_max_position_embeddings", 0)
     rope.pop("max_position_embeddings", None)
-    rest = {name: value for name, value in found.items() if name != "rope_scaling"}
+    rest = {name: value for name, value in settings.items() if name != "rope_scaling"}
     return rest | {"rope_parameters": rope, "query_scaling": None if beta == 0 else QueryScaling(beta, context)}
 
 
 def _ministral3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     scaling = config.query_scaling
-    if scaling is not None and rope.get("original_max_position_embeddings") != scaling.context:
-        raise ConfigError(f"query_scaling.context={scaling.context} must be the original context of a yarn scaling")
-    more = {} if scaling is None else {"llama_4_scaling_beta": scaling.beta}
-    return _own_window(config, rope) | {"rope_parameters": dict(rope) | more}
+    beta_setting = {} if scaling is None else {"llama_4_scaling_beta": scaling.beta}
+    return _sliding_window_settings(config, rope) | {"rope_parameters": dict(rope) | beta_setting}
 
 
-def _phi3_rope(found: dict[str, Any]) -> dict[str, Any]:
+def _phi3_rope(settings: dict[str, Any]) -> dict[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
-        if rope := object_in(found, name):
-            kind = rope.get("rope_type", rope.get("type", "default"))
-            rope["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
-            found = found | {"partial_rotary_factor": rope.pop("partial_rotary_factor", found["partial_rotary_factor"])}
-            found |= {name: rope}
-    return found
+        if rope := object_in(settings, name):
+            rope_type = rope.get("rope_type", rope.get("type", "default"))
+            rope["rope_type"] = "longrope" if rope_type in ("su", "yarn") else rope_type
+            settings = settings | {
+                "partial_rotary_factor": rope.pop("partial_rotary_factor", settings["partial_rotary_factor"])
+            }
+            settings |= {name: rope}
+    return settings
 
 
-def _phi3(found: ConfigJson) -> dict[str, Any]:
-    head_dim = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
+def _phi3_fields(settings: ConfigJson) -> dict[str, Any]:
+    head_dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
     require_positive_int("head_dim", head_dim)
-    rotated = int(head_dim * number_in(found, "partial_rotary_factor"))
-    return _windowed(found) | {"rotary_dim": None if rotated == head_dim else rotated}
+    rotated = int(head_dim * number_in(settings, "partial_rotary_factor"))
+    return _window_fields(settings) | {"rotary_dim": None if rotated == head_dim else rotated}
 
 
 def _phi3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     original = config.max_seq_len if config.rope_scaling is None else config.rope_scaling.original_max_seq_len
-    return _own_window(config, rope) | {
+    return _sliding_window_settings(config, rope) | {
         "partial_rotary_factor": config.rope_dim / config.head_dim,
         "original_max_position_embeddings": original,
     }
 
 
-def _moe(found: ConfigJson) -> dict[str, Any]:
-    return _windowed(found) | {"experts": found["num_local_experts"], "experts_per_token": found["num_experts_per_tok"]}
+def _moe_fields(settings: ConfigJson) -> dict[str, Any]:
+    return _window_fields(settings) | {
+        "experts": settings["num_local_experts"],
+        "experts_per_token": settings["num_experts_per_tok"],
+    }
 
 
 def _moe_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     counts = {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
-    return _own_window(config, rope) | counts
+    return _sliding_window_settings(config, rope) | counts
 
 
-def _qwen3_moe(found: ConfigJson) -> dict[str, Any]:
+def _qwen3_moe_fields(settings: ConfigJson) -> dict[str, Any]:
     for name, supported in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        if found.get(name, supported) not in (supported, None):
-            raise ConfigError(f"{name}={shown(found[name], 40)} is not supported: all layers must have experts")
-    return _windowed({**found, "sliding_window": _used_window(found)}) | {
-        "hidden_dim": found["moe_intermediate_size"],
-        "experts": found.get("num_experts") or found["num_local_experts"],
-        "experts_per_token": found["num_experts_per_tok"],
-        "normalize_expert_weights": found["norm_topk_prob"],
+        if settings.get(name, supported) not in (supported, None):
+            raise ConfigError(f"{name}={shown(settings[name], 40)} is not supported: all layers must have experts")
+    return _window_fields({**settings, "sliding_window": _used_window(settings)}) | {
+        "hidden_dim": settings["moe_intermediate_size"],
+        "experts": settings.get("num_experts") or settings["num_local_experts"],
+        "experts_per_token": settings["num_experts_per_tok"],
+        "normalize_expert_weights": settings["norm_topk_prob"],
     }
 
 
@@ -301,26 +308,30 @@ def _qwen3_moe_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]
     }
 
 
-def _llama4(found: ConfigJson) -> dict[str, Any]:
-    n, sparse, step = found["num_hidden_layers"], found.get("moe_layers"), found["interleave_moe_layer_step"]
-    if sparse is None and step != 1:
-        raise ConfigError(f"interleave_moe_layer_step={shown(step, 40)} is not supported: all layers must have experts")
-    if sparse is not None and not (isinstance(sparse, list) and len(sparse) == n and sparse == list(range(n))):
-        raise ConfigError(f"moe_layers={shown(sparse, 40)} is not supported: all layers must have experts")
-    ropes, chunk = _ropes({**found, "no_rope_layers": found.get("no_rope_layers") or None}), found["attention_chunk_size"]
-    kinds = _layer_types(found, lambda i: CHUNKED if ropes[i] else FULL, CHUNKED)
-    if CHUNKED in kinds and chunk is None:
+def _llama4_fields(settings: ConfigJson) -> dict[str, Any]:
+    n, sparse, step = settings["num_hidden_layers"], settings.get("moe_layers"), settings["interleave_moe_layer_step"]
+    if step != 1 if sparse is None else sparse != list(range(n)):
+        raise ConfigError(
+            f"moe_layers={shown(sparse, 40)} and interleave_moe_layer_step={shown(step, 40)} are not supported: all layers"
+            " must have experts"
+        )
+    ropes, chunk = (
+        _ropes({**settings, "no_rope_layers": settings.get("no_rope_layers") or None}),
+        settings["attention_chunk_size"],
+    )
+    layer_types = _layer_types(settings, lambda i: CHUNKED if ropes[i] else FULL, CHUNKED)
+    if CHUNKED in layer_types and chunk is None:
         raise ConfigError(f"attention_chunk_size=None must be a positive integer if layers have {CHUNKED!r}")
-    layers = zip(kinds, ropes, strict=False)
-    scaled = found["attn_temperature_tuning"]
+    layers = zip(layer_types, ropes, strict=False)
+    scaled = settings["attn_temperature_tuning"]
     return {
         "layers": tuple(
             LayerConfig(None, "model" if r else "none", chunk=chunk if k == CHUNKED else None) for k, r in layers
         ),
-        "qk_norm": "l2" if found["use_qk_norm"] else None,
-        "query_scaling": QueryScaling(found["attn_scale"], found["floor_scale"], 1, rotated=False) if scaled else None,
-        "experts": found["num_local_experts"],
-        "experts_per_token": found["num_experts_per_tok"],
+        "qk_norm": "l2" if settings["use_qk_norm"] else None,
+        "query_scaling": QueryScaling(settings["attn_scale"], settings["floor_scale"], 1, rotated=False) if scaled else None,
+        "experts": settings["num_local_experts"],
+        "experts_per_token": settings["num_experts_per_tok"],
     }
 
 
@@ -343,11 +354,11 @@ def _llama4_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     }
 
 
-def _qwen(found: ConfigJson) -> dict[str, Any]:
-    window, first = _used_window(found), found["max_window_layers"]
+def _qwen_fields(settings: ConfigJson) -> dict[str, Any]:
+    window, first = _used_window(settings), settings["max_window_layers"]
     if type(first) is not int:
         raise ConfigError(f"max_window_layers={shown(first, 40)} must be an integer")
-    return _mixed_windows(found, window, lambda i: SLIDING if window is not None and i >= first else FULL)
+    return _mixed_windows(settings, window, lambda i: SLIDING if window is not None and i >= first else FULL)
 
 
 def _qwen_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
@@ -358,52 +369,56 @@ def _qwen_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return {"use_sliding_window": True} | windows
 
 
-def _internlm(found: ConfigJson) -> ConfigJson:
+def _internlm(settings: ConfigJson) -> ConfigJson:
     """InternLM 1, a Llama with biases. Its dynamic rope scaling by 1 changes nothing within the context."""
-    rotary = {"type": "dynamic", "base": 10_000.0, "scaling_factor": 1.0} | object_in(found, "rotary")
+    rotary = {"type": "dynamic", "base": 10_000.0, "scaling_factor": 1.0} | object_in(settings, "rotary")
     if rotary["type"] not in ("dynamic", "origin"):
         raise ConfigError(f"rotary={shown(rotary, 80)} is not supported; an internlm has type 'dynamic' or 'origin'")
     scaled = rotary["type"] == "dynamic" and rotary["scaling_factor"] != 1
     scaling = {"type": "dynamic", "factor": rotary["scaling_factor"]} if scaled else None
     rope = {"rope_theta": rotary["base"], "rope_scaling": scaling}
-    return dict(found) | rope | {"model_type": "llama", "attention_bias": found.get("bias", True)}
+    return dict(settings) | rope | {"model_type": "llama", "attention_bias": settings.get("bias", True)}
 
 
 # Families that differ from one of `FAMILIES` only in their settings, which a function translates.
 RENAMED: dict[str, Callable[[ConfigJson], ConfigJson]] = {"internlm": _internlm}
 
 
-_MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
-_WIDE = _MISTRAL | {"head_dim": 128, "rms_norm_eps": 1e-5}
+_MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
+_WIDE = _MISTRAL_DEFAULTS | {"head_dim": 128, "rms_norm_eps": 1e-5}
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "max_window_layers": 28}
 _SMALL = {"num_key_value_heads": 4, "max_position_embeddings": 32_768}
 _HEADS = {"head_dim": 128}
 _OLMO = {"norm": "post", "qk_norm": "all"}
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", fields=_alike),
+    "llama": Family("LlamaForCausalLM", fields=_full_attention),
     "mistral": Family(
         "MistralForCausalLM",
-        _MISTRAL | {"sliding_window": 4096},
+        _MISTRAL_DEFAULTS | {"sliding_window": 4096},
         ("sliding_window",),
-        _windowed,
-        _own_window,
+        _window_fields,
+        _sliding_window_settings,
     ),
-    "qwen2": Family("Qwen2ForCausalLM", _QWEN, ("sliding_window",), _qwen, _qwen_settings, constants={"qkv_bias": True}),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", _QWEN, ("sliding_window",), _qwen_fields, _qwen_settings, constants={"qkv_bias": True}
+    ),
     "qwen3": Family(
-        "Qwen3ForCausalLM", _QWEN | _HEADS, ("sliding_window",), _qwen, _qwen_settings, constants={"qk_norm": "head"}
+        "Qwen3ForCausalLM", _QWEN | _HEADS, ("sliding_window",), _qwen_fields, _qwen_settings, constants={"qk_norm": "head"}
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        _MISTRAL | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0} | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        _MISTRAL_DEFAULTS
+        | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2},
         ("sliding_window", "num_local_experts"),
-        _moe,
+        _moe_fields,
         _moe_settings,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         _SMALL | {"moe_intermediate_size": 768, "num_local_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
         ("sliding_window", "num_local_experts"),
-        _qwen3_moe,
+        _qwen3_moe_fields,
         _qwen3_moe_settings,
         constants={"qk_norm": "head"},
     ),
@@ -411,7 +426,7 @@ FAMILIES: dict[str, Family] = {
         "SmolLM3ForCausalLM",
         _SMALL | {"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
         ("sliding_window",),
-        _smollm3,
+        _smollm3_fields,
         _smollm3_settings,
     ),
     "cwm": Family(
@@ -429,7 +444,7 @@ FAMILIES: dict[str, Family] = {
             },
         },
         ("sliding_window",),
-        lambda found: _mixed_windows(found, found.get("sliding_window"), lambda i: SLIDING if i % 4 else FULL),
+        lambda settings: _mixed_windows(settings, settings.get("sliding_window"), lambda i: SLIDING if i % 4 else FULL),
         _mixed_settings,
     ),
     "ministral3": Family(
@@ -452,18 +467,18 @@ FAMILIES: dict[str, Family] = {
             },
         },
         ("sliding_window",),
-        lambda found: _windowed(found) | {"query_scaling": found["query_scaling"]},
+        lambda settings: _window_fields(settings) | {"query_scaling": settings["query_scaling"]},
         _ministral3_settings,
         _ministral3_rope,
     ),
-    "olmo2": Family("Olmo2ForCausalLM", {"rms_norm_eps": 1e-5}, (), _alike, constants=_OLMO),
+    "olmo2": Family("Olmo2ForCausalLM", {"rms_norm_eps": 1e-5}, (), _full_attention, constants=_OLMO),
     "olmo3": Family(
         "Olmo3ForCausalLM",
         {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
         ("sliding_window",),
-        lambda found: {"layers": _unscaled_windows(found, _every(4, FULL, SLIDING))},
+        lambda settings: {"layers": _unscaled_windows(settings, _periodic(4, FULL, SLIDING))},
         _local_rope,
-        _rope_by_kind(None),
+        _rope_by_layer_type(None),
         constants=_OLMO,
     ),
     "gemma3_text": Family(
@@ -481,18 +496,24 @@ FAMILIES: dict[str, Family] = {
             "rope_local_base_freq": 10_000.0,
         },
         ("sliding_window", "hidden_act"),
-        _gemma3,
+        _gemma3_fields,
         _gemma3_settings,
-        _rope_by_kind("rope_local_base_freq"),
+        _rope_by_layer_type("rope_local_base_freq"),
         scaled_context=True,
         constants={"norm": "both", "norm_offset": 1.0, "qk_norm": "head", "activation": "gelu"},
     ),
-    "granite": Family("GraniteForCausalLM", dict.fromkeys(MULTIPLIERS, 1.0), MULTIPLIERS, _granite, _granite_settings),
+    "granite": Family(
+        "GraniteForCausalLM",
+        dict.fromkeys(GRANITE_MULTIPLIERS, 1.0),
+        GRANITE_MULTIPLIERS,
+        _granite_fields,
+        _granite_settings,
+    ),
     "phi3": Family(
         "Phi3ForCausalLM",
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
         ("sliding_window", "partial_rotary_factor"),
-        _phi3,
+        _phi3_fields,
         _phi3_settings,
         _phi3_rope,
     ),
@@ -511,7 +532,7 @@ FAMILIES: dict[str, Family] = {
             "floor_scale": 8192,
         },
         ("num_local_experts", "use_qk_norm"),
-        _llama4,
+        _llama4_fields,
         _llama4_settings,
         interleaved=True,
         constants={"expert_scores": "sigmoid", "shared_expert": True},

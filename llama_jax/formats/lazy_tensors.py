@@ -21,10 +21,10 @@ from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
 from llama_jax.storage import Location, StoredPath
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FLOATS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
+FLOAT_DTYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
 # By name in safetensors. Parameters have float types only, but quantized weights are made of the others. Types that are not
 # listed count as bytes.
-DTYPES = FLOATS | {
+STORAGE_DTYPES = FLOAT_DTYPES | {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "BOOL": np.dtype("u1"),
     "I8": np.dtype("i1"),
@@ -36,9 +36,9 @@ DTYPES = FLOATS | {
 }
 
 
-def kind_of(dtype: np.dtype) -> str:
+def storage_type_of(dtype: np.dtype) -> str:
     """The name of a storage type, such as BF16; NumPy's name for types other than floats."""
-    return next((kind for kind, known in FLOATS.items() if known == dtype), str(dtype))
+    return next((storage_type for storage_type, known in FLOAT_DTYPES.items() if known == dtype), str(dtype))
 
 
 def target_dtype(path: Location, dtype: jax.typing.DTypeLike | None, stored: np.dtype) -> np.dtype:
@@ -58,8 +58,8 @@ def default_dtype(embedding: TensorInfo, stored: np.dtype) -> np.dtype:
         has no fast matmul for it (a 135M model decodes at an eighth of the speed of float32).
     """
     if lowering_platform() == "cpu":
-        return FLOATS["F32"] if stored == FLOATS["F16"] else stored
-    return stored if embedding.kind in FLOATS else BFLOAT16
+        return FLOAT_DTYPES["F32"] if stored == FLOAT_DTYPES["F16"] else stored
+    return stored if embedding.storage_type in FLOAT_DTYPES else BFLOAT16
 
 
 class TensorInfo(Protocol):
@@ -69,7 +69,7 @@ class TensorInfo(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def kind(self) -> str:
+    def storage_type(self) -> str:
         """Its storage type by the format's name: F32, BF16, Q4_K ..."""
         ...
 
@@ -80,11 +80,11 @@ class TensorInfo(Protocol):
 
 
 class Unquantized:
-    """Base of unquantized tensors: `kind` and `nbytes` follow from shape and dtype."""
+    """Base of unquantized tensors: `storage_type` and `nbytes` follow from shape and dtype."""
 
     @property
-    def kind(self: Any) -> str:
-        return kind_of(self.dtype)
+    def storage_type(self: Any) -> str:
+        return storage_type_of(self.dtype)
 
     @property
     def nbytes(self: Any) -> int:
@@ -97,7 +97,7 @@ class OrbaxWeightInfo:
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    kind: str
+    storage_type: str
     nbytes: int
 
 
@@ -119,7 +119,7 @@ def min_rows(tensor: TensorInfo) -> int:
     return getattr(tensor, "rows_at_once", 1)
 
 
-def blocks_of(tensor: TensorInfo) -> Tensor | None:
+def row_bytes_of(tensor: TensorInfo) -> Tensor | None:
     """The rows of a quantized tensor as bytes, uint8[rows, ..., bytes], for `QuantFormat.from_rows`; None for others."""
     return getattr(tensor, "blocks", None)
 
@@ -135,11 +135,11 @@ class Dense:
     path: Location
     offset: int
     shape: tuple[int, ...]
-    kind: str
+    storage_type: str
 
     @property
     def dtype(self) -> np.dtype:
-        return DTYPES.get(self.kind, DTYPES["U8"])
+        return STORAGE_DTYPES.get(self.storage_type, STORAGE_DTYPES["U8"])
 
     @property
     def nbytes(self) -> int:
@@ -147,8 +147,8 @@ class Dense:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
-        found = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
-        return found.view(self.dtype).reshape(stop - start, *self.shape[1:])
+        raw = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
+        return raw.view(self.dtype).reshape(stop - start, *self.shape[1:])
 
     def read_into(self, start: int, out: np.ndarray) -> None:
         """Fill `out`, which is contiguous and of the tensor's dtype, with the rows from `start` on."""
@@ -175,8 +175,8 @@ class Derived:
         return self.tensor.dtype
 
     @property
-    def kind(self) -> str:
-        return self.tensor.kind
+    def storage_type(self) -> str:
+        return self.tensor.storage_type
 
     @property
     def nbytes(self) -> int:
@@ -189,8 +189,8 @@ class Derived:
     @property
     def blocks(self) -> Tensor | None:
         """The same derivation of the other tensor's `blocks`: rows are moved whole."""
-        found = blocks_of(self.tensor)
-        return None if found is None else replace(self, tensor=found)  # type: ignore[return-value]  # subclasses have `read`
+        blocks = row_bytes_of(self.tensor)
+        return None if blocks is None else replace(self, tensor=blocks)  # type: ignore[return-value]  # subclasses have `read`
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,13 +209,13 @@ class MappedRows(Derived):
         if not present.any():
             return np.zeros((len(index), *self.shape[1:]), self.dtype)
         first = int(index[present].min())
-        found = self.tensor.read(first, int(index.max()) + 1)
-        if len(found) == len(index) and np.array_equal(index, np.arange(first, first + len(index))):
-            return found
+        source = self.tensor.read(first, int(index.max()) + 1)
+        if len(source) == len(index) and np.array_equal(index, np.arange(first, first + len(index))):
+            return source
         if present.all():
-            return found[index - first]
-        rows = np.zeros((len(index), *found.shape[1:]), found.dtype)
-        rows[present] = found[index[present] - first]
+            return source[index - first]
+        rows = np.zeros((len(index), *source.shape[1:]), source.dtype)
+        rows[present] = source[index[present] - first]
         return rows
 
 
@@ -250,8 +250,8 @@ class Offset(Derived):
     blocks = None
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        found = self.tensor.read(start, stop)
-        return (found.astype(np.float32) + np.float32(self.shift)).astype(found.dtype)
+        values = self.tensor.read(start, stop)
+        return (values.astype(np.float32) + np.float32(self.shift)).astype(values.dtype)
 
 
 @dataclass(frozen=True)
@@ -282,8 +282,8 @@ class Combined:
         return self.parts[0].dtype
 
     @property
-    def kind(self) -> str:
-        return self.parts[0].kind
+    def storage_type(self) -> str:
+        return self.parts[0].storage_type
 
     @property
     def nbytes(self) -> int:
@@ -305,21 +305,23 @@ class Joined(Combined):
     def read(self, start: int, stop: int) -> np.ndarray:
         if self.axis == 1:
             return np.concatenate([part.read(start, stop) for part in self.parts], axis=1)
-        found, first = [], 0
+        pieces, first = [], 0
         for part in self.parts:
             rows = part.shape[0]
             low, high = max(start - first, 0), min(stop - first, rows)
             if low < high:
-                found.append(part.read(low, high))
+                pieces.append(part.read(low, high))
             first += rows
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     @property
     def blocks(self) -> Joined | None:
         """The parts' blocks, if all are quantized and joined by rows."""
-        found = [each for part in self.parts if (each := blocks_of(part)) is not None]
-        whole = self.axis == 0 and len(found) == len(self.parts) and len({part.kind for part in self.parts}) == 1
-        return Joined(found, 0) if whole else None
+        blocks = [block_tensor for part in self.parts if (block_tensor := row_bytes_of(part)) is not None]
+        is_complete = (
+            self.axis == 0 and len(blocks) == len(self.parts) and len({part.storage_type for part in self.parts}) == 1
+        )
+        return Joined(blocks, 0) if is_complete else None
 
 
 @dataclass(frozen=True)
@@ -336,8 +338,12 @@ class Stacked(Combined):
     @property
     def blocks(self) -> Stacked | None:
         """The parts' blocks, if all are quantized."""
-        found = [blocks_of(part) for part in self.parts]
-        return None if any(each is None for each in found) else Stacked([each for each in found if each is not None])
+        blocks = [row_bytes_of(part) for part in self.parts]
+        return (
+            None
+            if any(part_blocks is None for part_blocks in blocks)
+            else Stacked([part_blocks for part_blocks in blocks if part_blocks is not None])
+        )
 
     def entry(self, index: int) -> Tensor:
         return self.parts[index]
@@ -379,7 +385,7 @@ class QuantizedArrayTensor:
         return self.weight.dtype
 
     @property
-    def kind(self) -> str:
+    def storage_type(self) -> str:
         return self.weight.kind.upper()
 
     @property
@@ -408,7 +414,7 @@ class QuantizedArrayTensor:
 
 @dataclass(frozen=True)
 class RowBytes:
-    """The rows of a quantized weight as bytes, see `blocks_of`.
+    """The rows of a quantized weight as bytes, see `row_bytes_of`.
 
     Attributes:
       weight: a tensor with a `form`, whose `planes(start, stop)` returns the planes of some rows.
@@ -416,7 +422,7 @@ class RowBytes:
 
     weight: Any
     dtype = np.dtype(np.uint8)
-    kind = "U8"
+    storage_type = "U8"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -432,24 +438,24 @@ class RowBytes:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         form, planes = self.weight.form, self.weight.planes(start, stop)
-        found = blocks_from_planes(planes, form) if form.is_gguf else form.to_rows(planes)
-        return found.reshape(stop - start, *self.shape[1:])
+        raw = blocks_from_planes(planes, form) if form.is_gguf else form.to_rows(planes)
+        return raw.reshape(stop - start, *self.shape[1:])
 
 
 def read_bytes(path: Location, offset: int, count: int, out: np.ndarray | None = None) -> np.ndarray:
     """`count` bytes of a file from `offset`: uint8[count], in `out` if given."""
-    found = np.empty(count, np.uint8) if out is None else out
+    buffer = np.empty(count, np.uint8) if out is None else out
     filled = 0
     with reading(path, CheckpointError), path.open("rb", buffering=0) as file:
         file.seek(offset)
         while filled < count:
-            got = file.readinto(found[filled:].data)
+            got = file.readinto(buffer[filled:].data)
             if not got:
                 raise CheckpointError(
                     f"{path} ends at byte {offset + filled}, but {offset + count} bytes are needed; copy it again"
                 )
             filled += got
-    return found
+    return buffer
 
 
 def read_strips(path: Location, offsets: Sequence[int], count: int) -> np.ndarray:
@@ -457,10 +463,10 @@ def read_strips(path: Location, offsets: Sequence[int], count: int) -> np.ndarra
     if isinstance(path, StoredPath):  # one request for the whole span instead of thousands
         span = read_bytes(path, offsets[0], offsets[-1] + count - offsets[0])
         return np.stack([span[offset - offsets[0] :][:count] for offset in offsets])
-    found = np.empty((len(offsets), count), np.uint8)
+    strips = np.empty((len(offsets), count), np.uint8)
     with reading(path, CheckpointError), path.open("rb", buffering=0) as file:
-        for strip, offset in zip(found, offsets, strict=True):
+        for strip, offset in zip(strips, offsets, strict=True):
             file.seek(offset)
             if file.readinto(strip.data) != count:
                 raise CheckpointError(f"{path} ends before byte {offset + count}; copy it again")
-    return found
+    return strips

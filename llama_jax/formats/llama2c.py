@@ -19,12 +19,12 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.config.families import features
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.formats import meta
 from llama_jax.formats.build_params import WrittenTensor, tensors_to_write
-from llama_jax.formats.lazy_tensors import FLOATS, Dense, Tensor, read_bytes
-from llama_jax.formats.model_folder import read_about
+from llama_jax.formats.lazy_tensors import FLOAT_DTYPES, Dense, Tensor, read_bytes
+from llama_jax.formats.meta import META_NAMES
+from llama_jax.formats.model_folder import read_model_metadata
 from llama_jax.formats.torch_pickle import is_torch, read_pickled, tensors_of
-from llama_jax.formats.weight_format import Opened, WeightFormat, describe_ignored, ignored_tensors, shares_of
+from llama_jax.formats.weight_format import OpenedCheckpoint, WeightFormat, describe_ignored, ignored_tensors, parts_of
 from llama_jax.model.params import shape_of, specs_for
 from llama_jax.model.rope import rotary_frequencies
 from llama_jax.storage import Location
@@ -36,7 +36,7 @@ NORM_EPS, THETA = 1e-5, 10_000.0  # not stored in any file
 MAX_LLAMA2C_LAYERS = 4096  # a layer can take less space in a file than in memory
 # The parts in each version's order; a part of all layers is contiguous. The files have no names: these, including those of
 # the two tables of angles, are from llama2.c's run.c.
-NAMES = {
+RUN_C_NAMES = {
     "embedding": "token_embedding_table",
     "attention_norm": "rms_att_weight.{}",
     "q": "wq.{}",
@@ -54,8 +54,8 @@ NAMES = {
 }
 IN_LAYER = ("attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "down", "up")
 LEGACY = ("embedding", *IN_LAYER, "final_norm", "cos", "sin", "lm_head")
-NORMS = ("attention_norm", "ffn_norm", "final_norm")
-VERSIONED = (*NORMS, "embedding", "q", "k", "v", "out", "gate", "down", "up", "lm_head")
+RUN_C_NORMS = ("attention_norm", "ffn_norm", "final_norm")
+VERSIONED = (*RUN_C_NORMS, "embedding", "q", "k", "v", "out", "gate", "down", "up", "lm_head")
 COMPILED_PREFIX = "_orig_mod."  # in a ckpt.pt, added to names by torch.compile
 
 
@@ -68,7 +68,7 @@ class GroupedTensor:
     shape: tuple[int, ...]
     group: int
     dtype = np.dtype(np.float32)
-    kind = "int8"
+    storage_type = "int8"
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +87,7 @@ class GroupedTensor:
             return (numbers * spread).reshape(stop - start, columns)
 
 
-def recognizes(path: Location) -> bool:
+def is_llama2c(path: Location) -> bool:
     """Whether header and size are those of a ``.bin`` file, or the content is that of a ``ckpt.pt``."""
     if not path.is_file():
         return False
@@ -97,45 +97,45 @@ def recognizes(path: Location) -> bool:
         except CheckpointError:
             return False
     with path.open("rb") as file:
-        return file.read(4) == LLAMA2C_MAGIC or _legacy(path) is not None
+        return file.read(4) == LLAMA2C_MAGIC or _legacy_config(path) is not None
 
 
-def open_file(path: Location) -> Opened:
+def open_llama2c(path: Location) -> OpenedCheckpoint:
     """The model in a file; its weights are not read."""
     if is_torch(path):
         return _open_training(path)
     with path.open("rb") as file:
         start = file.read(HEADER_BYTES)
     if start[:4] != LLAMA2C_MAGIC:
-        config = _legacy(path)
+        config = _legacy_config(path)
         if config is None:
             raise CheckpointError(
                 f"{path} is not a whole llama2.c file: its size does not follow from its header; copy it again"
             )
-        legacy = dict(_tensors(path, config, LEGACY, 28))
-        _check_rotary(path, config, legacy.pop(NAMES["cos"]), legacy.pop(NAMES["sin"]))
-        return _opened("llama2.c", path, config, legacy)
-    if len(start) < HEADER_BYTES:
-        raise CheckpointError(f"{path} ends inside its header; copy it again")
-    version, *sizes, tied, group = struct.unpack("<i7iBi", start[4:41])
-    if version not in (1, 2):
-        raise CheckpointError(f"{path}: version {version} of llama2.c's format is not supported; use 0, 1 or 2")
+        legacy = dict(_locate_tensors(path, config, LEGACY, 28))
+        _check_rotary(path, config, legacy.pop(RUN_C_NAMES["cos"]), legacy.pop(RUN_C_NAMES["sin"]))
+        return _checkpoint("llama2.c", path, config, legacy)
     try:
-        config = _config(sizes, bool(tied))
-    except ConfigError as error:
+        version, *sizes, tied, group = struct.unpack("<i7iBi", start[4:41])
+        if version not in (1, 2):
+            raise CheckpointError(f"{path}: version {version} of llama2.c's format is not supported; use 0, 1 or 2")
+        config = _config_from_sizes(sizes, bool(tied))
+    except (struct.error, ConfigError) as error:
         raise CheckpointError(f"{path}: its header is damaged ({error}); copy it again") from None
     largest = path.stat().st_size
     if config.n_layers > MAX_LLAMA2C_LAYERS or (version == 2 and not 0 < group < largest):
         raise CheckpointError(f"{path}: its header is damaged ({config.n_layers} layers, groups of {group}); copy it again")
-    tensors = dict(_tensors(path, config, VERSIONED, HEADER_BYTES, group if version == 2 else None))
+    tensors = dict(_locate_tensors(path, config, VERSIONED, HEADER_BYTES, group if version == 2 else None))
     end = max(tensor.offset + tensor.nbytes for tensor in tensors.values())
     if end != largest:
         raise CheckpointError(f"{path} has {largest} bytes, but its header implies {end}; copy it again")
-    return _opened(f"llama2.c version {version}", path, config, tensors)
+    return _checkpoint(f"llama2.c version {version}", path, config, tensors)
 
 
-def _opened(what: str, path: Location, config: LlamaConfig, tensors: Mapping[str, Tensor], names=NAMES) -> Opened:
-    return Opened(
+def _checkpoint(
+    what: str, path: Location, config: LlamaConfig, tensors: Mapping[str, Tensor], names=RUN_C_NAMES
+) -> OpenedCheckpoint:
+    return OpenedCheckpoint(
         format=what,
         path=path,
         config=config,
@@ -143,11 +143,11 @@ def _opened(what: str, path: Location, config: LlamaConfig, tensors: Mapping[str
         names=names,
         interleaved=True,
         tokenizer=partial(find_tokenizer, path.parent, config.vocab_size),
-        about=partial(read_about, path.parent, card=False),
+        metadata=partial(read_model_metadata, path.parent, card=False),
     )
 
 
-def _config(sizes: Any, tied: bool) -> LlamaConfig:
+def _config_from_sizes(sizes: Any, tied: bool) -> LlamaConfig:
     dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, max_seq_len = map(int, sizes)
     return LlamaConfig(
         vocab_size=vocab_size,
@@ -163,7 +163,7 @@ def _config(sizes: Any, tied: bool) -> LlamaConfig:
     )
 
 
-def _legacy(path: Location) -> LlamaConfig | None:
+def _legacy_config(path: Location) -> LlamaConfig | None:
     """The configuration if the header, seven int32, describes a file of this size."""
     with path.open("rb") as file:
         start = file.read(28)
@@ -173,33 +173,34 @@ def _legacy(path: Location) -> LlamaConfig | None:
     tied = sizes[5] > 0  # a negative vocabulary means a separate classifier
     sizes[5] = abs(sizes[5])
     try:
-        config = _config(sizes, tied)
+        config = _config_from_sizes(sizes, tied)
     except ConfigError:
         return None
     if config.n_layers > MAX_LLAMA2C_LAYERS:
         return None
     numbers = sum(
-        math.prod(shape) * (config.n_layers if "{}" in NAMES[part] else 1) for part, shape in _shapes(config, LEGACY).items()
+        math.prod(shape) * (config.n_layers if "{}" in RUN_C_NAMES[part] else 1)
+        for part, shape in _part_shapes(config, LEGACY).items()
     )
     return config if path.stat().st_size == 28 + 4 * numbers else None
 
 
-def _shapes(c: LlamaConfig, order: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+def _part_shapes(c: LlamaConfig, order: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """The shape of each part in one layer, in the file's order."""
-    shapes = {share.name: shape_of(share.axes, c) for row in specs_for(c) for share in shares_of(row)}
+    shapes = {part.name: shape_of(part.axes, c) for spec in specs_for(c) for part in parts_of(spec)}
     shapes |= dict.fromkeys(("cos", "sin"), (c.max_seq_len, c.head_dim // 2))
     return {part: shapes[part] for part in order if part in shapes}
 
 
-def _tensors(
+def _locate_tensors(
     path: Location, config: LlamaConfig, order: tuple[str, ...], offset: int, group: int | None = None
 ) -> Iterator[tuple[str, Dense | GroupedTensor]]:
     """Name and location of every tensor, in the file's order; with a `group`, matrices are those of version 2."""
-    for part, shape in _shapes(config, order).items():
-        for i in range(config.n_layers if "{}" in NAMES[part] else 1):
-            name = NAMES[part].format(i)
+    for part, shape in _part_shapes(config, order).items():
+        for i in range(config.n_layers if "{}" in RUN_C_NAMES[part] else 1):
+            name = RUN_C_NAMES[part].format(i)
             tensor: Dense | GroupedTensor = Dense(path, offset, shape, "F32")
-            if group is not None and part not in NORMS:
+            if group is not None and part not in RUN_C_NORMS:
                 if math.prod(shape) % group:
                     raise CheckpointError(
                         f"{path}: {name} of {list(shape)} does not divide into groups of {group}; copy it again"
@@ -220,44 +221,37 @@ def _check_rotary(path: Location, config: LlamaConfig, cos: Tensor, sin: Tensor)
         )
 
 
-def _open_training(path: Location) -> Opened:
+def _open_training(path: Location) -> OpenedCheckpoint:
     """A ``ckpt.pt``: settings under "model_args", weights by Meta's names under "model", and the optimizer's state."""
-    found = read_pickled(path)
-    args = found.get("model_args")
-    if not isinstance(args, dict):
-        raise CheckpointError(f"{path}: 'model_args' is missing; this is not llama2.c's ckpt.pt")
-    stored = tensors_of(found.get("model"), path)
-    ignored = ignored_tensors(stored)
-    tensors = {name.removeprefix(COMPILED_PREFIX): tensor for name, tensor in stored.items() if name not in ignored}
-    names = meta.NAMES
-    table, gate, head = (tensors.get(names[part].format(0)) for part in ("embedding", "gate", "lm_head"))
-    if table is None or gate is None:
-        raise CheckpointError(f"{path}: it has no {names['embedding']!r}; this is not llama2.c's ckpt.pt")
-    if len(table.shape) != 2 or len(gate.shape) != 2:
-        raise CheckpointError(f"{path}: its embedding and gate must be matrices; copy it again")
+    content = read_pickled(path)
+    args = content["model_args"]
     try:
+        stored = tensors_of(content["model"], path)
+        ignored = ignored_tensors(stored)
+        tensors = {name.removeprefix(COMPILED_PREFIX): tensor for name, tensor in stored.items() if name not in ignored}
+        table, head = tensors[META_NAMES["embedding"]], tensors.get(META_NAMES["lm_head"])
         config = LlamaConfig(
             vocab_size=table.shape[0],
             dim=args["dim"],
             n_layers=args["n_layers"],
             n_heads=args["n_heads"],
             n_kv_heads=args.get("n_kv_heads") or args["n_heads"],
-            hidden_dim=gate.shape[0],
+            hidden_dim=tensors[META_NAMES["gate"].format(0)].shape[0],
             max_seq_len=args["max_seq_len"],
             norm_eps=args.get("norm_eps", NORM_EPS),
             rope_theta=THETA,
             tie_embeddings=head is None or head == table,
         )
-    except (KeyError, ConfigError) as error:
-        raise CheckpointError(f"{path}: model_args do not describe a Llama ({error}); copy it again") from None
-    return replace(_opened("llama2.c ckpt.pt", path, config, tensors, names), notes=describe_ignored(ignored))
+    except (LookupError, TypeError, AttributeError, ConfigError) as error:
+        raise CheckpointError(f"{path}: its contents do not describe a Llama ({error}); copy it again") from None
+    return replace(_checkpoint("llama2.c ckpt.pt", path, config, tensors, META_NAMES), notes=describe_ignored(ignored))
 
 
-def write_file(
+def write_llama2c(
     path: Path,
-    opened: Opened,
+    opened: OpenedCheckpoint,
     tokenizer: Tokenizer | None = None,
-    kind: str | None = None,
+    storage_type: str | None = None,
     *,
     progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
 ) -> None:
@@ -270,27 +264,27 @@ def write_file(
     fixed: dict[str, Any] = {"norm_eps": NORM_EPS, "rope_theta": THETA, "rope_scaling": None, "head_dim": c.dim // c.n_heads}
     for name, value in fixed.items():
         if getattr(c, name) != value:
-            found = c.rope_scaling.kind if name == "rope_scaling" and c.rope_scaling else getattr(c, name)
-            raise CheckpointError(f"{name}={found} cannot be stored in llama2.c's format, whose code uses {value}")
+            setting = c.rope_scaling.kind if name == "rope_scaling" and c.rope_scaling else getattr(c, name)
+            raise CheckpointError(f"{name}={setting} cannot be stored in llama2.c's format, whose code uses {value}")
     angles = np.outer(np.arange(c.max_seq_len), rotary_frequencies(c)[0])
     todo = sorted(tensors_to_write(opened, interleaved=True), key=lambda piece: (LEGACY.index(piece.part), piece.layer))
     with path.open("wb") as file:
         vocab_size = c.vocab_size if c.tie_embeddings else -c.vocab_size
         file.write(struct.pack("<7i", c.dim, c.hidden_dim, c.n_layers, c.n_heads, c.n_kv_heads, vocab_size, c.max_seq_len))
         for piece in progress(todo) if progress else todo:
-            for rows in piece.rows(FLOATS["F32"]):
+            for rows in piece.rows(FLOAT_DTYPES["F32"]):
                 file.write(rows.data)
             if piece.part == "final_norm":
                 file.write(np.cos(angles).astype("<f4").data)
                 file.write(np.sin(angles).astype("<f4").data)
 
 
-FORMAT = WeightFormat(
+LLAMA2C_FORMAT = WeightFormat(
     "llama2c",
-    recognizes,
-    open_file,
-    write_file,
+    is_llama2c,
+    open_llama2c,
+    write_llama2c,
     suffixes=(".bin", ".pt"),
-    is_whole=recognizes,
+    is_whole=is_llama2c,
     dtypes=("float32",),
 )

@@ -18,12 +18,21 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, MeshError, reading, shown
-from llama_jax.formats import gguf, huggingface, llama2c, meta, orbax_format
-from llama_jax.formats.adapters import ADAPTER_CONFIG, attach_adapter, attach_adapters, load_adapter, with_adapter_parts
-from llama_jax.formats.build_params import Progress, build_params, pad_to_mesh, plan
-from llama_jax.formats.lazy_tensors import FLOATS, default_dtype
-from llama_jax.formats.model_folder import About
-from llama_jax.formats.orbax_format import OrbaxCheckpoint
+from llama_jax.formats.adapters import (
+    ADAPTER_CONFIG,
+    attach_loaded_adapter,
+    attach_loaded_adapters,
+    load_adapter,
+    with_adapter_parts,
+)
+from llama_jax.formats.build_params import LayerProgress, build_params, pad_to_mesh, plan
+from llama_jax.formats.gguf import GGUF_FORMAT
+from llama_jax.formats.huggingface import SAFETENSORS_FORMAT, is_safetensors, open_huggingface
+from llama_jax.formats.lazy_tensors import FLOAT_DTYPES, default_dtype
+from llama_jax.formats.llama2c import LLAMA2C_FORMAT, open_llama2c
+from llama_jax.formats.meta import META_FORMAT
+from llama_jax.formats.model_folder import ModelMetadata
+from llama_jax.formats.orbax_format import ORBAX_FORMAT, OrbaxCheckpoint, load_orbax_params, open_orbax, refuse_adapter
 from llama_jax.formats.quantize_on_load import (
     Quantization,
     can_be_kept,
@@ -33,7 +42,7 @@ from llama_jax.formats.quantize_on_load import (
 )
 from llama_jax.formats.step_dirs import find_checkpoints, retry_with_newest_step
 from llama_jax.formats.torch_pickle import is_torch
-from llama_jax.formats.weight_format import Opened, WeightFormat
+from llama_jax.formats.weight_format import OpenedCheckpoint, WeightFormat
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import bytes_in_memory, dequantize, param_shapes, unstack_layers
 from llama_jax.model.trees import quantize as quantized_params
@@ -49,22 +58,14 @@ BUNDLED_NAME = "the bundled stories model"
 
 
 def bundled() -> Path:
-    """Folder of a small Llama trained on TinyStories, for `load`; its README.md has its quality and license.
-
-    Raises:
-      CheckpointError: an installation without the package's assets.
-    """
-    folder = Path(str(files("llama_jax"))) / "assets"
-    if not (folder / "model.safetensors").is_file():
-        raise CheckpointError(
-            f"{folder} does not hold {BUNDLED_NAME}; install llama_jax again, or pass a model with --model"
-        )
-    return folder
+    """Folder of a small Llama trained on TinyStories, for `load`; its README.md has its quality and license."""
+    return Path(str(files("llama_jax"))) / "assets"
 
 
 # By name, in the order in which they are tried on a path.
-FORMATS: dict[str, WeightFormat] = {
-    module.FORMAT.name: module.FORMAT for module in (orbax_format, gguf, llama2c, huggingface, meta)
+WEIGHT_FORMATS: dict[str, WeightFormat] = {
+    weight_format.name: weight_format
+    for weight_format in (ORBAX_FORMAT, GGUF_FORMAT, LLAMA2C_FORMAT, SAFETENSORS_FORMAT, META_FORMAT)
 }
 
 
@@ -74,18 +75,18 @@ class Checkpoint:
 
     Attributes:
       read_tokenizer: reads the vocabulary; see `tokenizer`.
-      read_about: reads the other files next to the weights; see `about`.
+      read_metadata: reads the other files next to the weights; see `metadata`.
     """
 
     config: LlamaConfig
     params: Llama
     read_tokenizer: Callable[[], Tokenizer | None]
-    read_about: Callable[[], About] = About
+    read_metadata: Callable[[], ModelMetadata] = ModelMetadata
 
     @cached_property
-    def about(self) -> About:
+    def metadata(self) -> ModelMetadata:
         """Descriptions next to the weights, for `save`: sampling settings, the model's name and license."""
-        return self.read_about()
+        return self.read_metadata()
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -114,7 +115,7 @@ def load(
     adapters: Sequence[str | os.PathLike[str]] = (),
     mesh: MeshSizes | None = None,
     shardings: Llama | None = None,
-    progress: Progress | None = None,
+    progress: LayerProgress | None = None,
 ) -> Checkpoint:
     """Read a model, recognized by its content, and the tokenizer inside it or next to it.
 
@@ -175,49 +176,51 @@ def load(
         log_what_becomes_floats(opened.tensors, opened.path)
         quantize = "keep"
     loaded_adapter = None if adapter is None else load_adapter(adapter, config)
-    table = [load_adapter(each, config) for each in adapters]
+    table = [load_adapter(folder, config) for folder in adapters]
     config = with_adapter_parts(config, adapters if adapter is None else [adapter])
     if mesh is not None:
         from llama_jax.parallel.generation_sharding import pad_on_mesh, param_shardings  # imports what training needs too
 
         shardings = param_shardings(config, mesh, padded=not isinstance(opened, OrbaxCheckpoint))
         config = padded_config(config, mesh)
-    read_tokenizer, read_about = opened.tokenizer, opened.about
+    read_tokenizer, read_metadata = opened.tokenizer, opened.metadata
     if tokenizer is not None:
-        given = load_tokenizer(tokenizer)
-        warn_of_size(given, opened.config.vocab_size, tokenizer)
-        read_tokenizer = lambda: given
+        chosen_tokenizer = load_tokenizer(tokenizer)
+        warn_of_size(chosen_tokenizer, opened.config.vocab_size, tokenizer)
+        read_tokenizer = lambda: chosen_tokenizer
     elif isinstance(opened, OrbaxCheckpoint):  # a run may remove the step later
-        stored_tokenizer, stored_about = opened.tokenizer(), opened.about()
-        read_tokenizer, read_about = lambda: stored_tokenizer, lambda: stored_about
+        stored_tokenizer, stored_metadata = opened.tokenizer(), opened.metadata()
+        read_tokenizer, read_metadata = lambda: stored_tokenizer, lambda: stored_metadata
     if isinstance(opened, OrbaxCheckpoint):
-        params = orbax_format.load_params(opened, dtype, shardings=shardings)
+        params = load_orbax_params(opened, dtype, shardings=shardings)
         if quantize != "keep":
             params = dequantize(params) if quantize is None else quantized_params(params, quantize)
         if mesh is not None:
             params = pad_on_mesh(opened.config, mesh, params)
         params = unstack_layers(params) if split_layers else params
     else:
-        wanted = opened if mesh is None else pad_to_mesh(opened, mesh)
+        padded = opened if mesh is None else pad_to_mesh(opened, mesh)
         params = build_params(
-            wanted, dtype, quantize=quantize, shardings=shardings, unstack_layers=split_layers, progress=progress
+            padded, dtype, quantize=quantize, shardings=shardings, unstack_layers=split_layers, progress=progress
         )
     if loaded_adapter is not None:
-        params = attach_adapter(opened.config, params, loaded_adapter, mesh)
+        params = attach_loaded_adapter(opened.config, params, loaded_adapter, mesh)
     if table:
-        params = attach_adapters(opened.config, params, table, mesh)
-    return Checkpoint(config, params, read_tokenizer, read_about)
+        params = attach_loaded_adapters(opened.config, params, table, mesh)
+    return Checkpoint(config, params, read_tokenizer, read_metadata)
 
 
 def planned_weights(
-    opened: Opened | OrbaxCheckpoint, dtype: jax.typing.DTypeLike | None = None, quantize: Quantization | None = None
+    opened: OpenedCheckpoint | OrbaxCheckpoint,
+    dtype: jax.typing.DTypeLike | None = None,
+    quantize: Quantization | None = None,
 ) -> tuple[np.dtype, int]:
     """The compute dtype and the size in bytes of the weights that `load` would return, without reading them."""
-    names = opened.names if isinstance(opened, Opened) else {}
+    names = opened.names if isinstance(opened, OpenedCheckpoint) else {}
     tables = (names.get(name, name) for name in ("embedding", "lm_head"))
     embedding = next((opened.tensors[name] for name in tables if name in opened.tensors), None)  # None: damaged
-    own = jnp.float32 if embedding is None else default_dtype(embedding, embedding.dtype)
-    target = jnp.dtype(own if dtype is None else dtype)
+    default = jnp.float32 if embedding is None else default_dtype(embedding, embedding.dtype)
+    target = jnp.dtype(default if dtype is None else dtype)
     if quantize is not None and quantize != "keep":
         return target, bytes_in_memory(quantized_params(param_shapes(opened.config, target), quantize))
     keep = quantize == "keep" or dtype is None
@@ -229,7 +232,7 @@ def planned_weights(
 
 
 @retry_with_newest_step
-def open_checkpoint(path: str | os.PathLike[str]) -> Opened | OrbaxCheckpoint:
+def open_checkpoint(path: str | os.PathLike[str]) -> OpenedCheckpoint | OrbaxCheckpoint:
     """Recognize a model by its content and read everything except its weights.
 
     Args:
@@ -244,75 +247,69 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened | OrbaxCheckpoint:
       CheckpointError: no model at the path, or a damaged or unsupported one.
     """
     with reading(path, CheckpointError):
-        return _open(locate(path))
+        return _open_location(locate(path))
 
 
-def log_notes(opened: Opened | OrbaxCheckpoint) -> None:
+def log_notes(opened: OpenedCheckpoint | OrbaxCheckpoint) -> None:
     """Log what a user should know about how the files are read, such as which of their tensors are ignored."""
-    for note in opened.notes if isinstance(opened, Opened) else ():
+    for note in opened.notes if isinstance(opened, OpenedCheckpoint) else ():
         _log.warning("%s: %s", opened.path, note)
 
 
-def check_names(opened: Opened | OrbaxCheckpoint) -> None:
+def check_names(opened: OpenedCheckpoint | OrbaxCheckpoint) -> None:
     """Raise CheckpointError for a tensor that is missing, unexpected or of the wrong shape."""
     if not isinstance(opened, OrbaxCheckpoint):  # its arrays were checked when it was opened
         plan(opened)
 
 
-def _open(path: Location) -> Opened | OrbaxCheckpoint:
-    if not path.exists():
-        if isinstance(path, StoredPath):
-            raise CheckpointError(f"{path}: nothing is stored there; pass a model's folder or file in the store")
-        if path.is_symlink():
-            raise CheckpointError(f"{path} is a broken symbolic link; pass a model's folder or file")
+def _open_location(path: Location) -> OpenedCheckpoint | OrbaxCheckpoint:
+    if not path.is_dir() and not path.is_file():  # reading a pipe would block
+        is_broken = isinstance(path, Path) and path.is_symlink()
+        missing = "is a broken symbolic link" if is_broken else "does not exist"
         raise CheckpointError(
-            f"{path} does not exist; pass a model's folder or file (llama-jax fetch downloads one), or hf://ORGANIZATION/NAME"
+            f"{path} {'is neither a file nor a folder' if path.exists() else missing}; pass a model's folder or file"
+            " (llama-jax fetch downloads one), or hf://ORGANIZATION/NAME"
         )
-    if not path.is_dir() and not path.is_file():
-        raise CheckpointError(f"{path} is neither a file nor a folder; pass a model's folder or file")
-    for format in FORMATS.values():
+    for format in WEIGHT_FORMATS.values():
         if format.recognizes(path):
             return format.open(path)
     return _open_within(path) if path.is_dir() else _open_unknown(path)
 
 
-def _open_within(folder: Location) -> Opened | OrbaxCheckpoint:
+def _open_within(folder: Location) -> OpenedCheckpoint | OrbaxCheckpoint:
     """The only model file in a folder that is not a model itself, or the newest step of a run's folder."""
     inside: list[Location] = [*folder.iterdir()]
-    found = [file for file in sorted(inside, key=lambda file: file.name) if file.is_file() and _is_whole(file)]
-    if len(found) > 1:
-        raise CheckpointError(f"{folder} holds several models ({', '.join(f.name for f in found)}); pass one of the files")
-    if found:
-        return _open(found[0])
+    models = [file for file in sorted(inside, key=lambda file: file.name) if file.is_file() and _is_model_file(file)]
+    if len(models) > 1:
+        raise CheckpointError(f"{folder} holds several models ({', '.join(f.name for f in models)}); pass one of the files")
+    if models:
+        return _open_location(models[0])
     if find_checkpoints(folder) is not None:
-        return orbax_format.open_path(folder)
+        return open_orbax(folder)
     if (folder / "config.json").exists():
-        return huggingface.open_folder(folder)  # says which weights are missing
+        return open_huggingface(folder)  # says which weights are missing
     if (folder / ADAPTER_CONFIG).exists():
-        raise CheckpointError(
-            f"{folder} holds an adapter, not a model; pass its base as the model and this as --adapter, or merge them first"
-            " (llama-jax merge BASE ADAPTER OUT)"
-        )
+        refuse_adapter(folder)
     raise CheckpointError(f"{folder} holds no model: no config.json, no params.json, no GGUF and no whole llama2.c file")
 
 
-def _is_whole(file: Location) -> bool:
+def _is_model_file(file: Location) -> bool:
     """Whether a file is a whole model by itself. In a store, only files with a known suffix are examined: each takes a
     request."""
-    formats = [format for format in FORMATS.values() if format.is_whole is not None]
+    formats = [format for format in WEIGHT_FORMATS.values() if format.is_whole is not None]
     if isinstance(file, StoredPath):
         formats = [format for format in formats if file.suffix in format.suffixes]
     return any(format.is_whole(file) for format in formats if format.is_whole is not None)
 
 
-def _open_unknown(path: Location) -> Opened:
+def _open_unknown(path: Location) -> OpenedCheckpoint:
     """Say why a file is not a model."""
-    if huggingface.is_safetensors(path):
+    if is_safetensors(path):
         raise CheckpointError(f"{path} is a safetensors file; its config.json must be next to it")
     if is_torch(path):
         raise CheckpointError(f"{path} holds weights without settings; its config.json or params.json must be next to it")
     if path.suffix == ".bin":
-        return llama2c.open_file(path)  # says what is wrong with it
+        return open_llama2c(path)  # says what is wrong with it
     raise CheckpointError(
         f"{path} is not a model of a supported format: safetensors, Meta .pth, GGUF, llama2.c, orbax or pytorch_model.bin"
     )
@@ -320,7 +317,7 @@ def _open_unknown(path: Location) -> Opened:
 
 def _check_dtype(dtype: jax.typing.DTypeLike | None) -> None:
     try:
-        known = dtype is None or jnp.dtype(dtype) in FLOATS.values()
+        known = dtype is None or jnp.dtype(dtype) in FLOAT_DTYPES.values()
     except TypeError:
         known = False
     if not known:

@@ -2,7 +2,7 @@
 license), and when a folder may be written or replaced.
 
 A GGUF stores them in its metadata, all other formats in files of the folder; both are read into the same description, an
-`About` and a tokenizer. What a conversion loses is therefore the difference after the new model is read.
+`ModelMetadata` and a tokenizer. What a conversion loses is therefore the difference after the new model is read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from llama_jax.data.load_corpus import examine
-from llama_jax.errors import CheckpointError, reading, shown
+from llama_jax.errors import CheckpointError, ConfigError, reading, shown
 from llama_jax.gguf_header import short_decimal
 from llama_jax.storage import Location, StoredPath, resolved
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.storage.paths import read_object, read_text
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
-from llama_jax.tokenizers.gguf import SWALLOWING
+from llama_jax.tokenizers.gguf import STRIPS_RIGHT_MODELS
 from llama_jax.tokenizers.tokenizer_config import PER_FILE_SETTINGS, Settings, pad_id_of
 
 VOCABULARIES = ("tokenizer.model", "tokenizer.json")
@@ -62,7 +62,7 @@ OTHER_FILES = {"config.json", "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
-class About:
+class ModelMetadata:
     """Files next to the weights, except the vocabulary; they do not affect what a model computes.
 
     Attributes:
@@ -76,65 +76,65 @@ class About:
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_about(folder: Location, *, card: bool = True) -> About:
+def read_model_metadata(folder: Location, *, card: bool = True) -> ModelMetadata:
     """The description in the files of a folder.
 
     Args:
       card: whether a model card and licenses belong to the model; not in a folder that a file of weights may share.
     """
     path = folder / GENERATION_FILE
-    found = read_object(path, CheckpointError) if path.is_file() else {}
-    generation = {key: value for key, value in found.items() if key not in PROVENANCE | TOKEN_IDS and value is not None}
+    settings = read_object(path, CheckpointError) if path.is_file() else {}
+    generation = {key: value for key, value in settings.items() if key not in PROVENANCE | TOKEN_IDS and value is not None}
     texts = {}
     if card:
         inside: list[Location] = [folder / CARD_FILE] if isinstance(folder, StoredPath) else sorted(folder.iterdir())
-        named = [each for each in inside if each.name == CARD_FILE or LICENSES.fullmatch(each.name)]
-        texts = {each.name: read_text(each, CheckpointError) for each in named if each.is_file()}
-    return About(generation, _of_card(texts.get(CARD_FILE, "")), texts)
+        described = [file for file in inside if file.name == CARD_FILE or LICENSES.fullmatch(file.name)]
+        texts = {file.name: read_text(file, CheckpointError) for file in described if file.is_file()}
+    return ModelMetadata(generation, _read_card(texts.get(CARD_FILE, "")), texts)
 
 
-def _of_card(text: str) -> dict[str, Any]:
+def _read_card(text: str) -> dict[str, Any]:
     """The entries of a model card's front matter that have a key in a GGUF."""
     import yaml  # type: ignore[import-untyped]  # required by gguf
 
     head = re.match(r"---\r?\n(.{,65536}?)\r?\n---", text, re.DOTALL)
     try:
-        found = yaml.safe_load(head[1]) if head else {}
+        entries = yaml.safe_load(head[1]) if head else {}
     except (yaml.YAMLError, RecursionError, ValueError):
-        found = {}
-    found = found if isinstance(found, dict) else {}
-    card = {key: found.get(CARD_NAMES.get(key, key)) for key in CARD_KEYS}
+        entries = {}
+    entries = entries if isinstance(entries, dict) else {}
+    card = {key: entries.get(CARD_NAMES.get(key, key)) for key in CARD_KEYS}
     if isinstance(card["languages"], str):
         card["languages"] = [card["languages"]]
-    own = found.get("gguf")
-    card |= own if isinstance(own, dict) else {}
+    gguf_entries = entries.get("gguf")
+    card |= gguf_entries if isinstance(gguf_entries, dict) else {}
     return {str(key): value for key, value in card.items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:
     """Whether a value is a string, a number, or a list of strings."""
-    texts = isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+    texts = isinstance(value, list) and bool(value) and all(isinstance(entry, str) for entry in value)
     return texts or type(value) in (str, bool, int, float)
 
 
-def write_about(folder: Path, about: About) -> None:
-    """Write what `read_about` reads into a folder with a tokenizer's files."""
+def write_model_metadata(folder: Path, metadata: ModelMetadata) -> None:
+    """Write what `read_model_metadata` reads into a folder with a tokenizer's files."""
     path = folder / GENERATION_FILE
     ids = read_object(path, CheckpointError) if path.is_file() else {}
-    if about.generation:
-        path.write_text(json.dumps(dict(about.generation) | ids, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    texts = dict(about.texts)
-    if about.card and CARD_FILE not in texts:
-        named = {CARD_NAMES.get(key, key): value for key, value in about.card.items() if key in CARD_KEYS}
-        others = {key: value for key, value in about.card.items() if key not in CARD_KEYS}
-        head = named | ({"gguf": others} if others else {})
+    if metadata.generation:
+        path.write_text(json.dumps(dict(metadata.generation) | ids, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    texts = dict(metadata.texts)
+    if metadata.card and CARD_FILE not in texts:
+        common = {CARD_NAMES.get(key, key): value for key, value in metadata.card.items() if key in CARD_KEYS}
+        other = {key: value for key, value in metadata.card.items() if key not in CARD_KEYS}
+        head = common | ({"gguf": other} if other else {})
         lines = (f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items())  # JSON is YAML
         texts[CARD_FILE] = "\n".join(["---", *lines, "---", ""])
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def about_from_fields(fields: Mapping[str, Any]) -> About:
+def metadata_from_fields(fields: Mapping[str, Any]) -> ModelMetadata:
     """The description in the metadata of a GGUF."""
     plain = {key: short_decimal(value) for key, value in fields.items() if _is_plain(value)}
     general = {key.removeprefix("general."): value for key, value in plain.items() if key.startswith("general.")}
@@ -145,71 +145,73 @@ def about_from_fields(fields: Mapping[str, Any]) -> About:
         if not generation["do_sample"]:
             del generation["temperature"]
     card = {key: value for key, value in general.items() if not key.startswith("sampling.") and key not in PER_FILE_FIELDS}
-    return About(generation, card)
+    return ModelMetadata(generation, card)
 
 
-def about_to_fields(about: About, swallows: bool) -> dict[str, Any]:
-    """The GGUF fields that `about_from_fields` reads.
+def metadata_to_fields(metadata: ModelMetadata, strips_right: bool) -> dict[str, Any]:
+    """The GGUF fields that `metadata_from_fields` reads.
 
     Args:
-      swallows: whether special tokens swallow white space, which llama.cpp infers from some names.
+      strips_right: whether special tokens swallow white space, which llama.cpp infers from some names.
     """
     known = {name: key for key, name in SAMPLING.items()} | {key: key for key in OTHER_SAMPLING}
-    sampling = {known[name]: value for name, value in about.generation.items() if name in known and _is_plain(value)}
-    sampled = about.generation.get("do_sample", False)
-    if sampling or "do_sample" in about.generation:
+    sampling = {known[name]: value for name, value in metadata.generation.items() if name in known and _is_plain(value)}
+    sampled = metadata.generation.get("do_sample", False)
+    if sampling or "do_sample" in metadata.generation:
         sampling["temp"] = float(sampling.get("temp", 1.0)) if sampled else 0.0
     sampling |= {key: float(sampling[key]) for key in ("top_p", "min_p", "penalty_repeat") if key in sampling}
-    card = dict(about.card)
-    if not swallows and any(name in str(card.get("name", "")).lower() for name in SWALLOWING):
+    card = dict(metadata.card)
+    if not strips_right and any(name in str(card.get("name", "")).lower() for name in STRIPS_RIGHT_MODELS):
         del card["name"]
     return {f"general.{key}": value for key, value in card.items() if key not in PER_FILE_FIELDS} | {
         f"general.sampling.{key}": value for key, value in sampling.items()
     }
 
 
-def all_settings(tokenizer: Tokenizer | None, about: About) -> dict[str, Any]:
+def all_settings(tokenizer: Tokenizer | None, metadata: ModelMetadata) -> dict[str, Any]:
     """All settings next to the weights, by their names in `transformers`."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if tokenizer is not None:
-        settings = _settings(tokenizer)
-        found |= token_ids(tokenizer)
-        found |= {"stop_ids": set(tokenizer.stop_ids), "special_tokens": set(tokenizer.special_tokens.items())}
-        found |= {"add_bos_token": tokenizer.add_bos, "add_eos_token": tokenizer.add_eos}
-        found |= {"add_prefix_space": tokenizer.space_prefix, "chat_template": tokenizer.chat_template}
-        found |= {"rstrip": set(getattr(tokenizer, "swallowing", ()))}
-        found |= {f"chat_template.{name}": text for name, text in settings.chat_templates.items()} | dict(settings.gguf)
-        more = {name: value for name, value in settings.more.items() if name not in PER_FILE_SETTINGS}
-        found |= {name: v.get("content") if isinstance(v, dict) else v for name, v in more.items()}
-    generation = dict(about.generation)
+        tokenizer_settings = _settings_of(tokenizer)
+        settings |= special_token_ids(tokenizer)
+        settings |= {"stop_ids": set(tokenizer.stop_ids), "special_tokens": set(tokenizer.special_tokens.items())}
+        settings |= {"add_bos_token": tokenizer.add_bos, "add_eos_token": tokenizer.add_eos}
+        settings |= {"add_prefix_space": tokenizer.space_prefix, "chat_template": tokenizer.chat_template}
+        settings |= {"rstrip": set(getattr(tokenizer, "strips_right", ()))}
+        settings |= {f"chat_template.{name}": text for name, text in tokenizer_settings.chat_templates.items()} | dict(
+            tokenizer_settings.gguf
+        )
+        stored = {name: value for name, value in tokenizer_settings.other_settings.items() if name not in PER_FILE_SETTINGS}
+        settings |= {name: v.get("content") if isinstance(v, dict) else v for name, v in stored.items()}
+    generation = dict(metadata.generation)
     if generation.keys() & {*SAMPLING.values()}:
         generation.setdefault("do_sample", False)
-    return found | generation | {f"general.{key}": value for key, value in about.card.items()} | dict(about.texts)
+    return settings | generation | {f"general.{key}": value for key, value in metadata.card.items()} | dict(metadata.texts)
 
 
-def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+def special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """The ids that a ``config.json`` names."""
-    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": pad_id_of(tokenizer, _settings(tokenizer))}
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": pad_id_of(tokenizer, _settings_of(tokenizer))}
     return {f"{name}_token_id": token for name, token in ids.items() if token >= 0}
 
 
-def _settings(tokenizer: Tokenizer) -> Settings:
+def _settings_of(tokenizer: Tokenizer) -> Settings:
     """The settings that a tokenizer was made with; the defaults for a user's tokenizer."""
-    found: Settings = getattr(tokenizer, "settings", Settings())
-    return found
+    settings: Settings = getattr(tokenizer, "settings", Settings())
+    return settings
 
 
 def missing_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of `before` that `after` lacks or has with another value; for sets the missing members."""
-    found = {}
+    missing = {}
     for name, value in before.items():
-        there = after.get(name)
+        stored = after.get(name)
         if isinstance(value, set):
-            if missing := value - (there if isinstance(there, set) else set()):
-                found[name] = missing
-        elif value is not None and there != value:
-            found[name] = value
-    return found
+            if members := value - (stored if isinstance(stored, set) else set()):
+                missing[name] = members
+        elif value is not None and stored != value:
+            missing[name] = value
+    return missing
 
 
 def describe_missing(where: object, missing: Mapping[str, Any]) -> str:
@@ -225,19 +227,23 @@ def describe_missing(where: object, missing: Mapping[str, Any]) -> str:
     return f"{where} cannot store {'; '.join(parts)}"
 
 
-def vocabulary_files(tokenizer: Tokenizer, path: Path, vocab_size: int, about: About) -> dict[Path, bytes]:
+def vocabulary_files(tokenizer: Tokenizer, path: Path, vocab_size: int, metadata: ModelMetadata) -> dict[Path, bytes]:
     """The files to write next to the weights at `path`, for a model with V = `vocab_size`, so that its tokenizer is found;
     none if it is there already.
     """
     folder = resolved(path).parent
-    there = next((folder / name for name in VOCABULARIES if (folder / name).exists()), None)
-    if there is not None:
-        found = find_tokenizer(folder, vocab_size)
-        if found is None or examine(found).fingerprint != examine(tokenizer).fingerprint:
+    existing = next((folder / name for name in VOCABULARIES if (folder / name).exists()), None)
+    if existing is not None:
+        existing_tokenizer = find_tokenizer(folder, vocab_size)
+        if existing_tokenizer is None or examine(existing_tokenizer).fingerprint != examine(tokenizer).fingerprint:
             raise CheckpointError(
-                f"{there} is not this model's vocabulary, but {path.name} would be read with it; write into another folder"
+                f"{existing} is not this model's vocabulary, but {path.name} would be read with it; write into another"
+                " folder"
             )
-        if set(found.stop_ids) != set(tokenizer.stop_ids) or read_about(folder, card=False).generation != about.generation:
+        if (
+            set(existing_tokenizer.stop_ids) != set(tokenizer.stop_ids)
+            or read_model_metadata(folder, card=False).generation != metadata.generation
+        ):
             raise CheckpointError(
                 f"{folder} has another model's stop ids or sampling settings, but {path.name} would be read with them;"
                 " write into another folder"
@@ -245,7 +251,7 @@ def vocabulary_files(tokenizer: Tokenizer, path: Path, vocab_size: int, about: A
         return {}
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save(Path(scratch))
-        write_about(Path(scratch), About(about.generation))
+        write_model_metadata(Path(scratch), ModelMetadata(metadata.generation))
         files = {folder / file.name: file.read_bytes() for file in Path(scratch).iterdir()}
     for path in [folder / name for name in SETTINGS_FILES]:
         if path.exists() and not (path.is_file() and path.read_bytes() == files.get(path)):
@@ -264,6 +270,15 @@ def write_vocabulary_files(files: dict[Path, bytes], written: list[Path]) -> Non
 
 
 @contextmanager
+def config_errors(path: Location) -> Iterator[None]:
+    """Convert a ConfigError about the settings in a file to a CheckpointError that names the file."""
+    try:
+        yield
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+@contextmanager
 def new_output(path: Location, *, folder: bool, overwrite: bool, sources: Iterable[Location] = ()) -> Iterator[Path]:
     """A new empty file or folder that becomes `path` once completely written, see `atomic_write.write_atomically`.
 
@@ -273,21 +288,21 @@ def new_output(path: Location, *, folder: bool, overwrite: bool, sources: Iterab
       sources: paths that are being read, and must not be overwritten.
     """
     path = resolved(path)
-    check_room(path, folder=folder, overwrite=overwrite, sources=sources)
-    again = partial(check_room, path, folder=folder, overwrite=overwrite)  # someone else may have written it
-    with write_atomically(path, folder=folder, check=again, raises=CheckpointError, last=DECISIVE_FILES) as target:
+    check_output(path, folder=folder, overwrite=overwrite, sources=sources)
+    recheck = partial(check_output, path, folder=folder, overwrite=overwrite)  # someone else may have written it
+    with write_atomically(path, folder=folder, check=recheck, raises=CheckpointError, last=DECISIVE_FILES) as target:
         yield target
 
 
-def check_room(path: Location, *, folder: bool, overwrite: bool, sources: Iterable[Location] = ()) -> None:
+def check_output(path: Location, *, folder: bool, overwrite: bool, sources: Iterable[Location] = ()) -> None:
     """Raise if `new_output` would, without writing anything."""
     if isinstance(path, StoredPath) and path.view.root.startswith("hf://"):
         raise CheckpointError(f"{path} is on the Hub: write to a local path, and upload that with `hf upload`")
     with reading(path, CheckpointError):
-        _check_room(resolved(path), folder, overwrite, sources)
+        _check_output(resolved(path), folder, overwrite, sources)
 
 
-def _check_room(path: Location, folder: bool, overwrite: bool, sources: Iterable[Location]) -> None:
+def _check_output(path: Location, folder: bool, overwrite: bool, sources: Iterable[Location]) -> None:
     for source in map(resolved, sources):
         if path == source or path in source.parents or source in path.parents:
             raise CheckpointError(f"{path} is, contains or is inside the model being read ({source}); write elsewhere")
@@ -298,8 +313,8 @@ def _check_room(path: Location, folder: bool, overwrite: bool, sources: Iterable
     if folder and isinstance(path, Path) and path.is_dir() and path.samefile("."):
         raise CheckpointError(f"{path} is the current folder, which cannot be replaced; use a folder inside it")
     if path.is_dir() != folder:
-        there, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
-        raise CheckpointError(f"{path} is a {there}, but this format is a {wanted}; use another path")
+        existing, needed = ("folder", "file") if path.is_dir() else ("file", "folder")
+        raise CheckpointError(f"{path} is a {existing}, but this format is a {needed}; use another path")
     inside = sorted(entry.name for entry in path.iterdir()) if folder else []
     if folder and not inside:
         return

@@ -1,4 +1,4 @@
-"""Models in orbax format, written by `save` or training runs; orbax's errors in one line, without tracebacks."""
+"""Models in orbax format, written by `save_orbax` or training runs; orbax's errors in one line, without tracebacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,10 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reason_of, shown
-from llama_jax.formats.huggingface import read_config, write_config
-from llama_jax.formats.lazy_tensors import FLOATS, OrbaxWeightInfo, Unquantized, target_dtype
-from llama_jax.formats.model_folder import About, read_about
-from llama_jax.formats.quantize_on_load import can_be_kept
+from llama_jax.formats.huggingface import read_config_json, write_config_json
+from llama_jax.formats.lazy_tensors import FLOAT_DTYPES, OrbaxWeightInfo, Unquantized, target_dtype
+from llama_jax.formats.model_folder import ModelMetadata, read_model_metadata
+from llama_jax.formats.quantize_on_load import can_be_kept, check_block_columns
 from llama_jax.formats.step_dirs import (
     ABOUT,
     EMA,
@@ -33,12 +33,12 @@ from llama_jax.formats.step_dirs import (
     PARAMS,
     DamagedError,
     cannot_read,
+    check_checksums,
     existing_step,
     fetch_model,
     find_checkpoints,
     is_step,
     steps_in,
-    verify,
 )
 from llama_jax.formats.weight_format import WeightFormat
 from llama_jax.model.params import Llama, spec_at
@@ -47,7 +47,7 @@ from llama_jax.ops.weights.device_layout import to_device_layout
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, pack_int4
 from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.layers import MixedStack
-from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, columns_on_each, shardings_of_planes
+from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, shardings_of_planes
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.atomic_write import DISK_FULL_ERRNOS, cannot_write
 from llama_jax.storage.paths import read_object
@@ -111,23 +111,23 @@ def write_error(error: BaseException) -> OSError:
 
     TensorStore's errors have only a message, which ends, after long paths, in the system's message.
     """
-    said = root_cause(error, most=10_000)
-    number = next((number for number in WRITE_ERRNOS if os.strerror(number) in said), None)
+    message = root_cause(error, most=10_000)
+    number = next((number for number in WRITE_ERRNOS if os.strerror(number) in message), None)
     return OSError(root_cause(error)) if number is None else OSError(number, os.strerror(number))
 
 
 def is_transient(error: BaseException) -> bool:
     """Whether an error concerns the machine, a disk or a network rather than the contents of the files."""
     chain: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None:
-        chain.append(at)
-        at = at.__cause__ or at.__context__
-    if any(isinstance(each, MemoryError) or getattr(each, "errno", None) in TRANSIENT_ERRNOS for each in chain):
+    current: BaseException | None = error
+    while current is not None:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    if any(isinstance(cause, MemoryError) or getattr(cause, "errno", None) in TRANSIENT_ERRNOS for cause in chain):
         return True
-    said = " ".join(map(str, chain))
+    message = " ".join(map(str, chain))
     return any(
-        text in said
+        text in message
         for text in (*map(os.strerror, TRANSIENT_ERRNOS), "RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
     )
 
@@ -139,95 +139,107 @@ def wait_for_writers() -> None:
             threading.Thread.join(thread, 60)  # orbax's `join` would raise their errors
 
 
-KINDS_FILE = "quantized.json"
+FORMATS_FILE = "quantized.json"
 # For each weight's name, its quantization format, or None for floats; for a joined weight, a list with one per part; for
 # layers that differ, {"layers": [one per layer]}.
-Kinds = Mapping[str, Any]
+StoredFormats = Mapping[str, Any]
 
 
-def kind_in_file(leaf: Any) -> Any:
-    """A weight's entry in `Kinds`."""
+def stored_format_of(leaf: Any) -> Any:
+    """A weight's entry in `StoredFormats`."""
     if isinstance(leaf, JoinedWeight):
-        return [kind_in_file(part) for part in leaf.parts]
+        return [stored_format_of(part) for part in leaf.parts]
     if isinstance(leaf, MixedStack):
-        kinds = [kind_in_file(stack) for stack in leaf.stacks]
-        return {"layers": [kinds[stack] for stack, _ in leaf.locations]}
+        formats = [stored_format_of(stack) for stack in leaf.stacks]
+        return {"layers": [formats[stack] for stack, _ in leaf.locations]}
     return getattr(leaf, "kind", None)
 
 
-def read_kinds(folder: Path) -> tuple[Kinds, str]:
+def read_stored_formats(folder: Path) -> tuple[StoredFormats, str]:
     """The kinds and the compute dtype; no kinds if the file does not exist."""
-    if not (folder / KINDS_FILE).exists():
+    if not (folder / FORMATS_FILE).exists():
         return {}, "float32"
-    found = read_object(folder / KINDS_FILE, CheckpointError)
-    kinds, dtype = found.get("kinds"), found.get("dtype")
-    if not isinstance(kinds, dict) or dtype not in {str(each) for each in FLOATS.values()}:
-        raise CheckpointError(f"{folder / KINDS_FILE} has no kinds or no dtype ({shown(dtype, 40)}); copy it again")
-    for name, kind in kinds.items():
-        for each in _single_kinds(kind):
-            if not (isinstance(each, str) and each in QUANT_FORMATS) and (each is not None or each is kind):
-                raise CheckpointError(f"{folder / KINDS_FILE} has {shown(name, 60)} in the unknown kind {shown(each, 40)}")
-    return kinds, dtype
+    content = read_object(folder / FORMATS_FILE, CheckpointError)
+    formats, dtype = content.get("kinds"), content.get("dtype")
+    if not isinstance(formats, dict) or dtype not in {str(floating) for floating in FLOAT_DTYPES.values()}:
+        raise CheckpointError(f"{folder / FORMATS_FILE} has no kinds or no dtype ({shown(dtype, 40)}); copy it again")
+    for name, stored_format in formats.items():
+        for quant_format in _flatten_formats(stored_format):
+            is_float = quant_format is None and stored_format is not None
+            if not is_float and not (isinstance(quant_format, str) and quant_format in QUANT_FORMATS):
+                raise CheckpointError(
+                    f"{folder / FORMATS_FILE} has {shown(name, 60)} in the unknown kind {shown(quant_format, 40)}"
+                )
+    return formats, dtype
 
 
-def _single_kinds(kind: Any) -> list[Any]:
-    if isinstance(kind, dict) and isinstance(layers := kind.get("layers"), list):
+def _flatten_formats(stored_format: Any) -> list[Any]:
+    if isinstance(stored_format, dict) and isinstance(layers := stored_format.get("layers"), list):
         return layers
-    return [one for each in kind for one in _single_kinds(each)] if isinstance(kind, list) else [kind]
+    if not isinstance(stored_format, list):
+        return [stored_format]
+    return [inner for part in stored_format for inner in _flatten_formats(part)]
 
 
-def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, where: Location) -> Llama:
+def with_stored_planes(config: LlamaConfig, shapes: Llama, formats: StoredFormats, where: Location) -> Llama:
     """The shapes of a model's parameters, with the shapes of the stored planes for each quantized weight."""
-    unused = set(kinds)
+    unused = set(formats)
 
     def change(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
-        name, row = name_of(path), spec_at(path)
-        kind = kinds.get(name)
-        if kind is None:
+        name, spec = array_name(path), spec_at(path)
+        stored_format = formats.get(name)
+        if stored_format is None:
             return leaf
         unused.discard(name)
-        layers = leaf.shape[0] if row.in_blocks else 1
-        is_joined, parts = isinstance(kind, list), kind if isinstance(kind, list) else [kind]
-        own = [one["layers"] if isinstance(one, dict) else [one] * layers for one in parts]
-        possible = row.is_quantizable and (not is_joined or (len(parts) == 3 and row.axes == "K G+2 H D"))
-        if not possible or any(len(one) != layers for one in own):
-            raise CheckpointError(f"{where / KINDS_FILE} has {name} in {shown(kind, 40)}, which is invalid; copy it again")
-        return in_kinds(leaf, list(zip(*own, strict=True)), lambda leaf, kind: of_kind(leaf, kind, name))
-
-    def of_kind(leaf: jax.ShapeDtypeStruct, kind: str | None, name: str) -> Any:
-        if kind is None:
-            return leaf
-        form, shape = QUANT_FORMATS[kind], leaf.shape
-        if shape[-1] % form.block:
+        layers = leaf.shape[0] if spec.in_blocks else 1
+        is_joined = isinstance(stored_format, list)
+        parts = stored_format if is_joined else [stored_format]
+        layer_formats = [part["layers"] if isinstance(part, dict) else [part] * layers for part in parts]
+        if (
+            not spec.is_quantizable
+            or (is_joined and (len(parts), spec.axes) != (3, "K G+2 H D"))
+            or any(len(part) != layers for part in layer_formats)
+            or any(leaf.shape[-1] % QUANT_FORMATS[used].block for used in set().union(*layer_formats) - {None})
+        ):
             raise CheckpointError(
-                f"{where / KINDS_FILE} has {name} in {kind}, but its rows of {shape[-1]} are not whole blocks"
+                f"{where / FORMATS_FILE} has {name} in {shown(stored_format, 40)}, which is invalid; copy it again"
             )
+        return in_kinds(
+            leaf,
+            list(zip(*layer_formats, strict=True)),
+            quantized_shape,
+        )
+
+    def quantized_shape(leaf: jax.ShapeDtypeStruct, quant_format: str | None) -> Any:
+        if quant_format is None:
+            return leaf
+        form, shape = QUANT_FORMATS[quant_format], leaf.shape
         planes = (plane.packed_shape(shape) for plane in form.planes)
         stored = (jax.ShapeDtypeStruct(size, np.dtype(np.uint8) if dtype == FP8 else dtype) for size, dtype in planes)
-        return QuantizedWeight(tuple(stored), kind, "float32")
+        return QuantizedWeight(tuple(stored), quant_format, "float32")
 
-    found = jax.tree_util.tree_map_with_path(change, shapes)
+    stored_shapes = jax.tree_util.tree_map_with_path(change, shapes)
     if unused:
-        raise CheckpointError(f"{where / KINDS_FILE} names {shown(min(unused), 60)}, which this model lacks; copy it again")
-    return found
+        raise CheckpointError(
+            f"{where / FORMATS_FILE} names {shown(min(unused), 60)}, which this model lacks; copy it again"
+        )
+    return stored_shapes
 
 
-def placed(shape: Any, target: np.dtype, place: Any, where: Location) -> Any:
-    """The request to orbax to place a parameter at `place`: floats cast, planes unchanged."""
+def placement_request(shape: Any, target: np.dtype, sharding: Any, where: Location) -> Any:
+    """The request to orbax to place a parameter at `sharding`: floats cast, planes unchanged."""
     if isinstance(shape, JoinedWeight | MixedStack):
         is_inner = lambda leaf: leaf is not shape and is_weight(leaf)
-        return jax.tree.map(lambda part: placed(part, target, place, where), shape, is_leaf=is_inner)
+        return jax.tree.map(lambda part: placement_request(part, target, sharding, where), shape, is_leaf=is_inner)
     if not isinstance(shape, QuantizedWeight):
-        return jax.ShapeDtypeStruct(shape.shape, target, sharding=place)
+        return jax.ShapeDtypeStruct(shape.shape, target, sharding=sharding)
     form, matrix = shape.form, matrix_of(shape)
-    columns = columns_on_each(matrix, place)
-    if columns % form.block:
-        over = f" on each of {matrix[-1] // columns} devices"
-        raise CheckpointError(
-            f"{where} has rows of {matrix[-1]} values, but {form.name} needs multiples of {form.block}{over}"
-        )
-    places = shardings_of_planes(form, place, len(matrix))
-    planes = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=at) for one, at in zip(shape.planes, places, strict=True)]
+    check_block_columns(where, matrix, form, sharding)
+    plane_shardings = shardings_of_planes(form, sharding, len(matrix))
+    planes = [
+        jax.ShapeDtypeStruct(plane.shape, plane.dtype, sharding=plane_sharding)
+        for plane, plane_sharding in zip(shape.planes, plane_shardings, strict=True)
+    ]
     return QuantizedWeight(tuple(planes), shape.kind, str(target))
 
 
@@ -247,7 +259,7 @@ def to_arrays(params: Llama) -> Llama:
             return lax.bitcast_convert_type(array, jnp.uint8)
         return jax.jit(pack_int4)(array) if array.dtype == INT4 else array
 
-    return _map_planes(params, stored)
+    return _change_planes(params, stored)
 
 
 def from_arrays(params: Llama) -> Llama:
@@ -256,15 +268,15 @@ def from_arrays(params: Llama) -> Llama:
     def restored(array: jax.Array, plane: QuantField) -> jax.Array:
         if plane.dtype == FP8:
             return to_device_layout(plane, lax.bitcast_convert_type(array, FP8))
-        found = to_device_layout(plane, array)
-        if found is not array:
+        device_array = to_device_layout(plane, array)
+        if device_array is not array:
             array.delete()
-        return found
+        return device_array
 
-    return _map_planes(params, restored)
+    return _change_planes(params, restored)
 
 
-def _map_planes(params: Llama, change: Callable[[Any, QuantField], Any]) -> Llama:
+def _change_planes(params: Llama, change: Callable[[Any, QuantField], Any]) -> Llama:
     is_quantized = lambda leaf: isinstance(leaf, QuantizedWeight)
 
     def changed(leaf: Any) -> Any:
@@ -278,7 +290,7 @@ def _map_planes(params: Llama, change: Callable[[Any, QuantField], Any]) -> Llam
 # One program per shape instead of one per operation, and no second array.
 _all_finite = jax.jit(lambda array: jnp.isfinite(array).all())
 
-Wanted = TypeVar("Wanted")  # a tree of requests, and of the arrays returned for it
+Requests = TypeVar("Requests")  # a tree of requests, and of the arrays returned for it
 
 
 @dataclass(frozen=True)
@@ -291,13 +303,13 @@ class OrbaxArrayInfo(Unquantized):
 
 @dataclass(frozen=True)
 class OrbaxCheckpoint:
-    """A checkpoint in the orbax format; its weights have not been read. See `Opened` for the other attributes.
+    """A checkpoint in the orbax format; its weights have not been read. See `OpenedCheckpoint` for the other attributes.
 
     Attributes:
       arrays: the folder that orbax wrote, and the name of the parameters in it.
       of_run: whether it is a step of a training run.
-      found: all stored arrays by name; several may belong to one of the tensors.
-      kinds: formats of the quantized weights, see `Kinds`.
+      array_infos: all stored arrays by name; several may belong to one of the tensors.
+      quant_formats: formats of the quantized weights, see `StoredFormats`.
     """
 
     format: str
@@ -307,61 +319,66 @@ class OrbaxCheckpoint:
     tokenizer: Callable[[], Tokenizer | None]
     arrays: tuple[Path, str]
     of_run: bool
-    found: Mapping[str, OrbaxArrayInfo]
-    kinds: Kinds
-    about: Callable[[], About] = About
+    array_infos: Mapping[str, OrbaxArrayInfo]
+    quant_formats: StoredFormats
+    metadata: Callable[[], ModelMetadata] = ModelMetadata
 
 
-def recognizes(path: Location) -> bool:
+def is_orbax(path: Location) -> bool:
     """Whether a folder is a step of a run, or holds a configuration and a finished orbax checkpoint."""
     if not path.is_dir():
         return False
     return is_step(path) or ((path / "config.json").exists() and (path / PARAMS / "_CHECKPOINT_METADATA").exists())
 
 
-def open_path(path: Location) -> OrbaxCheckpoint:
-    """The model in a folder that `save` wrote, in a step of a run, or in the newest step of a run; no weights are read."""
-    is_model = is_step(path) if isinstance(path, StoredPath) else recognizes(path)
-    found = path if is_model else find_checkpoints(path)
-    if found is None:
+def open_orbax(path: Location) -> OrbaxCheckpoint:
+    """The model in a folder that `save_orbax` wrote, in a step of a run, or in a run's newest step; no weights are read."""
+    is_model = is_step(path) if isinstance(path, StoredPath) else is_orbax(path)
+    location = path if is_model else find_checkpoints(path)
+    if location is None:
         raise CheckpointError(
             f"{path} is an orbax checkpoint outside of a run, which is read only from a local path: copy it"
             " here, or store it as safetensors (llama-jax convert)"
         )
-    if isinstance(found, StoredPath):
-        step, folder = fetch_model(found)
-        return replace(open_folder(folder), path=step)
-    return open_folder(found if is_model else found / str(existing_step(found, None)))
+    if isinstance(location, StoredPath):
+        step, folder = fetch_model(location)
+        return replace(open_orbax_folder(folder), path=step)
+    return open_orbax_folder(location if is_model else location / str(existing_step(location, None)))
 
 
-def open_folder(folder: Path) -> OrbaxCheckpoint:
+def open_orbax_folder(folder: Path) -> OrbaxCheckpoint:
     """The model in a folder; its weights are not read."""
     of_run = is_step(folder)
     if of_run:
         if adapters_of(folder) is not None:
-            raise CheckpointError(
-                f"{folder} holds an adapter, not a model; pass its base as the model and this as --adapter, or merge them"
-                " first (llama-jax merge BASE ADAPTER OUT)"
-            )
-        about, arrays = folder / ABOUT, (folder, EMA if (folder / EMA).is_dir() else PARAMS)
+            refuse_adapter(folder)
+        about_folder, arrays = folder / ABOUT, (folder, EMA if (folder / EMA).is_dir() else PARAMS)
     else:
-        about, arrays = folder, (folder / PARAMS, "state")
-    config = read_config(about, scaled_context=True)
-    kinds, dtype = ({}, "float32") if of_run else read_kinds(folder)
-    found = describe(*arrays)
+        about_folder, arrays = folder, (folder / PARAMS, "state")
+    config = read_config_json(about_folder, scaled_context=True)
+    stored_formats, dtype = ({}, "float32") if of_run else read_stored_formats(folder)
+    infos = describe_arrays(*arrays)
     stored = OrbaxCheckpoint(
         format=f"orbax, step {folder.resolve().name} of a run" if of_run else "orbax",
         path=folder,
         config=config,
-        tensors=found,
-        tokenizer=partial(find_tokenizer, about, config.vocab_size),
+        tensors=infos,
+        tokenizer=partial(find_tokenizer, about_folder, config.vocab_size),
         arrays=arrays,
         of_run=of_run,
-        found=found,
-        kinds=kinds,
-        about=partial(read_about, about),
+        array_infos=infos,
+        quant_formats=stored_formats,
+        metadata=partial(read_model_metadata, about_folder),
     )
-    return replace(stored, tensors=_tensors(_shape(stored), found, np.dtype(dtype)))
+    return replace(stored, tensors=_list_tensors(_stored_shapes(stored), infos, np.dtype(dtype)))
+
+
+def refuse_adapter(folder: Location) -> NoReturn:
+    """Raise the error for an adapter in place of a model."""
+    raise CheckpointError(
+        f"{folder} holds an adapter, not a model; pass its base as the model and this as --adapter, or merge them first"
+        " (llama-jax merge BASE ADAPTER OUT)"
+    )
 
 
 def adapters_of(step: Path) -> dict[str, Any] | None:
@@ -372,51 +389,51 @@ def adapters_of(step: Path) -> dict[str, Any] | None:
     return settings if isinstance(settings, dict) else None
 
 
-def _tensors(
-    shapes: Llama, found: Mapping[str, OrbaxArrayInfo], dtype: np.dtype
+def _list_tensors(
+    shapes: Llama, infos: Mapping[str, OrbaxArrayInfo], dtype: np.dtype
 ) -> dict[str, OrbaxArrayInfo | OrbaxWeightInfo]:
     """The stored arrays, with the planes of each quantized matrix as one entry."""
     tensors: dict[str, OrbaxArrayInfo | OrbaxWeightInfo] = {}
     for path, leaf in jax.tree.leaves_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
-        name = name_of(path)
+        name = array_name(path)
         if isinstance(leaf, QuantizedWeight):
-            size = sum(found[name_of((*path, *rest))].nbytes for rest, _ in jax.tree.leaves_with_path(leaf))
+            size = sum(infos[array_name((*path, *rest))].nbytes for rest, _ in jax.tree.leaves_with_path(leaf))
             tensors[name] = OrbaxWeightInfo(matrix_of(leaf), dtype, leaf.kind.upper(), size)
         else:
-            tensors[name] = found[name]
+            tensors[name] = infos[name]
     return tensors
 
 
-def describe(folder: Path, name: str) -> dict[str, OrbaxArrayInfo]:
+def describe_arrays(folder: Path, name: str) -> dict[str, OrbaxArrayInfo]:
     """The arrays that orbax wrote into a folder under a name, keyed as in `read_arrays`."""
     return {
-        name_of(path): OrbaxArrayInfo(tuple(leaf.shape), np.dtype(leaf.dtype))
+        array_name(path): OrbaxArrayInfo(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree.leaves_with_path(_metadata(folder, name))
         if hasattr(leaf, "shape")
     }
 
 
-def read_arrays(folder: Path, name: str, wanted: Wanted) -> Wanted:
+def read_arrays(folder: Path, name: str, requests: Requests) -> Requests:
     """The arrays that orbax wrote into a folder under a name, placed and cast.
 
     Args:
-      wanted: a tree of `jax.ShapeDtypeStruct` with shardings, or of `OrbaxArrayInfo`, for all arrays of `describe`.
+      requests: a tree of `jax.ShapeDtypeStruct` with shardings, or of `OrbaxArrayInfo`, for all arrays of `describe_arrays`.
 
     Raises:
       Exception: any error that orbax raises for damaged files.
     """
     from orbax.checkpoint import v1 as ocp
 
-    leaves = {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
+    leaves = {array_name(path): leaf for path, leaf in jax.tree.leaves_with_path(requests)}
     request = jax.tree_util.tree_map_with_path(
-        lambda path, stored: leaves[name_of(path)] if hasattr(stored, "shape") else stored, _metadata(folder, name)
+        lambda path, stored: leaves[array_name(path)] if hasattr(stored, "shape") else stored, _metadata(folder, name)
     )
-    found = ocp.load(folder.absolute(), request, checkpointable_name=name)
-    arrays = {name_of(path): array for path, array in jax.tree.leaves_with_path(found)}
-    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[name_of(path)], wanted)
+    loaded = ocp.load(folder.absolute(), request, checkpointable_name=name)
+    arrays = {array_name(path): array for path, array in jax.tree.leaves_with_path(loaded)}
+    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[array_name(path)], requests)
 
 
-def name_of(path: tuple[Any, ...]) -> str:
+def array_name(path: tuple[Any, ...]) -> str:
     """The name of an array in a tree: blocks.attention.qkv."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
@@ -431,7 +448,7 @@ def _metadata(folder: Path, name: str) -> Any:
     return metadata
 
 
-def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = None) -> None:
+def save_orbax(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = None) -> None:
     """Write a model into an existing folder; errors name `path`, the folder's final name, if it differs.
 
     Raises:
@@ -439,12 +456,12 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
     """
     from orbax.checkpoint import v1 as ocp
 
-    write_config(folder, config, scaled_context=True)
+    write_config_json(folder, config, scaled_context=True)
     params = restack_layers(params)
     weights = jax.tree.leaves_with_path(params, is_leaf=is_weight)
-    if kinds := {name_of(path): kind_in_file(leaf) for path, leaf in weights if is_weight(leaf)}:
-        content = {"dtype": str(params.embedding.dtype), "kinds": kinds}
-        (folder / KINDS_FILE).write_text(json.dumps(content, indent=1) + "\n")
+    if formats := {array_name(path): stored_format_of(leaf) for path, leaf in weights if is_weight(leaf)}:
+        content = {"dtype": str(params.embedding.dtype), "kinds": formats}
+        (folder / FORMATS_FILE).write_text(json.dumps(content, indent=1) + "\n")
     with without_tracebacks():
         try:
             ocp.save(folder.absolute() / PARAMS, to_arrays(params))
@@ -453,32 +470,32 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
             raise CheckpointError(cannot_write(path or folder, write_error(error))) from None
 
 
-def load_params(
+def load_orbax_params(
     stored: OrbaxCheckpoint,
     dtype: jax.typing.DTypeLike | None,
     *,
     shardings: Llama | None = None,
 ) -> Llama:
     """The parameters, cast to `dtype` (None: the stored embedding's) and placed; see `build_params`."""
-    places = shardings
-    if places is None:
+    placements = shardings
+    if placements is None:
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        places = jax.tree.map(lambda _: default, param_shapes(stored.config))
-    _check_same_step(stored, places)
-    shape = _shape(stored)
+        placements = jax.tree.map(lambda _: default, param_shapes(stored.config))
+    _check_same_step(stored, placements)
+    shape = _stored_shapes(stored)
     target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
     folder, name = stored.arrays
     if stored.of_run:
         try:
-            verify(folder, {ABOUT, name})
+            check_checksums(folder, {ABOUT, name})
         except DamagedError as damage:
             raise DamagedError(f"{folder / name} is not a whole orbax checkpoint ({damage}); {_remedy(folder)}") from None
-    request = partial(placed, target=target, where=stored.path)
-    wanted = jax.tree.map(lambda array, place: request(array, place=place), shape, places, is_leaf=is_weight)
-    params = from_arrays(with_short_errors(folder / name, lambda: read_arrays(folder, name, wanted)))
+    request = partial(placement_request, target=target, where=stored.path)
+    requests = jax.tree.map(lambda array, sharding: request(array, sharding=sharding), shape, placements, is_leaf=is_weight)
+    params = from_arrays(with_short_errors(folder / name, lambda: read_arrays(folder, name, requests)))
     for path, array in jax.tree.leaves_with_path(params):
         if jnp.issubdtype(array.dtype, jnp.floating) and not _all_finite(array):
-            name = name_of(path)
+            name = array_name(path)
             raise CheckpointError(
                 f"{stored.path}: array {name!r} holds NaN or infinity in {target}; the training diverged, or {target} has"
                 " too small a range"
@@ -496,34 +513,33 @@ def _check_same_step(stored: OrbaxCheckpoint, shardings: Llama) -> None:
     if not stored.of_run or all(len(processes) == 1 for processes in owners):
         return
     step = int(stored.arrays[0].name)
-    others = np.asarray(multihost_utils.process_allgather(np.int32(step))).reshape(-1).tolist()
-    if len(set(others)) > 1:
+    steps = np.asarray(multihost_utils.process_allgather(np.int32(step))).reshape(-1).tolist()
+    if len(set(steps)) > 1:
         raise CheckpointError(
             f"{stored.path} is the step that this process found, but others found the steps"
-            f" {', '.join(map(str, sorted(set(others))))}, because the run is still saving; pass one step to all of them"
+            f" {', '.join(map(str, sorted(set(steps))))}, because the run is still saving; pass one step to all of them"
         )
 
 
-def _shape(stored: OrbaxCheckpoint) -> Llama:
+def _stored_shapes(stored: OrbaxCheckpoint) -> Llama:
     """The shapes of the configuration's parameters, with quantized weights as stored."""
-    config, found = stored.config, stored.found
-    if config.n_layers > 1 << 16:
-        raise CheckpointError(f"{stored.path}: its config.json has {config.n_layers} layers; copy it again")
+    config, infos = stored.config, stored.array_infos
     shape = param_shapes(config)
-    if stored.kinds:
-        shape = with_kinds(config, shape, stored.kinds, stored.path)
-    needed = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)}
-    for name in sorted(needed.keys() | found.keys()):
-        held = list(found[name].shape) if name in found else None
-        wanted = list(needed[name]) if name in needed else None
-        if held != wanted:
+    if stored.quant_formats:
+        shape = with_stored_planes(config, shape, stored.quant_formats, stored.path)
+    needed = {array_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)}
+    for name in sorted(needed.keys() | infos.keys()):
+        stored_shape = list(infos[name].shape) if name in infos else None
+        needed_shape = list(needed[name]) if name in needed else None
+        if stored_shape != needed_shape:
             raise CheckpointError(
-                f"{stored.path}: array {name!r} has shape {held}; the configuration needs {wanted}; are both of one model?"
+                f"{stored.path}: array {name!r} has shape {stored_shape}; the configuration needs {needed_shape}; are both"
+                " of one model?"
             )
-    for path, leaf in jax.tree.leaves_with_path(shape) if stored.kinds else ():
-        name, inside = name_of(path), name_of(path).rpartition(".planes.")[0]
-        if inside and found[name].dtype != leaf.dtype:
-            raise CheckpointError(f"{stored.path}: array {name!r} is {found[name].dtype}, but its format needs {leaf.dtype}")
+    for path, leaf in jax.tree.leaves_with_path(shape) if stored.quant_formats else ():
+        name, inside = array_name(path), array_name(path).rpartition(".planes.")[0]
+        if inside and infos[name].dtype != leaf.dtype:
+            raise CheckpointError(f"{stored.path}: array {name!r} is {infos[name].dtype}, but its format needs {leaf.dtype}")
     return shape
 
 
@@ -551,7 +567,7 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
     if not is_step(step):
         return CheckpointError(f"{path} is not a whole orbax checkpoint ({reason}); copy it again")
     try:
-        verify(step)
+        check_checksums(step)
     except DamagedError as damage:
         return DamagedError(f"{path} is not a whole orbax checkpoint ({damage}); {_remedy(step)}")
     except CheckpointError as problem:
@@ -561,8 +577,8 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
 
 def _remedy(step: Path) -> str:
     """The remedy for an unreadable step: another step."""
-    others = [str(other) for other in steps_in(step.parent) if str(other) != step.name]
-    return f"try another step: {', '.join(others)}" if others else "copy it again"
+    other_steps = [str(other) for other in steps_in(step.parent) if str(other) != step.name]
+    return f"try another step: {', '.join(other_steps)}" if other_steps else "copy it again"
 
 
-FORMAT = WeightFormat("orbax", recognizes, open_path, write_params=save, can_keep=can_be_kept, names_parts=True)
+ORBAX_FORMAT = WeightFormat("orbax", is_orbax, open_orbax, write_params=save_orbax, can_keep=can_be_kept, names_parts=True)

@@ -17,7 +17,8 @@ import numpy as np
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.config.rope import scaled_length, unscaled_length
 from llama_jax.config.validation import require_number, require_positive_int
-from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.errors import ConfigError, shown
+from llama_jax.formats.gguf_families import refuse_to_store
 from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.lazy_tensors import Tensor
 from llama_jax.gguf_header import short_decimal
@@ -121,21 +122,21 @@ def with_scaling(
       architecture: the prefix of the keys.
       whole_yarn: whether the architecture reads all yarn settings.
     """
-    scaling = _found(fields, plain, tensors, f"{architecture}.rope.scaling.", whole_yarn)
+    scaling = _read_scaling(fields, plain, tensors, f"{architecture}.rope.scaling.", whole_yarn)
     config = replace(plain, rope_scaling=scaling)
     if f"{NOTE}.{NOTE_FIELDS[0]}" in fields:
         return with_note(config, {name: fields.get(f"{NOTE}.{name}") for name in NOTE_FIELDS})
     return with_context(config)
 
 
-def _found(
+def _read_scaling(
     fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str, Tensor], prefix: str, whole_yarn: bool
 ) -> RopeScaling | None:
     # llama.cpp's converter stores a longrope without a type; its readers recognize it by the two tensors.
     silent = "longrope" if LONG_FACTORS in tensors and SHORT_FACTORS in tensors else "none"
-    kind = fields.get(f"{prefix}type", silent)
-    if kind not in ("none", "linear", "yarn", "longrope"):
-        raise ConfigError(f"{prefix}type={shown(kind, 40)} is not supported; use none, linear, yarn or longrope")
+    scaling_type = fields.get(f"{prefix}type", silent)
+    if scaling_type not in ("none", "linear", "yarn", "longrope"):
+        raise ConfigError(f"{prefix}type={shown(scaling_type, 40)} is not supported; use none, linear, yarn or longrope")
     for name, supported in FIXED_YARN.items():
         if fields.get(prefix + name, supported) != supported and not (whole_yarn and name in YARN_KEYS):
             raise ConfigError(
@@ -143,37 +144,38 @@ def _found(
             )
     sharper = short_decimal(fields.get(f"{prefix}attn_factor", 1.0))
     require_number(f"{prefix}attn_factor", sharper)
-    if sharper != 1 and kind not in ("yarn", "longrope"):
-        raise ConfigError(f"{prefix}attn_factor={shown(sharper, 40)} is not supported with type {kind!r}")
-    for name in (LLAMA3_FACTORS,) if kind in ("yarn", "longrope") else ():
-        if name in tensors:
-            raise ConfigError(f"tensor {name!r} is not supported with {prefix}type={kind!r}")
-    for name in (LONG_FACTORS, SHORT_FACTORS):
-        if (name in tensors) != (kind == "longrope"):
-            there = "present" if name in tensors else "missing"
-            raise ConfigError(f"tensor {name!r} is {there}, but {prefix}type={kind!r}")
+    log_multiplier = fields.get(f"{prefix}yarn_log_multiplier", 0.0) if scaling_type == "yarn" else 0.0
+    if sharper != 1 and (scaling_type not in ("yarn", "longrope") or log_multiplier):
+        raise ConfigError(
+            f"{prefix}attn_factor={shown(sharper, 40)} is not supported with type {scaling_type!r} and yarn_log_multiplier="
+            f"{shown(log_multiplier, 40)}"
+        )
+    possible: list[set[str]] = [set(), {LLAMA3_FACTORS}]
+    if scaling_type in ("longrope", "yarn"):
+        possible = [{LONG_FACTORS, SHORT_FACTORS} if scaling_type == "longrope" else set()]
+    if set(ROPE_TENSORS) & tensors.keys() not in possible:
+        names = ", ".join(name for name in ROPE_TENSORS if name in tensors) or "none"
+        raise ConfigError(f"{prefix}type={scaling_type!r} is not supported with these tensors of factors: {names}")
     factor = short_decimal(fields.get(f"{prefix}factor", fields.get(f"{prefix.removesuffix('scaling.')}scale_linear")))
+    if factor not in (None, 0, 1) and set(ROPE_TENSORS) & tensors.keys():
+        raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported with tensors of factors")
     original = fields.get(f"{prefix}original_context_length", config.max_seq_len)
     require_positive_int(f"{prefix}original_context_length", original)
-    if factor is not None:
-        require_number(f"{prefix}factor", factor)
-    if kind == "yarn":
-        if factor is None:
-            raise ConfigError(f"{prefix}factor is missing")
+    if factor is not None or scaling_type == "yarn":
+        require_number(f"{prefix}factor", factor, minimum=0.0)
+    if scaling_type == "yarn":
         settings: dict[str, Any] = {"original_max_seq_len": original}
         if whole_yarn:
             turns = {name: fields.get(prefix + key, FIXED_YARN[key]) for key, name in YARN_KEYS.items() if name}
             settings |= {name: short_decimal(value) for name, value in turns.items()}
-        if weight := fields.get(f"{prefix}yarn_log_multiplier", 0.0):
-            if sharper != 1:
-                raise ConfigError(f"{prefix}attn_factor={shown(sharper, 40)} is not supported with yarn_log_multiplier")
-            return RopeScaling("yarn", factor, **settings, mscale=1.0, mscale_all_dim=short_decimal(weight))
+        if log_multiplier:
+            return RopeScaling("yarn", factor, **settings, mscale=1.0, mscale_all_dim=short_decimal(log_multiplier))
         sharp = None if sharper == 1 else short_decimal(yarn_attention_factor(max(factor, 1.0)) * sharper)
         return RopeScaling("yarn", factor, **settings, attention_factor=sharp)
-    if kind == "longrope":
-        if factor not in (None, 0, 1):
-            raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported with type 'longrope'")
-        short, long = (tuple(map(short_decimal, _numbers(tensors[name]).tolist())) for name in (SHORT_FACTORS, LONG_FACTORS))
+    if scaling_type == "longrope":
+        short, long = (
+            tuple(map(short_decimal, _read_factors(tensors[name]).tolist())) for name in (SHORT_FACTORS, LONG_FACTORS)
+        )
         longrope = RopeScaling(
             "longrope",
             max(config.max_seq_len / original, 1.0),
@@ -183,13 +185,11 @@ def _found(
         )
         return longrope if np.isclose(sharper, sharpening(config, longrope)) else replace(longrope, attention_factor=sharper)
     if LLAMA3_FACTORS not in tensors:
-        scaled = kind == "linear" or f"{prefix}type" not in fields
+        scaled = scaling_type == "linear" or f"{prefix}type" not in fields
         return RopeScaling("linear", factor) if scaled and factor not in (None, 1) else None
-    if factor not in (None, 1):
-        raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported with tensor {LLAMA3_FACTORS!r}")
     # The stored factors are those of Llama 3.1's scaling: its parameters follow from them, or from our keys, and must
     # reproduce them.
-    stored = _numbers(tensors[LLAMA3_FACTORS])
+    stored = _read_factors(tensors[LLAMA3_FACTORS])
     settings = {name: fields.get(key, default) for key, (name, default) in LLAMA3_KEYS.items()}
     llama3 = RopeScaling("llama3", short_decimal(stored.max()), **settings)
     step = replace(llama3, high_freq_factor=llama3.low_freq_factor)  # as in Llama 4
@@ -213,10 +213,7 @@ def settings_and_tensors(
     if infer_context(config) != config:
         settings |= {f"{NOTE}.{name}": value for name, value in context_note(config).items() if value is not None}
     if scaling.kind == "dynamic":
-        raise CheckpointError(
-            "rope scaling kind='dynamic' cannot be stored in GGUF, whose readers support no frequencies that depend on the"
-            " length; write Hugging Face's format or orbax"
-        )
+        refuse_to_store("rope scaling kind='dynamic'", "support no frequencies that depend on the length")
     if scaling.kind == "llama3":
         settings |= {key: getattr(scaling, name) for key, (name, _) in LLAMA3_KEYS.items()}
         return settings, {LLAMA3_FACTORS: factors_of(config, scaling).astype(np.float32)}
@@ -229,10 +226,7 @@ def settings_and_tensors(
         if scaling.kind == "yarn" and whole_yarn and name != "truncate":
             settings[f"{prefix}yarn_{name}"] = float(getattr(scaling, name))
         elif scaling.kind == "yarn" and getattr(scaling, name) != only:
-            raise CheckpointError(
-                f"rope scaling kind={scaling.kind!r} with {name}={getattr(scaling, name)} cannot be stored in GGUF,"
-                f" whose readers assume {only}; write Hugging Face's format or orbax"
-            )
+            refuse_to_store(f"rope scaling kind={scaling.kind!r} with {name}={getattr(scaling, name)}", f"assume {only}")
     settings[f"{prefix}original_context_length"] = scaling.original_max_seq_len
     if whole_yarn and scaling.mscale == 1.0:
         settings[f"{prefix}yarn_log_multiplier"] = float(scaling.mscale_all_dim or 0.0)
@@ -250,19 +244,19 @@ def settings_and_tensors(
 def factors_of(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
     """The divisors of the frequencies in a scaling: float64[H/2]."""
     plain = inverse_frequencies(config.rope_dim, config.rope_theta)
-    return plain / _scaled(config, scaling)[0]
+    return plain / _scale_frequencies(config, scaling)[0]
 
 
 def sharpening(config: LlamaConfig, scaling: RopeScaling) -> float:
     """The attention factor of a scaling."""
-    return _scaled(config, scaling)[1]
+    return _scale_frequencies(config, scaling)[1]
 
 
-def _scaled(config: LlamaConfig, scaling: RopeScaling) -> tuple[np.ndarray, float]:
+def _scale_frequencies(config: LlamaConfig, scaling: RopeScaling) -> tuple[np.ndarray, float]:
     plain = inverse_frequencies(config.rope_dim, config.rope_theta)
     frequencies, factor = SCALINGS[scaling.kind](plain, config.rope_theta, None, scaling)
     return np.asarray(frequencies), factor
 
 
-def _numbers(tensor: Tensor) -> np.ndarray:
+def _read_factors(tensor: Tensor) -> np.ndarray:
     return tensor.read(0, tensor.shape[0]).astype(np.float64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -17,28 +16,28 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading, shown
-from llama_jax.formats import orbax_format
 from llama_jax.formats.adapters import OpenedAdapter, load_adapter, open_adapter, save_adapter, with_adapter_parts
 from llama_jax.formats.build_params import WrittenTensor
-from llama_jax.formats.gguf import NAMES as GGUF_NAMES
-from llama_jax.formats.gguf import Blocks, kinds_in
+from llama_jax.formats.device_fill import check_largest
+from llama_jax.formats.gguf import GGUF_NAMES as GGUF_NAMES
+from llama_jax.formats.gguf import Blocks, read_storage_types
 from llama_jax.formats.huggingface import from_params
-from llama_jax.formats.lazy_tensors import FLOATS
-from llama_jax.formats.loading import FORMATS, load, log_notes, open_checkpoint
+from llama_jax.formats.lazy_tensors import FLOAT_DTYPES
+from llama_jax.formats.loading import WEIGHT_FORMATS, load, log_notes, open_checkpoint
 from llama_jax.formats.model_folder import (
-    About,
+    ModelMetadata,
     all_settings,
-    check_room,
+    check_output,
     describe_missing,
     missing_settings,
     new_output,
     vocabulary_files,
-    write_about,
+    write_model_metadata,
     write_vocabulary_files,
 )
-from llama_jax.formats.orbax_format import name_of
-from llama_jax.formats.quantize_on_load import Quantization, check_quantize, quantized_kinds
-from llama_jax.formats.weight_format import Opened
+from llama_jax.formats.orbax_format import OrbaxCheckpoint, array_name
+from llama_jax.formats.quantize_on_load import Quantization, check_quantize, describe_quantized_types
+from llama_jax.formats.weight_format import OpenedCheckpoint
 from llama_jax.model.awq import scale_channels
 from llama_jax.model.checks import check_no_hooks
 from llama_jax.model.mixtures import MIXTURES, base_kind
@@ -52,14 +51,14 @@ from llama_jax.parallel.padding import unpad_params
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.storage.atomic_write import remove
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
-from llama_jax.tokenizers.interface import check_rows, token_name
+from llama_jax.tokenizers.interface import check_token_rows, token_name
 from llama_jax.tokenizers.load import warn_of_size
 
 WrittenFormat = Literal["safetensors", "gguf", "llama2c", "orbax"]
 WrittenDtype = Literal["float32", "bfloat16", "float16", Blocks]
-FOLDERS = tuple(format.name for format in FORMATS.values() if format.is_folder)
+FOLDERS = tuple(format.name for format in WEIGHT_FORMATS.values() if format.is_folder)
 TENSOR_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
-    kind: base_kind(kind).upper() + kind.removeprefix(base_kind(kind)) for kind in get_args(Blocks)
+    dtype: base_kind(dtype).upper() + dtype.removeprefix(base_kind(dtype)) for dtype in get_args(Blocks)
 }
 CALIBRATION = 2048  # tokens
 _log = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ def save(
     overwrite: bool = False,
     like: str | os.PathLike[str] | None = None,
     progress: WritingProgress | None = None,
-    about: About = About(),
+    metadata: ModelMetadata = ModelMetadata(),
 ) -> None:
     """Write a model: it appears under `path` only when completely written.
 
@@ -96,7 +95,7 @@ def save(
         matrices are quantized as in it. In the same blocks they are rounded up or down at random, which keeps the changes
         on average; rounding to nearest would lose changes below half a step.
       progress: wraps the list of tensors, as `tqdm.tqdm` does, to show progress ("orbax" writes all at once).
-      about: descriptions next to the weights (`load(path).about`). Settings of it and of the tokenizer that the format
+      metadata: descriptions next to the weights (`load(path).metadata`). Settings of it and of the tokenizer that the format
         cannot store are logged.
 
     Raises:
@@ -104,36 +103,36 @@ def save(
       ConfigError: parameters with hooks.
     """
     format = format_of(path) if format is None else format
-    _check(path, format, dtype)
-    kinds: dict[str, str] = {}
+    _check_target(path, format, dtype)
+    types_before: dict[str, str] = {}
     if like is not None:
         model = open_checkpoint(like)
-        if format != "gguf" or not isinstance(model, Opened) or model.names is not GGUF_NAMES:
+        if format != "gguf" or not isinstance(model, OpenedCheckpoint) or model.names is not GGUF_NAMES:
             raise CheckpointError(f"like={os.fspath(like)!r} is only for format='gguf'; omit it")
-        kinds = kinds_in(model.path)
+        types_before = read_storage_types(model.path)
     _check_leaves(params)
     check_no_hooks(params)
     params = unpad_params(config, params)
-    write_params = FORMATS[format].write_params
+    write_params = WEIGHT_FORMATS[format].write_params
     if write_params is None:
-        opened = from_params(config, params, tokenizer, about)
-        _write(locate(path), opened, format, dtype, overwrite, progress, kinds=kinds)
+        opened = from_params(config, params, tokenizer, metadata)
+        _write_checkpoint(locate(path), opened, format, dtype, overwrite, progress, before=types_before)
         return
     with new_output(Path(path), folder=True, overwrite=overwrite) as target:
-        write_params(target, config, _checked(params if dtype is None else dequantize(params), dtype), Path(path))
+        write_params(target, config, _cast_finite(params if dtype is None else dequantize(params), dtype), Path(path))
         if tokenizer is not None:
             tokenizer.save(target)
-        write_about(target, about)
-        _log_lost(path, all_settings(tokenizer, about), target)
+        write_model_metadata(target, metadata)
+        _log_lost(path, all_settings(tokenizer, metadata), target)
 
 
 def _log_lost(path: object, before: Mapping[str, Any], written: Location) -> None:
     """Log the settings that the format of a written model cannot store."""
     if before:
-        again = open_checkpoint(written)
+        reopened = open_checkpoint(written)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of the source's vocabulary, about the temporary path
-            after = all_settings(again.tokenizer(), again.about())
+            after = all_settings(reopened.tokenizer(), reopened.metadata())
         if missing := missing_settings(before, after):
             _log.warning(describe_missing(path, missing))
 
@@ -166,7 +165,7 @@ def convert(
       base: for an adapter, the model that it was trained on; only its settings are read. By default the one it names.
     """
     format = format_of(path) if format is None else format
-    _check(path, format, dtype)
+    _check_target(path, format, dtype)
     opened_adapter = open_adapter(source)
     if opened_adapter is not None:
         if (
@@ -189,35 +188,35 @@ def convert(
             f"quantize={quantize!r} is for format='orbax' without a dtype; for blocks in a GGUF set dtype, such as 'q4_k'"
         )
     check_quantize(quantize)
-    kind = dtype if quantize is None else quantize
-    if calibrate is not None and kind not in MIXTURES:
+    quant_format = dtype if quantize is None else quantize
+    if calibrate is not None and quant_format not in MIXTURES:
         raise CheckpointError(
             f"calibrate={os.fspath(calibrate)!r} needs quantization: dtype='q4_k' for a GGUF, or quantize='int4' for orbax"
         )
     opened = open_checkpoint(source)
     if tokenizer is not None:
-        given = load_tokenizer(tokenizer)
-        warn_of_size(given, opened.config.vocab_size, tokenizer)
-        opened = replace(opened, tokenizer=lambda: given)
+        chosen_tokenizer = load_tokenizer(tokenizer)
+        warn_of_size(chosen_tokenizer, opened.config.vocab_size, tokenizer)
+        opened = replace(opened, tokenizer=lambda: chosen_tokenizer)
     sources = [locate(source), opened.path]
-    if calibrate is None and not isinstance(opened, orbax_format.OrbaxCheckpoint) and FORMATS[format].write is not None:
+    if calibrate is None and not isinstance(opened, OrbaxCheckpoint) and WEIGHT_FORMATS[format].write is not None:
         log_notes(opened)
-        _write(locate(path), opened, format, dtype, overwrite, progress, sources)
+        _write_checkpoint(locate(path), opened, format, dtype, overwrite, progress, sources)
         return
-    check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=sources)
+    check_output(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=sources)
     if calibrate is None:
-        halves = isinstance(opened, Opened) and opened.tensors[opened.names["embedding"]].kind == "F16"
+        halves = isinstance(opened, OpenedCheckpoint) and opened.tensors[opened.names["embedding"]].storage_type == "F16"
         # A copy keeps float16, although CPUs do not compute in it, see `lazy_tensors.default_dtype`.
         stored = jnp.float16 if halves and quantize is None else None
-        found = load(source, stored, quantize=quantize, tokenizer=tokenizer)
-        params = found.params
+        loaded = load(source, stored, quantize=quantize, tokenizer=tokenizer)
+        params = loaded.params
     else:
-        found = load(source, "float32", tokenizer=tokenizer)
-        tokens = _calibration(calibrate, found.config, found.tokenizer)
-        params = scale_channels(found.config, found.params, tokens, cast(str, kind), progress=cast(Any, progress))
+        loaded = load(source, "float32", tokenizer=tokenizer)
+        tokens = _calibration(calibrate, loaded.config, loaded.tokenizer)
+        params = scale_channels(loaded.config, loaded.params, tokens, cast(str, quant_format), progress=cast(Any, progress))
         params = params if quantize is None else quantized_params(params, cast(FormatName, quantize))
-    options: Any = dict(format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
-    save(path, found.config, params, found.tokenizer, **options)
+    options: Any = dict(format=format, dtype=dtype, overwrite=overwrite, progress=progress, metadata=loaded.metadata)
+    save(path, loaded.config, params, loaded.tokenizer, **options)
 
 
 def _calibration(text: str | os.PathLike[str], config: LlamaConfig, tokenizer: Tokenizer | None) -> np.ndarray:
@@ -225,15 +224,15 @@ def _calibration(text: str | os.PathLike[str], config: LlamaConfig, tokenizer: T
     if tokenizer is None:
         raise CheckpointError(f"calibrate={os.fspath(text)!r}: the model has no vocabulary to encode a text with")
     with reading(text, CheckpointError), locate(text).open("rb") as file:
-        found = tokenizer.encode(file.read(16 * CALIBRATION).decode("utf-8", "ignore"))[:CALIBRATION]
-    check_rows(tokenizer, found, config.vocab_size, os.fspath(text))
-    length = min(len(found), 512, config.max_seq_len)
+        tokens = tokenizer.encode(file.read(16 * CALIBRATION).decode("utf-8", "ignore"))[:CALIBRATION]
+    check_token_rows(tokenizer, tokens, config.vocab_size, os.fspath(text))
+    length = min(len(tokens), 512, config.max_seq_len)
     if length < 16:
-        raise CheckpointError(f"calibrate={os.fspath(text)!r} has {len(found)} tokens; at least a few hundred are needed")
-    return np.asarray(found[: len(found) // length * length], np.int32).reshape(-1, length)
+        raise CheckpointError(f"calibrate={os.fspath(text)!r} has {len(tokens)} tokens; at least a few hundred are needed")
+    return np.asarray(tokens[: len(tokens) // length * length], np.int32).reshape(-1, length)
 
 
-def about_blocks(
+def describe_requantization(
     source: str | os.PathLike[str], path: str | os.PathLike[str], format: WrittenFormat | None, rounded: str | None
 ) -> list[str]:
     """A line about how `convert` treats the quantized tensors of a model; no line if there are none.
@@ -245,12 +244,12 @@ def about_blocks(
         return []
     tensors = open_checkpoint(source).tensors
     into = format_of(path) if format is None else format
-    is_kept = FORMATS[into].can_keep
-    kept = quantized_kinds(tensors, lambda tensor: rounded is None and is_kept(tensor))
-    others = quantized_kinds(tensors, lambda tensor: rounded is not None or not is_kept(tensor))
-    lines = [f"{kept} kept as they are"] if kept else []
-    again = f"float32 and requantized as {rounded}" if rounded in MIXTURES else rounded or "float32"
-    lines += [f"{others} dequantized to {again}"] if others else []
+    is_kept = WEIGHT_FORMATS[into].can_keep
+    kept_types = describe_quantized_types(tensors, lambda tensor: rounded is None and is_kept(tensor))
+    dequantized_types = describe_quantized_types(tensors, lambda tensor: rounded is not None or not is_kept(tensor))
+    lines = [f"{kept_types} kept as they are"] if kept_types else []
+    target = f"float32 and requantized as {rounded}" if rounded in MIXTURES else rounded or "float32"
+    lines += [f"{dequantized_types} dequantized to {target}"] if dequantized_types else []
     return [f"{os.fspath(source)}: {', '.join(lines)}"] if lines else []
 
 
@@ -262,57 +261,59 @@ def _convert_adapter(
     base: str | os.PathLike[str] | None,
     overwrite: bool,
 ) -> None:
-    named = opened.base
-    where = locate(base or named or "")
+    base_name = opened.base
+    where = locate(base or base_name or "")
     config = opened.base_config if base is None else None
-    if config is None and base is None and (named is None or not where.exists()):
-        reason = "does not name its base" if named is None else f"was trained on {shown(named)}, which was not found"
+    if config is None and base is None and (base_name is None or not where.exists()):
+        reason = "does not name its base" if base_name is None else f"was trained on {shown(base_name)}, which was not found"
         raise CheckpointError(f"{source} {reason}; pass the base's folder or file as base (--base)")
     folder = Path(path).suffix.lower() != ".gguf"
-    check_room(locate(path), folder=folder, overwrite=overwrite, sources=[locate(source), where])
+    check_output(locate(path), folder=folder, overwrite=overwrite, sources=[locate(source), where])
     config = open_checkpoint(where).config if config is None else config
     config = with_adapter_parts(config, [source])
-    adapter = load_adapter(source, config, jnp.float32 if dtype is None else FLOATS[TENSOR_TYPES[dtype]])
-    save_adapter(path, config, adapter.params, adapter.lora, base=named or os.fspath(where), overwrite=overwrite)
+    adapter = load_adapter(source, config, jnp.float32 if dtype is None else FLOAT_DTYPES[TENSOR_TYPES[dtype]])
+    save_adapter(path, config, adapter.params, adapter.lora, base=base_name or os.fspath(where), overwrite=overwrite)
 
 
 def format_of(path: str | os.PathLike[str]) -> WrittenFormat:
     """The format for a path's suffix; safetensors for any other suffix."""
     suffix = Path(path).suffix.lower()
-    found = (format.name for format in FORMATS.values() if format.write is not None and suffix in format.suffixes[:1])
-    return cast(WrittenFormat, next(found, "safetensors"))
+    matching = (
+        format.name for format in WEIGHT_FORMATS.values() if format.write is not None and suffix in format.suffixes[:1]
+    )
+    return cast(WrittenFormat, next(matching, "safetensors"))
 
 
-def _write(
+def _write_checkpoint(
     path: Location,
-    opened: Opened,
+    opened: OpenedCheckpoint,
     format: WrittenFormat,
     dtype: WrittenDtype | None,
     overwrite: bool,
     progress: WritingProgress | None,
     sources: Iterable[Location] = (),
-    kinds: Mapping[str, str] | None = None,
+    before: Mapping[str, str] | None = None,
 ) -> None:
-    if opened.config.parts and not FORMATS[format].names_parts:
+    if opened.config.parts and not WEIGHT_FORMATS[format].names_parts:
         raise CheckpointError(
             f"{opened.config.parts} cannot be stored in {format}, whose readers have fixed parts; write safetensors or orbax"
         )
-    kind, write = None if dtype is None else TENSOR_TYPES[dtype], FORMATS[format].write
+    storage_type, write = None if dtype is None else TENSOR_TYPES[dtype], WEIGHT_FORMATS[format].write
     assert write is not None
     tokenizer = opened.tokenizer()
     beside = {}
     if format == "llama2c" and tokenizer is not None and isinstance(path, Path):
-        beside = vocabulary_files(tokenizer, path, opened.config.vocab_size, opened.about())
+        beside = vocabulary_files(tokenizer, path, opened.config.vocab_size, opened.metadata())
     written: list[Path] = []
     try:
         with new_output(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
-            write(target, opened, tokenizer, kind, progress=progress, **({"before": kinds} if kinds else {}))
+            write(target, opened, tokenizer, storage_type, progress=progress, **({"before": before} if before else {}))
             # Before the weights get their name: without a vocabulary the model is incomplete.
             write_vocabulary_files(beside, written)
-            _log_lost(path, all_settings(tokenizer, opened.about()), target)
+            _log_lost(path, all_settings(tokenizer, opened.metadata()), target)
     except BaseException:
-        for each in written:
-            remove(each)
+        for file in written:
+            remove(file)
         raise
     rows = opened.config.vocab_size
     if format == "gguf" and tokenizer is None:
@@ -322,23 +323,21 @@ def _write(
         _log.warning("%s has no tokens from %s (id %d) on, as llama.cpp requires: they have no row", path, first, rows)
 
 
-def _check(path: str | os.PathLike[str], format: WrittenFormat, dtype: WrittenDtype | None) -> None:
+def _check_target(path: str | os.PathLike[str], format: WrittenFormat, dtype: WrittenDtype | None) -> None:
     if format not in get_args(WrittenFormat):
         raise CheckpointError(f"format={format!r} is not one of {', '.join(get_args(WrittenFormat))}")
-    if dtype is not None and dtype not in TENSOR_TYPES:
-        raise CheckpointError(f"dtype={dtype!r} is not one of {', '.join(TENSOR_TYPES)}")
-    name, own = os.fspath(path), FORMATS[format]
-    if isinstance(locate(path), StoredPath) and not own.in_stores:
+    name, weight_format = os.fspath(path), WEIGHT_FORMATS[format]
+    if isinstance(locate(path), StoredPath) and not weight_format.in_stores:
         raise CheckpointError(f"{name} is in a store, but {format} can only be written to a local path")
     if format in FOLDERS and Path(name).suffix in (".gguf", ".bin", ".safetensors", ".pth", ".pt"):
         raise CheckpointError(f"{name} is named like a file, but {format} is a folder; use another name or format")
     if format not in FOLDERS and name.endswith(os.sep):
         raise CheckpointError(f"{name} is named like a folder, but {format} is a file; pass its name")
-    if dtype is not None and dtype not in own.dtypes:
-        others = " or ".join(repr(name) for name in get_args(WrittenFormat) if dtype in FORMATS[name].dtypes)
+    if dtype is not None and dtype not in weight_format.dtypes:
+        capable = " or ".join(f"format={name!r}" for name in get_args(WrittenFormat) if dtype in WEIGHT_FORMATS[name].dtypes)
+        remedy = f"choose {capable}, or another dtype" if capable else "choose another dtype"
         raise CheckpointError(
-            f"dtype={dtype!r}: the {format} format supports only {', '.join(own.dtypes)}; choose format={others}, or another"
-            " dtype"
+            f"dtype={dtype!r}: the {format} format supports only {', '.join(weight_format.dtypes)}; {remedy}"
         )
 
 
@@ -348,7 +347,7 @@ def _check_leaves(params: Llama) -> None:
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_leaf):
         if is_leaf(leaf) and not isinstance(leaf, QuantizedWeight | JoinedWeight):
             raise CheckpointError(
-                f"{name_of(path)} is a {type(leaf).__name__}; files store only weights: merge it with its weight"
+                f"{array_name(path)} is a {type(leaf).__name__}; files store only weights: merge it with its weight"
             )
 
 
@@ -356,18 +355,14 @@ def _check_leaves(params: Llama) -> None:
 _largest = jax.jit(lambda array: jnp.maximum(array.max(), -array.min()))
 
 
-def _checked(params: Llama, dtype: WrittenDtype | None) -> Llama:
+def _cast_finite(params: Llama, dtype: WrittenDtype | None) -> Llama:
     """The parameters cast and checked to be finite, as the other formats do tensor by tensor."""
 
     def cast(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
         if dtype is None and (not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1):
             return array  # integers of a quantized weight; its scales are checked
-        target = array.dtype if dtype is None else FLOATS[TENSOR_TYPES[dtype]]
-        largest = float(_largest(array))
-        if not math.isfinite(largest):
-            raise CheckpointError(f"array {name_of(path)!r} holds NaN or infinity; pass finite parameters")
-        if largest > float(jnp.finfo(target).max):
-            raise CheckpointError(f"array {name_of(path)!r} holds numbers too large for {target}; use another dtype")
+        target = array.dtype if dtype is None else FLOAT_DTYPES[TENSOR_TYPES[dtype]]
+        check_largest(float(_largest(array)), target, f"array {array_name(path)!r}", "pass finite parameters")
         return array.astype(target)
 
     return jax.tree_util.tree_map_with_path(cast, params)

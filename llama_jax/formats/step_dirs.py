@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from llama_jax.errors import CheckpointError, UserError
 from llama_jax.storage import Location, StoredPath
@@ -29,7 +29,7 @@ from llama_jax.storage.paths import read_object, resolved
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run
 PARAMS, EMA, REST, ABOUT = "params", "ema", "rest", "about"
-METADATA_FILE, SUMS = "note.json", "SHA256SUMS"
+METADATA_FILE, CHECKSUMS_FILE = "note.json", "SHA256SUMS"
 
 
 class DamagedError(CheckpointError):
@@ -47,7 +47,7 @@ def steps_in(folder: Location) -> list[int]:
 
 def is_step(folder: Location) -> bool:
     """Whether a folder is a complete step of a run."""
-    return (folder / ABOUT / SUMS).exists()
+    return (folder / ABOUT / CHECKSUMS_FILE).exists()
 
 
 def existing_step(folder: Location, step: int | None) -> int:
@@ -74,6 +74,10 @@ def read_metadata(folder: Location, step: int | None = None) -> dict[str, Any]:
         return read_object(path, DamagedError)
     except OSError as error:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
+
+
+def refuse_removed(path: object) -> NoReturn:
+    raise CheckpointError(f"{path} was removed while it was read; try again, or read another step") from None
 
 
 def cannot_read(path: Location, reason: str) -> str:
@@ -109,28 +113,28 @@ def find_checkpoints(path: Location) -> Location | None:
     return path if steps_in(path) else None
 
 
-SUM_LINE = re.compile(r"(?P<sum>[0-9a-f]{64})  (?P<name>[^\\\n]+)")
+CHECKSUM_LINE = re.compile(r"(?P<sum>[0-9a-f]{64})  (?P<name>[^\\\n]+)")
 FILE_THREADS = 8  # files hashed concurrently
 
 
-def write_sums(step: Path) -> None:
+def write_checksums(step: Path) -> None:
     """Flush all files of a step to disk, then write their checksums, with which the step is complete."""
     flush(step)
     names = sorted(path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file())
     with ThreadPoolExecutor(FILE_THREADS) as pool:
-        sums = pool.map(lambda name: _sum_of(step / name), names)
-        text = "".join(f"{checksum}  {name}\n" for checksum, name in zip(sums, names, strict=True))
-    with write_atomically(step / ABOUT / SUMS, raises=CheckpointError) as target:
+        checksums = pool.map(lambda name: _hash_file(step / name), names)
+        text = "".join(f"{checksum}  {name}\n" for checksum, name in zip(checksums, names, strict=True))
+    with write_atomically(step / ABOUT / CHECKSUMS_FILE, raises=CheckpointError) as target:
         target.write_text(f"{text}# {hashlib.sha256(text.encode()).hexdigest()}\n", encoding="utf-8")
 
 
 def remove_step(step: Path) -> None:
     """Remove a step, its checksums first."""
-    (step / ABOUT / SUMS).unlink(missing_ok=True)
+    (step / ABOUT / CHECKSUMS_FILE).unlink(missing_ok=True)
     shutil.rmtree(step)
 
 
-def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> None:
+def check_checksums(step: Location, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> None:
     """Verify that a step's files are what was saved.
 
     Args:
@@ -141,49 +145,49 @@ def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple
       DamagedError: a file is missing or differs.
       CheckpointError: a file cannot be read, which does not prove damage.
     """
-    sums = read_sums(step)
-    wanted = [name for name in sums if "/" not in name or parts is None or name.partition("/")[0] in parts]
+    checksums = read_checksums(step)
+    names = [name for name in checksums if "/" not in name or parts is None or name.partition("/")[0] in parts]
     with ThreadPoolExecutor(FILE_THREADS) as pool:
-        problems = pool.map(lambda name: _problem(step / name, sums[name]), wanted[share[0] :: share[1]])
+        problems = pool.map(lambda name: _problem(step / name, checksums[name]), names[share[0] :: share[1]])
         first = next(filter(None, problems), None)
     if first is not None and not is_step(resolved(step)):
-        raise CheckpointError(f"{step} was removed while it was read; read another step")
+        refuse_removed(step)
     if first is not None:
         raise first
 
 
 def _problem(path: Location, expected: str) -> CheckpointError | None:
     try:
-        found = _sum_of(path)
+        checksum = _hash_file(path)
     except FileNotFoundError:
         return DamagedError(f"{path} is missing")
     except OSError as error:
         return CheckpointError(cannot_read(path, error.strerror or str(error)))
-    return None if found == expected else DamagedError(f"{path} is not what was saved (its SHA-256 differs)")
+    return None if checksum == expected else DamagedError(f"{path} is not what was saved (its SHA-256 differs)")
 
 
-def read_sums(step: Location) -> dict[str, str]:
+def read_checksums(step: Location) -> dict[str, str]:
     """{name: checksum} of a step's files.
 
     Raises:
       DamagedError: the list itself is damaged.
       CheckpointError: it was removed, or cannot be read.
     """
-    path = step / ABOUT / SUMS
+    path = step / ABOUT / CHECKSUMS_FILE
     try:
         with path.open("rb") as file:
             text, _, last = file.read().decode(errors="replace").rpartition("# ")
     except FileNotFoundError:
-        raise CheckpointError(f"{step} was removed while it was read; read another step") from None
+        refuse_removed(step)
     except OSError as error:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
     if last != hashlib.sha256(text.encode()).hexdigest() + "\n":
         raise DamagedError(f"{path} is not what was saved")
-    matches = [SUM_LINE.fullmatch(line) for line in text.splitlines()]
+    matches = [CHECKSUM_LINE.fullmatch(line) for line in text.splitlines()]
     return {match["name"]: match["sum"] for match in matches if match is not None}
 
 
-def _sum_of(path: Location) -> str:
+def _hash_file(path: Location) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -191,34 +195,35 @@ def _sum_of(path: Location) -> str:
 STEP_TRIES = 5  # attempts before the last error is raised
 
 Arguments = ParamSpec("Arguments")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def retry_with_newest_step(read: Callable[Arguments, Found]) -> Callable[Arguments, Found]:
+def retry_with_newest_step(read: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Call `read` again if its first argument, `path`, is a run that has saved a newer step in the meantime.
 
     A run keeps its last few steps: one that was found may be removed before it is completely read.
     """
 
     @functools.wraps(read)
-    def again(*arguments: Arguments.args, **named: Arguments.kwargs) -> Found:
-        path = arguments[0] if arguments else named.get("path")
-        for left in reversed(range(STEP_TRIES)):
+    def retrying(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
+        path = arguments[0] if arguments else keywords.get("path")
+        tries_left = STEP_TRIES
+        while True:
             before = _newest(path)
             try:
-                return read(*arguments, **named)
+                return read(*arguments, **keywords)
             except (UserError, OSError) as error:
+                tries_left -= 1
                 now = None if before is None else _newest(path)
-                if left and now != before:
+                if tries_left and now != before:
                     continue
                 if isinstance(error, FileNotFoundError):  # it existed before
-                    raise CheckpointError(f"{error.filename} was removed while it was read; try again") from None
+                    refuse_removed(error.filename)
                 if before is None or isinstance(error, UserError):
                     raise
                 raise CheckpointError(cannot_read(before, str(error))) from None
-        raise AssertionError("the last try returns or raises")
 
-    return again
+    return retrying
 
 
 def _newest(path: object) -> Location | None:
@@ -246,5 +251,5 @@ def fetch_model(location: StoredPath) -> tuple[StoredPath, Path]:
     entries = {f"{step.name}/{name}": entry for name, entry in files}
     try:
         return step, fetch_to_cache(step.parent, entries, CheckpointError) / step.name
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{step} was removed while it was read ({error.filename}); try again") from None
+    except FileNotFoundError:
+        refuse_removed(step)

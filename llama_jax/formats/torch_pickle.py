@@ -48,10 +48,10 @@ class _Storage(NamedTuple):
     numbers: Dense
 
 
-REBUILD = _Global("torch._utils", "_rebuild_tensor_v2")
-PARAMETER = _Global("torch._utils", "_rebuild_parameter")
+REBUILD_TENSOR = _Global("torch._utils", "_rebuild_tensor_v2")
+REBUILD_PARAMETER = _Global("torch._utils", "_rebuild_parameter")
 ORDERED = _Global("collections", "OrderedDict")
-ALLOWED = {REBUILD, PARAMETER, ORDERED} | {_Global("torch", name) for name in STORAGES}
+ALLOWED = {REBUILD_TENSOR, REBUILD_PARAMETER, ORDERED} | {_Global("torch", name) for name in STORAGES}
 
 
 @dataclass(frozen=True)
@@ -91,21 +91,21 @@ def read_tensors(path: Location) -> dict[str, Tensor]:
     return tensors_of(read_pickled(path), path)
 
 
-def tensors_of(found: Any, path: Location) -> dict[str, Tensor]:
+def tensors_of(content: Mapping[Any, Any], path: Location) -> dict[str, Tensor]:
     """The dictionary that a pickle holds, checked to map names to tensors."""
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}; expected a dictionary of tensors by name")
-    others = [name for name, tensor in found.items() if not isinstance(name, str) or not isinstance(tensor, Dense | Strided)]
-    ignored = ignored_tensors(filter(lambda name: isinstance(name, str), others))
-    for name in others:
+    not_tensors = [
+        name for name, tensor in content.items() if not isinstance(name, str) or not isinstance(tensor, Dense | Strided)
+    ]
+    ignored = ignored_tensors(filter(lambda name: isinstance(name, str), not_tensors))
+    for name in not_tensors:
         if name not in ignored:
-            raise CheckpointError(f"{path}: {shown(name, 80)} is a {type(found[name]).__name__}; expected a tensor")
-    found = {name: tensor for name, tensor in found.items() if name not in ignored}
+            raise CheckpointError(f"{path}: {shown(name, 80)} is a {type(content[name]).__name__}; expected a tensor")
+    content = {name: tensor for name, tensor in content.items() if name not in ignored}
     # Twice, since a tied model may store its embedding under both names.
-    total, size = sum(tensor.nbytes for tensor in found.values()), path.stat().st_size
+    total, size = sum(tensor.nbytes for tensor in content.values()), path.stat().st_size
     if total > 2 * size:
         raise CheckpointError(f"{path} has {size} bytes, but its tensors need {total}; copy it again")
-    return found
+    return content
 
 
 def read_pickled(path: Location) -> Mapping[str, Any]:
@@ -125,21 +125,20 @@ def read_pickled(path: Location) -> Mapping[str, Any]:
             if entries[pickles[0]].file_size > MAX_PICKLE_BYTES:
                 raise CheckpointError(f"{path}: its pickle is over {MAX_PICKLE_BYTES} bytes, too large for a model")
             order = entries.get(f"{folder}byteorder")
-            if order is not None and _stored(order) and order.file_size > len("little"):
-                raise ValueError(f"{order.filename} has {order.file_size} bytes")
-            if order is not None and archive.read(order) != b"little":
+            little = b"little"
+            if order is not None and _stored(order) and (order.file_size != len(little) or archive.read(order) != little):
                 raise CheckpointError(f"{path} was written on a big-endian machine; save it again on another")
             program = archive.read(pickles[0]) if _stored(entries[pickles[0]]) else b""
-        found = _run(program, path, {name.removeprefix(folder + "data/"): info for name, info in entries.items()})
+        content = _interpret(program, path, {name.removeprefix(folder + "data/"): info for name, info in entries.items()})
     except CheckpointError:
         raise
     except _DAMAGED as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # EINVAL: a position before the file
             raise
         raise CheckpointError(f"{path} is not a whole torch file ({reason_of(error)}); copy it again") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}; expected a dictionary of tensors")
-    return found
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}; expected a dictionary of tensors by name")
+    return content
 
 
 # Raised by zipfile, pickletools and the interpreter below for malformed bytes.
@@ -184,7 +183,7 @@ def _stored(info: zipfile.ZipInfo) -> bool:
     return True
 
 
-def _run(program: bytes, path: Location, entries: Mapping[str, zipfile.ZipInfo]) -> Any:
+def _interpret(program: bytes, path: Location, entries: Mapping[str, zipfile.ZipInfo]) -> Any:
     """Interpret a pickle. Instructions: pickletools; those that torch does not write are rejected."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
@@ -193,12 +192,10 @@ def _run(program: bytes, path: Location, entries: Mapping[str, zipfile.ZipInfo])
     def since_mark() -> list[Any]:
         at = len(stack) - 1
         while stack[at] is not STACK_MARK:
-            at -= 1
-            if at < 0:
-                raise ValueError("a mark is missing")
-        found = stack[at + 1 :]
+            at -= 1  # an IndexError if there is no mark
+        items = stack[at + 1 :]
         del stack[at:]
-        return found
+        return items
 
     opcode: Any
     argument: Any
@@ -253,7 +250,7 @@ def _run(program: bytes, path: Location, entries: Mapping[str, zipfile.ZipInfo])
                 stack.append(storages[described])
             case "REDUCE":
                 arguments, function = stack.pop(), stack.pop()
-                stack.append(_call(function, _as(tuple, arguments)))
+                stack.append(_rebuild(function, _as(tuple, arguments)))
             case "BUILD":  # an OrderedDict's attributes, where torch stores module versions
                 _as(dict, stack.pop())
                 _as(dict, stack[-1])
@@ -261,12 +258,11 @@ def _run(program: bytes, path: Location, entries: Mapping[str, zipfile.ZipInfo])
                 return stack.pop()
             case name:
                 raise ValueError(f"the instruction {name} is not allowed in a model")
-    raise ValueError("the pickle has no end")
 
 
-def _as(kind: type, value: Any) -> Any:
-    if not isinstance(value, kind) or isinstance(value, _Global | _Storage):
-        raise ValueError(f"expected a {kind.__name__}, found a {type(value).__name__}")
+def _as(cls: type, value: Any) -> Any:
+    if not isinstance(value, cls) or isinstance(value, _Global | _Storage):
+        raise ValueError(f"expected a {cls.__name__}, found a {type(value).__name__}")
     return value
 
 
@@ -281,16 +277,16 @@ def _set(target: Any, items: list[Any]) -> None:
 
 def _global(words: str, path: Location) -> _Global:
     module, _, name = words.partition(" ")
-    found = _Global(module, name)
-    if found not in ALLOWED:
+    reference = _Global(module, name)
+    if reference not in ALLOWED:
         requested = shown(f"{module}.{name}", 100)
         raise CheckpointError(f"{path} requests {requested}, but a model needs only tensors; nothing was run")
-    return found
+    return reference
 
 
-def _description(found: Any) -> tuple[str, str, int]:
+def _description(description: Any) -> tuple[str, str, int]:
     """Class, entry and number of values of the storage that a persistent id describes."""
-    word, cls, key, _, count = _as(tuple, found)
+    word, cls, key, _, count = _as(tuple, description)
     if word != "storage" or not isinstance(cls, _Global) or not isinstance(count, int):
         raise ValueError("a persistent id does not describe a storage")
     return cls.name, _as(str, key), count
@@ -301,30 +297,26 @@ def _storage(name: str, key: str, count: int, path: Location, entries: Mapping[s
     _stored(info)
     # The archive's table gives the position of the entry's own header; two lengths at its end give its size.
     header = read_bytes(path, info.header_offset, 30).tobytes()
-    if header[:4] != b"PK\x03\x04":
-        raise ValueError(f"{info.filename} is not where the table says")
     offset = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
     numbers = Dense(path, offset, (count,), STORAGES[name])
-    if numbers.nbytes > info.file_size or offset + info.file_size > path.stat().st_size or count < 0:
-        raise ValueError(f"{info.filename} is shorter than its tensors")
+    is_whole = header[:4] == b"PK\x03\x04" and offset + info.file_size <= path.stat().st_size
+    if not is_whole or count < 0 or numbers.nbytes > info.file_size:
+        raise ValueError(f"{info.filename} is shorter than its tensors, or not where the table says")
     return _Storage(numbers)
 
 
-def _call(function: Any, arguments: tuple) -> Any:
+def _rebuild(function: Any, arguments: tuple) -> Any:
     if function == ORDERED and arguments == ():
         return {}
-    if function == PARAMETER and arguments and isinstance(arguments[0], Dense | Strided):
+    if function == REBUILD_PARAMETER and arguments and isinstance(arguments[0], Dense | Strided):
         return arguments[0]
-    if function != REBUILD or not isinstance(arguments[0], _Storage):
+    if function != REBUILD_TENSOR or not isinstance(arguments[0], _Storage):
         raise ValueError("a call does not make a tensor")
     storage, first, shape, strides = arguments[:4]
     numbers = (first, *_as(tuple, shape), *_as(tuple, strides))
-    if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers) or len(shape) != len(strides):
-        raise ValueError("a tensor's shape must consist of non-negative integers")
-    if len(shape) > MAX_TORCH_AXES or max(numbers) >= 1 << 63:  # before they are multiplied
-        raise ValueError(
-            f"a tensor has {len(shape)} axes" if len(shape) > MAX_TORCH_AXES else "a tensor's shape is too large"
-        )
+    are_sizes = all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in numbers)
+    if not are_sizes or len(shape) != len(strides) or len(shape) > MAX_TORCH_AXES:  # before they are multiplied
+        raise ValueError(f"a tensor of {len(shape)} axes: at most {MAX_TORCH_AXES} non-negative integers, none too large")
     span = replace(storage.numbers, offset=storage.numbers.offset + first * storage.numbers.dtype.itemsize)
     if math.prod(shape) == 0:
         return replace(span, shape=shape)

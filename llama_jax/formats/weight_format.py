@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import shown
 from llama_jax.formats.lazy_tensors import Tensor, TensorInfo
-from llama_jax.formats.model_folder import About
+from llama_jax.formats.model_folder import ModelMetadata
 from llama_jax.model.params import ParamSpec, shape_of
 from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedCheckpoint:
     """A checkpoint that was recognized; its weights have not been read.
 
     Attributes:
@@ -31,7 +31,7 @@ class Opened:
       names: the format's name for each part of a Llama, where "{}" is the layer.
       interleaved: whether the rows of q and k are in the interleaved rotary layout (as in Meta, llama2.c and GGUF files).
       tokenizer: reads the vocabulary inside the file or next to it; returns None if there is none.
-      about: reads the descriptions next to the weights.
+      metadata: reads the descriptions next to the weights.
       notes: lines to log when the model is read, such as which tensors of the files it does not use.
     """
 
@@ -42,19 +42,19 @@ class Opened:
     names: Mapping[str, str]
     interleaved: bool
     tokenizer: Callable[[], Tokenizer | None]
-    about: Callable[[], About] = About
+    metadata: Callable[[], ModelMetadata] = ModelMetadata
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A weight format: all that the rest of the library needs to know about it. `loading.FORMATS` lists them.
+    """A weight format: all that the rest of the library needs to know about it. `loading.WEIGHT_FORMATS` lists them.
 
     Attributes:
       name: as in `save` and on the command line.
       recognizes: whether a path is a model of this format: a file, a folder, or a file of such a folder.
       open: opens the model at such a path; its weights are not read.
-      write: takes a new file or folder, an `Opened`, a tokenizer, the type of the tensors (None keeps their own) and
+      write: takes a new file or folder, an `OpenedCheckpoint`, a tokenizer, the type of the tensors (None keeps theirs) and
         `progress`, which wraps the list of tensors; None if the format is read-only.
       write_params: writes parameters in memory instead: takes a new folder, the configuration, the parameters, and the path
         for messages.
@@ -87,7 +87,7 @@ class WeightFormat:
 
 
 @dataclass(frozen=True)
-class Share:
+class TensorPart:
     """A tensor of a checkpoint that is a parameter, or part of one.
 
     Attributes:
@@ -179,33 +179,33 @@ WHOLE_TENSORS = {
     ("final_norm", "D"): "final_norm",
     ("lm_head", "V D"): "lm_head",
 }
-SHARES = {row: (Share(name, row[1]),) for row, name in WHOLE_TENSORS.items()} | {
+TENSOR_PARTS = {spec: (TensorPart(name, spec[1]),) for spec, name in WHOLE_TENSORS.items()} | {
     ("blocks.attention.qkv", "K G+2 H D"): (
-        Share("q", "N*H D", width="G", rotary=True),
-        Share("k", "K*H D", width="1", rotary=True),
-        Share("v", "K*H D", width="1"),
+        TensorPart("q", "N*H D", width="G", rotary=True),
+        TensorPart("k", "K*H D", width="1", rotary=True),
+        TensorPart("v", "K*H D", width="1"),
     ),
     ("blocks.attention.qkv_bias", "K G+2 H"): (
-        Share("q_bias", "N*H", width="G", rotary=True),
-        Share("k_bias", "K*H", width="1", rotary=True),
-        Share("v_bias", "K*H", width="1"),
+        TensorPart("q_bias", "N*H", width="G", rotary=True),
+        TensorPart("k_bias", "K*H", width="1", rotary=True),
+        TensorPart("v_bias", "K*H", width="1"),
     ),
-    ("blocks.attention.query_norm", "K G H"): (Share("query_norm", "N*H"),),
-    ("blocks.attention.key_norm", "K 1 H"): (Share("key_norm", "K*H"),),
+    ("blocks.attention.query_norm", "K G H"): (TensorPart("query_norm", "N*H"),),
+    ("blocks.attention.key_norm", "K 1 H"): (TensorPart("key_norm", "K*H"),),
 }
 
 
-def shares_of(row: ParamSpec) -> tuple[Share, ...]:
+def parts_of(spec: ParamSpec) -> tuple[TensorPart, ...]:
     """The tensors that make up a parameter."""
-    return SHARES[row.path, row.axes]
+    return TENSOR_PARTS[spec.path, spec.axes]
 
 
-def shares_in(row: ParamSpec, config: LlamaConfig) -> Iterator[tuple[Share, slice | None]]:
+def parts_with_columns(spec: ParamSpec, config: LlamaConfig) -> Iterator[tuple[TensorPart, slice | None]]:
     """The tensors that make up a parameter, each with its slice of the second axis; None if it is the whole parameter."""
     first = 0
-    for share in shares_of(row):
-        last = first + (shape_of(share.width, config)[0] if share.width else 0)
-        yield share, slice(first, last) if share.width else None
+    for part in parts_of(spec):
+        last = first + (shape_of(part.width, config)[0] if part.width else 0)
+        yield part, slice(first, last) if part.width else None
         first = last
 
 

@@ -24,10 +24,10 @@ from orbax.checkpoint import v1 as ocp
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
-from llama_jax.formats.huggingface import write_config
+from llama_jax.formats.huggingface import write_config_json
 from llama_jax.formats.orbax_format import (
-    describe,
-    name_of,
+    array_name,
+    describe_arrays,
     read_arrays,
     wait_for_writers,
     with_short_errors,
@@ -42,13 +42,13 @@ from llama_jax.formats.step_dirs import (
     REST,
     DamagedError,
     by_loss,
+    check_checksums,
     existing_step,
     is_step,
     read_metadata,
     remove_step,
     steps_in,
-    verify,
-    write_sums,
+    write_checksums,
 )
 from llama_jax.runs.run_folder import Mirror
 from llama_jax.storage import Location
@@ -212,13 +212,13 @@ class CheckpointManager:
         wanted = {name: jax.tree.map(_described, part) for name, part in _parts(shapes).items()}
         self._verify(folder)
         metadata = read_metadata(folder.parent, int(folder.name))
-        stored = {name: describe(folder, name) for name in (PARAMS, EMA, REST) if (folder / name).is_dir()}
+        stored = {name: describe_arrays(folder, name) for name in (PARAMS, EMA, REST) if (folder / name).is_dir()}
         for name in (PARAMS, REST):
             if name not in stored:
                 raise CheckpointError(f"{folder / name} is missing; copy the whole step again, or resume without it")
         held = {f"{part}.{name}": (a.shape, str(a.dtype)) for part in stored for name, a in stored[part].items()}
         needed = {
-            f"{part}.{name_of(path)}": (leaf.shape, str(leaf.dtype))
+            f"{part}.{array_name(path)}": (leaf.shape, str(leaf.dtype))
             for part in wanted
             for path, leaf in jax.tree.leaves_with_path(wanted[part])
         }
@@ -237,7 +237,7 @@ class CheckpointManager:
         """Verify the files, a share in each process; all processes raise if one finds damage."""
         problem: CheckpointError | None = None
         try:
-            verify(folder, share=(jax.process_index(), jax.process_count()))
+            check_checksums(folder, share=(jax.process_index(), jax.process_count()))
         except CheckpointError as error:
             problem = error
         worst = 0 if problem is None else 2 if isinstance(problem, DamagedError) else 1
@@ -260,7 +260,7 @@ class CheckpointManager:
             if _is_first():
                 self._check()
                 write_about()
-                write_sums(folder)
+                write_checksums(folder)
             self._latest = step
         except UserError:  # the files may belong to another run now
             raise
@@ -367,7 +367,7 @@ class _Save(threading.Thread):
 def _write_about(folder: Path, metadata: str, config: LlamaConfig, tokenizer: Tokenizer | None) -> None:
     """Write the files of a step other than arrays."""
     folder.mkdir()
-    write_config(folder, config, scaled_context=True)
+    write_config_json(folder, config, scaled_context=True)
     (folder / METADATA_FILE).write_text(metadata, encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save(folder)
@@ -411,7 +411,7 @@ def _wait_for_all(what: str) -> None:
 
 def _is_intact(step: Path) -> bool:
     try:
-        verify(step)
+        check_checksums(step)
     except CheckpointError:
         return False
     return True

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from llama_jax.config import LlamaConfig, Parts
-from llama_jax.config.parts import Part
+from llama_jax.config.parts import PartFunction
 from llama_jax.config.presets import preset
 from llama_jax.errors import TrainingError
 
@@ -92,7 +92,7 @@ def _suggest(key: str, within: str, known: list[str]) -> str:
 def _parse(text: str, kind: Any, key: str) -> Any:
     """Parse a text as a value for a field of this type."""
     origin = get_origin(kind)
-    if kind in (Parts, Part) or origin is Callable:
+    if kind in (Parts, PartFunction) or origin is Callable:
         raise TrainingError(f"{key} must be set to functions in a recipe file (FILE.py:FUNCTION)")
     if origin in (Union, types.UnionType):
         if text.lower() in ("none", "null") and type(None) in get_args(kind):

@@ -24,7 +24,7 @@ from llama_jax.data.data_files import FoundData
 from llama_jax.data.documents import TOKENS, kind_of, read_documents
 from llama_jax.data.load_corpus import examine
 from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, shown
-from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, existing_step, read_metadata, verify
+from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, check_checksums, existing_step, read_metadata
 from llama_jax.model.checks import check_parts_found
 from llama_jax.model.lora import adapter_count
 from llama_jax.model.trees import parameter_count
@@ -42,7 +42,7 @@ from llama_jax.runs.tasks.interface import Backend, Task, TaskKind
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
-from llama_jax.tokenizers.interface import check_rows
+from llama_jax.tokenizers.interface import check_token_rows
 from llama_jax.tokenizers.load import warn_of_size
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer, train_bpe
 from llama_jax.training.optimizer import OptimizerSettings, learning_rate_schedule
@@ -155,7 +155,7 @@ def resume_metadata(
         )
     step = folder / CHECKPOINTS / str(latest)
     try:
-        verify(step, {ABOUT})
+        check_checksums(step, {ABOUT})
         metadata = read_metadata(folder / CHECKPOINTS, latest)
     except DamagedError as error:
         older = max((step for step in checkpoints.steps() if step < latest), default=None)
@@ -303,7 +303,7 @@ def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
                 f"prompts: {shown(prompt, 40)} is {len(ids)} tokens; a sample needs at least 1 and fewer than the model's"
                 f" context of {context}"
             )
-        check_rows(tokenizer, ids, recipe.model.vocab_size, f"prompts: {shown(prompt, 40)}")
+        check_token_rows(tokenizer, ids, recipe.model.vocab_size, f"prompts: {shown(prompt, 40)}")
     return found
 
 

@@ -18,7 +18,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import TrainingError
 from llama_jax.formats import load, open_checkpoint
 from llama_jax.formats.lazy_tensors import TensorInfo
-from llama_jax.formats.quantize_on_load import can_be_kept, quantized_kinds
+from llama_jax.formats.quantize_on_load import can_be_kept, describe_quantized_types
 from llama_jax.model.params import Llama
 from llama_jax.ops.weights.format_spec import INT4, unpack_int4
 from llama_jax.ops.weights.formats import FrozenFormatName
@@ -82,21 +82,21 @@ def load_frozen(
     """
     kind: Any = quantize
     if quantize == "none":
-        kind = "keep" if quantized_kinds(open_checkpoint(path).tensors, can_be_kept) else None
+        kind = "keep" if describe_quantized_types(open_checkpoint(path).tensors, can_be_kept) else None
     params = load(path, dtype, quantize=kind, shardings=param_shardings(config, mesh, padded=False)).params
     return params, {"path": os.fspath(path), "digest": digest(params)}
 
 
 def describe_weights(recipe: Recipe, tensors: Mapping[str, TensorInfo]) -> list[str]:
     """A line about how quantized weights are used."""
-    kinds = quantized_kinds(tensors)
+    kinds = describe_quantized_types(tensors)
     if not kinds:
         return []
     if recipe.lora is None:
         return [f"weights: {kinds}, dequantized to float32 for training"]
     if recipe.quantize != "none":
         return [f"weights: {kinds}, requantized as {recipe.quantize}"]
-    others = quantized_kinds(tensors, lambda tensor: not can_be_kept(tensor))
+    others = describe_quantized_types(tensors, lambda tensor: not can_be_kept(tensor))
     dequantized = f" ({others} dequantized to {recipe.dtype})" if others else ""
     return [f"weights: {kinds}, kept as they are under the adapters{dequantized}"]
 

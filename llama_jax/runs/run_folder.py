@@ -18,7 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_jax.errors import CheckpointError, TrainingError
-from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, SUMS, DamagedError, is_step, read_sums, steps_in, verify
+from llama_jax.formats.step_dirs import (
+    ABOUT,
+    CHECKPOINTS,
+    CHECKSUMS_FILE,
+    DamagedError,
+    check_checksums,
+    is_step,
+    read_checksums,
+    steps_in,
+)
 from llama_jax.parallel.multihost import Processes
 from llama_jax.runs.log import Log
 from llama_jax.storage import Location, StoredPath
@@ -129,7 +138,7 @@ class Mirror:
             with write_atomically(local, folder=True, raises=TrainingError) as target:
                 fetch_objects(step, dict(objects_below(step)), target)
                 try:
-                    verify(target)
+                    check_checksums(target)
                 except DamagedError as error:
                     damage = str(error).replace(str(target), str(step))
                     raise TrainingError(f"{damage}; remove {step} to resume from an older step") from None
@@ -193,7 +202,7 @@ class Mirror:
 
 def _is_uploaded(folder: Path, step: StoredPath) -> bool:
     try:
-        return is_step(step) and read_sums(step) == read_sums(folder)
+        return is_step(step) and read_checksums(step) == read_checksums(folder)
     except DamagedError:
         return False
 
@@ -201,16 +210,16 @@ def _is_uploaded(folder: Path, step: StoredPath) -> bool:
 def _upload_step(folder: Path, step: StoredPath) -> None:
     """Upload a step, its checksums last, in place of what the store has of this number."""
     _remove_step(step)
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / ABOUT / SUMS]
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / ABOUT / CHECKSUMS_FILE]
     with ThreadPoolExecutor(UPLOAD_THREADS) as pool:
         list(pool.map(lambda file: step.view.write((step / file.relative_to(folder).as_posix()).key, file), files))
-    step.view.write((step / ABOUT / SUMS).key, folder / ABOUT / SUMS)
+    step.view.write((step / ABOUT / CHECKSUMS_FILE).key, folder / ABOUT / CHECKSUMS_FILE)
 
 
 def _remove_step(step: StoredPath) -> None:
     """Remove a step, its checksums first."""
     names = [name for name, _ in objects_below(step)]
-    for name in sorted(names, key=lambda name: name != f"{ABOUT}/{SUMS}"):
+    for name in sorted(names, key=lambda name: name != f"{ABOUT}/{CHECKSUMS_FILE}"):
         step.view.delete((step / name).key)
 
 

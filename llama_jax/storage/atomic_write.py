@@ -83,8 +83,8 @@ def write_atomically(
             _rename(work, path)
         except OSError as error:
             if isinstance(error.filename, str | bytes):
-                named = Path(os.fsdecode(error.filename)).absolute()
-                if named not in (path, path.parent) and not named.is_relative_to(work):
+                failed_path = Path(os.fsdecode(error.filename)).absolute()
+                if failed_path not in (path, path.parent) and not failed_path.is_relative_to(work):
                     raise  # about something that was read meanwhile
             raise raises(cannot_write(path, error)) from None
 

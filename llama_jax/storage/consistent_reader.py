@@ -23,7 +23,7 @@ class StoreEntry(NamedTuple):
     version: str | None
 
 
-FOLDER = StoreEntry(None, None)
+FOLDER_ENTRY = StoreEntry(None, None)
 
 
 class Store(Protocol):
@@ -70,7 +70,7 @@ class StoreView:
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._folders: dict[str, Mapping[str, StoreEntry]] = {}
-        self._alone: dict[str, StoreEntry | None] = {}  # objects that were looked up by name
+        self._single: dict[str, StoreEntry | None] = {}  # objects that were looked up by name
 
     def url(self, key: str) -> str:
         return f"{self.root}/{key}" if key else self.root
@@ -81,19 +81,19 @@ class StoreView:
             self._folders[folder] = self.store().names(folder)
         return self._folders[folder]
 
-    def look(self, key: str) -> StoreEntry | None:
+    def lookup(self, key: str) -> StoreEntry | None:
         """The entry of a key, or None. A key in a cached listing needs no request."""
-        if self._alone.get(key) is not None:
-            return self._alone[key]
+        if self._single.get(key) is not None:
+            return self._single[key]
         parent, _, name = key.rpartition("/")
         if key and any(not known or f"{parent}/".startswith(f"{known}/") for known in list(self._folders)):
-            within = parent in self._folders or parent == "" or self.look(parent) == FOLDER
+            within = parent in self._folders or parent == "" or self.lookup(parent) == FOLDER_ENTRY
             return self.names(parent).get(name) if within else None
         if self.names(key):
-            return FOLDER
-        if key and key not in self._alone:
-            self._alone[key] = self.store().head(key)
-        return self._alone.get(key)
+            return FOLDER_ENTRY
+        if key and key not in self._single:
+            self._single[key] = self.store().head(key)
+        return self._single.get(key)
 
     def size(self, key: str) -> int:
         """Bytes of an object."""
@@ -123,7 +123,7 @@ class StoreView:
         """Remove an object."""
         self.store().delete(key)
 
-    def again(self) -> StoreView:
+    def refreshed(self) -> StoreView:
         """A new view of the store as it is now."""
         return StoreView(self.root, self.store)
 
@@ -135,9 +135,9 @@ class StoreView:
             return self._store
 
     def _object(self, key: str) -> tuple[int, str | None]:
-        found = self.look(key)
-        if found is None:
+        entry = self.lookup(key)
+        if entry is None:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", self.url(key))
-        if found.size is None:
+        if entry.size is None:
             raise IsADirectoryError(errno.EISDIR, "it is a folder", self.url(key))
-        return found.size, found.version
+        return entry.size, entry.version

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llama_jax.errors import UserError, reason_of
-from llama_jax.storage.consistent_reader import FOLDER, StoreEntry
+from llama_jax.storage.consistent_reader import FOLDER_ENTRY, StoreEntry
 
 Result = TypeVar("Result")
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
@@ -31,8 +31,10 @@ def open_hub(root: str) -> Repository:
     except ImportError:
         raise UserError(f"{root} needs huggingface_hub, which is not installed; pip install huggingface_hub") from None
     name, _, revision = root.removeprefix("hf://").partition("@")
-    kind, at = ("dataset", name.removeprefix(DATASETS_PREFIX)) if name.startswith(DATASETS_PREFIX) else ("model", name)
-    commit = _call(root, lambda: HfApi().repo_info(at, revision=revision or None, repo_type=kind).sha)
+    repo_type, repo_id = (
+        ("dataset", name.removeprefix(DATASETS_PREFIX)) if name.startswith(DATASETS_PREFIX) else ("model", name)
+    )
+    commit = _call_hub(root, lambda: HfApi().repo_info(repo_id, revision=revision or None, repo_type=repo_type).sha)
     return Repository(root, name, str(commit), HfFileSystem())
 
 
@@ -48,16 +50,18 @@ class Repository:
 
     def names(self, folder: str) -> Mapping[str, StoreEntry]:
         try:
-            found = _call(self._url(folder), lambda: self._files.ls(self._path(folder), detail=True))
+            listing = _call_hub(self._url(folder), lambda: self._files.ls(self._path(folder), detail=True))
         except FileNotFoundError:
             return {}
-        if len(found) == 1 and found[0]["name"] == self._path(folder):  # the path is a file: the library lists it as itself
+        if len(listing) == 1 and listing[0]["name"] == self._path(
+            folder
+        ):  # the path is a file: the library lists it as itself
             return {}
-        return {each["name"].rpartition("/")[2]: self._listed(each) for each in found}
+        return {info["name"].rpartition("/")[2]: self._entry_of(info) for info in listing}
 
     def head(self, key: str) -> StoreEntry | None:
         try:
-            return self._listed(_call(self._url(key), lambda: self._files.info(self._path(key))))
+            return self._entry_of(_call_hub(self._url(key), lambda: self._files.info(self._path(key))))
         except FileNotFoundError:
             return None
 
@@ -73,7 +77,7 @@ class Repository:
                 file.seek(start)
                 return file.read(stop - start)
 
-        return memoryview(_call(self._url(key), request))
+        return memoryview(_call_hub(self._url(key), request))
 
     def write(self, key: str, content: Path | bytes, *, only_new: bool = False) -> None:
         raise OSError(errno.EROFS, "the Hub is read-only here; upload it with `hf upload`", self._url(key))
@@ -94,21 +98,21 @@ class Repository:
 
         names = [glob.escape(key) for key in keys]
         request = partial(snapshot_download, self._name, revision=revision, allow_patterns=names, local_dir=folder)
-        return Path(_call(self._root, request))
+        return Path(_call_hub(self._root, request))
 
     def in_cache(self, key: str) -> Path | None:
         """An object's file in the library's cache; None if it has not been downloaded."""
         from huggingface_hub import try_to_load_from_cache
 
         if key not in self._cached:
-            kind = "dataset" if self._name.startswith(DATASETS_PREFIX) else "model"
+            repo_type = "dataset" if self._name.startswith(DATASETS_PREFIX) else "model"
             name = self._name.removeprefix(DATASETS_PREFIX)
-            found = try_to_load_from_cache(name, key, revision=self._commit, repo_type=kind)
-            self._cached[key] = Path(found) if isinstance(found, str) else None
+            cached = try_to_load_from_cache(name, key, revision=self._commit, repo_type=repo_type)
+            self._cached[key] = Path(cached) if isinstance(cached, str) else None
         return self._cached[key]
 
-    def _listed(self, found: Mapping[str, Any]) -> StoreEntry:
-        return FOLDER if found["type"] == "directory" else StoreEntry(found["size"], self._commit)
+    def _entry_of(self, info: Mapping[str, Any]) -> StoreEntry:
+        return FOLDER_ENTRY if info["type"] == "directory" else StoreEntry(info["size"], self._commit)
 
     def _path(self, key: str) -> str:
         return f"{self._name}@{self._commit}/{key}" if key else f"{self._name}@{self._commit}"
@@ -117,7 +121,7 @@ class Repository:
         return f"{self._root}/{key}" if key else self._root
 
 
-def cache_folder() -> Path:
+def hub_cache_folder() -> Path:
     """The folder of the library's cache."""
     from huggingface_hub import constants
 
@@ -132,36 +136,41 @@ def _page(url: str) -> str:
     return f"{constants.ENDPOINT}/{name.partition('@')[0]}"
 
 
-def _call(url: str, request: Callable[[], Result]) -> Result:
+def _call_hub(url: str, request: Callable[[], Result]) -> Result:
     """The result of a request by the library, which retries by itself; its errors become ones that name URL and cause."""
-    from huggingface_hub import errors
-
     try:
         return request()
-    except errors.GatedRepoError:
-        why = f"its license must be accepted first: accept it at {_page(url)}, then log in with `hf auth login`"
-        raise PermissionError(errno.EACCES, why, url) from None
-    except errors.RevisionNotFoundError:
-        raise FileNotFoundError(errno.ENOENT, "the repository has no such revision", url) from None
-    except errors.RepositoryNotFoundError:
-        why = "there is no such repository, or it is private: log in with `hf auth login`"
-        raise PermissionError(errno.EACCES, why, url) from None
-    except errors.LocalEntryNotFoundError as error:  # in a download: the Hub did not respond
-        raise OSError(errno.EIO, f"the Hub did not respond ({reason_of(error)})", url) from None
-    except (errors.EntryNotFoundError, FileNotFoundError):
-        raise FileNotFoundError(errno.ENOENT, "there is no such file in the repository", url) from None
-    except errors.OfflineModeIsEnabled:
-        raise OSError(errno.ENETUNREACH, "HF_HUB_OFFLINE is set; unset it, or use a copy on this machine", url) from None
-    except errors.HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", 0)
-        if status in (401, 403):
-            raise PermissionError(errno.EACCES, f"the Hub denies access ({status})", url) from None
-        if 400 <= status < 500 and status not in (408, 429):
-            raise OSError(errno.EIO, f"the Hub refused the request ({reason_of(error)})", url) from None
-        raise OSError(errno.EIO, f"the Hub responded with {status}", url) from None
-    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:  # a retry would fail too
-        raise OSError(errno.EIO, reason_of(error, 160), url) from None
-    except Exception as error:  # from the HTTP library that it uses, which depends on its version
+    except Exception as error:  # of the HTTP library that it uses as well, which depends on its version
         if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
             raise
-        raise OSError(errno.EIO, f"the Hub did not respond ({type(error).__name__}: {reason_of(error)})", url) from None
+        raise _as_os_error(error, url) from None
+
+
+def _as_os_error(error: Exception, url: str) -> OSError:
+    from huggingface_hub import errors
+
+    match error:
+        case errors.GatedRepoError():
+            reason = f"its license must be accepted first: accept it at {_page(url)}, then log in with `hf auth login`"
+            return PermissionError(errno.EACCES, reason, url)
+        case errors.RevisionNotFoundError():
+            return FileNotFoundError(errno.ENOENT, "the repository has no such revision", url)
+        case errors.RepositoryNotFoundError():
+            reason = "there is no such repository, or it is private: log in with `hf auth login`"
+            return PermissionError(errno.EACCES, reason, url)
+        case errors.LocalEntryNotFoundError():  # in a download: the Hub did not respond
+            return OSError(errno.EIO, f"the Hub did not respond ({reason_of(error)})", url)
+        case errors.EntryNotFoundError() | FileNotFoundError():
+            return FileNotFoundError(errno.ENOENT, "there is no such file in the repository", url)
+        case errors.OfflineModeIsEnabled():
+            return OSError(errno.ENETUNREACH, "HF_HUB_OFFLINE is set; unset it, or use a copy on this machine", url)
+        case errors.HfHubHTTPError():
+            status = getattr(error.response, "status_code", 0)
+            if status in (401, 403):
+                return PermissionError(errno.EACCES, f"the Hub denies access ({status})", url)
+            is_refusal = 400 <= status < 500 and status not in (408, 429)
+            reason = f"refused the request ({reason_of(error)})" if is_refusal else f"responded with {status}"
+            return OSError(errno.EIO, f"the Hub {reason}", url)
+        case ValueError() | TypeError() | KeyError() | AttributeError() | NotImplementedError():
+            return OSError(errno.EIO, reason_of(error, 160), url)
+    return OSError(errno.EIO, f"the Hub did not respond ({type(error).__name__}: {reason_of(error)})", url)

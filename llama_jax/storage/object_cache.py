@@ -50,7 +50,7 @@ def fetch_to_cache(base: StoredPath, entries: Mapping[str, StoreEntry], raises: 
     listing = json.dumps([str(base), sorted((name, *entry) for name, entry in entries.items())])
     objects = cache_folder() / OBJECTS
     folder = objects / hashlib.sha256(listing.encode()).hexdigest()[:32]
-    if not _is_whole(folder, entries):
+    if not _is_complete(folder, entries):
         with write_atomically(folder, folder=True, raises=raises) as target:
             fetch_objects(base, entries, target)
         make_room(objects, cache_limit(), folder)
@@ -58,7 +58,7 @@ def fetch_to_cache(base: StoredPath, entries: Mapping[str, StoreEntry], raises: 
     return folder
 
 
-def _is_whole(folder: Path, entries: Mapping[str, StoreEntry]) -> bool:
+def _is_complete(folder: Path, entries: Mapping[str, StoreEntry]) -> bool:
     """Whether all files are there: the folder was complete, but may have been modified since."""
     try:
         return all((folder / name).stat().st_size == entry.size for name, entry in entries.items())
@@ -105,25 +105,25 @@ def note_use(path: Path) -> None:
         os.utime(path)
 
 
-def make_room(folder: Path, limit: int, kept: Path) -> None:
+def make_room(folder: Path, limit: int, keep: Path) -> None:
     """Remove the least recently used entries of a cache until no more than `limit` bytes are left.
 
-    Recently used entries stay, since another process may be about to read them, and so does `kept`. A mapped corpus stays
+    Recently used entries stay, since another process may be about to read them, and so does `keep`. A mapped corpus stays
     readable in processes that have it open. Only names of cache entries are touched.
     """
-    found: list[tuple[float, int, Path]] = []
+    entries: list[tuple[float, int, Path]] = []
     with suppress(OSError):
         for path in folder.iterdir():
             if CACHE_ENTRY.fullmatch(path.name):
                 with suppress(OSError):
                     files = path.rglob("*") if path.is_dir() else [path]
                     size = sum(file.stat().st_size for file in files if file.is_file())
-                    found.append((path.stat().st_mtime, size, path))
-    total = sum(size for _, size, _ in found)
-    for used, size, path in sorted(found):
+                    entries.append((path.stat().st_mtime, size, path))
+    total = sum(size for _, size, _ in entries)
+    for used, size, path in sorted(entries):
         if total <= limit or used > time.time() - RECENT_SECONDS:
             break
-        if path != kept:
+        if path != keep:
             remove(path)
             if not path.exists():  # otherwise another user owns it
                 total -= size

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llama_jax.errors import UserError, reason_of, shown
-from llama_jax.storage.consistent_reader import FOLDER, StoreEntry
+from llama_jax.storage.consistent_reader import FOLDER_ENTRY, StoreEntry
 
 INSTALL_COMMAND = 'pip install -e ".[stores]"'
 # `timeout` limits a whole request: 16 MiB need 55 KiB/s. Servers without TLS are allowed if the environment names one:
@@ -46,14 +46,14 @@ def open_bucket(root: str) -> ObjectBucket:
         raise UserError(f"{root} needs obstore, which is not installed; {INSTALL_COMMAND}") from None
 
     for name in ENDPOINTS:
-        given = os.environ.get(name, "")
-        if root.startswith("s3:") and given and not ENDPOINT.fullmatch(given):  # at which Rust would panic
-            raise UserError(f"{name}={shown(given)} must be a URL with a host, such as https://HOST:PORT, or unset")
+        endpoint = os.environ.get(name, "")
+        if root.startswith("s3:") and endpoint and not ENDPOINT.fullmatch(endpoint):  # at which Rust would panic
+            raise UserError(f"{name}={shown(endpoint)} must be a URL with a host, such as https://HOST:PORT, or unset")
 
     try:
         return ObjectBucket(root, from_url(root, client_options=CLIENT_OPTIONS, retry_config=RETRY_CONFIG))
     except (BaseError, ValueError) as error:
-        raise UserError(f"{root} cannot be opened: {_first_line(error)}") from None
+        raise UserError(f"{root} cannot be opened: {_obstore_message(error)}") from None
 
 
 class ObjectBucket:
@@ -67,22 +67,22 @@ class ObjectBucket:
     def names(self, folder: str) -> Mapping[str, StoreEntry]:
         import obstore
 
-        found = self._call(folder, lambda: obstore.list_with_delimiter(self._bucket, folder or None))
+        listing = self._call(folder, lambda: obstore.list_with_delimiter(self._bucket, folder or None))
         below = f"{folder}/" if folder else ""
-        names = {prefix.removeprefix(below): FOLDER for prefix in found["common_prefixes"]}
-        for each in found["objects"]:
-            if each["path"] != folder:  # some tools write this object to represent the folder
-                names[each["path"].removeprefix(below)] = StoreEntry(each["size"], each["e_tag"])
+        names = {prefix.removeprefix(below): FOLDER_ENTRY for prefix in listing["common_prefixes"]}
+        for info in listing["objects"]:
+            if info["path"] != folder:  # some tools write this object to represent the folder
+                names[info["path"].removeprefix(below)] = StoreEntry(info["size"], info["e_tag"])
         return names
 
     def head(self, key: str) -> StoreEntry | None:
         import obstore
 
         try:
-            found = self._call(key, lambda: obstore.head(self._bucket, key))
+            info = self._call(key, lambda: obstore.head(self._bucket, key))
         except FileNotFoundError:
             return None
-        return StoreEntry(found["size"], found["e_tag"])
+        return StoreEntry(info["size"], info["e_tag"])
 
     def read(self, key: str, start: int, stop: int, version: str | None) -> memoryview:
         import obstore
@@ -92,15 +92,11 @@ class ObjectBucket:
 
     def write(self, key: str, content: Path | bytes, *, only_new: bool = False) -> None:
         import obstore
-        from obstore.exceptions import AlreadyExistsError
 
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
         part = max(MIN_PART_BYTES, -(-size // MAX_PARTS))
         mode: Any = "create" if only_new else "overwrite"
-        try:
-            self._call(key, lambda: obstore.put(self._bucket, key, content, mode=mode, chunk_size=part))
-        except AlreadyExistsError:
-            raise FileExistsError(errno.EEXIST, "the object already exists", f"{self._root}/{key}") from None
+        self._call(key, lambda: obstore.put(self._bucket, key, content, mode=mode, chunk_size=part))
 
     def delete(self, key: str) -> None:
         import obstore
@@ -109,33 +105,35 @@ class ObjectBucket:
 
     def _call(self, key: str, request: Callable[[], Result]) -> Result:
         """The result of a request; obstore's errors become an OSError that names object and cause."""
-        from obstore import exceptions
+        from obstore.exceptions import BaseError
 
-        url = f"{self._root}/{key}" if key else self._root
         try:
             return request()
-        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise PermissionError(errno.EACCES, f"the store denies access ({_store_message(error)})", url) from None
-        except exceptions.AlreadyExistsError:
-            raise
-        except exceptions.PreconditionError:
-            raise OSError(errno.ESTALE, "the object was replaced while it was read; read it again", url) from None
-        except (OSError, exceptions.BaseError) as error:
-            raise self._classified(error, url) from None
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust; not a subclass of Exception
+            # A panic of Rust is not a subclass of Exception.
+            if not isinstance(error, OSError | BaseError) and type(error).__name__ != "PanicException":
                 raise
-            raise OSError(errno.EIO, f"obstore failed ({reason_of(error)})", url) from None
+            raise self._as_os_error(error, f"{self._root}/{key}" if key else self._root) from None
 
-    def _classified(self, error: Exception, url: str) -> OSError:
-        text, line = str(error), _first_line(error)
+    def _as_os_error(self, error: BaseException, url: str) -> OSError:
+        from obstore import exceptions
+
+        text, line = str(error), _obstore_message(error)
+        if not isinstance(error, OSError | exceptions.BaseError):
+            return OSError(errno.EIO, f"obstore failed ({reason_of(error)})", url)
+        if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+            return PermissionError(errno.EACCES, f"the store denies access ({_store_message(error)})", url)
+        if isinstance(error, exceptions.AlreadyExistsError):
+            return FileExistsError(errno.EEXIST, "the object already exists", url)
+        if isinstance(error, exceptions.PreconditionError):
+            return OSError(errno.ESTALE, "the object was replaced while it was read; read it again", url)
         if "NoSuchBucket" in text or "The specified bucket does not exist" in text:
             return FileNotFoundError(errno.ENOENT, f"there is no bucket {self._root}", url)
         if isinstance(error, FileNotFoundError):
             return FileNotFoundError(errno.ENOENT, "there is no such object", url)
-        if any(each in line for each in NO_CREDENTIALS):
-            wanted = CREDENTIAL_VARIABLES[self._root.partition(":")[0]]
-            return PermissionError(errno.EACCES, f"no credentials were found: set {wanted} (docs/storage.md)", url)
+        if any(sign in line for sign in NO_CREDENTIALS):
+            variables = CREDENTIAL_VARIABLES[self._root.partition(":")[0]]
+            return PermissionError(errno.EACCES, f"no credentials were found: set {variables} (docs/storage.md)", url)
         if "incorrectly configured region" in line:
             return OSError(errno.EIO, "the bucket is in another region; set AWS_REGION to it", url)
         status = STATUS_CODE.search(line)
@@ -146,14 +144,14 @@ class ObjectBucket:
         return OSError(errno.EIO, f"the request failed after retries ({_store_message(error)})", url)
 
 
-def _first_line(error: Exception) -> str:
+def _obstore_message(error: BaseException) -> str:
     """obstore's message, without the dump of its error structure."""
     return str(error).partition("\n\nDebug source")[0]
 
 
-def _store_message(error: Exception) -> str:
+def _store_message(error: BaseException) -> str:
     """The store's message with the status, if there is one; otherwise obstore's message, without the address."""
-    line = _first_line(error)
+    line = _obstore_message(error)
     words = ": ".join(text for _, text in XML_MESSAGE.findall(line))
     status = STATUS_CODE.search(line)
     if status is not None:

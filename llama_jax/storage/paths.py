@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import platformdirs
 
 from llama_jax.errors import UserError, reason_of, shown
-from llama_jax.storage.consistent_reader import FOLDER, Store, StoreView
+from llama_jax.storage.consistent_reader import FOLDER_ENTRY, Store, StoreView
 
 MAX_JSON_BYTES = 4 << 20  # parsed, they take up to 25 times as many. The index of a 405B model has a thirtieth of this
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
@@ -90,16 +90,16 @@ class StoredPath(os.PathLike[str]):
 
     def resolve(self) -> StoredPath:
         """The same location in a new view of the store."""
-        return StoredPath(self.view.again(), self.key)
+        return StoredPath(self.view.refreshed(), self.key)
 
     def exists(self) -> bool:
-        return self.view.look(self.key) is not None
+        return self.view.lookup(self.key) is not None
 
     def is_dir(self) -> bool:
-        return self.view.look(self.key) == FOLDER
+        return self.view.lookup(self.key) == FOLDER_ENTRY
 
     def is_file(self) -> bool:
-        return self.view.look(self.key) not in (None, FOLDER)
+        return self.view.lookup(self.key) not in (None, FOLDER_ENTRY)
 
     def iterdir(self) -> Iterator[StoredPath]:
         """The content of a folder. Sizes are then known without further requests."""
@@ -113,12 +113,10 @@ class StoredPath(os.PathLike[str]):
         """The size of an object."""
         return Status(self.view.size(self.key))
 
-    def open(self, mode: str = "rb", buffering: int = -1) -> Any:
+    def open(self, mode: Literal["rb"] = "rb", buffering: int = -1) -> Any:
         """An object as a binary file: each read is one request for exactly these bytes, through a buffer of at least
         `buffering` bytes if that is not 0."""
-        if mode != "rb":
-            raise ValueError(f"mode={mode!r} is not supported for a stored object; use 'rb'")
-        reader = _Reader(self)
+        reader = _ObjectReader(self)
         if buffering == 0:
             return reader
         return io.BufferedReader(reader, READ_AHEAD if buffering < 0 else buffering)
@@ -127,7 +125,7 @@ class StoredPath(os.PathLike[str]):
 Location = Path | StoredPath
 
 
-class _Reader(io.RawIOBase):
+class _ObjectReader(io.RawIOBase):
     def __init__(self, path: StoredPath) -> None:
         self._view, self._key = path.view, path.key
         self._size = path.stat().st_size
@@ -143,21 +141,21 @@ class _Reader(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        found = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        if found < 0:
-            raise ValueError(f"{found} is before the beginning of {self._view.url(self._key)}")
-        self._at = found
-        return found
+        position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if position < 0:
+            raise ValueError(f"{position} is before the beginning of {self._view.url(self._key)}")
+        self._at = position
+        return position
 
     def readinto(self, buffer: Any, /) -> int:
-        wanted = memoryview(buffer).cast("B")
-        stop = min(self._at + len(wanted), self._size)
+        target = memoryview(buffer).cast("B")
+        stop = min(self._at + len(target), self._size)
         if stop <= self._at:
             return 0
-        found = self._view.read(self._key, self._at, stop)
-        wanted[: len(found)] = found
+        content = self._view.read(self._key, self._at, stop)
+        target[: len(content)] = content
         self._at = stop
-        return len(found)
+        return len(content)
 
     def readall(self) -> bytes:
         rest = bytearray(max(0, self._size - self._at))
@@ -180,31 +178,31 @@ def locate(path: str | os.PathLike[str]) -> Location:
     if isinstance(path, Path | StoredPath):
         return path
     text = os.fspath(path)
-    found = URL.fullmatch(text)
-    if found is None:
+    match = URL.fullmatch(text)
+    if match is None:
         return Path(text)
-    scheme = found[1].lower()
+    scheme = match[1].lower()
     if scheme not in EXAMPLES:
         raise UserError(f"{shown(text, 100)}: {scheme}:// is not supported; use a path or {', '.join(EXAMPLES.values())}")
-    names = [name for name in found[2].split("/") if name]
+    names = [name for name in match[2].split("/") if name]
     first = 1 if scheme != "hf" else 3 if names[:1] == ["datasets"] else 2
-    if len(names) < first or found[2].startswith("/") or any(name in (".", "..") for name in names):
+    if len(names) < first or match[2].startswith("/") or any(name in (".", "..") for name in names):
         raise UserError(f"{shown(text, 100)} names nothing in a store; write it as {EXAMPLES[scheme]}")
     root = f"{scheme}://{'/'.join(names[:first])}"
-    return StoredPath(StoreView(root, partial(_open, scheme, root)), "/".join(names[first:]))
+    return StoredPath(StoreView(root, partial(_open_store, scheme, root)), "/".join(names[first:]))
 
 
 @overload
-def resolved(place: Path) -> Path: ...
+def resolved(path: Path) -> Path: ...
 @overload
-def resolved(place: Location) -> Location: ...
-def resolved(place: Location) -> Location:
+def resolved(path: Location) -> Location: ...
+def resolved(path: Location) -> Location:
     """The same path with symlinks resolved, or the same location in a new view of the store.
 
     Symlink loops are returned unchanged, and opening them raises an OSError; `Path.resolve` would raise a RuntimeError
     before Python 3.13.
     """
-    return place.resolve() if isinstance(place, StoredPath) else Path(os.path.realpath(place))
+    return path.resolve() if isinstance(path, StoredPath) else Path(os.path.realpath(path))
 
 
 def on_disk(path: str | os.PathLike[str], what: str) -> Path:
@@ -222,7 +220,7 @@ def on_disk(path: str | os.PathLike[str], what: str) -> Path:
     return Path(text)
 
 
-def _open(scheme: str, root: str) -> Store:
+def _open_store(scheme: str, root: str) -> Store:
     """Open the store at a URL with its library."""
     if scheme == "hf":
         from llama_jax.storage.hub import open_hub
@@ -233,34 +231,34 @@ def _open(scheme: str, root: str) -> Store:
     return open_bucket(root)
 
 
-def read_whole(path: Location, kind: type[UserError], largest: int, what: str = "settings") -> bytes:
-    """The bytes of a file; an error of this `kind` if it is not a file, or has more than `largest` bytes."""
+def read_whole(path: Location, error_type: type[UserError], max_bytes: int, what: str = "settings") -> bytes:
+    """The bytes of a file; an error of this `error_type` if it is not a file, or has more than `max_bytes` bytes."""
     if not path.is_file():  # reading a pipe would wait forever
-        raise kind(f"{path} is not a file; copy it again")
+        raise error_type(f"{path} is not a file; copy it again")
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
-        if size > largest:
-            raise kind(f"{path} is over {largest} bytes, too large to be a model's {what}; is it another file?")
+        if size > max_bytes:
+            raise error_type(f"{path} is over {max_bytes} bytes, too large to be a model's {what}; is it another file?")
         return file.read(size)  # and no more, if another process is still writing
 
 
-def read_text(path: Location, kind: type[UserError]) -> str:
+def read_text(path: Location, error_type: type[UserError]) -> str:
     """The text of a settings file, in UTF-8; for errors see `read_whole`."""
     try:
-        return read_whole(path, kind, MAX_JSON_BYTES).decode("utf-8")
+        return read_whole(path, error_type, MAX_JSON_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise kind(f"{path} is not UTF-8 text ({error}); copy it again") from None
+        raise error_type(f"{path} is not UTF-8 text ({error}); copy it again") from None
 
 
-def read_object(path: Location, kind: type[UserError]) -> dict[str, Any]:
+def read_object(path: Location, error_type: type[UserError]) -> dict[str, Any]:
     """The object in a JSON file; for errors see `read_whole`."""
     try:
-        found = json.loads(read_text(path, kind))
+        content = json.loads(read_text(path, error_type))
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
-        raise kind(f"{path} is not valid JSON ({reason_of(error)}); copy it again") from None
-    if not isinstance(found, dict):
-        raise kind(f"{path} holds a {type(found).__name__}, not an object; copy it again")
-    return found
+        raise error_type(f"{path} is not valid JSON ({reason_of(error)}); copy it again") from None
+    if not isinstance(content, dict):
+        raise error_type(f"{path} holds a {type(content).__name__}, not an object; copy it again")
+    return content

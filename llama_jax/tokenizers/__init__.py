@@ -6,7 +6,7 @@ A missing, damaged or unsupported file raises a `TokenizerError` of one line, wh
 from llama_jax.tokenizers.chat import Format, Message, encode_chat, reply_ends, resolve_format, takes_tools
 from llama_jax.tokenizers.chat_targets import EncodedExample, ReplyEncoder
 from llama_jax.tokenizers.huggingface import HuggingFaceTokenizer
-from llama_jax.tokenizers.interface import Part, TextStream, Tokenizer
+from llama_jax.tokenizers.interface import TextPart, TextStream, Tokenizer
 from llama_jax.tokenizers.load import find_tokenizer, load_tokenizer, replace_chat_template
 from llama_jax.tokenizers.sentencepiece import SentencePieceTokenizer
 from llama_jax.tokenizers.tiktoken import TiktokenTokenizer
@@ -16,9 +16,9 @@ __all__ = [
     "Format",
     "HuggingFaceTokenizer",
     "Message",
-    "Part",
     "ReplyEncoder",
     "SentencePieceTokenizer",
+    "TextPart",
     "TextStream",
     "TiktokenTokenizer",
     "Tokenizer",

@@ -18,12 +18,12 @@ from llama_jax.tokenizers.chat_template import (
     template_parts,
     unused_characters,
 )
-from llama_jax.tokenizers.interface import Part, Tokenizer, split_special
+from llama_jax.tokenizers.interface import TextPart, Tokenizer, split_special
 
 Role = Literal["system", "user", "assistant", "tool"]
 Format = Literal["auto", "chatml", "gemma", "llama2", "llama3", "mistral", "phi3", "zephyr", "template", "plain"]
 NAMED_FORMATS = get_args(Format)[1:-2]
-MESSAGE_FIELDS = frozenset({"role", "content", "name", "reasoning_content"})
+CHAT_MESSAGE_FIELDS = frozenset({"role", "content", "name", "reasoning_content"})
 TOOL_FIELDS = frozenset({"tool_calls", "tool_call_id"})
 NO_TOOLS = (
     "the model's chat format does not support tools; omit them, or pass a chat template that has tools (--chat-template)"
@@ -173,7 +173,7 @@ def chat_parts(
     *,
     reply: bool = True,
     template_args: Mapping[str, Any] | None = None,
-) -> list[Part]:
+) -> list[TextPart]:
     """A chat as plain texts with special tokens between them, in a format that is not "auto".
 
     Args:
@@ -188,7 +188,7 @@ def chat_parts(
     texts: Any = put_in_form(messages, (), DEFAULT_FORM)[0]
     if format in TURN_FORMATS:
         return _turns(tokenizer, texts, format, reply)
-    return {"llama2": _llama2, "mistral": _mistral, "plain": _plain}[format](tokenizer, texts)
+    return {"llama2": _llama2, "mistral": _mistral, "plain": _plain_text}[format](tokenizer, texts)
 
 
 class TurnFormat(NamedTuple):
@@ -237,7 +237,7 @@ TURN_FORMATS: Mapping[str, TurnFormat] = {
 }
 
 
-def _turns(tokenizer: Tokenizer, messages: Sequence[Message], name: str, reply: bool) -> list[Part]:
+def _turns(tokenizer: Tokenizer, messages: Sequence[Message], name: str, reply: bool) -> list[TextPart]:
     format = TURN_FORMATS[name]
     if missing := [token for token in format.tokens if token not in tokenizer.special_tokens]:
         raise GenerationError(
@@ -246,25 +246,25 @@ def _turns(tokenizer: Tokenizer, messages: Sequence[Message], name: str, reply: 
     _, eos = _ends(tokenizer, name) if "{eos}" in format.end else (-1, -1)
     system, messages = ("", messages) if format.system else _system_prompt(messages)
 
-    def own(text: str) -> list[Part]:
+    def to_parts(text: str) -> list[TextPart]:
         return split_special(text, tokenizer.special_tokens)
 
-    parts: list[Part] = [tokenizer.bos_id] * tokenizer.add_bos if format.begin is None else own(format.begin)
+    parts: list[TextPart] = [tokenizer.bos_id] * tokenizer.add_bos if format.begin is None else to_parts(format.begin)
     for i, message in enumerate(messages):
         text, role = message["content"], message["role"]
         if system and i == 0:
             text, system = f"{system}\n\n{text.strip() if format.strip else text}", ""
         between = format.between if i else ""
-        parts += own(between + format.header.format(role=format.assistant if role == "assistant" else role))
-        parts += [text.strip() if format.strip else text, *([eos] if format.end == "{eos}" else own(format.end))]
+        parts += to_parts(between + format.header.format(role=format.assistant if role == "assistant" else role))
+        parts += [text.strip() if format.strip else text, *([eos] if format.end == "{eos}" else to_parts(format.end))]
     if reply:
-        parts += own((format.between if messages else "") + format.header.format(role=format.assistant))
+        parts += to_parts((format.between if messages else "") + format.header.format(role=format.assistant))
     return _join_texts(parts)
 
 
-def _join_texts(parts: Sequence[Part]) -> list[Part]:
+def _join_texts(parts: Sequence[TextPart]) -> list[TextPart]:
     """The parts, with adjacent texts as one, since no token spans two."""
-    joined: list[Part] = []
+    joined: list[TextPart] = []
     for part in parts:
         if isinstance(part, str) and joined and isinstance(joined[-1], str):
             joined[-1] += part
@@ -293,12 +293,12 @@ def _exchanges(messages: Sequence[Message], format: str) -> tuple[str, list[tupl
     return system, [(question, replies[i] if i < len(replies) else None) for i, question in enumerate(questions)]
 
 
-def _llama2(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
+def _llama2(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[TextPart]:
     """Meta's llama/generation.py, chat_completion: each exchange is a sequence, the system prompt in the first."""
     bos, eos = _ends(tokenizer, "llama2")
     system, exchanges = _exchanges(messages, "llama2")
     begin = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if messages[0]["role"] == "system" else ""
-    parts: list[Part] = []
+    parts: list[TextPart] = []
     for question, reply in exchanges:
         text = f"[INST] {(begin + question).strip()} [/INST]"
         begin = ""
@@ -306,13 +306,13 @@ def _llama2(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
     return parts
 
 
-def _mistral(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
+def _mistral(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[TextPart]:
     """Templates of Mistral 7B Instruct: v0.3, in whose vocabulary [INST] is a token, or v0.1 and v0.2."""
     bos, eos = _ends(tokenizer, "mistral")
     system, exchanges = _exchanges(messages, "mistral")
     special = {name: tokenizer.special_tokens.get(name) for name in ("[INST]", "[/INST]")}
     opening, closing = special.values()
-    parts: list[Part] = [bos]
+    parts: list[TextPart] = [bos]
     for question, reply in exchanges:
         text = f"{system}\n\n{question}" if system else question
         system = ""
@@ -324,7 +324,7 @@ def _mistral(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
     return parts
 
 
-def _plain(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
+def _plain_text(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[TextPart]:
     """One text: every message of the user begins a paragraph, which the reply continues."""
     text = ""
     for message in messages:
@@ -345,7 +345,7 @@ def check_messages(messages: Sequence[Message], format: Format) -> None:
     """Raise GenerationError for messages that are not a valid chat, with the index of the message."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise GenerationError("messages must be a list with at least one message, from the user")
-    known = MESSAGE_FIELDS | TOOL_FIELDS if format == "template" else MESSAGE_FIELDS
+    known = CHAT_MESSAGE_FIELDS | TOOL_FIELDS if format == "template" else CHAT_MESSAGE_FIELDS
     roles = get_args(Role) if format == "template" else get_args(Role)[:-1]
     for i, message in enumerate(messages):
         needed = {"role"} if isinstance(message, Mapping) and message.get("tool_calls") else {"role", "content"}

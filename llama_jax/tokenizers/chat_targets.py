@@ -23,7 +23,7 @@ from llama_jax.tokenizers.chat import (
     takes_tools,
 )
 from llama_jax.tokenizers.chat_template import PRIVATE_USE, Renderer, select_template, template_parts, uses_tools
-from llama_jax.tokenizers.interface import SPACE, Part, Tokenizer, split_special, unspelled_space
+from llama_jax.tokenizers.interface import SPACE, TextPart, Tokenizer, split_special, unspelled_space
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -68,7 +68,7 @@ class ReplyEncoder:
           template_args: variables of the template in every chat, such as `enable_thinking`.
         """
         self.tokenizer = tokenizer
-        self._asked = format
+        self._requested = format
         self._resolved: Format | None = None
         self._renderer = Renderer(template_time or datetime.now().isoformat(), template_args)
         self._bytes = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
@@ -76,14 +76,16 @@ class ReplyEncoder:
     def __enter__(self) -> ReplyEncoder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._renderer.close()
 
     @property
     def format(self) -> Format:
         """The resolved chat format; GenerationError if there is none."""
         if self._resolved is None:
-            self._resolved = resolve_format(self.tokenizer, self._asked)
+            self._resolved = resolve_format(self.tokenizer, self._requested)
         return self._resolved
 
     @property
@@ -93,12 +95,14 @@ class ReplyEncoder:
             self.tokenizer.stop_ids if self._resolved is None else reply_ends(self.tokenizer, self._resolved, self._renderer)
         )
 
-    def chat(self, messages: Sequence[Message], given: int = 0, tools: Sequence[Mapping[str, Any]] = ()) -> EncodedExample:
+    def chat(
+        self, messages: Sequence[Message], prompt_messages: int = 0, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> EncodedExample:
         """Encode a whole chat; the targets are all of the assistant's text.
 
         Args:
           messages: see `encode_chat`; the last need not be the user's.
-          given: number of first messages that are given: the assistant's text in these is not a target.
+          prompt_messages: number of first messages that are given: the assistant's text in these is not a target.
           tools: functions that the model may call, for a template that supports them.
 
         Raises:
@@ -108,28 +112,28 @@ class ReplyEncoder:
         """
         format = self.format
         check_messages(messages, format)
-        replies = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= given]
+        replies = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= prompt_messages]
         if tools and not takes_tools(self.tokenizer, format):
             raise GenerationError(NO_TOOLS)
         if format == "template" and GENERATION.search(select_template(self.tokenizer, uses_tools(messages, tools))):
             spans = template_parts(self.tokenizer, messages, self._renderer, tools, reply=False, spans=True)
-            parts, said = _joined(spans)
+            parts, reply_mask = _join_spans(spans)
             prompt_ends: list[int] = []
             for i in replies:
                 with suppress(GenerationError):  # the template need not support generation after these messages
                     end = self._prompt_end(messages, i, tools, parts)
                     prompt_ends += [] if end is None else [end]
-            if given:
-                end = _end_of(self._parts(messages[:given], tools, reply=False), parts)
+            if prompt_messages:
+                end = _end_of(self._parts(messages[:prompt_messages], tools, reply=False), parts)
                 if end is None:
                     raise GenerationError(
-                        f"the chat template renders the first {given} messages, which are given, differently when more"
-                        " follow; pass the whole chat as `messages`, in which all of the assistant's text is a target"
+                        f"the chat template renders the first {prompt_messages} messages, which are given, differently when"
+                        " more follow; pass the whole chat as `messages`, in which all of the assistant's text is a target"
                     )
-                said[:end] = [False] * end
+                reply_mask[:end] = [False] * end
         else:
-            parts, said, prompt_ends = self._by_prefixes(messages, replies, tools)
-        return self._checked(self._encoded(parts, said, prompt_ends))
+            parts, reply_mask, prompt_ends = self._by_prefixes(messages, replies, tools)
+        return self._checked(self._encoded(parts, reply_mask, prompt_ends))
 
     def pair(self, prompt: str, answer: str, *, special: bool = False) -> EncodedExample:
         """Encode a prompt and its answer without a chat format: BOS, prompt, answer and EOS, with the answer and EOS as
@@ -139,17 +143,19 @@ class ReplyEncoder:
           special: whether "<|eot_id|>" and the like in the texts are special tokens; by default they are text. An existing
             BOS or EOS is then not added again.
         """
-        named = self.tokenizer.special_tokens if special else {}
-        said = [(part, at == 1) for at, text in enumerate((prompt, answer)) for part in split_special(text, named)]
+        special_tokens = self.tokenizer.special_tokens if special else {}
+        flagged = [
+            (part, at == 1) for at, text in enumerate((prompt, answer)) for part in split_special(text, special_tokens)
+        ]
         bos, eos = [self.tokenizer.bos_id] * self.tokenizer.add_bos, [self.tokenizer.eos_id] * (self.tokenizer.eos_id >= 0)
-        if said and said[0][0] in bos:
-            del said[0]
-        if said and said[-1][1] and said[-1][0] in eos:
-            del said[-1]
+        if flagged and flagged[0][0] in bos:
+            del flagged[0]
+        if flagged and flagged[-1][1] and flagged[-1][0] in eos:
+            del flagged[-1]
         # BOS and EOS are added as in `Tokenizer.encode`, so that training and generation encode prompts alike.
-        found = self._encoded(*_joined(said))
+        encoded = self._encoded(*_join_spans(flagged))
         return self._checked(
-            EncodedExample([*bos, *found.ids, *eos], [*[False] * len(bos), *found.targets, *[True] * len(eos)])
+            EncodedExample([*bos, *encoded.ids, *eos], [*[False] * len(bos), *encoded.targets, *[True] * len(eos)])
         )
 
     def prompt(
@@ -166,56 +172,58 @@ class ReplyEncoder:
         """
         if not isinstance(prompt, str):
             return encode_chat(self.tokenizer, prompt, self.format, self._renderer, tools)
-        named = self.tokenizer.special_tokens if special else {}
+        special_tokens = self.tokenizer.special_tokens if special else {}
         bos = [self.tokenizer.bos_id] * self.tokenizer.add_bos
-        found = self.tokenizer.encode_parts(split_special(prompt, named)) if prompt else []
-        return found if bos and found[:1] == bos else [*bos, *found]
+        ids = self.tokenizer.encode_parts(split_special(prompt, special_tokens)) if prompt else []
+        return ids if bos and ids[:1] == bos else [*bos, *ids]
 
-    def _parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, reply: bool) -> list[Part]:
+    def _parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, reply: bool) -> list[TextPart]:
         return chat_parts(self.tokenizer, messages, self.format, self._renderer, tools, reply=reply)
 
     def _prompt_end(
-        self, messages: Sequence[Message], number: int, tools: Sequence[Mapping[str, Any]], whole: Sequence[Part]
+        self, messages: Sequence[Message], number: int, tools: Sequence[Mapping[str, Any]], all_parts: Sequence[TextPart]
     ) -> int | None:
         """Where the prompt of a reply, message `number`, ends in the rendered chat; None if the chat does not begin with it.
 
         Templates need not render an empty chat: a first message from the assistant is found by its content.
         """
         if number:
-            return _end_of(self._parts(messages[:number], tools, reply=True), whole)
+            return _end_of(self._parts(messages[:number], tools, reply=True), all_parts)
         mark = chr(PRIVATE_USE[-1])
-        prompt: list[Part] = []
+        prompt: list[TextPart] = []
         for part in self._parts([{**messages[0], "content": mark}], tools, reply=False):
             if isinstance(part, str) and mark in part:
-                return _end_of([*prompt, part[: part.index(mark)]], whole)
+                return _end_of([*prompt, part[: part.index(mark)]], all_parts)
             prompt.append(part)
         return None
 
     def _by_prefixes(
         self, messages: Sequence[Message], replies: Sequence[int], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[Part], list[bool], list[int]]:
-        """The parts of a chat, flags for the assistant's text, see `_joined`, and the ends of the prompts."""
-        whole, _ = _joined([(part, False) for part in self._parts(messages, tools, reply=False)])
+    ) -> tuple[list[TextPart], list[bool], list[int]]:
+        """The parts of a chat, flags for the assistant's text, see `_join_spans`, and the ends of the prompts."""
+        all_parts, _ = _join_spans([(part, False) for part in self._parts(messages, tools, reply=False)])
         if self.format == "plain" and messages[-1]["role"] == "assistant" and self.tokenizer.eos_id >= 0:
-            whole = [*whole, self.tokenizer.eos_id]
-        said = [False] * sum(map(_size, whole))
+            all_parts = [*all_parts, self.tokenizer.eos_id]
+        reply_mask = [False] * sum(map(_size, all_parts))
         prompt_ends: list[int] = []
         for i in replies:
-            begin = self._prompt_end(messages, i, tools, whole)
+            begin = self._prompt_end(messages, i, tools, all_parts)
             last = i + 1 == len(messages)
-            end = len(said) if last else _end_of(self._parts(messages[: i + 1], tools, reply=False), whole)
+            end = len(reply_mask) if last else _end_of(self._parts(messages[: i + 1], tools, reply=False), all_parts)
             if begin is None or end is None or end < begin:
                 raise GenerationError(
                     f"message {i}, from 'assistant', cannot be found in the rendered chat: the chat template renders earlier"
                     " messages differently when more follow; put {% generation %} and {% endgeneration %} around the"
                     " assistant's text in the template, or choose another format"
                 )
-            said[begin:end] = [True] * (end - begin)
+            reply_mask[begin:end] = [True] * (end - begin)
             prompt_ends.append(begin)
-        _without_last_space(whole, said)
-        return whole, said, prompt_ends
+        _without_last_space(all_parts, reply_mask)
+        return all_parts, reply_mask, prompt_ends
 
-    def _encoded(self, parts: Sequence[Part], said: Sequence[bool], prompt_ends: Sequence[int] = ()) -> EncodedExample:
+    def _encoded(
+        self, parts: Sequence[TextPart], reply_mask: Sequence[bool], prompt_ends: Sequence[int] = ()
+    ) -> EncodedExample:
         """The ids of parts; a token is a target if it is at least partly the assistant's text.
 
         Args:
@@ -223,14 +231,14 @@ class ReplyEncoder:
         """
         ends = set(prompt_ends)
         begin = 0
-        for flag, run in groupby(said):
+        for flag, run in groupby(reply_mask):
             stop = begin + len(list(run))
             if flag and not any(begin <= end < stop for end in ends):
                 ends.add(begin)
             begin = stop
-        divided = _divided(parts, sorted(ends))
+        divided = _divide_parts(parts, sorted(ends))
         ids = self.tokenizer.encode_parts(divided)
-        said = self._with_unspelled_space(divided, said)
+        reply_mask = self._with_unspelled_space(divided, reply_mask)
         targets: list[bool] = []
         at = 0
         for number, part in enumerate(parts):
@@ -239,23 +247,28 @@ class ReplyEncoder:
                 following = parts[number + 1] if number + 1 < len(parts) else None
                 assert not isinstance(following, str)
                 stop = len(ids) if following is None else ids.index(following, begin)
-                targets += self._within(part, said[at : at + len(part)], ids[begin:stop])
+                targets += self._within(part, reply_mask[at : at + len(part)], ids[begin:stop])
             else:
                 assert ids[len(targets)] == part
-                targets.append(said[at])
+                targets.append(reply_mask[at])
             at += _size(part)
         return EncodedExample(ids, targets)
 
-    def _with_unspelled_space(self, divided: Sequence[Part], said: Sequence[bool]) -> list[bool]:
+    def _with_unspelled_space(self, divided: Sequence[TextPart], reply_mask: Sequence[bool]) -> list[bool]:
         """The flags, also set for white space at the end of a prompt that only the reply's tokens spell."""
-        said = list(said)
+        reply_mask = list(reply_mask)
         begin = 0
         for before, part in pairwise(divided):
             begin += _size(before)
-            if isinstance(before, str) and isinstance(part, str) and before[-1:].isspace() and any(said[begin : begin + 1]):
+            if (
+                isinstance(before, str)
+                and isinstance(part, str)
+                and before[-1:].isspace()
+                and any(reply_mask[begin : begin + 1])
+            ):
                 space = unspelled_space(self.tokenizer, before, self.tokenizer.encode_parts([before]))
-                said[begin - len(space) : begin] = [True] * len(space)
-        return said
+                reply_mask[begin - len(space) : begin] = [True] * len(space)
+        return reply_mask
 
     def _checked(self, encoded: EncodedExample) -> EncodedExample:
         bos = self.tokenizer.bos_id
@@ -263,22 +276,22 @@ class ReplyEncoder:
             raise GenerationError("the text begins with two begin-of-sequence tokens; omit one of them")
         return encoded
 
-    def _within(self, text: str, said: Sequence[bool], ids: list[int]) -> list[bool]:
+    def _within(self, text: str, reply_mask: Sequence[bool], ids: list[int]) -> list[bool]:
         """Whether each token of a text contains a byte of the assistant's text."""
-        if not any(said):
+        if not any(reply_mask):
             return [False] * len(ids)
         tokens = [self._bytes[token] for token in ids]
         spelled = b"".join(tokens)
         # Vocabularies that spell a space as U+2581 cannot distinguish the two.
-        for given in (text, text.replace(SPACE, " ")):
-            flags = [flag for character, flag in zip(given, said, strict=True) for _ in character.encode()]
-            wanted = given.encode()
-            if spelled not in (wanted, b" " + wanted):  # a preceding special token may remove white space
-                wanted = wanted.lstrip()
-                flags = flags[len(flags) - len(wanted) :]
-            if spelled == b" " + wanted:  # a space that the tokenizer adds belongs to the text after it
+        for spelling in (text, text.replace(SPACE, " ")):
+            flags = [flag for character, flag in zip(spelling, reply_mask, strict=True) for _ in character.encode()]
+            encoded = spelling.encode()
+            if spelled not in (encoded, b" " + encoded):  # a preceding special token may remove white space
+                encoded = encoded.lstrip()
+                flags = flags[len(flags) - len(encoded) :]
+            if spelled == b" " + encoded:  # a space that the tokenizer adds belongs to the text after it
                 flags = flags[:1] + flags
-            elif spelled != wanted:
+            elif spelled != encoded:
                 continue
             ends = list(accumulate(map(len, tokens)))
             return [any(flags[end - len(token) : end]) for token, end in zip(tokens, ends, strict=True)]
@@ -288,28 +301,28 @@ class ReplyEncoder:
         )
 
 
-def _size(part: Part) -> int:
+def _size(part: TextPart) -> int:
     """The number of characters of a text; a special token counts as one."""
     return len(part) if isinstance(part, str) else 1
 
 
-def _joined(spans: Iterable[tuple[Part, bool]]) -> tuple[list[Part], list[bool]]:
+def _join_spans(spans: Iterable[tuple[TextPart, bool]]) -> tuple[list[TextPart], list[bool]]:
     """The parts, with adjacent texts joined, and for each character and special token whether it is the assistant's."""
-    parts: list[Part] = []
-    said: list[bool] = []
+    parts: list[TextPart] = []
+    reply_mask: list[bool] = []
     for part, flag in spans:
         if isinstance(part, str) and parts and isinstance(parts[-1], str):
             parts[-1] += part
         elif part != "":
             parts.append(part)
-        said += [flag] * _size(part)
-    return parts, said
+        reply_mask += [flag] * _size(part)
+    return parts, reply_mask
 
 
-def _divided(parts: Sequence[Part], ends: Sequence[int]) -> list[Part]:
+def _divide_parts(parts: Sequence[TextPart], ends: Sequence[int]) -> list[TextPart]:
     """The parts, with texts divided after these numbers of characters and special tokens; one at the end of a text leaves an
     empty text after it."""
-    divided: list[Part] = []
+    divided: list[TextPart] = []
     begin = 0
     for part in parts:
         if isinstance(part, str):
@@ -321,26 +334,26 @@ def _divided(parts: Sequence[Part], ends: Sequence[int]) -> list[Part]:
     return divided
 
 
-def _end_of(prefix: Sequence[Part], whole: Sequence[Part]) -> int | None:
-    """The number of characters and special tokens in a prefix of `whole`; None if it is not a prefix."""
-    prefix, _ = _joined([(part, False) for part in prefix])
+def _end_of(prefix: Sequence[TextPart], all_parts: Sequence[TextPart]) -> int | None:
+    """The number of characters and special tokens in a prefix of `all_parts`; None if it is not a prefix."""
+    prefix, _ = _join_spans([(part, False) for part in prefix])
     if not prefix:
         return 0
     full, last = len(prefix) - 1, prefix[-1]
-    if prefix[:full] != list(whole[:full]) or full >= len(whole):
+    if prefix[:full] != list(all_parts[:full]) or full >= len(all_parts):
         return None
-    there = whole[full]
-    is_beginning = last == there or (isinstance(last, str) and isinstance(there, str) and there.startswith(last))
+    continued = all_parts[full]
+    is_beginning = last == continued or (isinstance(last, str) and isinstance(continued, str) and continued.startswith(last))
     return sum(map(_size, prefix)) if is_beginning else None
 
 
-def _without_last_space(parts: Sequence[Part], said: list[bool]) -> None:
+def _without_last_space(parts: Sequence[TextPart], reply_mask: list[bool]) -> None:
     """Unmark white space after the token that ends a turn, unless the assistant's text continues."""
     begin = 0
     for before, part in pairwise(parts):
         begin += _size(before)
-        if isinstance(before, int) and isinstance(part, str) and said[begin - 1]:
+        if isinstance(before, int) and isinstance(part, str) and reply_mask[begin - 1]:
             end = begin + len(part)
-            stop = next((at for at in range(begin, end) if not said[at]), end)
-            if not part[: stop - begin].strip() and not any(said[stop : stop + 1]):
-                said[begin:stop] = [False] * (stop - begin)
+            stop = next((at for at in range(begin, end) if not reply_mask[at]), end)
+            if not part[: stop - begin].strip() and not any(reply_mask[stop : stop + 1]):
+                reply_mask[begin:stop] = [False] * (stop - begin)

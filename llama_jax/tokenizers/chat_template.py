@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from llama_jax.child_process import ChildProcess
 from llama_jax.errors import GenerationError, reason_of, shown
-from llama_jax.tokenizers.interface import Part, Tokenizer, special_pattern, split_special
+from llama_jax.tokenizers.interface import TextPart, Tokenizer, special_pattern, split_special
 from llama_jax.tokenizers.tool_dialects import (
     BEGIN_OF_THOUGHT,
     CALL_TOKEN,
@@ -159,7 +159,7 @@ def template_parts(
     reply: bool = True,
     spans: bool = False,
     template_args: Mapping[str, Any] | None = None,
-) -> list[tuple[Part, bool]]:
+) -> list[tuple[TextPart, bool]]:
     """The parts that the checkpoint's own template writes, each with a flag whether it is inside ``{% generation %}``.
 
     Messages are passed in the form that the template reads (`MessageForm`). The template's special tokens are distinguished
@@ -184,7 +184,7 @@ def template_parts(
     inside, first, last = unused_characters([template, messages, tools], 3)
     # The assistant's own thoughts and calls, which templates look for, are the tokens that it writes.
     names = [name for name in tokenizer.special_tokens if name not in THOUGHT and not CALL_TOKEN.fullmatch(name)]
-    others = special_pattern(names)
+    other_tokens = special_pattern(names)
 
     def marked(value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
@@ -194,7 +194,9 @@ def template_parts(
         return [marked(entry, pattern) for entry in value] if isinstance(value, list | tuple) else value
 
     with _depth_errors():
-        marked_messages = [marked(each, others if each["role"] == "assistant" else pattern) for each in messages]
+        marked_messages = [
+            marked(message, other_tokens if message["role"] == "assistant" else pattern) for message in messages
+        ]
         marked_tools = marked(tools, pattern)
     # A template named for tools need not render chats without them.
     shown_tools = marked_tools if tools or template != tokenizer.chat_template else None
@@ -204,7 +206,7 @@ def template_parts(
     # Some templates write the system prompt only before a last message of the user.
     first_checked = int(form.system and len(messages) > 1 and messages[0]["role"] == "system")
     _check_arrival(marked_messages, marked_tools, rendered, render, first, first_checked)
-    parts: list[tuple[Part, bool]] = []
+    parts: list[tuple[TextPart, bool]] = []
     depth = 0
     for piece in re.split(f"([{first}{last}])", rendered):
         if piece in (first, last):
@@ -314,12 +316,12 @@ def find_message_form(render: Callable[..., str], template: str) -> MessageForm:
             chat += [{"role": "assistant", "content": "."}, {"role": "user", "content": "?"}]
         return put_in_form(chat, (), form)[0]
 
-    def arrives(form: MessageForm, count: int = 1, said: str = "") -> bool:
-        text = rendered(calls(form, count, said), [PROBE_TOOL])
+    def arrives(form: MessageForm, count: int = 1, reply: str = "") -> bool:
+        text = rendered(calls(form, count, reply), [PROBE_TOOL])
         names = all(f"{PROBE_NAME}{i}" in text for i in range(count))
         # Arguments of the other form are written as Python's dict, or as a text in JSON.
         as_json = PROBE_VALUE in text and not re.search(rf"'{PROBE_KEY}'|\\\"{PROBE_KEY}", text)
-        return names and as_json and said in text and text.count("None") <= template.count("None")
+        return names and as_json and reply in text and text.count("None") <= template.count("None")
 
     contents: tuple[Mapping[str, Any], ...] = ({"content": None}, {"content": ""}, {})
     usual = form
@@ -329,7 +331,7 @@ def find_message_form(render: Callable[..., str], template: str) -> MessageForm:
         if arrives(candidate):
             form = candidate._replace(one_call=not arrives(candidate, 2))
             apart = form._replace(text_apart=True)
-            return apart if not arrives(form, said=PROBE_TEXT) and arrives(apart, said=PROBE_TEXT) else form
+            return apart if not arrives(form, reply=PROBE_TEXT) and arrives(apart, reply=PROBE_TEXT) else form
     return usual._replace(calls=f"{PROBE_NAME}0" in rendered(calls(form, 1, ""), [PROBE_TOOL]))
 
 
@@ -424,8 +426,10 @@ def _split_calls(messages: Sequence[dict[str, Any]], form: MessageForm) -> list[
         for call in calls:
             split.append({**message, "tool_calls": [call]})
             message = {"role": message["role"], **form.call_content}
-            own, none = call.get("id"), [result for result in results if result.get("tool_call_id") is None]
-            answers = none[:1] if own is None else [result for result in results if result.get("tool_call_id") == own]
+            call_id, none = call.get("id"), [result for result in results if result.get("tool_call_id") is None]
+            answers = (
+                none[:1] if call_id is None else [result for result in results if result.get("tool_call_id") == call_id]
+            )
             split += answers
             results = [result for result in results if result not in answers]
         split += results
@@ -444,7 +448,7 @@ def _check_arrival(
       mark: a character that is in none of the texts.
       first_checked: index of the first message that must appear.
     """
-    for what, names in (("tool", _names(tools)), ("call", _names(_calls(messages)))):
+    for what, names in (("tool", _names(tools)), ("call", _names(_calls_in(messages)))):
         for name in names:
             if not _is_in(name, rendered):
                 raise GenerationError(
@@ -466,11 +470,11 @@ def _check_arrival(
         for i, message in enumerate(messages)
     ]
     try:
-        again = render(numbered)
+        rerendered = render(numbered)
     except GenerationError:  # it reads the text
         return
     for i in missing:
-        if f"{mark}{i}{mark}" not in again:
+        if f"{mark}{i}{mark}" not in rerendered:
             text = shown("".join(_texts_of(messages[i]["content"])), 60)
             raise GenerationError(
                 f"the message {text} of the role {messages[i]['role']!r} does not appear in the prompt: the model's chat"
@@ -504,20 +508,22 @@ def _with_mark(content: Any, mark: str) -> Any:
     return [{**part, "text": _with_mark(part["text"], mark)} for part in content]
 
 
-def _calls(messages: ChatMessages) -> list[Any]:
+def _calls_in(messages: ChatMessages) -> list[Any]:
     return [call for message in messages for call in message.get("tool_calls") or ()]
 
 
 def _names(functions: Sequence[Any]) -> list[str]:
     """The names of functions in OpenAI's format, of tools or of calls."""
     inner = [function.get("function") for function in functions if isinstance(function, Mapping)]
-    return [each["name"] for each in inner if isinstance(each, Mapping) and isinstance(each.get("name"), str)]
+    return [
+        function["name"] for function in inner if isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    ]
 
 
 def unused_characters(values: Any, count: int) -> list[str]:
     """Private characters of Unicode that are in no text of lists and objects; GenerationError if there are too few."""
     with _depth_errors():
-        text = "".join(_texts(values))
+        text = "".join(_iterate_texts(values))
     unused = list(islice((chr(code) for code in PRIVATE_USE if chr(code) not in text), count))
     if len(unused) < count:
         raise GenerationError("the messages have every private character of Unicode (U+E000 to U+F8FF); remove some")
@@ -532,12 +538,12 @@ def _depth_errors() -> Iterator[None]:
         raise GenerationError("messages or tools are nested too deeply; reduce their depth") from None
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     """Every text in lists and objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from _texts([*value.keys(), *value.values()])
+        yield from _iterate_texts([*value.keys(), *value.values()])
     elif isinstance(value, list | tuple):
         for entry in value:
-            yield from _texts(entry)
+            yield from _iterate_texts(entry)

@@ -18,8 +18,8 @@ from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.interface import (
     CONTINUATION_MARK,
     SPACE,
-    Part,
     PartsTokenizer,
+    TextPart,
     check_text,
     ending_ids,
     is_template_token,
@@ -48,8 +48,8 @@ USUAL_EOS = ("<|end_of_text|>", "</s>")
 def byte_characters() -> dict[str, int]:
     """{character: byte}: GPT-2's spelling of bytes; unprintable ones are characters from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(unprintable)}
 
 
 CHARACTER_BYTES = byte_characters()
@@ -61,7 +61,7 @@ def spell(token: bytes) -> str:
     return "".join(BYTE_CHARACTERS[byte] for byte in token)
 
 
-def recognizes(start: bytes) -> bool:
+def is_tokenizer_json(start: bytes) -> bool:
     """Whether a file begins like a tokenizer.json: an object with its version as the first key."""
     return re.match(rb'\s*\{\s*"(version|added_tokens)"\s*:', start) is not None
 
@@ -142,7 +142,7 @@ class HuggingFaceTokenizer(PartsTokenizer):
             self.add_bos, self.add_eos = _adds(library, settings, self.bos_id, self.eos_id)
         self._library = library
         self._where = where
-        self.swallowing = frozenset(i for i, token in added.items() if token.rstrip)
+        self.strips_right = frozenset(i for i, token in added.items() if token.rstrip)
         self._added = {i: b"" if token.special else token.content.encode() for i, token in added.items()} | dict(odd or {})
         self.special_tokens: Mapping[str, int] = special
         self._names = {i: name for name, i in self.special_tokens.items()}
@@ -150,15 +150,15 @@ class HuggingFaceTokenizer(PartsTokenizer):
         hidden = any(self._pattern.search(name) for name in user_defined or ())
         self._user_defined = user_defined if user_defined and (hidden or order_matters(user_defined)) else {}
         self._first = {name[0] for name in (*self.special_tokens, TEXT_MARK) if name}
-        self.stop_ids = ending_ids(self, settings.stop_ids, whole=settings.all_stop_ids)
+        self.stop_ids = ending_ids(self, settings.stop_ids, complete=settings.all_stop_ids)
         self.chat_template = settings.chat_template
         self.chat_templates, self.named_tokens = settings.chat_templates, settings.tokens_by_name
         self.settings = settings
 
-    def encode_parts(self, parts: Sequence[Part]) -> list[int]:
+    def encode_parts(self, parts: Sequence[TextPart]) -> list[int]:
         """Ids of texts and special tokens, encoded as a whole by the library up to a text that continues another one."""
         ids: list[int] = []
-        for before, run in _runs(parts):
+        for before, run in _split_runs(parts):
             if before is None:
                 ids += self._encode_run(run)
             else:
@@ -177,11 +177,11 @@ class HuggingFaceTokenizer(PartsTokenizer):
     def _mark_ids(self) -> list[int]:
         return self._encode_run([self._mark])
 
-    def _encode_run(self, parts: Sequence[Part]) -> list[int]:
+    def _encode_run(self, parts: Sequence[TextPart]) -> list[int]:
         pieces = [self._as_text(part) if isinstance(part, str) else self._names[part] for part in parts]
         text = "".join(pieces)
         check_text(text)
-        seen = [found.group() for found in self._pattern.finditer(text) if found.group() != TEXT_MARK]
+        seen = [match.group() for match in self._pattern.finditer(text) if match.group() != TEXT_MARK]
         if seen != [self._names[part] for part in parts if not isinstance(part, str)]:
             text = TEXT_MARK.join(pieces)  # a special token must not form across parts
         with library_errors(f"{self._where} cannot encode a text"):
@@ -194,8 +194,8 @@ class HuggingFaceTokenizer(PartsTokenizer):
         for text in texts:
             check_text(text)
         with library_errors(f"{self._where} cannot encode a text"):
-            found = self._library.encode_batch_fast(list(map(self._as_text, texts)), add_special_tokens=False)
-        return [self._within(encoding.ids) for encoding in found]
+            encodings = self._library.encode_batch_fast(list(map(self._as_text, texts)), add_special_tokens=False)
+        return [self._within(encoding.ids) for encoding in encodings]
 
     def _token_bytes(self, token: int) -> bytes:
         if token in self._added:
@@ -216,19 +216,21 @@ class HuggingFaceTokenizer(PartsTokenizer):
 
     def description(self) -> dict[str, Any]:
         """The content of its ``tokenizer.json``."""
-        own = self._own_normalizer
-        whole = json.loads(self._library.to_str()) | {"normalizer": None if own is None else json.loads(own.__getstate__())}
+        normalizer = self._own_normalizer
+        content = json.loads(self._library.to_str()) | {
+            "normalizer": None if normalizer is None else json.loads(normalizer.__getstate__())
+        }
         if self._beyond:
-            model = whole["model"]
+            model = content["model"]
             model["vocab"] = vocabulary = {token: i for token, i in model["vocab"].items() if i < self.vocab_size}
             model["merges"] = [[a, b] for a, b in model["merges"] if {a, b, a + b} <= vocabulary.keys()]
-        return whole
+        return content
 
     def _within(self, ids: list[int]) -> list[int]:
         if not self._beyond:
             return ids
         size = self.vocab_size
-        return [each for i in ids for each in ((i,) if i < size else self._beyond[i - size])]
+        return [token for i in ids for token in ((i,) if i < size else self._beyond[i - size])]
 
     def _as_text(self, text: str) -> str:
         """The text in the form in which the library treats names of special tokens as text."""
@@ -241,10 +243,10 @@ class HuggingFaceTokenizer(PartsTokenizer):
     def _masked(self, text: str) -> str:
         if not any(first in text for first in self._first):  # ten times as fast as the pattern
             return text
-        return self._pattern.sub(lambda found: found.group()[0] + TEXT_MARK + found.group()[1:], text)
+        return self._pattern.sub(lambda match: match.group()[0] + TEXT_MARK + match.group()[1:], text)
 
 
-def _runs(parts: Sequence[Part]) -> Iterator[tuple[str | None, Sequence[Part]]]:
+def _split_runs(parts: Sequence[TextPart]) -> Iterator[tuple[str | None, Sequence[TextPart]]]:
     """Runs of parts without adjacent texts, each with the text before it if it continues one."""
     starts = [i for i in range(1, len(parts)) if isinstance(parts[i - 1], str) and isinstance(parts[i], str)]
     for start, end in pairwise([0, *starts, len(parts)]):
@@ -255,8 +257,8 @@ def _id_of(library: tokenizers.Tokenizer, name: str | None, usual: Sequence[str]
     """The id of the begin- or end-of-sequence token, or -1."""
     if name is None:
         return next((special[name] for name in usual if name in special), -1)
-    found = library.token_to_id(name)
-    return -1 if found is None else found
+    token = library.token_to_id(name)
+    return -1 if token is None else token
 
 
 def _adds(library: tokenizers.Tokenizer, settings: Settings, bos: int, eos: int) -> tuple[bool, bool]:
@@ -317,19 +319,19 @@ def _find_special_tokens(library: tokenizers.Tokenizer, settings: Settings) -> t
     from tokenizers import AddedToken, Tokenizer
 
     added = {token.content for token in library.get_added_tokens_decoder().values()}
-    named = [name for name in settings.named_tokens if library.token_to_id(name) is not None]
-    library.add_special_tokens([AddedToken(name, normalized=False) for name in named if name not in added])
+    named_tokens = [name for name in settings.named_tokens if library.token_to_id(name) is not None]
+    library.add_special_tokens([AddedToken(name, normalized=False) for name in named_tokens if name not in added])
     special = {
         token.content: i
         for i, token in library.get_added_tokens_decoder().items()
-        if token.special or token.content in named or is_template_token(token.content, settings.chat_template)
+        if token.special or token.content in named_tokens or is_template_token(token.content, settings.chat_template)
     }
     tokens = [token for token in library.get_added_tokens_decoder().values() if token.content in special]
-    if any(token.normalized or (token.content in named and not token.special) for token in tokens):
+    if any(token.normalized or (token.content in named_tokens and not token.special) for token in tokens):
         described = json.loads(library.to_str())  # the library has no other way to change a token's flags
         for entry in described["added_tokens"]:
             entry["normalized"] &= entry["content"] not in special
-            entry["special"] |= entry["content"] in named
+            entry["special"] |= entry["content"] in named_tokens
         library = Tokenizer.from_str(json.dumps(described))
     return library, special
 
@@ -338,16 +340,16 @@ def _spelling(where: str, decoder: Any) -> tuple[bool, bool]:
     """Whether the vocabulary spells bytes as characters, and whether decoding removes a leading space."""
     described: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
     steps: list[dict[str, Any]] = described["decoders"] if described["type"] == "Sequence" else [described]
-    kinds = [step["type"] for step in steps]
-    if kinds == ["ByteLevel"]:
+    step_types = [step["type"] for step in steps]
+    if step_types == ["ByteLevel"]:
         return True, False
-    if kinds == ["Metaspace"] and steps[0]["replacement"] == SPACE:
+    if step_types == ["Metaspace"] and steps[0]["replacement"] == SPACE:
         return False, steps[0].get("prepend_scheme", "always") != "never"
     to_space = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0] == to_space and steps[3:] in ([], [strip]):
+    if step_types[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0] == to_space and steps[3:] in ([], [strip]):
         return False, bool(steps[3:])
     raise TokenizerError(
-        f"{where}: the decoder {' + '.join(map(str, kinds))} is not supported;"
+        f"{where}: the decoder {' + '.join(map(str, step_types))} is not supported;"
         " ByteLevel, Metaspace and Replace + ByteFallback + Fuse are"
     )

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from llama_jax.errors import TokenizerError, reason_of, shown
 
-Part = str | int  # plain text, or the id of a special token
+TextPart = str | int  # plain text, or the id of a special token
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how most vocabularies spell a space
 # A noncharacter, for which no vocabulary has a token: put before a text, so that no space is added to the text itself.
 CONTINUATION_MARK = "\ufdd2"
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
     """A tokenizer with V ids; names of special tokens in user text are text.
 
     A model's embedding may have more rows than V, which are padding without text (`token_bytes`), or fewer: then the tokens
-    without a row cannot be in a prompt (`check_rows`), and are never generated.
+    without a row cannot be in a prompt (`check_token_rows`), and are never generated.
     """
 
     @property
@@ -117,7 +117,7 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def encode_parts(self, parts: Sequence[Part]) -> list[int]:
+    def encode_parts(self, parts: Sequence[TextPart]) -> list[int]:
         """Ids of plain texts and special tokens. A text after another text continues it: no token spans the two, no space is
         added before it, and the ids of the parts before it are the same as without it."""
         ...
@@ -184,24 +184,24 @@ class Text:
         write: Callable[[str], None],
         *,
         at_start: bool = False,
-        named: Mapping[int, str] | None = None,
+        special_texts: Mapping[int, str] | None = None,
     ) -> None:
         self._stream = TextStream(tokenizer, at_start=at_start)
-        self._named = named or {}
+        self._special_texts = special_texts or {}
         self._stop = stop
         self._write = write
-        self._held = ""
+        self._pending = ""
         self.ended = False
         self.shown = ""
 
     @property
     def length(self) -> int:
         """The number of characters so far, including held-back ones."""
-        return len(self.shown) + len(self._held)
+        return len(self.shown) + len(self._pending)
 
     def push(self, token: int) -> bool:
         """Add a token; True if a stop string has been met."""
-        self._add(self._named.get(token) or self._stream.push(token))
+        self._add(self._special_texts.get(token) or self._stream.push(token))
         return self.ended
 
     def finish(self) -> None:
@@ -209,24 +209,26 @@ class Text:
         if not self.ended:
             self._add(self._stream.finish())
             if not self.ended:
-                self._show(self._held)
-            self._held = ""
+                self._show(self._pending)
+            self._pending = ""
 
     def _add(self, text: str) -> None:
         if not self._stop:
             self._show(text)
             return
-        self._held += text
-        found = [at for at in map(self._held.find, self._stop) if at >= 0]
-        self.ended = bool(found)
-        if found:
-            ready = min(found)
+        self._pending += text
+        stops = [at for at in map(self._pending.find, self._stop) if at >= 0]
+        self.ended = bool(stops)
+        if stops:
+            ready = min(stops)
         else:
-            held = self._held  # only beginnings up to this length can match: some stop strings have thousands of characters
-            starts = (stop[:n] for stop in self._stop for n in range(min(len(stop), len(held) + 1)))
-            ready = len(held) - max((len(start) for start in starts if held.endswith(start)), default=0)
-        self._show(self._held[:ready])
-        self._held = self._held[ready:]
+            pending = (
+                self._pending
+            )  # only beginnings up to this length can match: some stop strings have thousands of characters
+            starts = (stop[:n] for stop in self._stop for n in range(min(len(stop), len(pending) + 1)))
+            ready = len(pending) - max((len(start) for start in starts if pending.endswith(start)), default=0)
+        self._show(self._pending[:ready])
+        self._pending = self._pending[ready:]
 
     def _show(self, text: str) -> None:
         self.shown += text
@@ -270,29 +272,29 @@ def unspelled_space(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> str:
     return "" if spelled.endswith(space.encode()) else space
 
 
-def split_special(text: str, special_tokens: Mapping[str, int]) -> list[Part]:
+def split_special(text: str, special_tokens: Mapping[str, int]) -> list[TextPart]:
     """The text with its special tokens as ids."""
-    parts: list[Part] = []
+    parts: list[TextPart] = []
     end = 0
-    for found in special_pattern(special_tokens).finditer(text):
-        parts += [text[end : found.start()], special_tokens[found.group()]]
-        end = found.end()
+    for match in special_pattern(special_tokens).finditer(text):
+        parts += [text[end : match.start()], special_tokens[match.group()]]
+        end = match.end()
     return [part for part in [*parts, text[end:]] if part != ""]
 
 
-def split_longest(text: str, tokens: Mapping[str, int]) -> list[Part]:
+def split_longest(text: str, tokens: Mapping[str, int]) -> list[TextPart]:
     """The text with tokens as ids; the longest tokens are matched first anywhere in the text, as in llama.cpp."""
-    parts: list[Part] = [text]
+    parts: list[TextPart] = [text]
     for name in sorted((name for name in tokens if name in text), key=lambda name: -len(name.encode())):
-        found: list[Part] = []
+        split: list[TextPart] = []
         for part in parts:
             if isinstance(part, str):
                 for piece in part.split(name):
-                    found += [piece, tokens[name]]
-                found.pop()
+                    split += [piece, tokens[name]]
+                split.pop()
             else:
-                found.append(part)
-        parts = found
+                split.append(part)
+        parts = split
     return [part for part in parts if part != ""]
 
 
@@ -341,8 +343,8 @@ class PartsTokenizer:
             raise TokenizerError(f"text={shown(text, 40)} must be a str; encode several texts with encode_batch")
         bos = self.add_bos if bos is None else bos
         eos = self.add_eos if eos is None else eos
-        for wanted, token, name in ((bos, self.bos_id, "bos"), (eos, self.eos_id, "eos")):
-            if wanted and token < 0:
+        for requested, token, name in ((bos, self.bos_id, "bos"), (eos, self.eos_id, "eos")):
+            if requested and token < 0:
                 raise TokenizerError(
                     f"the vocabulary has no {name} token; encode with {name}=False, or set {name}_token in a"
                     " tokenizer_config.json in the same folder"
@@ -361,31 +363,31 @@ class PartsTokenizer:
         return text.removeprefix(" ") if self.space_prefix else text
 
 
-def ending_ids(tokenizer: Tokenizer, named: Iterable[int] = (), *, whole: bool = False) -> tuple[int, ...]:
+def ending_ids(tokenizer: Tokenizer, file_ids: Iterable[int] = (), *, complete: bool = False) -> tuple[int, ...]:
     """The tokens of `Tokenizer.stop_ids`.
 
     Args:
-      named: end tokens that the model's files name.
-      whole: whether this list is complete, so that a BOS that is not in it ends nothing.
+      file_ids: end tokens that the model's files name.
+      complete: whether this list is complete, so that a BOS that is not in it ends nothing.
     """
     special = tokenizer.special_tokens
-    begin = tokenizer.bos_id if tokenizer.add_bos and not whole else -1
-    ends = {begin, tokenizer.eos_id, *(special[name] for name in ending_names(special)), *named}
+    begin = tokenizer.bos_id if tokenizer.add_bos and not complete else -1
+    ends = {begin, tokenizer.eos_id, *(special[name] for name in ending_names(special)), *file_ids}
     return tuple(sorted(token for token in ends if token >= 0))
 
 
 def ending_names(names: Iterable[str]) -> set[str]:
     """The names that end generation; `<|end|>` and `</s>` are excluded if certain others exist."""
-    found = END_NAMES.intersection(names)
-    calls = found & {"<|call|>", "<|calls|>"}
-    if {"<|return|>", "<|call|>"} <= found or ("<|flush|>" in found and calls):
-        found.discard("<|end|>")
-    if "<|tool_response>" in found:
-        found.discard("</s>")
-    return found
+    ends = END_NAMES.intersection(names)
+    calls = ends & {"<|call|>", "<|calls|>"}
+    if {"<|return|>", "<|call|>"} <= ends or ("<|flush|>" in ends and calls):
+        ends.discard("<|end|>")
+    if "<|tool_response>" in ends:
+        ends.discard("</s>")
+    return ends
 
 
-def check_rows(tokenizer: Tokenizer, ids: Iterable[int], rows: int, where: str) -> None:
+def check_token_rows(tokenizer: Tokenizer, ids: Iterable[int], rows: int, where: str) -> None:
     """Raise TokenizerError for a token without a row in a model's embedding, by its name.
 
     Args:

@@ -13,13 +13,16 @@ from llama_jax.errors import TokenizerError, reading, shown
 from llama_jax.gguf_header import is_gguf, open_header
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.storage.paths import read_object, read_whole
-from llama_jax.tokenizers import gguf, huggingface, sentencepiece, tiktoken
+from llama_jax.tokenizers.gguf import from_metadata
+from llama_jax.tokenizers.huggingface import from_json, is_tokenizer_json
 from llama_jax.tokenizers.interface import Tokenizer, token_name
+from llama_jax.tokenizers.sentencepiece import SentencePieceTokenizer, is_sentencepiece
+from llama_jax.tokenizers.tiktoken import TiktokenTokenizer, is_rank_file
 from llama_jax.tokenizers.tokenizer_config import Settings, read_settings
 
 MAX_VOCABULARY_BYTES = 64 << 20  # bytes; more than any vocabulary, less than any useful weight file
 MAX_PADDING = 1024  # rows of an embedding beyond the vocabulary, so that it can be sharded
-VOCABULARY_KINDS = "a SentencePiece model, a rank file of Llama 3, a tokenizer.json or a GGUF file"
+VOCABULARY_FORMATS = "a SentencePiece model, a rank file of Llama 3, a tokenizer.json or a GGUF file"
 # Unambiguous names: transformers prefers the first if both exist; Meta's repositories have theirs in a subfolder.
 VOCABULARY_NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 # Vocabularies of other kinds: Mistral's, of GPT-2 in two files, BERT's, and ranks that are not Llama 3's.
@@ -39,28 +42,27 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """
     with reading(path, TokenizerError):
         path = locate(path)
-        if not path.exists():
-            raise TokenizerError(f"{path} does not exist; pass {VOCABULARY_KINDS}, or a folder with one")
         if not path.is_dir():
             if not path.is_file():
-                raise TokenizerError(f"{path} is neither a file nor a folder; pass {VOCABULARY_KINDS}")
+                problem = "is neither a file nor a folder" if path.exists() else "does not exist"
+                raise TokenizerError(f"{path} {problem}; pass {VOCABULARY_FORMATS}, or a folder with one")
             if is_gguf(path):
                 with open_header(path, TokenizerError) as header:
-                    return gguf.from_metadata(header.fields(), str(path))
-            return _read(path, read_settings(path.parent))
+                    return from_metadata(header.fields(), str(path))
+            return _read_vocabulary(path, read_settings(path.parent))
         settings = read_settings(path)
         for name in VOCABULARY_NAMES:
             if (path / name).is_file():
-                return _read(path / name, settings)
-        others = _others(path, settings)
-        if not others:
+                return _read_vocabulary(path / name, settings)
+        candidates = _other_vocabularies(path, settings)
+        if not candidates:
             raise TokenizerError(
                 f"{path} has no SentencePiece model, rank file of Llama 3 or tokenizer.json{unsupported_files(path)};"
                 " for a GGUF file, pass the file"
             )
-        if len(others) > 1:
-            raise TokenizerError(f"{path} has several vocabularies ({_listed(others)}); pass one of them")
-        return others[0][1]
+        if len(candidates) > 1:
+            raise TokenizerError(f"{path} has several vocabularies ({_join_names(candidates)}); pass one of them")
+        return candidates[0][1]
 
 
 def replace_chat_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
@@ -88,11 +90,11 @@ def find_tokenizer(folder: Location, vocab_size: int) -> Tokenizer | None:
         distance = lambda candidate: abs(candidate[1].vocab_size - vocab_size)
         for path in (folder / name for name in VOCABULARY_NAMES):
             if path.is_file():
-                candidates.append((path, _read(path, settings)))
+                candidates.append((path, _read_vocabulary(path, settings)))
                 if distance(candidates[-1]) <= vocab_size // 10:
                     break
         else:
-            candidates += _others(folder, settings)
+            candidates += _other_vocabularies(folder, settings)
         if not candidates:
             if unsupported := unsupported_files(folder):
                 warnings.warn(f"{folder} has no vocabulary{unsupported}", stacklevel=2)
@@ -101,7 +103,7 @@ def find_tokenizer(folder: Location, vocab_size: int) -> Tokenizer | None:
         nearest = [candidate for candidate in candidates if distance(candidate) == smallest]
         path, tokenizer = nearest[0]
         if len(nearest) > 1 and path.name not in VOCABULARY_NAMES:
-            raise TokenizerError(f"{folder} has several vocabularies ({_listed(nearest)}); remove all but one")
+            raise TokenizerError(f"{folder} has several vocabularies ({_join_names(nearest)}); remove all but one")
         warn_of_size(tokenizer, vocab_size, path)
         return tokenizer
 
@@ -130,41 +132,41 @@ def unsupported_files(path: Location) -> str:
     return f" (unsupported: {', '.join(names)}; a tokenizer.json is needed)" if names else ""
 
 
-def _read(path: Location, settings: Settings) -> Tokenizer:
+def _read_vocabulary(path: Location, settings: Settings) -> Tokenizer:
     content = read_whole(path, TokenizerError, MAX_VOCABULARY_BYTES, "vocabulary")
     where = str(path)
-    if path.suffix == ".json" or huggingface.recognizes(content):
-        return huggingface.from_json(content, where, settings)
-    if tiktoken.recognizes(content):
-        return tiktoken.TiktokenTokenizer(content, where, settings)
-    if sentencepiece.recognizes(content):
-        return sentencepiece.SentencePieceTokenizer(content, where, settings)
-    raise TokenizerError(f"{path} is not {VOCABULARY_KINDS}; is it whole, and the right file?")
+    if path.suffix == ".json" or is_tokenizer_json(content):
+        return from_json(content, where, settings)
+    if is_rank_file(content):
+        return TiktokenTokenizer(content, where, settings)
+    if is_sentencepiece(content):
+        return SentencePieceTokenizer(content, where, settings)
+    raise TokenizerError(f"{path} is not {VOCABULARY_FORMATS}; is it whole, and the right file?")
 
 
-def _others(folder: Location, settings: Settings) -> list[tuple[Location, Tokenizer]]:
+def _other_vocabularies(folder: Location, settings: Settings) -> list[tuple[Location, Tokenizer]]:
     """The vocabularies in a folder with other names; none in a store, where reading each file would take a request."""
-    found: list[tuple[Location, Tokenizer]] = []
+    candidates: list[tuple[Location, Tokenizer]] = []
     if isinstance(folder, StoredPath):
-        return found
+        return candidates
     for path in sorted(folder.iterdir()):
-        if path.name not in (*VOCABULARY_NAMES, *UNSUPPORTED_NAMES) and path.is_file() and _looks_like_one(path):
+        if path.name not in (*VOCABULARY_NAMES, *UNSUPPORTED_NAMES) and path.is_file() and _looks_like_vocabulary(path):
             try:
-                found.append((path, _read(path, settings)))
+                candidates.append((path, _read_vocabulary(path, settings)))
             except TokenizerError:
                 if path.name.startswith("tokenizer."):
                     raise
                 continue  # another kind of file with the same first bytes
-    return found
+    return candidates
 
 
-def _looks_like_one(path: Location) -> bool:
+def _looks_like_vocabulary(path: Location) -> bool:
     if path.stat().st_size > MAX_VOCABULARY_BYTES:
         return False
     with path.open("rb") as file:
         start = file.read(1024)
-    return any(kind.recognizes(start) for kind in (huggingface, tiktoken, sentencepiece))
+    return any(recognizes(start) for recognizes in (is_tokenizer_json, is_rank_file, is_sentencepiece))
 
 
-def _listed(found: Sequence[tuple[Location, Tokenizer]]) -> str:
-    return ", ".join(path.name for path, _ in found)
+def _join_names(candidates: Sequence[tuple[Location, Tokenizer]]) -> str:
+    return ", ".join(path.name for path, _ in candidates)

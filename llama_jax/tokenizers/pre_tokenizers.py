@@ -87,7 +87,7 @@ ASIAN = (
 )
 
 # The rules, each with llama.cpp's names for it; the first name is used for writing.
-RULES: tuple[tuple[PreTokenizer, str], ...] = (
+PRE_TOKENIZER_RULES: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT_2, r"\p{N}+", r"[0-9][0-9][0-9]")), "default"),
     (
         PreTokenizer((LLAMA_3,), ignore_merges=True, add_bos=True),
@@ -201,7 +201,7 @@ RULES: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer((rf"{WORD}|{DIGIT}|{SYMBOLS}[\r\n]*|{LINES}",)), "ufakzeka"),
     (PreTokenizer((r"\S+",), spells_bytes=False), "whitespace"),
 )
-PRE_TOKENIZERS = {name: rule for rule, names in RULES for name in names.split()}
+PRE_TOKENIZERS = {name: rule for rule, names in PRE_TOKENIZER_RULES for name in names.split()}
 
 # Characters that got a category in Unicode 16, and unassigned ones between them.
 AFTER_UNICODE_15 = (
@@ -212,7 +212,7 @@ AFTER_UNICODE_15 = (
 )
 
 
-def build(pre: PreTokenizer) -> Library:
+def build_pre_tokenizer(pre: PreTokenizer) -> Library:
     """The pre-tokenizer as the tokenizers library runs it."""
     from tokenizers import Regex, pre_tokenizers
 
@@ -224,34 +224,34 @@ def build(pre: PreTokenizer) -> Library:
 
 def _as_of_15(pattern: str) -> str:
     """The pattern, with categories as of Unicode 15.1."""
-    return re.sub(r"\\p{[A-Z]}", lambda found: rf"[{found[0]}&&[^{AFTER_UNICODE_15}]]", pattern)
+    return re.sub(r"\\p{[A-Z]}", lambda match: rf"[{match[0]}&&[^{AFTER_UNICODE_15}]]", pattern)
 
 
-def name_of(described: Mapping[str, Any] | None, ignore_merges: bool) -> str | None:
+def pre_tokenizer_name(described: Mapping[str, Any] | None, ignore_merges: bool) -> str | None:
     """llama.cpp's name of the pre-tokenizer that a tokenizer.json describes, or None if there is none.
 
     Args:
       ignore_merges: setting of the file's model.
     """
     patterns: list[str] = []
-    for step in _steps(described):
-        kind = step["type"]
-        if kind == "Split" and step["behavior"] == "Isolated" and not step["invert"] and "Regex" in step["pattern"]:
+    for step in _pre_tokenizer_steps(described):
+        step_type = step["type"]
+        if step_type == "Split" and step["behavior"] == "Isolated" and not step["invert"] and "Regex" in step["pattern"]:
             patterns.append(step["pattern"]["Regex"])
-        elif kind == "ByteLevel" and not step["add_prefix_space"]:
+        elif step_type == "ByteLevel" and not step["add_prefix_space"]:
             patterns += [GPT_2] * step.get("use_regex", True)
-        elif kind == "Digits":
+        elif step_type == "Digits":
             patterns.append(DIGIT if step["individual_digits"] else r"\p{N}+")
         else:
             return None
-    wanted = [_plain(pattern) for pattern in patterns], ignore_merges
+    rule = [_canonical_pattern(pattern) for pattern in patterns], ignore_merges
     for name, pre in PRE_TOKENIZERS.items():
-        if pre.spells_bytes and ([_plain(pattern) for pattern in pre.patterns], pre.ignore_merges) == wanted:
+        if pre.spells_bytes and ([_canonical_pattern(pattern) for pattern in pre.patterns], pre.ignore_merges) == rule:
             return name
     return None
 
 
-def _steps(described: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
+def _pre_tokenizer_steps(described: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
     if described is None:
         return []
     return described["pretokenizers"] if described["type"] == "Sequence" else [described]
@@ -259,18 +259,18 @@ def _steps(described: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
 
 # Published patterns that are written differently in llama.cpp.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-PUBLISHED = {
+PUBLISHED_PATTERNS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)": CONTRACTION,
     _cased(_UPPER, _LOWER, CONTRACTION + "?"): _cased(UPPER, LOWER, CONTRACTION + "?"),
     _cased(_UPPER, _LOWER): _cased(UPPER, LOWER),
 }
 
 
-def _plain(pattern: str) -> str:
+def _canonical_pattern(pattern: str) -> str:
     """A pattern in a canonical spelling, the same for equivalent patterns."""
     pattern = re.sub(rf"\[(\\p{{[A-Z]}})&&\[\^{re.escape(AFTER_UNICODE_15)}\]\]", r"\1", pattern)
-    pattern = re.sub(r"\\(?:u([0-9a-f]{4})|x{([0-9a-f]+)})", lambda found: chr(int(found[1] or found[2], 16)), pattern)
+    pattern = re.sub(r"\\(?:u([0-9a-f]{4})|x{([0-9a-f]+)})", lambda match: chr(int(match[1] or match[2], 16)), pattern)
     pattern = pattern.replace("\r", r"\r").replace("\n", r"\n")
-    for published, own in PUBLISHED.items():
-        pattern = pattern.replace(published, own)
+    for published, ours in PUBLISHED_PATTERNS.items():
+        pattern = pattern.replace(published, ours)
     return pattern

@@ -14,8 +14,8 @@ from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.interface import (
     CONTINUATION_MARK,
     SPACE,
-    Part,
     PartsTokenizer,
+    TextPart,
     check_text,
     ending_ids,
     is_template_token,
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 BYTE_VOCABULARY = 259  # <unk>, <s>, </s> and every byte
 MAX_VOCABULARY = 1 << 20  # four times the largest in use; the trainers reserve memory for all of it
 MAX_LINE_BYTES = 4000  # bytes; SentencePiece skips longer lines
-BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}  # the texts of byte tokens
+BYTE_PIECES = {f"<0x{byte:02X}>": byte for byte in range(256)}  # the texts of byte tokens
 
 
-class EntryKind(IntEnum):
+class EntryType(IntEnum):
     """The kind of a piece, with the numbers of sentencepiece_model.proto and of GGUF's token_type."""
 
     NORMAL = 1
@@ -52,10 +52,10 @@ class Entry(NamedTuple):
 
     text: str
     score: float
-    kind: EntryKind
+    type: EntryType
 
 
-def recognizes(start: bytes) -> bool:
+def is_sentencepiece(start: bytes) -> bool:
     """Whether a file begins with the first piece of a SentencePiece protocol buffer (field 1, then its text)."""
     return len(start) >= 3 and start[0] == 0x0A and start[2] == 0x0A
 
@@ -72,7 +72,7 @@ class SentencePieceTokenizer(PartsTokenizer):
         where: str,
         settings: Settings = Settings(),
         entries: Sequence[Entry] | None = None,
-        swallowing: Iterable[int] = (),
+        strips_right: Iterable[int] = (),
         aliases: Sequence[int] = (),
     ) -> None:
         """Load the serialized model (the content of the ``.model`` file `where`).
@@ -80,14 +80,14 @@ class SentencePieceTokenizer(PartsTokenizer):
         Args:
           entries: the tokens, if they differ from the model's pieces. User-defined ones are found in a text before the model
             encodes the text between them.
-          swallowing: tokens that strip the white space after them.
+          strips_right: tokens that strip the white space after them.
           aliases: for each piece of the model after `entries`, the id that replaces it.
         """
         import sentencepiece
 
         self._processor = sentencepiece.SentencePieceProcessor()
-        has_own_kinds = entries is None
-        own_rule = has_own_kinds and not settings.gguf  # the library's, which adds no space after a user-defined token
+        has_model_types = entries is None
+        own_rule = has_model_types and not settings.gguf  # the library's, which adds no space after a user-defined token
         with library_errors(f"{where} is not a whole SentencePiece model"):
             self._processor.LoadFromSerializedProto(model)
             if self._processor.GetPieceSize() < 1:
@@ -100,32 +100,32 @@ class SentencePieceTokenizer(PartsTokenizer):
                     guarded = {
                         entry.text: i
                         for i, entry in enumerate(entries)
-                        if entry.kind == EntryKind.USER_DEFINED and is_template_token(entry.text, settings.chat_template)
+                        if entry.type == EntryType.USER_DEFINED and is_template_token(entry.text, settings.chat_template)
                     }
                 if guarded or entries != pieces:
                     model = _with_entries(model, pieces, entries)
-                    used = [entry._replace(kind=EntryKind.CONTROL) if entry.text in guarded else entry for entry in entries]
+                    used = [entry._replace(type=EntryType.CONTROL) if entry.text in guarded else entry for entry in entries]
                     self._processor.LoadFromSerializedProto(_with_entries(model, entries, used))
             self.vocab_size: int = self._processor.GetPieceSize() - len(aliases)
             self.space_prefix: bool = self._processor.Normalize("a").startswith(SPACE)
         self._model, self._entries = model, list(entries)
-        self._bytes = [_bytes_of(entry) for entry in self._entries]
-        self.special_tokens = self._named(EntryKind.CONTROL, EntryKind.UNKNOWN) | guarded
-        self._user_defined = {} if own_rule else self._named(EntryKind.USER_DEFINED)
+        self._bytes = [_entry_bytes(entry) for entry in self._entries]
+        self.special_tokens = self._ids_by_text(EntryType.CONTROL, EntryType.UNKNOWN) | guarded
+        self._user_defined = {} if own_rule else self._ids_by_text(EntryType.USER_DEFINED)
         self._split = split_longest if order_matters(self._user_defined) else split_special
-        self.swallowing = frozenset(swallowing)
+        self.strips_right = frozenset(strips_right)
         self._aliases = list(aliases)
-        self._is_strict = has_own_kinds and not self._user_defined  # whether the kinds in the library's model are valid
+        self._is_strict = has_model_types and not self._user_defined  # whether the kinds in the library's model are valid
         self.bos_id: int = self.special_tokens.get(settings.bos_token or "", self._processor.bos_id())
         self.eos_id: int = self.special_tokens.get(settings.eos_token or "", self._processor.eos_id())
         self.add_bos = settings.add_bos is not False and self.bos_id >= 0
         self.add_eos = settings.add_eos is True and self.eos_id >= 0
-        self.stop_ids = ending_ids(self, settings.stop_ids, whole=settings.all_stop_ids)
+        self.stop_ids = ending_ids(self, settings.stop_ids, complete=settings.all_stop_ids)
         self.chat_template = settings.chat_template
         self.chat_templates, self.named_tokens = settings.chat_templates, settings.tokens_by_name
         self.settings = settings
 
-    def encode_parts(self, parts: Sequence[Part]) -> list[int]:
+    def encode_parts(self, parts: Sequence[TextPart]) -> list[int]:
         """Ids of texts and special tokens; a text gets a leading space unless it continues another one, as in Meta's code
         and llama.cpp."""
         ids: list[int] = []
@@ -144,7 +144,7 @@ class SentencePieceTokenizer(PartsTokenizer):
         ids: list[int] = []
         for part in self._split(text, self._user_defined) if self._user_defined else [text]:
             if isinstance(part, str):
-                if (ids[-1] if ids else before) in self.swallowing:
+                if (ids[-1] if ids else before) in self.strips_right:
                     part = part.lstrip(" \t\n\v\f\r")
                 check_text(part)
                 ids += self._without_aliases(self._processor.EncodeAsIds(part))
@@ -176,16 +176,18 @@ class SentencePieceTokenizer(PartsTokenizer):
         """A model that satisfies the format: one unknown token, and all 256 bytes or none."""
         unknown = [*range(self.vocab_size), *self._aliases][self._processor.unk_id()]
         texts = {entry.text for entry in self._entries}
-        all_bytes = texts.issuperset(BYTES)
+        all_bytes = texts.issuperset(BYTE_PIECES)
         pieces = []
-        for i, (text, score, kind) in enumerate(self._entries):
-            if i == unknown or kind == EntryKind.UNKNOWN:
-                kind = EntryKind.UNKNOWN if i == unknown else EntryKind.CONTROL
-            elif kind == EntryKind.UNUSED and any(text[:j] in texts and text[j:] in texts for j in range(1, len(text))):
-                kind = EntryKind.NORMAL  # merges lead to it, and the library splits unused pieces again
-            if text in BYTES:
-                kind = EntryKind.BYTE if all_bytes else EntryKind.CONTROL
-            pieces.append(Entry(valid_text(text, i), score, kind))
+        for i, (text, score, entry_type) in enumerate(self._entries):
+            if i == unknown or entry_type == EntryType.UNKNOWN:
+                entry_type = EntryType.UNKNOWN if i == unknown else EntryType.CONTROL
+            elif entry_type == EntryType.UNUSED and any(
+                text[:j] in texts and text[j:] in texts for j in range(1, len(text))
+            ):
+                entry_type = EntryType.NORMAL  # merges lead to it, and the library splits unused pieces again
+            if text in BYTE_PIECES:
+                entry_type = EntryType.BYTE if all_bytes else EntryType.CONTROL
+            pieces.append(Entry(valid_text(text, i), score, entry_type))
         bos, eos = (self._entries[i].text if i >= 0 else "" for i in (self.bos_id, self.eos_id))
         return write_model(pieces, bos=bos, eos=eos, space_prefix=self.space_prefix)
 
@@ -193,8 +195,8 @@ class SentencePieceTokenizer(PartsTokenizer):
         """All entries of the vocabulary by id."""
         return list(self._entries)
 
-    def _named(self, *kinds: EntryKind) -> dict[str, int]:
-        return {entry.text: i for i, entry in enumerate(self._entries) if entry.kind in kinds}
+    def _ids_by_text(self, *entry_types: EntryType) -> dict[str, int]:
+        return {entry.text: i for i, entry in enumerate(self._entries) if entry.type in entry_types}
 
 
 def valid_text(text: str, token: int) -> str:
@@ -203,14 +205,14 @@ def valid_text(text: str, token: int) -> str:
     return text if valid == text else f"{valid}[{token}]"
 
 
-def _bytes_of(entry: Entry) -> bytes:
-    if entry.kind == EntryKind.CONTROL:
+def _entry_bytes(entry: Entry) -> bytes:
+    if entry.type == EntryType.CONTROL:
         return b""
-    if entry.kind == EntryKind.UNKNOWN:
+    if entry.type == EntryType.UNKNOWN:
         return " \N{DOUBLE QUESTION MARK} ".encode()  # as SentencePiece decodes it
-    if entry.kind == EntryKind.BYTE:
+    if entry.type == EntryType.BYTE:
         return bytes([int(entry.text[1:-1], 16)])  # "<0x0A>"
-    return (entry.text if entry.kind == EntryKind.USER_DEFINED else entry.text.replace(SPACE, " ")).encode(
+    return (entry.text if entry.type == EntryType.USER_DEFINED else entry.text.replace(SPACE, " ")).encode(
         errors="surrogateescape"
     )
 
@@ -218,24 +220,24 @@ def _bytes_of(entry: Entry) -> bytes:
 def _read_pieces(processor: sentencepiece.SentencePieceProcessor) -> list[Entry]:
     """The entries of a model."""
     content = processor.serialized_model_proto()
-    kinds = (
-        (EntryKind.UNKNOWN, processor.IsUnknown),
-        (EntryKind.CONTROL, processor.IsControl),
-        (EntryKind.UNUSED, processor.IsUnused),
-        (EntryKind.BYTE, processor.IsByte),
+    tests = (
+        (EntryType.UNKNOWN, processor.IsUnknown),
+        (EntryType.CONTROL, processor.IsControl),
+        (EntryType.UNUSED, processor.IsUnused),
+        (EntryType.BYTE, processor.IsByte),
     )
     pieces = [
         Entry(
             processor.IdToPiece(i),
             processor.GetScore(i),
-            next((kind for kind, is_it in kinds if is_it(i)), EntryKind.NORMAL),
+            next((entry_type for entry_type, is_of_type in tests if is_of_type(i)), EntryType.NORMAL),
         )
         for i in range(processor.GetPieceSize())
     ]
     # The library does not report which pieces are user-defined: they are recognized by their score of 0 and their bytes.
     for i, entry in enumerate(pieces):
-        candidate = entry._replace(kind=EntryKind.USER_DEFINED)
-        if entry[1:] == (0.0, EntryKind.NORMAL) and write_pieces([candidate]) in content:
+        candidate = entry._replace(type=EntryType.USER_DEFINED)
+        if entry[1:] == (0.0, EntryType.NORMAL) and write_pieces([candidate]) in content:
             pieces[i] = candidate
     return pieces
 
@@ -247,12 +249,12 @@ def declared_entries(where: str, pieces: Sequence[Entry], settings: Settings) ->
     without a name only if it is not marked otherwise. Ids of added tokens must follow those of the model.
     """
     plain = {token.text for token in settings.added_tokens if not token.special}
-    plain |= {entry.text for entry in pieces if entry.kind == EntryKind.USER_DEFINED}
+    plain |= {entry.text for entry in pieces if entry.type == EntryType.USER_DEFINED}
     special = {token.text for token in settings.added_tokens if token.special}
     special |= {*settings.named_tokens, *(set(settings.extra_tokens) - plain)}
-    fixed = (EntryKind.UNKNOWN, EntryKind.BYTE)
+    fixed = (EntryType.UNKNOWN, EntryType.BYTE)
     entries = [
-        entry._replace(kind=EntryKind.CONTROL) if entry.text in special and entry.kind not in fixed else entry
+        entry._replace(type=EntryType.CONTROL) if entry.text in special and entry.type not in fixed else entry
         for entry in pieces
     ]
     for token in sorted(settings.added_tokens, key=lambda token: token.id):
@@ -262,10 +264,10 @@ def declared_entries(where: str, pieces: Sequence[Entry], settings: Settings) ->
                     f"{where} has {len(pieces)} pieces, but the added token {shown(token.text, 40)} has id {token.id}"
                     f" instead of {len(entries)}; copy the tokenizer's files again"
                 )
-            kind = EntryKind.CONTROL if token.text in special else EntryKind.USER_DEFINED
-            entries.append(Entry(token.text, 0.0, kind))
+            entry_type = EntryType.CONTROL if token.text in special else EntryType.USER_DEFINED
+            entries.append(Entry(token.text, 0.0, entry_type))
     texts = {entry.text for entry in entries}
-    return entries + [Entry(text, 0.0, EntryKind.CONTROL) for text in settings.extra_tokens if text not in texts]
+    return entries + [Entry(text, 0.0, EntryType.CONTROL) for text in settings.extra_tokens if text not in texts]
 
 
 def _with_entries(model: bytes, pieces: Sequence[Entry], entries: Sequence[Entry]) -> bytes:
@@ -273,19 +275,19 @@ def _with_entries(model: bytes, pieces: Sequence[Entry], entries: Sequence[Entry
 
     Of a field that occurs twice in a protocol buffer the last one counts, and repeated fields are joined.
     """
-    kinds = {i: entry.kind for i, entry in enumerate(entries[: len(pieces)]) if entry.kind != pieces[i].kind}
+    entry_types = {i: entry.type for i, entry in enumerate(entries[: len(pieces)]) if entry.type != pieces[i].type}
     parts: list[bytes] = []
     at = piece = 0
-    while kinds and at < len(model):
+    while entry_types and at < len(model):
         tag, begin = _read_varint(model, at)
         size, begin = _read_varint(model, begin)
         content = model[begin : begin + size]
         if tag == 1 << 3 | 2:
-            content += _number(3, kinds[piece]) if piece in kinds else b""
+            content += _integer(3, entry_types[piece]) if piece in entry_types else b""
             piece += 1
         parts.append(_varint(tag) + _varint(len(content)) + content)
         at = begin + size
-    return (b"".join(parts) if kinds else model) + write_pieces(entries[len(pieces) :])
+    return (b"".join(parts) if entry_types else model) + write_pieces(entries[len(pieces) :])
 
 
 def _read_varint(content: bytes, at: int) -> tuple[int, int]:
@@ -305,21 +307,21 @@ def write_model(pieces: Iterable[Entry], *, bos: str, eos: str, space_prefix: bo
       spell_spaces: whether the pieces spell a space as `SPACE`.
     """
     pieces = list(pieces)
-    unknown = next((piece.text for piece in pieces if piece.kind == EntryKind.UNKNOWN), "<unk>")
-    bytes_too = any(piece.kind == EntryKind.BYTE for piece in pieces)
+    unknown = next((piece.text for piece in pieces if piece.type == EntryType.UNKNOWN), "<unk>")
+    bytes_too = any(piece.type == EntryType.BYTE for piece in pieces)
     # Field numbers of ModelProto, TrainerSpec and NormalizerSpec in sentencepiece_model.proto.
     bpe = 2
     trainer = b"".join(
-        (_number(3, bpe), _number(35, bytes_too), *(_text(n, t) for n, t in ((45, unknown), (46, bos), (47, eos))))
+        (_integer(3, bpe), _integer(35, bytes_too), *(_text(n, t) for n, t in ((45, unknown), (46, bos), (47, eos))))
     )
-    normalizer = b"".join((_text(1, "identity"), _number(3, space_prefix), _number(4, False), _number(5, spell_spaces)))
+    normalizer = b"".join((_text(1, "identity"), _integer(3, space_prefix), _integer(4, False), _integer(5, spell_spaces)))
     return write_pieces(pieces) + _bytes(2, trainer) + _bytes(3, normalizer)
 
 
 def write_pieces(pieces: Iterable[Entry]) -> bytes:
     """The pieces as the protocol buffer's field 1."""
     return b"".join(
-        _bytes(1, _text(1, piece.text) + b"\x15" + struct.pack("<f", piece.score) + _number(3, piece.kind))
+        _bytes(1, _text(1, piece.text) + b"\x15" + struct.pack("<f", piece.score) + _integer(3, piece.type))
         for piece in pieces
     )
 
@@ -333,7 +335,7 @@ def _varint(value: int) -> bytes:
     return bytes([*low, value])
 
 
-def _number(field: int, value: int) -> bytes:
+def _integer(field: int, value: int) -> bytes:
     return _varint(field << 3) + _varint(int(value))
 
 
@@ -348,15 +350,15 @@ def _text(field: int, value: str) -> bytes:
 # --- new vocabularies ----------------------------------------------------------------------------------------------------
 
 SPECIAL_ENTRIES = (
-    Entry("<unk>", 0.0, EntryKind.UNKNOWN),
-    Entry("<s>", 0.0, EntryKind.CONTROL),
-    Entry("</s>", 0.0, EntryKind.CONTROL),
+    Entry("<unk>", 0.0, EntryType.UNKNOWN),
+    Entry("<s>", 0.0, EntryType.CONTROL),
+    Entry("</s>", 0.0, EntryType.CONTROL),
 )
 
 
 def byte_tokenizer() -> SentencePieceTokenizer:
     """A tokenizer with one token per byte: it needs no training and can encode any text."""
-    bytes_ = [Entry(f"<0x{byte:02X}>", 0.0, EntryKind.BYTE) for byte in range(256)]
+    bytes_ = [Entry(f"<0x{byte:02X}>", 0.0, EntryType.BYTE) for byte in range(256)]
     model = write_model([*SPECIAL_ENTRIES, *bytes_], bos="<s>", eos="</s>", space_prefix=False, spell_spaces=False)
     return SentencePieceTokenizer(model, "the byte vocabulary")
 
@@ -379,8 +381,8 @@ def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
         raise TokenizerError(f"vocab_size={size} must be at most {MAX_VOCABULARY}")
     model = io.BytesIO()
     step = MAX_LINE_BYTES // 4  # a character has at most 4 bytes
-    whole = (line for text in texts for line in text.split("\n") if line.strip())
-    lines = (line[start : start + step] for line in whole for start in range(0, len(line), step))
+    nonempty = (line for text in texts for line in text.split("\n") if line.strip())
+    lines = (line[start : start + step] for line in nonempty for start in range(0, len(line), step))
     with library_errors("no vocabulary can be trained on the text", "use more text, or a smaller vocab_size"):
         sentencepiece.SentencePieceTrainer.Train(
             sentence_iterator=lines,

@@ -21,13 +21,13 @@ MAX_CHARACTERS = 1 << 23  # maximum length of the text, unless the messages are 
 
 
 def begin(initial: None) -> Callable[[Mapping[str, Any]], dict[str, str]]:
-    """The function that answers a request, the arguments of `rendered`, with the text or the error."""
-    return _answer
+    """The function that answers a request, the arguments of `render`, with the text or the error."""
+    return _answer_request
 
 
-def _answer(request: Mapping[str, Any]) -> dict[str, str]:
+def _answer_request(request: Mapping[str, Any]) -> dict[str, str]:
     try:
-        text = rendered(**request)
+        text = render(**request)
         if len(text) > MAX_CHARACTERS and len(text) > 4 * len(json.dumps(request)):
             raise TemplateError(f"it writes {len(text)} characters")
         return {"text": text}
@@ -37,7 +37,7 @@ def _answer(request: Mapping[str, Any]) -> dict[str, str]:
         return {"error": " ".join(str(error).split())[:200] or type(error).__name__}
 
 
-def rendered(template: str, values: Mapping[str, Any], marks: Sequence[str] = ("", ""), time: str | None = None) -> str:
+def render(template: str, values: Mapping[str, Any], marks: Sequence[str] = ("", ""), time: str | None = None) -> str:
     """The rendered text; a faulty template may raise any exception.
 
     Args:
@@ -45,11 +45,11 @@ def rendered(template: str, values: Mapping[str, Any], marks: Sequence[str] = ("
       time: that of `strftime_now`, in ISO 8601; None for the current local time.
     """
     now = datetime.now() if time is None else datetime.fromisoformat(time)
-    return _compiled(template, *marks).render(strftime_now=now.strftime, **values)
+    return _compile_template(template, *marks).render(strftime_now=now.strftime, **values)
 
 
 @lru_cache(maxsize=4)  # a process usually renders one template, and compiling it takes most of the time
-def _compiled(template: str, first: str, last: str) -> Template:
+def _compile_template(template: str, first: str, last: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )

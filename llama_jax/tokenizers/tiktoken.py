@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.interface import (
-    Part,
     PartsTokenizer,
+    TextPart,
     check_text,
     ending_ids,
     library_errors,
@@ -49,7 +50,7 @@ MAX_RANKS = 1 << 18  # twice Llama 3's; each line takes at least 100 bytes of me
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
-def recognizes(start: bytes) -> bool:
+def is_rank_file(start: bytes) -> bool:
     """Whether a file begins with a line of a rank file."""
     return RANK_LINE.match(start) is not None
 
@@ -76,18 +77,18 @@ class TiktokenTokenizer(PartsTokenizer):
         self.eos_id = self.special_tokens.get(settings.eos_token or "", self.special_tokens["<|end_of_text|>"])
         self.add_bos = settings.add_bos is not False and self.bos_id >= 0
         self.add_eos = settings.add_eos is True and self.eos_id >= 0
-        self.stop_ids = ending_ids(self, settings.stop_ids, whole=settings.all_stop_ids)
+        self.stop_ids = ending_ids(self, settings.stop_ids, complete=settings.all_stop_ids)
         self.chat_template = settings.chat_template
         self.chat_templates, self.named_tokens = settings.chat_templates, settings.tokens_by_name
         self.settings = settings
 
-    def encode_parts(self, parts: Sequence[Part]) -> list[int]:
+    def encode_parts(self, parts: Sequence[TextPart]) -> list[int]:
         """Ids of texts and special tokens."""
         ids: list[int] = []
         for part in parts:
             if isinstance(part, str):
                 check_text(part)
-                for piece in cut(part):
+                for piece in split_long_text(part):
                     ids += self._encoding.encode_ordinary(piece)
             else:
                 ids.append(part)
@@ -111,7 +112,7 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
     """The tokens of a rank file by rank."""
     ranks: dict[int, bytes] = {}
     if content.count(b"\n") > MAX_RANKS:
-        raise _damaged(where, f"it has over {MAX_RANKS} lines")
+        _refuse_ranks(where, f"it has over {MAX_RANKS} lines")
     for number, line in enumerate(content.splitlines(), 1):
         if not line:
             continue
@@ -119,33 +120,33 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
             token, rank = line.split()
             key, value = int(rank), base64.b64decode(token, validate=True)
         except (ValueError, binascii.Error):
-            raise _damaged(where, f"line {number} is {shown(line, 40)}, not a token in base64 and its rank") from None
+            _refuse_ranks(where, f"line {number} is {shown(line, 40)}, not a token in base64 and its rank")
         if not 0 <= key < MAX_RANKS:  # larger ones can be chosen so that their hashes collide
-            raise _damaged(where, f"line {number} has a rank that is not from 0 to {MAX_RANKS - 1}")
+            _refuse_ranks(where, f"line {number} has a rank that is not from 0 to {MAX_RANKS - 1}")
         if key in ranks or not value:
-            raise _damaged(where, f"line {number} repeats rank {key}" if value else f"line {number} has an empty token")
+            _refuse_ranks(where, f"line {number} repeats rank {key}" if value else f"line {number} has an empty token")
         ranks[key] = value
     tokens = [ranks[rank] for rank in sorted(ranks)]
     missing = next((rank for rank in range(len(ranks)) if rank not in ranks), None)
     if missing is not None:
-        raise _damaged(where, f"rank {missing} is missing")
+        _refuse_ranks(where, f"rank {missing} is missing")
     known = set(tokens)
     if len(known) != len(tokens):
-        raise _damaged(where, "it has duplicate tokens")
+        _refuse_ranks(where, "it has duplicate tokens")
     absent = next((byte for byte in range(256) if bytes([byte]) not in known), None)
     if absent is not None:
-        raise _damaged(where, f"the byte {absent} has no rank, so not every text could be encoded")
+        _refuse_ranks(where, f"the byte {absent} has no rank, so not every text could be encoded")
     return tokens
 
 
-def _damaged(where: str, reason: str) -> TokenizerError:
-    return TokenizerError(f"{where} is not a whole rank file of Llama 3: {reason}; copy it again")
+def _refuse_ranks(where: str, reason: str) -> NoReturn:
+    raise TokenizerError(f"{where} is not a whole rank file of Llama 3: {reason}; copy it again") from None
 
 
-def merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+def derive_merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
     """The pair from which each token is merged, in the order of ranks; tokens that are not results of merges have none."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    found = []
+    pairs = []
     for token, limit in ranks.items():
         parts = [token[i : i + 1] for i in range(len(token))]
         while len(parts) > 2:
@@ -154,11 +155,11 @@ def merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
                 break
             parts[at : at + 2] = [tokens[rank]]
         if len(parts) == 2:
-            found.append((parts[0], parts[1]))
-    return found
+            pairs.append((parts[0], parts[1]))
+    return pairs
 
 
-def cut(text: str) -> Iterator[str]:
+def split_long_text(text: str) -> Iterator[str]:
     """The text in pieces that tiktoken can encode: at most MAX_TEXT characters, and no run over MAX_RUN."""
     for start in range(0, len(text), MAX_TEXT):
         block = text[start : start + MAX_TEXT]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.storage import Location
@@ -49,7 +49,7 @@ class Settings:
       extra_tokens: texts of additional special tokens, which may be missing in a ``tokenizer.json``.
       add_prefix_space: whether a text begins with a space, for which transformers' Llama tokenizer uses only this.
       gguf: scalar fields of a GGUF's vocabulary, by key.
-      more: other settings of ``tokenizer_config.json``, which are saved unchanged.
+      other_settings: other settings of ``tokenizer_config.json``, which are saved unchanged.
     """
 
     bos_token: str | None = None
@@ -66,17 +66,17 @@ class Settings:
     extra_tokens: tuple[str, ...] = ()
     add_prefix_space: bool | None = None
     gguf: Mapping[str, Any] = field(default_factory=dict)
-    more: Mapping[str, Any] = field(default_factory=dict)
+    other_settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tokens_by_name(self) -> dict[str, str]:
         """Texts of the tokens with a name, such as pad_token and image_token."""
-        extra = self.more.get("extra_special_tokens")
+        extra = self.other_settings.get("extra_special_tokens")
         tokens = {
             "bos_token": self.bos_token,
             "eos_token": self.eos_token,
             "pad_token": self.pad_token,
-            **{name: token for name, token in self.more.items() if name.endswith("_token")},
+            **{name: token for name, token in self.other_settings.items() if name.endswith("_token")},
             **(extra if isinstance(extra, dict) else {}),
         }
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
@@ -97,16 +97,16 @@ def read_settings(folder: Location) -> Settings:
     are read from ``generation_config.json``, else ``config.json``; a list in a ``generation_config.json`` that also names
     the BOS is complete (`Tokenizer.stop_ids`).
     """
-    config = _read(folder / "tokenizer_config.json")
-    names = _read(folder / "special_tokens_map.json") | config
-    generation, model = _read(folder / "generation_config.json"), _read(folder / "config.json")
+    config = _read_json(folder / "tokenizer_config.json")
+    names = _read_json(folder / "special_tokens_map.json") | config
+    generation, model = _read_json(folder / "generation_config.json"), _read_json(folder / "config.json")
     listed = isinstance(generation.get("eos_token_id"), list) and "bos_token_id" in generation
     if generation.get("eos_token_id") is None:
         generation = model | {key: value for key, value in generation.items() if value is not None}
     where = str(folder)
-    own = folder / "chat_template.jinja"
+    template_file = folder / "chat_template.jinja"
     templates = _templates(where, config.get("chat_template")) | _template_files(folder)
-    template = read_text(own, TokenizerError) if own.is_file() else templates.pop("default", None)
+    template = read_text(template_file, TokenizerError) if template_file.is_file() else templates.pop("default", None)
     pad = generation.get("pad_token_id")
     is_llamas = config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast")
     settings = Settings(
@@ -121,13 +121,13 @@ def read_settings(folder: Location) -> Settings:
         chat_template=template,
         chat_templates={name: text for name, text in templates.items() if name != "default"},
         gguf=_scalars(where, config.get(GGUF_SETTINGS)),
-        more={
+        other_settings={
             name: value for name, value in names.items() if name not in OWN_SETTINGS | PER_FILE_SETTINGS | {GGUF_SETTINGS}
         },
         extra_tokens=_extra_tokens(where, names),
         add_prefix_space=_flag(where, "add_prefix_space", config.get("add_prefix_space")) if is_llamas else None,
     )
-    by_id, by_text = config.get("added_tokens_decoder"), _read(folder / "added_tokens.json")
+    by_id, by_text = config.get("added_tokens_decoder"), _read_json(folder / "added_tokens.json")
     special = {*settings.named_tokens, *settings.extra_tokens}
     return replace(settings, added_tokens=_added_tokens(where, by_id, by_text, special))
 
@@ -137,8 +137,8 @@ def write_settings(folder: Path, tokenizer: Tokenizer, settings: Settings, token
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     template: Any = tokenizer.chat_template
     if settings.chat_templates:
-        named = dict(settings.chat_templates) | ({} if template is None else {"default": template})
-        template = [{"name": name, "template": text} for name, text in named.items()]
+        templates = dict(settings.chat_templates) | ({} if template is None else {"default": template})
+        template = [{"name": name, "template": text} for name, text in templates.items()]
     config = {
         "tokenizer_class": tokenizer_class,
         "bos_token": names.get(tokenizer.bos_id),
@@ -148,13 +148,13 @@ def write_settings(folder: Path, tokenizer: Tokenizer, settings: Settings, token
         "add_eos_token": tokenizer.add_eos,
         "chat_template": template,
         GGUF_SETTINGS: settings.gguf or None,
-        **settings.more,
+        **settings.other_settings,
     }
     # A list together with a BOS is complete, see `read_settings`; an assumed stop at the BOS is not written.
     assumed = not settings.all_stop_ids and tokenizer.bos_id not in settings.stop_ids
     ends = [token for token in tokenizer.stop_ids if not (assumed and token == tokenizer.bos_id)]
-    one = assumed and len(ends) == 1
-    ids = {"bos": -1 if assumed and not one else tokenizer.bos_id, "eos": ends[0] if one else ends}
+    single = assumed and len(ends) == 1
+    ids = {"bos": -1 if assumed and not single else tokenizer.bos_id, "eos": ends[0] if single else ends}
     ids["pad"] = pad_id_of(tokenizer, settings)
     generation = {f"{name}_token_id": token for name, token in ids.items() if token != -1}
     for name, content in (("tokenizer_config.json", config), ("generation_config.json", generation)):
@@ -164,11 +164,11 @@ def write_settings(folder: Path, tokenizer: Tokenizer, settings: Settings, token
 
 def pad_id_of(tokenizer: Tokenizer, settings: Settings) -> int:
     """The id of the padding token, or -1."""
-    found = tokenizer.special_tokens.get(settings.pad_token or "", settings.pad_id)
-    return found if found < tokenizer.vocab_size else -1
+    pad = tokenizer.special_tokens.get(settings.pad_token or "", settings.pad_id)
+    return pad if pad < tokenizer.vocab_size else -1
 
 
-def _read(path: Location) -> dict[str, Any]:
+def _read_json(path: Location) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no such file."""
     return read_object(path, TokenizerError) if path.is_file() else {}
 
@@ -179,32 +179,32 @@ def _token_text(where: str, name: str, value: Any) -> str | None:
         value = value.get("content")
     if value is None or isinstance(value, str):
         return value
-    raise _wrong(where, name, value, "a text")
+    _refuse_setting(where, name, value, "a text")
 
 
 def _flag(where: str, name: str, value: Any) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
-    raise _wrong(where, name, value, "true or false")
+    _refuse_setting(where, name, value, "true or false")
 
 
 def _ids(where: str, name: str, value: Any) -> tuple[int, ...]:
     """The ids from one id, a list of ids, or None."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and 0 <= token < MAX_TOKEN_ID for token in ids):
-        raise _wrong(where, name, value, "a token id or a list of them")
+        _refuse_setting(where, name, value, "a token id or a list of them")
     return tuple(ids)
 
 
 def _templates(where: str, value: Any) -> dict[str, str]:
     """Chat templates by name; a single one is the "default"."""
     if isinstance(value, list):
-        found: dict[Any, Any] = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
+        templates: dict[Any, Any] = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
     else:
-        found = {} if value is None else {"default": value}
-    if all(isinstance(each, str) for each in (*found, *found.values())):
-        return found
-    raise _wrong(where, "chat_template", value, "a text")
+        templates = {} if value is None else {"default": value}
+    if all(isinstance(text, str) for text in (*templates, *templates.values())):
+        return templates
+    _refuse_setting(where, "chat_template", value, "a text")
 
 
 def _template_files(folder: Location) -> dict[str, str]:
@@ -224,17 +224,17 @@ def _extra_tokens(where: str, names: dict[str, Any]) -> tuple[str, ...]:
     name = "extra_special_tokens" if "extra_special_tokens" in names else "additional_special_tokens"
     value = names.get(name) or []
     if not isinstance(value, list | dict):
-        raise _wrong(where, name, value, "texts")
-    texts = [_token_text(where, name, each) for each in (value.values() if isinstance(value, dict) else value)]
+        _refuse_setting(where, name, value, "texts")
+    texts = [_token_text(where, name, token) for token in (value.values() if isinstance(value, dict) else value)]
     return tuple(dict.fromkeys(filter(None, texts)))
 
 
 def _scalars(where: str, value: Any) -> dict[str, Any]:
     """The scalar settings of a saved GGUF vocabulary."""
-    found = {} if value is None else value
-    if isinstance(found, dict) and all(type(each) in (bool, int, float, str) for each in found.values()):
-        return found
-    raise _wrong(where, GGUF_SETTINGS, value, "an object of texts and numbers")
+    scalars = {} if value is None else value
+    if isinstance(scalars, dict) and all(type(scalar) in (bool, int, float, str) for scalar in scalars.values()):
+        return scalars
+    _refuse_setting(where, GGUF_SETTINGS, value, "an object of texts and numbers")
 
 
 def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any], special: Collection[str]) -> tuple[AddedToken, ...]:
@@ -255,16 +255,16 @@ def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any], special: Coll
             for number, token in (by_id or {}).items()
         }
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise _wrong(where, "added tokens", by_id or by_text, "tokens with ids") from None
+        _refuse_setting(where, "added tokens", by_id or by_text, "tokens with ids")
     return tuple(token for _, token in sorted((older | newer).items()))
 
 
 def _id(number: Any) -> int:
-    found = int(number)
-    if not 0 <= found < MAX_TOKEN_ID:  # larger ones can be chosen so that their hashes collide
-        raise ValueError(f"an id of {shown(found)}")
-    return found
+    token_id = int(number)
+    if not 0 <= token_id < MAX_TOKEN_ID:  # larger ones can be chosen so that their hashes collide
+        raise ValueError(f"an id of {shown(token_id)}")
+    return token_id
 
 
-def _wrong(where: str, name: str, value: Any, need: str) -> TokenizerError:
-    return TokenizerError(f"{where}: {name}={shown(value)} must be {need}; copy the tokenizer's files again")
+def _refuse_setting(where: str, name: str, value: Any, need: str) -> NoReturn:
+    raise TokenizerError(f"{where}: {name}={shown(value)} must be {need}; copy the tokenizer's files again") from None

@@ -97,19 +97,19 @@ def first_tag(text: str) -> str:
 
 def write_calls(dialect: Dialect, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Calls, each a name and arguments, as a model of the dialect writes them."""
-    write = {"json": _as_json, "tags": _as_tags, "python": _as_python}[dialect.arguments]
+    write = {"json": _write_json, "tags": _write_tags, "python": _write_python}[dialect.arguments]
     written = [dialect.before + name + dialect.middle + write(arguments) + dialect.after for name, arguments in calls]
     return dialect.opening + dialect.between.join(written) + dialect.closing
 
 
-def _as_json(arguments: Mapping[str, Any]) -> str:
+def _write_json(arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-def _as_tags(arguments: Mapping[str, Any]) -> str:
+def _write_tags(arguments: Mapping[str, Any]) -> str:
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
     return "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in texts.items())
 
 
-def _as_python(arguments: Mapping[str, Any]) -> str:
+def _write_python(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())

@@ -187,7 +187,7 @@ def run_transformers(folder: Path, tokens: np.ndarray) -> Trace:
       UserError: torch or transformers is not installed.
       CheckpointError: the folder holds no Llama, or one that transformers cannot read.
     """
-    opened = huggingface.open_folder(folder)
+    opened = huggingface.open_huggingface(folder)
     check_transformers()
     import torch
     import transformers

@@ -12,7 +12,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
-from llama_jax.formats.device_fill import ArrayParts, StackParts
+from llama_jax.formats.device_fill import ArraySource, StackedSource
 from llama_jax.formats.lazy_tensors import TensorInfo
 from llama_jax.model.mixtures import base_kind
 from llama_jax.model.params import Llama, spec_at
@@ -124,7 +124,7 @@ def origin_of(name: str, config: LlamaConfig, tensors: Sequence[TensorInfo], dty
     Raises:
       CheckpointError: a tensor of a kind with unknown rounding error.
     """
-    kinds = tuple(sorted({tensor.kind for tensor in tensors}))
+    kinds = tuple(sorted({tensor.storage_type for tensor in tensors}))
     unknown = sorted(set(kinds) - ROUNDING.keys())
     if unknown:
         raise CheckpointError(
@@ -205,7 +205,7 @@ def matrix_errors(params: Llama, reference: Llama) -> tuple[MatrixError, ...]:
         for layer in range(weights.shape[0]) if row.in_blocks else [None]:
             weight = weights if layer is None else get_layer(weights, layer)
             if isinstance(weight, QuantizedWeight | JoinedWeight):
-                exact = dense if layer is None else dense.layers[layer] if isinstance(dense, StackParts) else dense[layer]
+                exact = dense if layer is None else dense.layers[layer] if isinstance(dense, StackedSource) else dense[layer]
                 name = row.path.removeprefix("blocks.")
                 found.append(MatrixError(name, layer, _kind(weight), _bits(weight), _relative(weight, exact)))
     return tuple(sorted(found, key=lambda error: -1 if error.layer is None else error.layer))
@@ -216,7 +216,7 @@ def _relative(weight: Any, dense: Any) -> float:
     wrong = whole = 0.0
     for start in range(0, weight.shape[0], step):
         stop = min(start + step, weight.shape[0])
-        exact = dense.rows(start, stop, np.dtype(np.float32)) if isinstance(dense, ArrayParts) else dense[start:stop]
+        exact = dense.rows(start, stop, np.dtype(np.float32)) if isinstance(dense, ArraySource) else dense[start:stop]
         exact = np.asarray(exact, np.float64)
         kept = jax.tree.map(lambda plane, start=start, stop=stop: plane[start:stop], weight)
         wrong += float(np.square(np.asarray(kept.to_dense(), np.float64) - exact).sum())

@@ -100,7 +100,9 @@ def test_it_is_merged_into_a_quantized_base(calling, tmp_path, dtype):
     _, err = calling(Merge, base, tmp_path / "small", out, "--dtype", dtype)
     assert f"the weights of {base} have" in err
     before, after = open_checkpoint(base).tensors, open_checkpoint(out).tensors
-    assert {name: tensor.kind for name, tensor in before.items()} == {name: tensor.kind for name, tensor in after.items()}
+    assert {name: tensor.storage_type for name, tensor in before.items()} == {
+        name: tensor.storage_type for name, tensor in after.items()
+    }
     assert base.stat().st_size == pytest.approx(out.stat().st_size, abs=4096)
     exact = open_checkpoint(tmp_path / "dense").tensors["model.layers.0.mlp.down_proj.weight"]
 
@@ -118,5 +120,5 @@ def test_it_is_merged_into_a_quantized_base(calling, tmp_path, dtype):
 def test_it_is_merged_into_other_formats(calling, stories, stories_folder, adapter, tmp_path):
     calling(Merge, stories_folder, adapter, tmp_path / "merged.gguf", "--dtype", "float16")
     config, tensors = (merged := open_checkpoint(tmp_path / "merged.gguf")).config, merged.tensors
-    assert tensors["token_embd.weight"].kind == tensors["blk.0.attn_output.weight"].kind == "F16"
+    assert tensors["token_embd.weight"].storage_type == tensors["blk.0.attn_output.weight"].storage_type == "F16"
     assert config.dim == stories.config.dim

@@ -24,9 +24,9 @@ from llama_jax.cli.inspect import describe, page
 from llama_jax.cli.terminal import columns, printable, size
 from llama_jax.config.presets import PRESETS
 from llama_jax.formats import orbax_format
-from llama_jax.formats.huggingface import NAMES
+from llama_jax.formats.huggingface import HF_NAMES
 from llama_jax.formats.lazy_tensors import Dense, Joined
-from llama_jax.formats.weight_format import Opened
+from llama_jax.formats.weight_format import OpenedCheckpoint
 from llama_jax.model.trees import quantize
 
 CONFIG = make_goldens.KINDS["gqa"]
@@ -36,7 +36,7 @@ run = partial(outcome, "inspect")
 
 
 def opened(config, tensors=None, tokenizer=lambda: None, path="model.x"):
-    return Opened("some format", path, config, tensors or {}, NAMES, False, tokenizer)
+    return OpenedCheckpoint("some format", path, config, tensors or {}, HF_NAMES, False, tokenizer)
 
 
 def rows_of(page: str) -> dict[str, str]:
@@ -87,7 +87,7 @@ def test_json(tmp_path):
     assert found["files"] == {str(folder / "model.safetensors"): (folder / "model.safetensors").stat().st_size}
     assert found["cache_bytes_per_token"]["float32"] == llama_jax.cache_bytes(CONFIG, 1, 1, np.dtype(np.float32))
     assert (found["vocabulary"], found["presets"], found["problems"]) == (None, [], [])
-    assert {"name": NAMES["q"].format(1), "kind": "F32", "shape": [32, 32], "bytes": 4096} in found["tensors"]
+    assert {"name": HF_NAMES["q"].format(1), "kind": "F32", "shape": [32, 32], "bytes": 4096} in found["tensors"]
     assert "tensors" not in json.loads(run(folder, "--json")[1])
 
 
@@ -100,7 +100,7 @@ def test_every_tensor_has_a_line(tmp_path):
 
 
 def test_orbax(tmp_path, models):
-    orbax_format.save(tmp_path, *models["gqa"])
+    orbax_format.save_orbax(tmp_path, *models["gqa"])
     code, out, _ = run(tmp_path)
     assert code == 0
     assert out.splitlines()[0] == f"{tmp_path}: orbax"
@@ -170,13 +170,13 @@ def test_kinds_and_files_of_parts(tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda t: t.pop(NAMES["up"].format(1)), f"tensor '{NAMES['up'].format(1)}' is missing"),
+        (lambda t: t.pop(HF_NAMES["up"].format(1)), f"tensor '{HF_NAMES['up'].format(1)}' is missing"),
         (lambda t: t.update(more=np.zeros(2, np.float32)), "tensor 'more' is not part of a Llama"),
         (
-            lambda t: t.update({NAMES["final_norm"]: np.zeros(31, np.float32)}),
+            lambda t: t.update({HF_NAMES["final_norm"]: np.zeros(31, np.float32)}),
             "has shape [31]; the configuration needs [32]",
         ),
-        (lambda t: t.update({NAMES["final_norm"]: np.zeros(32, np.int8)}), "is I8; a 16- or 32-bit float"),
+        (lambda t: t.update({HF_NAMES["final_norm"]: np.zeros(32, np.int8)}), "is I8; a 16- or 32-bit float"),
     ],
 )
 def test_a_problem_is_shown_with_all_there_is(tmp_path, change, problem):
@@ -234,7 +234,7 @@ def test_a_large_model_is_not_read_and_needs_no_device(tmp_path):
     """Its weights are a hole in the file, many times what the process takes."""
     config = replace(PRESETS["llama-2-7b"], n_layers=2)
     shapes = {
-        NAMES[part].format(i): shape
+        HF_NAMES[part].format(i): shape
         for i in range(2)
         for part, shape in dict(
             embedding=(32_000, 4096),

@@ -21,7 +21,7 @@ from commands import environment, outcome
 import llama_jax
 from llama_jax.cli.train import Train
 from llama_jax.errors import TrainingError
-from llama_jax.formats.step_dirs import verify
+from llama_jax.formats.step_dirs import check_checksums
 from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.overrides import override
@@ -290,7 +290,7 @@ def test_a_save_that_hangs_ends_the_process(start, files, tmp_path):
     assert last.startswith(f"llama-jax: error: {tmp_path / 'run/checkpoints'}: step 200 is not saved: it has not been")
     assert last.endswith("(save_timeout=); the last good checkpoint is step 100")
     assert "Traceback" not in err
-    verify(tmp_path / "run/checkpoints/100")
+    check_checksums(tmp_path / "run/checkpoints/100")
 
 
 FULL_DISK = """

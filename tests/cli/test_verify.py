@@ -15,7 +15,7 @@ from conftest import write_hf_folder
 from safetensors.numpy import load_file
 
 from llama_jax.formats import orbax_format
-from llama_jax.formats.huggingface import NAMES
+from llama_jax.formats.huggingface import HF_NAMES
 from llama_jax.formats.loading import bundled
 from llama_jax.formats.saving import save
 from llama_jax.verify.activations import read_oracle, write_oracle
@@ -46,7 +46,7 @@ def spoiled(folder, where, change, **settings):
 def beyond_float16(tensors):
     """Both factors are a float16, what they give is not."""
     for part in ("up", "down"):
-        tensors[NAMES[part].format(1)] *= 3000
+        tensors[HF_NAMES[part].format(1)] *= 3000
 
 
 # -- alone ---------------------------------------------------------------------------------------------------------------
@@ -116,7 +116,9 @@ def test_a_quantized_model_beside_an_oracle(oracle, folder):
     assert code == 0
     assert "within the rounding of int8" in out.splitlines()[-1]
     other = folder.parent / "exchanged"
-    change = lambda tensors: tensors[NAMES["q"].format(1)].__setitem__(slice(8), tensors[NAMES["q"].format(1)][7::-1].copy())
+    change = lambda tensors: tensors[HF_NAMES["q"].format(1)].__setitem__(
+        slice(8), tensors[HF_NAMES["q"].format(1)][7::-1].copy()
+    )
     code, out, _ = run(spoiled(folder, other, change), "--quantize", "int8", "--oracle", oracle)
     assert code == 1
     assert out.splitlines()[-1].startswith("NOT the same model: layer 1 differs")
@@ -127,7 +129,7 @@ def test_a_quantized_model_beside_an_oracle(oracle, folder):
 
 def test_the_same_model_in_another_format(oracle, folder, tmp_path, models):
     (tmp_path / "orbax").mkdir()
-    orbax_format.save(tmp_path / "orbax", *models["gqa"])
+    orbax_format.save_orbax(tmp_path / "orbax", *models["gqa"])
     code, out, err = run(tmp_path / "orbax", "--oracle", oracle)
     assert code == 0
     lines = out.splitlines()
@@ -142,7 +144,7 @@ def test_the_same_model_in_another_format(oracle, folder, tmp_path, models):
 
 def test_another_model(oracle, folder, tmp_path):
     def change(tensors):
-        tensors[NAMES["q"].format(1)][:8] = tensors[NAMES["q"].format(1)][7::-1].copy()
+        tensors[HF_NAMES["q"].format(1)][:8] = tensors[HF_NAMES["q"].format(1)][7::-1].copy()
 
     other = spoiled(folder, tmp_path / "model", change)
     code, out, err = run(other, "--oracle", oracle, "--per-layer")
@@ -260,9 +262,9 @@ def test_texts_that_are_none(stories_folder, tmp_path, content, message):
 
 
 def test_a_damaged_model(folder, tmp_path):
-    damaged = spoiled(folder, tmp_path / "model", lambda tensors: tensors.pop(NAMES["up"].format(1)))
+    damaged = spoiled(folder, tmp_path / "model", lambda tensors: tensors.pop(HF_NAMES["up"].format(1)))
     refused = run_here("verify", damaged, "--write-oracle", tmp_path / "oracle")
-    assert f"tensor '{NAMES['up'].format(1)}' is missing" in error_of(refused)
+    assert f"tensor '{HF_NAMES['up'].format(1)}' is missing" in error_of(refused)
     assert not (tmp_path / "oracle").exists()
 
 
@@ -295,7 +297,7 @@ def test_against_transformers_with_another_theta_and_layout(folder, tmp_path):
 
     def meta(tensors):
         for i in range(2):
-            name = NAMES["k"].format(i)
+            name = HF_NAMES["k"].format(i)
             tensors[name] = tensors[name].reshape(2, 2, 4, 32).swapaxes(1, 2).reshape(16, 32).copy()
 
     code, out, _ = run(folder, "--against", spoiled(folder, tmp_path / "layout", meta), "--dtype", "bfloat16")

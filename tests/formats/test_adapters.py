@@ -128,7 +128,7 @@ def test_a_model_is_loaded_with_it(hf_folder, written):
         ({"arrow_config": {"top_k": 3}}, "'arrow_config'=.* is not supported"),
         ({"lora_bias": True}, "'lora_bias'=True is not supported"),
         ({"exclude_modules": ["q_proj"]}, r"selects no adapter of model.layers.0.self_attn.q_proj, but .* has its tensors"),
-        ({"target_modules": "(q_proj"}, r"target_modules='\(q_proj' is not a regular expression"),
+        ({"target_modules": "(q_proj"}, r"target_modules='\(q_proj' must be a regular expression"),
         ({"exclude_modules": 3}, "exclude_modules=3 must be a regular expression or a list of modules"),
         ({"layers_to_transform": ["0"]}, "layers_to_transform=.* must be a layer or a list of layers"),
         ({"alpha_pattern": {"q_proj": 4}}, "'alpha_pattern'=.* is not supported"),
@@ -331,7 +331,7 @@ def test_adapters_are_converted_both_ways(calling, tmp_path):
     with pytest.raises(CheckpointError, match=r"does not name its base; pass the base's folder or file as base \(--base\)"):
         convert(tmp_path / "peft", tmp_path / "a.gguf")
     calling(Convert, tmp_path / "peft", tmp_path / "a.gguf", "--base", base, "--dtype", "float16")
-    assert {tensor.kind for tensor in read_file(tmp_path / "a.gguf")[1].values()} == {"F16"}
+    assert {tensor.storage_type for tensor in read_file(tmp_path / "a.gguf")[1].values()} == {"F16"}
     calling(Convert, tmp_path / "a.gguf", tmp_path / "again")  # it says where its base is
     before, after = (load_adapter(tmp_path / name, CONFIG) for name in ("peft", "again"))
     assert (after.lora, after.base) == (before.lora, str(base))

@@ -8,7 +8,7 @@ import gguf
 import pytest
 
 import llama_jax
-from llama_jax.formats.model_folder import About
+from llama_jax.formats.model_folder import ModelMetadata
 from llama_jax.formats.saving import WrittenFormat
 
 pytestmark = pytest.mark.parity  # Meta's folder is written by torch
@@ -99,12 +99,12 @@ def test_save_takes_what_load_found(format, tmp_path, published, caplog):
     found = llama_jax.load(published("llama-2")["safetensors"])
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        llama_jax.save(tmp_path / "copy", *found, about=found.about, format=format)
-    again = llama_jax.load(tmp_path / "copy").about
+        llama_jax.save(tmp_path / "copy", *found, metadata=found.metadata, format=format)
+    again = llama_jax.load(tmp_path / "copy").metadata
     assert {"do_sample": True, "temperature": 0.6, "top_p": 0.9}.items() <= again.generation.items()
     said = [record.getMessage() for record in caplog.records]
     if format in ("safetensors", "orbax"):
-        assert again == found.about
+        assert again == found.metadata
         assert said == []
     else:
         (line,) = said
@@ -118,9 +118,9 @@ def test_without_sampling_llama_cpp_takes_the_most_probable_token(tmp_path, publ
         ({"do_sample": False, "top_k": 5}, 0.0),
         ({"do_sample": True}, 1.0),
     ):
-        llama_jax.save(tmp_path / "m.gguf", *found, about=About(settings), overwrite=True)
+        llama_jax.save(tmp_path / "m.gguf", *found, metadata=ModelMetadata(settings), overwrite=True)
         assert fields_of(tmp_path / "m.gguf")["general.sampling.temp"] == temperature
-        assert llama_jax.load(tmp_path / "m.gguf").about.generation["do_sample"] is (temperature > 0)
+        assert llama_jax.load(tmp_path / "m.gguf").metadata.generation["do_sample"] is (temperature > 0)
 
 
 @pytest.mark.parametrize(

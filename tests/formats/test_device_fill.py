@@ -16,12 +16,12 @@ from llama_jax.errors import CheckpointError
 from llama_jax.formats import device_fill as fill_module
 from llama_jax.formats.device_fill import (
     ArrayMemory,
-    ArrayParts,
-    ArrayToFill,
-    Filling,
-    Part,
+    ArraySource,
+    FillJob,
+    FillTarget,
+    TensorSlice,
     cast,
-    check,
+    check_finite,
     fill,
     fill_by_rows,
     floats_of,
@@ -40,7 +40,7 @@ class Watched:
 
     array: np.ndarray
     seen: list = field(default_factory=list)
-    kind = "F32"
+    storage_type = "F32"
 
     shape = property(lambda self: self.array.shape)
     dtype = property(lambda self: self.array.dtype)
@@ -51,14 +51,14 @@ class Watched:
         return self.array[start:stop].copy()
 
 
-class InPlaces(ArrayToFill):
+class InPlaces(FillTarget):
     """An array of which devices hold some parts."""
 
     def __init__(self, shape, places):
         super().__init__(shape, F32)
         object.__setattr__(self, "parts", dict(enumerate(places)))
 
-    def places(self):
+    def device_slices(self):
         return self.parts
 
 
@@ -88,11 +88,13 @@ def test_each_place_gets_its_part_and_no_other_row_is_read(layout, run):
     for layer in whole:
         blocks = np.split(layer, ends[1:-1], axis=1)
         columns = [slice(first, end) for first, end in itertools.pairwise(ends)]
-        parts = [Part("x", Watched(block.reshape(-1, shape[-1])), its) for block, its in zip(blocks, columns, strict=True)]
-        layers.append(ArrayParts(shape[1:], tuple(parts)))
+        parts = [
+            TensorSlice("x", Watched(block.reshape(-1, shape[-1])), its) for block, its in zip(blocks, columns, strict=True)
+        ]
+        layers.append(ArraySource(shape[1:], tuple(parts)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fill_module, "READ_BYTES", run)
-        filling = Filling(layers, [InPlaces(shape, places)], floats_of(F32), ArrayMemory(), stacked=True)
+        patch.setattr(fill_module, "FILL_READ_BYTES", run)
+        filling = FillJob(layers, [InPlaces(shape, places)], floats_of(F32), ArrayMemory(), stacked=True)
         for layer in reversed(range(len(layers))):
             filling.fill(layer)
     distinct = {str(place): place for place in places}  # several devices may hold the same
@@ -138,8 +140,8 @@ def test_what_is_not_finite_is_seen_wherever_it_is(dtype, value):
         values = np.full((32, 32), -3.5, dtype)
         values.reshape(-1)[at] = value
         with pytest.raises(CheckpointError, match="x holds NaN or infinity"):
-            check(values, F32, "x")
-    check(np.full((4, 4), np.finfo(np.float32).tiny / 4, dtype), F32, "x")
+            check_finite(values, F32, "x")
+    check_finite(np.full((4, 4), np.finfo(np.float32).tiny / 4, dtype), F32, "x")
 
 
 @given(st.integers(1, 4), st.integers(0, 30), st.integers(0, 30))
@@ -204,9 +206,9 @@ def test_joined_and_turned_rows_come_to_their_places(spec):
     for width in widths:
         tensor = ArrayTensor(rng.standard_normal((lead * width * head, columns), np.float32))
         moved = permute_rope(tensor, head, interleave=False) if first < 4 else tensor
-        parts.append(Part("x", moved, slice(first, first + width)))
+        parts.append(TensorSlice("x", moved, slice(first, first + width)))
         first += width
-    array = ArrayParts((lead, sum(widths), head, columns), tuple(parts), is_quantizable=True, stored=True)
+    array = ArraySource((lead, sum(widths), head, columns), tuple(parts), is_quantizable=True, stored=True)
     place = sharding(spec)
     wanted, got = fill(array, F32, place), fill_by_rows(array, F32, place)
     np.testing.assert_array_equal(wanted, got)

@@ -99,7 +99,7 @@ def test_llama2c_int8(group, tmp_path, logits):
 def unrenamed(config, state, names):
     """Undo `renamed`."""
     found = {}
-    for part, name in formats.NAMES.items():
+    for part, name in formats.HF_NAMES.items():
         for i in range(config.n_layers if "{}" in name else 1):
             if part in names and names[part].format(i) in state:
                 weight = state[names[part].format(i)]
@@ -129,7 +129,7 @@ def test_gguf_that_its_own_package_wrote(kind, tmp_path, logits):
     assert (kind == "F32") == bool((got == plain).all())  # the comparison can tell
 
 
-BLOCKS = {name: block for name, *block in gguf.TYPES.values() if name not in ("F32", "F16", "BF16")}
+BLOCKS = {name: block for name, *block in gguf.GGUF_TYPES.values() if name not in ("F32", "F16", "BF16")}
 # Where in a block its float16 scales lie; all else may be any bytes.
 SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 SCALES |= {"TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": (), "MXFP4": ()}
@@ -190,7 +190,7 @@ def test_a_file_in_any_blocks_is_read_kept_and_written_byte_for_byte(kind, tmp_p
     for path in written:
         for name, other in gguf.read_file(path)[1].items():
             tensor = tensors[name]
-            assert (other.kind, other.shape) == (tensor.kind, tensor.shape)
+            assert (other.storage_type, other.shape) == (tensor.storage_type, tensor.shape)
             ours, theirs = (read_bytes(one.path, one.offset, one.nbytes) for one in (other, tensor))
             np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
@@ -199,7 +199,7 @@ def test_a_q4_k_m_that_llama_cpp_quantized(logits):
     """Its logits beside it are llama.cpp's, which rounds activations to int8 as well: alike, not equal."""
     config, params, _ = llama_jax.load(FORMATS / "q4_k_m.gguf", "float32")
     assert config == WIDE
-    assert {t.kind for t in open_checkpoint(FORMATS / "q4_k_m.gguf").tensors.values()} == {"F32", "Q4_K", "Q6_K"}
+    assert {t.storage_type for t in open_checkpoint(FORMATS / "q4_k_m.gguf").tensors.values()} == {"F32", "Q4_K", "Q6_K"}
     got, theirs = np.asarray(logits(config, params, TOKENS))[0], np.load(FORMATS / "q4_k_m.npy")
     assert np.corrcoef(got.ravel(), theirs.ravel())[0, 1] > 0.999
     np.testing.assert_array_equal(got.argmax(-1), theirs.argmax(-1))
@@ -291,7 +291,7 @@ def test_gguf_rope_scaling_is_found_from_its_factors(tmp_path):
     fields = {"general.architecture": "llama"}
     plain = llama_jax.LlamaConfig(**(vars(config) | {"rope_scaling": None}))
     assert with_scaling(fields, plain, {"rope_freqs.weight": stored}, "llama") == config
-    with pytest.raises(ConfigError, match=r"factor=2.0 is not supported with tensor"):
+    with pytest.raises(ConfigError, match=r"factor=2.0 is not supported with tensors"):
         with_scaling(fields | {"llama.rope.scaling.factor": 2.0}, plain, {"rope_freqs.weight": stored}, "llama")
     path.write_bytes((factors * np.linspace(1, 1.01, 32, dtype=np.float32)).tobytes())
     with pytest.raises(ConfigError, match="frequency factors"):
@@ -392,5 +392,5 @@ def test_weights_without_settings(tmp_path):
 def test_a_tied_model_that_kept_the_other_name(tmp_path, models):
     config = KINDS["tied"]
     tensors = make_goldens.random_tensors(config)
-    tensors[formats.NAMES["lm_head"]] = tensors.pop(formats.NAMES["embedding"])
+    tensors[formats.HF_NAMES["lm_head"]] = tensors.pop(formats.HF_NAMES["embedding"])
     same(params_of(config, tensors), models["tied"][1])

@@ -169,5 +169,5 @@ def test_a_repository_of_data(hub):
     assert (found.view.root, found.key) == ("hf://datasets/org/texts", "config.json")
     with found.open() as file:
         assert file.read() == CONTENT["config.json"]
-    assert found.view.look("config.json").version == COMMIT
+    assert found.view.lookup("config.json").version == COMMIT
     assert {path.name for path in found.parent.iterdir()} == {"config.json", "model.safetensors", "original"}

@@ -16,9 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import llama_jax
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.formats import loading as module
-from llama_jax.formats.huggingface import NAMES, config_from_dict, config_to_dict
-from llama_jax.formats.loading import bundled
+from llama_jax.formats.huggingface import HF_NAMES, config_from_dict, config_to_dict
 
 KINDS = make_goldens.KINDS
 
@@ -61,7 +59,7 @@ def test_dtypes(stored, wanted, tmp_path):
     params = llama_jax.load(folder, wanted).params
     by_default = np.float32 if stored == np.float16 else stored  # on a CPU
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(wanted or by_default)}
-    np.testing.assert_array_equal(params.embedding, tensors[NAMES["embedding"]].astype(params.embedding.dtype))
+    np.testing.assert_array_equal(params.embedding, tensors[HF_NAMES["embedding"]].astype(params.embedding.dtype))
 
 
 def test_weights_do_not_change_with_the_file(tmp_path):
@@ -158,7 +156,7 @@ def spoil_tensors(folder, change):
     save_file(tensors, folder / "model.safetensors")
 
 
-Q1 = NAMES["q"].format(1)
+Q1 = HF_NAMES["q"].format(1)
 EXTRA = "model.layers.2.mlp.up_proj.weight"
 
 
@@ -182,13 +180,13 @@ def test_tied_model_with_another_head(tmp_path, caplog):
     """As in transformers 5, which warns and does not tie the two."""
     config = KINDS["tied"]
     tensors = make_goldens.random_tensors(config)
-    good = tensors | {NAMES["lm_head"]: tensors[NAMES["embedding"]].copy()}
+    good = tensors | {HF_NAMES["lm_head"]: tensors[HF_NAMES["embedding"]].copy()}
     assert llama_jax.load(write_hf_folder(tmp_path / "good", config, good)).params.lm_head is None
-    other = tensors | {NAMES["lm_head"]: tensors[NAMES["embedding"]] + 1}
+    other = tensors | {HF_NAMES["lm_head"]: tensors[HF_NAMES["embedding"]] + 1}
     untied, params, _ = llama_jax.load(write_hf_folder(tmp_path / "other", config, other))
     assert "lm_head.weight differs from the embedding" in caplog.text
     assert untied == replace(config, tie_embeddings=False)
-    np.testing.assert_array_equal(params.lm_head, other[NAMES["lm_head"]])
+    np.testing.assert_array_equal(params.lm_head, other[HF_NAMES["lm_head"]])
 
 
 @pytest.mark.parametrize(
@@ -316,9 +314,3 @@ def test_several_models_in_a_folder(tmp_path):
         write_llama2c(tmp_path / name, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
     with pytest.raises(CheckpointError, match=r"several models \(a.bin, b.bin\)"):
         llama_jax.load(tmp_path)
-
-
-def test_an_installation_without_it_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "files", lambda name: tmp_path)
-    with pytest.raises(CheckpointError, match="does not hold the bundled stories model; install llama_jax again"):
-        bundled()

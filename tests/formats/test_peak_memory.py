@@ -11,8 +11,8 @@ import pytest
 
 import llama_jax
 from llama_jax.formats import huggingface
-from llama_jax.formats.lazy_tensors import FLOATS, ArrayTensor
-from llama_jax.formats.weight_format import Opened, shares_of
+from llama_jax.formats.lazy_tensors import FLOAT_DTYPES, ArrayTensor
+from llama_jax.formats.weight_format import OpenedCheckpoint, parts_of
 from llama_jax.model.params import shape_of, specs_for
 
 CONFIG = llama_jax.LlamaConfig(
@@ -74,17 +74,17 @@ def folder(tmp_path_factory):
     """bfloat16, 2.3 GB, five files. One row of random numbers stands for all rows of a tensor: making it takes none."""
     path = tmp_path_factory.mktemp("large") / "model"
     path.mkdir()
-    row = np.random.default_rng(0).standard_normal(5632).astype(FLOATS["BF16"])
+    row = np.random.default_rng(0).standard_normal(5632).astype(FLOAT_DTYPES["BF16"])
     c = CONFIG
-    shapes = {share.name: shape_of(share.axes, c) for row in specs_for(c) for share in shares_of(row)}
+    shapes = {share.name: shape_of(share.axes, c) for row in specs_for(c) for share in parts_of(row)}
     tensors = {
         name.format(i): ArrayTensor(np.broadcast_to(row[: shapes[part][-1]], shapes[part]))
-        for part, name in huggingface.NAMES.items()
+        for part, name in huggingface.HF_NAMES.items()
         for i in range(c.n_layers if "{}" in name else 1)
         if part in shapes
     }
-    opened = Opened("made here", Path("made-here"), c, tensors, huggingface.NAMES, False, lambda: None)
-    huggingface.write_folder(path, opened, None, largest_file=500_000_000)
+    opened = OpenedCheckpoint("made here", Path("made-here"), c, tensors, huggingface.HF_NAMES, False, lambda: None)
+    huggingface.write_huggingface(path, opened, None, largest_file=500_000_000)
     yield path
     for file in path.iterdir():
         file.unlink()
@@ -114,7 +114,7 @@ def test_peak_memory_is_the_weights_and_less_than_two_tensors(folder, devices, d
     assert sum(file.stat().st_size for file in folder.iterdir()) > 2e9
     assert len(list(folder.glob("*.safetensors"))) > 4
     found = load_alone(folder, devices, dtype)
-    size = np.dtype(FLOATS["F32" if dtype == "float32" else "BF16"]).itemsize
+    size = np.dtype(FLOAT_DTYPES["F32" if dtype == "float32" else "BF16"]).itemsize
     weights = llama_jax.parameter_count(CONFIG) * size
     largest = CONFIG.vocab_size * CONFIG.dim * size
     above = found["peak"] - found["before"] - weights

@@ -94,7 +94,7 @@ def test_blocks_of_a_gguf_are_kept_and_written_byte_for_byte(tmp_path):
         assert its_tensors.keys() == tensors.keys()
         for key, tensor in tensors.items():
             other = its_tensors[key]
-            assert (other.kind, other.shape) == (tensor.kind, tensor.shape)
+            assert (other.storage_type, other.shape) == (tensor.storage_type, tensor.shape)
             ours, theirs = (read_bytes(one.path, one.offset, one.nbytes) for one in (other, tensor))
             np.testing.assert_array_equal(ours, theirs)
 
@@ -215,7 +215,7 @@ def test_orbax_keeps_planes(kind, tmp_path, stories_model):
     in_bfloat16 = llama_jax.load(tmp_path / "a", "bfloat16", quantize="keep").params
     assert in_bfloat16.blocks.attention.out.dtype == jnp.bfloat16
     same(llama_jax.load(tmp_path / "a", "float32").params, jit_dequantize(found))
-    kinds = {tensor.kind for tensor in open_checkpoint(tmp_path / "a").tensors.values()}
+    kinds = {tensor.storage_type for tensor in open_checkpoint(tmp_path / "a").tensors.values()}
     outside = {"int4": "INT8", "nf4": "INT8", "q4_0": "Q8_0"}.get(kind, kind.upper())
     assert kinds == {"F32", kind.upper(), outside, *(["INT4_64"] if kind == "int4" else [])}
 

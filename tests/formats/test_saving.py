@@ -47,7 +47,7 @@ def test_round_trip(format, kind, dtype, tmp_path):
     same(read, params)
     assert os.listdir(tmp_path) == ["model"]
     if format == "gguf":  # which stores vectors in float32
-        kinds = {name: tensor.kind for name, tensor in open_checkpoint(tmp_path / "model").tensors.items()}
+        kinds = {name: tensor.storage_type for name, tensor in open_checkpoint(tmp_path / "model").tensors.items()}
         stored = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype]
         assert (kinds["output_norm.weight"], kinds["token_embd.weight"]) == ("F32", stored)
 
@@ -119,7 +119,7 @@ def test_q8_0_needs_blocks(tmp_path):
 def test_several_files_and_an_index(tmp_path):
     opened = open_checkpoint(FORMATS / "pytorch")
     (tmp_path / "model").mkdir()
-    huggingface.write_folder(tmp_path / "model", opened, None, largest_file=9000)
+    huggingface.write_huggingface(tmp_path / "model", opened, None, largest_file=9000)
     files = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
     assert files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     assert len(files) > 2
@@ -355,7 +355,7 @@ def test_nothing_is_left_when_writing_fails(format, error, tmp_path, monkeypatch
     ("arguments", "message"),
     [
         (dict(format="torch"), "format='torch' is not one of safetensors"),
-        (dict(dtype="int8"), "dtype='int8' is not one of float32"),
+        (dict(dtype="int8"), "dtype='int8': the safetensors format supports only float32"),
         (dict(dtype="q8_0"), "dtype='q8_0': the safetensors format"),
         (dict(format="llama2c", dtype="bfloat16"), "llama2c format supports only float32"),
     ],

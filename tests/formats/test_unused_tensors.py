@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import llama_jax
 from llama_jax.errors import CheckpointError
 from llama_jax.formats import huggingface, open_checkpoint
-from llama_jax.formats.huggingface import NAMES
+from llama_jax.formats.huggingface import HF_NAMES
 from llama_jax.formats.lazy_tensors import Dense
 from llama_jax.formats.torch_pickle import tensors_of
 from llama_jax.formats.weight_format import IGNORED_TENSORS, ignored_tensors
@@ -147,7 +147,7 @@ def test_what_torch_saves_besides_tensors():
 # -- an index ------------------------------------------------------------------------------------------------------------
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-NORM, TABLE = NAMES["final_norm"], NAMES["embedding"]
+NORM, TABLE = HF_NAMES["final_norm"], HF_NAMES["embedding"]
 
 
 def write_sharded(folder, change):
@@ -236,16 +236,16 @@ def test_a_single_file_comes_before_an_index_that_was_left_behind(params, tmp_pa
     (folder / "model.safetensors.index.json").write_text(index)
     same(llama_jax.load(folder).params, params)
     names = [path.name for path in folder.iterdir()]
-    assert huggingface.files(names, lambda name: index.encode(), "hub") == ["model.safetensors"]
+    assert huggingface.list_weight_files(names, lambda name: index.encode(), "hub") == ["model.safetensors"]
 
 
 def test_files_of_ignored_tensors_need_not_be_on_the_hub():
     names = ["config.json", FIRST, "model.safetensors.index.json"]
     listed = lambda **entries: lambda name: json.dumps({"weight_map": {NORM: FIRST} | entries}).encode()
-    found = huggingface.files(names, listed(**{"mtp.fc.weight": "mtp.safetensors"}), "hub")
+    found = huggingface.list_weight_files(names, listed(**{"mtp.fc.weight": "mtp.safetensors"}), "hub")
     assert found == ["model.safetensors.index.json", FIRST]
     with pytest.raises(CheckpointError, match=r"names 'old.safetensors', which does not exist"):
-        huggingface.files(names, listed(**{"model.old.weight": "old.safetensors"}), "hub")
+        huggingface.list_weight_files(names, listed(**{"model.old.weight": "old.safetensors"}), "hub")
 
 
 # -- prefixes ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from llama_jax.config.presets import PRESETS, preset
 from llama_jax.errors import ConfigError
 from llama_jax.formats import gguf, huggingface, llama2c, meta
 from llama_jax.formats.huggingface import names_of
-from llama_jax.formats.weight_format import shares_of
+from llama_jax.formats.weight_format import parts_of
 from llama_jax.model.checks import check_params
 from llama_jax.model.params import PARAM_SPECS, shape_of, spec_at, specs_for
 from llama_jax.model.trees import build_tree, count, init, param_shapes, parameter_count
@@ -89,11 +89,9 @@ def test_places_and_shapes_are_apart(config):
     assert len(set(draws)) == len(draws)
     for row in specs_for(config):
         assert len(row.partition) <= len(row.axes.split())
-        numbers = sum(np.prod(shape_of(share.axes, config)) for share in shares_of(row))
+        numbers = sum(np.prod(shape_of(share.axes, config)) for share in parts_of(row))
         assert numbers == np.prod(row.shape(config))
-        assert (
-            not shares_of(row)[0].width or sum(shape_of(s.width, config)[0] for s in shares_of(row)) == row.shape(config)[1]
-        )
+        assert not parts_of(row)[0].width or sum(shape_of(s.width, config)[0] for s in parts_of(row)) == row.shape(config)[1]
 
 
 def test_specs_are_those_of_before():
@@ -104,21 +102,29 @@ def test_specs_are_those_of_before():
     jax.tree_util.tree_map_with_path(spec, param_specs(UNTIED, MeshSizes()))
 
 
-@pytest.mark.parametrize("module", [huggingface, gguf, meta, llama2c], ids=lambda module: module.__name__.split(".")[-1])
-def test_every_format_names_every_tensor_of_a_llama(module):
-    found = {name for name in module.NAMES if name not in ("cos", "sin")}
-    assert found == PARTS | (SIBLINGS if module in (huggingface, gguf) else set())
+TABLES = {
+    "huggingface": huggingface.HF_NAMES,
+    "gguf": gguf.GGUF_NAMES,
+    "meta": meta.META_NAMES,
+    "llama2c": llama2c.RUN_C_NAMES,
+}
+
+
+@pytest.mark.parametrize("format", TABLES)
+def test_every_format_names_every_tensor_of_a_llama(format):
+    found = {name for name in TABLES[format] if name not in ("cos", "sin")}
+    assert found == PARTS | (SIBLINGS if format in ("huggingface", "gguf") else set())
     for config in (UNTIED, *KINDS.values()):
-        named = names_of(config) if module is huggingface else module.NAMES
-        own = [named[share.name] for row in specs_for(config) for share in shares_of(row) if share.name in named]
+        named = names_of(config) if format == "huggingface" else TABLES[format]
+        own = [named[share.name] for row in specs_for(config) for share in parts_of(row) if share.name in named]
         assert len(set(own)) == len(own)
     for row in PARAM_SPECS:
-        for share in shares_of(row):
-            assert share.name not in found or ("{}" in module.NAMES[share.name]) == row.in_blocks
+        for share in parts_of(row):
+            assert share.name not in found or ("{}" in TABLES[format][share.name]) == row.in_blocks
 
 
 def test_llama2c_stores_all_that_the_table_has():
-    assert set(llama2c.LEGACY) - {"cos", "sin"} == set(llama2c.VERSIONED) == set(llama2c.NAMES) - {"cos", "sin"}
+    assert set(llama2c.LEGACY) - {"cos", "sin"} == set(llama2c.VERSIONED) == set(llama2c.RUN_C_NAMES) - {"cos", "sin"}
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -237,7 +237,7 @@ def test_a_save_that_hangs_is_an_error(kept, tmp_path, monkeypatch):
         hanging.set()
         on.wait()
 
-    monkeypatch.setattr("llama_jax.runs.checkpoint_manager.write_sums", hang)
+    monkeypatch.setattr("llama_jax.runs.checkpoint_manager.write_checksums", hang)
     with CheckpointManager(kept.folder, timeout=2) as other:
         save(other, 20, 20)
         hanging.wait()
@@ -431,7 +431,11 @@ def test_a_run_is_a_model(saved_run, tokenizer, path):
 
 @pytest.mark.parametrize(
     "name",
-    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("describe", "find_tokenizer")), "read_config", "read_arrays"],
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("describe_arrays", "find_tokenizer")),
+        "read_config_json",
+        "read_arrays",
+    ],
 )
 def test_a_step_that_is_removed_while_it_is_read(name, run, monkeypatch):
     """As a run does that goes on saving: then the newest is taken again, so often and no more."""

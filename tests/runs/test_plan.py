@@ -92,7 +92,7 @@ def test_a_resumed_recipe_has_the_warm_up_that_its_run_began_with(monkeypatch, t
     short = replace(CHATS, steps=10, optimizer=optimizer)
     begun = fit_to_data(short, MeshSizes(), 60, lambda length: 100)
     note = {"recipe": json.loads(json.dumps(to_dict(begun))), "data": {}, "tokens": 0, "step": 10}
-    monkeypatch.setattr(preflight, "verify", lambda *_: None)
+    monkeypatch.setattr(preflight, "check_checksums", lambda *_: None)
     monkeypatch.setattr(preflight, "read_metadata", lambda *_: note)
     go_on = lambda recipe: preflight.resume_metadata(SimpleNamespace(latest=lambda: 10), tmp_path, recipe, True)
     _, found = go_on(replace(short, steps=20))

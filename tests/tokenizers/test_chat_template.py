@@ -16,7 +16,7 @@ from llama_jax.child_process import ChildProcess
 from llama_jax.errors import GenerationError
 from llama_jax.tokenizers import template_worker
 from llama_jax.tokenizers.chat_template import Renderer, shared_renderer
-from llama_jax.tokenizers.template_worker import rendered
+from llama_jax.tokenizers.template_worker import render
 
 CHAT = [{"role": "user", "content": "Hi <there> & 'é'"}, {"role": "assistant", "content": " Hello. "}]
 # A little of everything that published templates use.
@@ -62,7 +62,7 @@ def test_json_is_not_escaped_for_html():
 def test_a_chat_of_megabytes_is_rendered(template, count, times):
     chat = [{"role": ("user", "assistant")[i % 2], "content": "once upon a time " * times} for i in range(count)]
     given = {"messages": chat, "bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True, "tools": None}
-    expected = rendered(template, given | {"documents": None})
+    expected = render(template, given | {"documents": None})
     assert len(expected) > 1_600_000
     assert text(template, chat) == expected  # nor too much memory for the process
 

@@ -14,8 +14,8 @@ from llama_jax.tokenizers import ReplyEncoder, encode_chat, load_tokenizer
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
 from llama_jax.tokenizers.huggingface import from_json
 from llama_jax.tokenizers.interface import END_NAMES, order_matters, split_longest, split_special
-from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
-from llama_jax.tokenizers.sentencepiece import EntryKind
+from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build_pre_tokenizer, pre_tokenizer_name
+from llama_jax.tokenizers.sentencepiece import EntryType
 
 KINDS = ("sentencepiece", "ranks", "bytes", "spaces", "never")
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
@@ -118,7 +118,10 @@ def test_bos_and_eos_are_special_whatever_their_type(fields):
     [
         ({"model": "rwkv"}, "model='rwkv' must be 'llama' .SentencePiece. or 'gpt2'"),
         ({"model": None}, "model=None must be a text"),
-        ({"model": "gpt2", "pre": "mine"}, "pre='mine' is unknown; load or convert .* .--tokenizer tokenizer.json.$"),
+        (
+            {"model": "gpt2", "pre": "mine"},
+            "pre='mine' must be a pre-tokenizer of llama.cpp; .* .--tokenizer tokenizer.json.$",
+        ),
         ({"model": "gpt2", "pre": "llama-bpe"}, "merges=None must be a list"),
         ({"model": "gpt2", "pre": "llama-bpe", "merges": ["abc"]}, "merges='abc' must be two tokens"),
         ({"tokens": None}, "tokens=None must be a list"),
@@ -172,7 +175,7 @@ def test_every_pre_tokenizer_cuts_as_llama_cpps():
     library = tokenizers.Tokenizer.from_str(json.dumps(load_tokenizer(vocabularies.in_gguf("gpt-2")[0]).description()))
     stored = json.loads((Path(__file__).parents[1] / "goldens" / "pre_tokenizers.json").read_text())
     for name, ids in stored["ids"].items():
-        library.pre_tokenizer = build(PRE_TOKENIZERS[name])
+        library.pre_tokenizer = build_pre_tokenizer(PRE_TOKENIZERS[name])
         assert library.encode(stored["text"], add_special_tokens=False).ids == ids, name
     assert stored["ids"].keys() == {name for name, pre in PRE_TOKENIZERS.items() if pre.spells_bytes}
 
@@ -218,7 +221,7 @@ def with_tokens(fields, *added):
 def test_user_defined_tokens_are_found_in_any_text(pairs, kind):
     fields = to_metadata(pairs[kind][0])
     size = len(fields["tokenizer.ggml.tokens"])
-    added = (("<think>", EntryKind.USER_DEFINED), ("<|mine|>", EntryKind.CONTROL), ("   ", EntryKind.USER_DEFINED))
+    added = (("<think>", EntryType.USER_DEFINED), ("<|mine|>", EntryType.CONTROL), ("   ", EntryType.USER_DEFINED))
     tokenizer = from_metadata(with_tokens(fields, *added), "x.gguf")
     plain = lambda text: tokenizer.encode(text, bos=False)
     assert plain("once<think>time") == [*plain("once"), size, *plain("time")]
@@ -240,7 +243,7 @@ def test_ends_that_llama_cpp_knows_by_their_texts(pairs):
         "<|file_sep|>",
         "<fim_prefix>",
     ]
-    tokenizer = from_metadata(with_tokens(fields, *((name, EntryKind.NORMAL) for name in names)), "x.gguf")
+    tokenizer = from_metadata(with_tokens(fields, *((name, EntryType.NORMAL) for name in names)), "x.gguf")
     ids = {name: size + i for i, name in enumerate(names)}
     # <|end|> is none beside <|return|>, and </s> none beside <|tool_response>; one that begins what is filled in is none.
     none = {ids[name] for name in ("<|end|>", "</s>", "<fim_prefix>")}
@@ -251,7 +254,7 @@ def test_ends_that_llama_cpp_knows_by_their_texts(pairs):
 
 def test_phi_3s_tokens_take_the_white_space_after_them_away(pairs):
     for kind in ("sentencepiece", "ranks"):
-        fields = with_tokens(to_metadata(pairs[kind][0]), ("<|user|>", EntryKind.CONTROL), ("[PAD9]", EntryKind.UNKNOWN))
+        fields = with_tokens(to_metadata(pairs[kind][0]), ("<|user|>", EntryType.CONTROL), ("[PAD9]", EntryType.UNKNOWN))
         other, phi = (from_metadata(fields | {"general.name": name}, "x.gguf") for name in ("Phil", "Phi-3 mini"))
         end = fields["tokenizer.ggml.tokens"].index("<|user|>")
         assert phi.encode("<|user|>\n once", bos=False, special=True) == [end, *phi.encode("once", bos=False)]
@@ -280,7 +283,7 @@ def test_a_folder_has_the_same_rule(pairs, kind, tmp_path):
 def test_two_tokens_of_one_text(fields):
     """The last one is meant."""
     once = [i for i, token in enumerate(fields["tokenizer.ggml.tokens"]) if token == "▁once"]
-    tokenizer = from_metadata(with_tokens(fields, ("▁once", EntryKind.NORMAL), ("<unk>", EntryKind.UNKNOWN)), "x.gguf")
+    tokenizer = from_metadata(with_tokens(fields, ("▁once", EntryType.NORMAL), ("<unk>", EntryType.UNKNOWN)), "x.gguf")
     assert tokenizer.encode("once", bos=False) == [tokenizer.vocab_size - 2] != once
     assert to_metadata(tokenizer)["tokenizer.ggml.tokens"][-2:] == ["▁once", "<unk>"]
 
@@ -300,7 +303,7 @@ def test_bytes_are_found_by_their_texts(fields, tmp_path):
     assert encode(from_metadata(fields, "x.gguf"), "once\n𝄞") == [*plain[:-5], 0, *clef]  # the unknown token
 
 
-@pytest.mark.parametrize("kind", [EntryKind.CONTROL, EntryKind.UNKNOWN, EntryKind.UNUSED])
+@pytest.mark.parametrize("kind", [EntryType.CONTROL, EntryType.UNKNOWN, EntryType.UNUSED])
 def test_merges_lead_to_tokens_of_any_kind(fields, kind):
     tokens = fields["tokenizer.ggml.tokens"]
     plain = from_metadata(fields, "x.gguf").encode("once upon a", bos=False)
@@ -315,7 +318,7 @@ def test_merges_lead_to_tokens_of_any_kind(fields, kind):
 def test_tokens_that_are_no_utf_8(fields, tmp_path):
     """As files are read, such bytes are lone surrogates."""
     plain = from_metadata(fields, "x.gguf").encode("once upon")
-    fields = with_tokens(fields, ("\udce3\udc81", EntryKind.NORMAL))
+    fields = with_tokens(fields, ("\udce3\udc81", EntryType.NORMAL))
     tokenizer = from_metadata(fields, "x.gguf")
     assert tokenizer.encode("once upon") == plain
     assert tokenizer.token_bytes(tokenizer.vocab_size - 1) == b"\xe3\x81"
@@ -340,8 +343,8 @@ def test_merges_to_what_is_no_token(pairs, tmp_path):
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "ranks"])
 def test_of_user_defined_tokens_that_overlap_the_longest_is_taken(pairs, kind):
-    added = [("<ab", EntryKind.USER_DEFINED), ("b><c>", EntryKind.USER_DEFINED), ("<|x|>\n", EntryKind.USER_DEFINED)]
-    fields = with_tokens(to_metadata(pairs[kind][0]), *added, ("<|x|>", EntryKind.CONTROL))
+    added = [("<ab", EntryType.USER_DEFINED), ("b><c>", EntryType.USER_DEFINED), ("<|x|>\n", EntryType.USER_DEFINED)]
+    fields = with_tokens(to_metadata(pairs[kind][0]), *added, ("<|x|>", EntryType.CONTROL))
     tokenizer, size = from_metadata(fields, "x.gguf"), len(fields["tokenizer.ggml.tokens"])
     encode = lambda text: tokenizer.encode(text, bos=False)
     assert encode("once<ab><c>") == [*encode("once<a"), size - 3]
@@ -369,7 +372,9 @@ def test_a_tokenizer_json_is_written_by_its_pre_tokenizers_name():
     assert to_metadata(from_json(vocabularies.bytes_json(), "here"))["tokenizer.ggml.pre"] == "llama-bpe"
     first = {(pre.patterns, pre.ignore_merges): name for name, pre in reversed(PRE_TOKENIZERS.items()) if pre.spells_bytes}
     for (_, ignore_merges), name in first.items():  # as it is saved, which spells categories out
-        assert name_of(json.loads(build(PRE_TOKENIZERS[name]).__getstate__()), ignore_merges) == name
+        assert (
+            pre_tokenizer_name(json.loads(build_pre_tokenizer(PRE_TOKENIZERS[name]).__getstate__()), ignore_merges) == name
+        )
 
 
 def split(*patterns):
@@ -407,7 +412,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
     ],
 )
 def test_published_pre_tokenizers(published, ignore_merges, name):
-    assert name_of(published, ignore_merges) == name
+    assert pre_tokenizer_name(published, ignore_merges) == name
 
 
 def test_one_that_has_no_name_is_refused():

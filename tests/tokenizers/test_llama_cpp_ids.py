@@ -11,7 +11,7 @@ from conftest import shared_data
 from llama_jax.tokenizers import load_tokenizer
 from llama_jax.tokenizers.gguf import to_metadata
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS
-from llama_jax.tokenizers.sentencepiece import EntryKind
+from llama_jax.tokenizers.sentencepiece import EntryType
 
 pytestmark = pytest.mark.llama_cpp
 # Where special and user-defined tokens, and what looks like them, may stand.
@@ -113,7 +113,7 @@ def test_every_character_is_of_its_category(tmp_path):
 
 
 CONTROL, USER, UNKNOWN, UNUSED, NORMAL = (
-    *(EntryKind.CONTROL, EntryKind.USER_DEFINED, EntryKind.UNKNOWN, EntryKind.UNUSED, EntryKind.NORMAL),
+    *(EntryType.CONTROL, EntryType.USER_DEFINED, EntryType.UNKNOWN, EntryType.UNUSED, EntryType.NORMAL),
 )
 # Tokens that follow Llama 2's, other kinds of its own, the file's name, and other fields (None: left out).
 MADE = {

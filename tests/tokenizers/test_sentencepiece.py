@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import SentencePieceTokenizer
-from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY, EntryKind, byte_tokenizer, train_bpe, write_model
+from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY, EntryType, byte_tokenizer, train_bpe, write_model
 from llama_jax.tokenizers.tokenizer_config import AddedToken, Settings
 
 NO_SURROGATES = st.text(st.characters(exclude_categories=["Cs"]))
@@ -70,7 +70,7 @@ def test_a_model_written_from_its_pieces_is_the_same(model, small):
 
 
 def test_a_vocabulary_without_bos_says_so(small):
-    pieces = [piece for piece in small.pieces() if piece.kind != EntryKind.CONTROL]
+    pieces = [piece for piece in small.pieces() if piece.type != EntryType.CONTROL]
     tokenizer = SentencePieceTokenizer(write_model(pieces, bos="", eos="", space_prefix=True), "none")
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.stop_ids) == (-1, -1, ())
     with pytest.raises(TokenizerError, match="has no bos token; encode with bos=False"):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import llama_jax
 from llama_jax import ops
 from llama_jax.errors import CheckpointError, UserError
-from llama_jax.formats.huggingface import NAMES, config_to_dict, from_params
+from llama_jax.formats.huggingface import HF_NAMES, config_to_dict, from_params
 from llama_jax.verify import activations
 from llama_jax.verify.activations import (
     TEXT,
@@ -87,7 +87,7 @@ def read(stories):
 
 def other_layout(turn):
     def change(tensors):
-        parts = [(NAMES[part].format(i), heads) for i in range(5) for part, heads in (("q", 8), ("k", 4))]
+        parts = [(HF_NAMES[part].format(i), heads) for i in range(5) for part, heads in (("q", 8), ("k", 4))]
         return {name: turn(tensors[name].reshape(heads, 8, 64)).reshape(-1, 64) for name, heads in parts}
 
     return change
@@ -104,9 +104,9 @@ def test_the_stories_model_speaks(read):
     [
         other_layout(ops.rope_layout.half_from_interleaved),
         other_layout(ops.rope_layout.interleaved_from_half),
-        lambda t: {name: t[name].T.copy() for name in (NAMES["out"].format(i) for i in range(5))},
-        lambda t: {NAMES["gate"].format(i): t[NAMES["up"].format(i)] for i in range(5)},
-        lambda t: {NAMES["embedding"]: t[NAMES["embedding"]][::-1].copy()},
+        lambda t: {name: t[name].T.copy() for name in (HF_NAMES["out"].format(i) for i in range(5))},
+        lambda t: {HF_NAMES["gate"].format(i): t[HF_NAMES["up"].format(i)] for i in range(5)},
+        lambda t: {HF_NAMES["embedding"]: t[HF_NAMES["embedding"]][::-1].copy()},
     ],
     ids=["Meta's layout", "turned twice", "out transposed", "up for gate", "vocabulary reversed"],
 )
@@ -354,7 +354,7 @@ def test_transformers_in_bfloat16_files_and_a_wrong_layer(tmp_path):
 
     assert against(narrow, ("BF16",)).rounding == "float32"
     assert against(tensors, ("F32",)).why.startswith("the same model within the rounding of BF16")
-    name = NAMES["v"].format(1)
+    name = HF_NAMES["v"].format(1)
     wrong = against(tensors | {name: tensors[name][::-1].copy()}, ("F32",))
     assert "layer 1 differs" in wrong.why
 

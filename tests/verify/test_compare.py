@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 import llama_jax
 from llama_jax import ops
 from llama_jax.config.presets import SHAPE_FIELDS
-from llama_jax.formats.huggingface import NAMES
+from llama_jax.formats.huggingface import HF_NAMES
 from llama_jax.verify import compare as module
 from llama_jax.verify.activations import trace
 from llama_jax.verify.compare import compare
@@ -61,7 +61,7 @@ def quantized(tensors, bits):
 
 
 def spoiled(tensors, part, change, layer=1):
-    name = NAMES[part].format(layer)
+    name = HF_NAMES[part].format(layer)
     return tensors | {name: np.ascontiguousarray(change(tensors[name].copy()))}
 
 
@@ -70,7 +70,7 @@ def other_layout(tensors):
     found = dict(tensors)
     for i in range(CONFIG.n_layers):
         for part, heads in (("q", CONFIG.n_heads), ("k", CONFIG.n_kv_heads)):
-            name = NAMES[part].format(i)
+            name = HF_NAMES[part].format(i)
             by_head = tensors[name].reshape(heads, CONFIG.head_dim, CONFIG.dim)
             found[name] = ops.rope_layout.interleaved_from_half(by_head).reshape(tensors[name].shape)
     return found
@@ -99,7 +99,7 @@ def test_a_tied_model_and_one_that_stores_its_tensor_twice_are_the_same():
     tensors = make_goldens.random_tensors(tied)
     params = params_of(tied, tensors)
     untied = replace(tied, tie_embeddings=False)
-    twice = params_of(untied, tensors | {NAMES["lm_head"]: tensors[NAMES["embedding"]].copy()})
+    twice = params_of(untied, tensors | {HF_NAMES["lm_head"]: tensors[HF_NAMES["embedding"]].copy()})
     assert compare(twice, trace(twice, TOKENS, origin(untied)), trace(params, TOKENS, origin(tied))).same
 
 
@@ -134,7 +134,7 @@ FAULTS = {
     "one row of q": (lambda t: spoiled(t, "q", lambda a: np.concatenate([1.01 * a[:1], a[1:]])), "layer 1"),
     "down": (lambda t: spoiled(t, "down", lambda a: 1.0005 * a), "layer 1"),
     "gate and up": (
-        lambda t: spoiled(spoiled(t, "gate", lambda a: t[NAMES["up"].format(1)]), "up", lambda a: -a),
+        lambda t: spoiled(spoiled(t, "gate", lambda a: t[HF_NAMES["up"].format(1)]), "up", lambda a: -a),
         "layer 1",
     ),
     "a norm": (lambda t: spoiled(t, "ffn_norm", lambda a: a + 1e-3, layer=0), "layer 0"),

@@ -11,7 +11,7 @@ from adapters import LORA, random_adapters
 import llama_jax
 from llama_jax.errors import CheckpointError
 from llama_jax.formats.build_params import plan
-from llama_jax.formats.gguf import TYPES
+from llama_jax.formats.gguf import GGUF_TYPES
 from llama_jax.formats.lazy_tensors import Dense
 from llama_jax.formats.loading import bundled, open_checkpoint
 from llama_jax.model.lora import adapted
@@ -47,7 +47,7 @@ def test_the_rounding_of_a_kind_is_what_its_quantizer_does(kind):
 
 
 def test_the_rounding_of_every_kind_that_is_read_is_known():
-    assert {kind for kind, *_ in TYPES.values()} <= ROUNDING.keys()
+    assert {kind for kind, *_ in GGUF_TYPES.values()} <= ROUNDING.keys()
     assert {"F64", "int8"} <= ROUNDING.keys()
     assert {name.upper() for name in QUANT_FORMATS} <= ROUNDING.keys()
     with pytest.raises(CheckpointError, match="x has tensors of kind I8, with unknown rounding error"):

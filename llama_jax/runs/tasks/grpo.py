@@ -53,7 +53,7 @@ from llama_jax.runs.tasks.interface import (
 )
 from llama_jax.runs.user_functions import STOPPED, Reward, check_columns, find_rewards, judge, rewards_digest, weighted
 from llama_jax.tokenizers import TextStream, Tokenizer
-from llama_jax.tokenizers.interface import check_rows
+from llama_jax.tokenizers.interface import check_token_rows
 from llama_jax.training.batch import Batch
 from llama_jax.training.flops import step_flops
 from llama_jax.training.loss import LossOptions
@@ -102,7 +102,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
             found = open_prompts(paths, inputs.tokenizer, longest, reading)
         with name_size_setting(inputs.tokenizer):
             for number, ids in enumerate(found.ids, 1):
-                check_rows(inputs.tokenizer, ids, recipe.model.vocab_size, f"prompt {number}")
+                check_token_rows(inputs.tokenizer, ids, recipe.model.vocab_size, f"prompt {number}")
         return found
 
     if inputs.validation_data:

@@ -64,7 +64,7 @@ class Choice:
         self._held_back: deque[PlacedToken] = deque()
         self._tools = tools
         named = tools.tokens if tools is not None else None
-        self._text = Text(tokenizer, stop, self._written.append, at_start=at_start, named=named)
+        self._text = Text(tokenizer, stop, self._written.append, at_start=at_start, special_texts=named)
         self._prompt_text = TextStream(tokenizer, at_start=True)
         self._prompt_length = 0
 

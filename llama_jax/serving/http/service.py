@@ -36,7 +36,7 @@ from llama_jax.serving.tool_grammar import grammar_of_calls
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.chat import NO_TOOLS
 from llama_jax.tokenizers.chat_template import Renderer, message_form, select_template
-from llama_jax.tokenizers.interface import check_rows
+from llama_jax.tokenizers.interface import check_token_rows
 from llama_jax.tokenizers.tool_dialects import Dialect, dialect_of
 
 MAX_PROMPT_LENGTH = 1_000_000  # characters; more if the context is long
@@ -314,7 +314,7 @@ class Service:
     def _encode(self, encode: Callable[..., list[int]], *arguments: Any) -> list[int]:
         """The ids of a prompt; TokenizerError for a token that the model has no row for."""
         ids = encode(*arguments)
-        check_rows(self.served.tokenizer, ids, self.engine.vocab_size, "the prompt")
+        check_token_rows(self.served.tokenizer, ids, self.engine.vocab_size, "the prompt")
         return ids
 
     async def _convert(self, run: Callable[[], T], param: str, pool: DaemonThreadPool | None) -> T:
