@@ -26,7 +26,7 @@ from llama_jax.model.cache import KVCache, init_cache
 from llama_jax.model.forward_options import Compute, Positions, Remat
 from llama_jax.model.lora import Lora, adapter_shapes, with_base
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import param_shapes, planned_in_kinds, quantize, unstack_layers
+from llama_jax.model.trees import param_shapes, plan_formats, quantize, unstack_layers
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.platform import target_platform
 from llama_jax.ops.weights.format_spec import bits_of
@@ -217,7 +217,7 @@ def _in_kinds(params: Llama, weights: FormatName | PureFormatName | Llama | None
     """Shapes of parameters after quantizing their matrices."""
     if weights is None:
         return params
-    return planned_in_kinds(params, weights) if isinstance(weights, Llama) else quantize(params, weights)
+    return plan_formats(params, weights) if isinstance(weights, Llama) else quantize(params, weights)
 
 
 def decode_programs(
@@ -240,7 +240,7 @@ def decode_programs(
       dtype: dtype of parameters, computation and cache.
       quantized: whether the cache is int8.
       weights: quantization format of the matrices, see `ops.weights`, or the formats of a file, see
-        `trees.planned_in_kinds`; None is none.
+        `trees.plan_formats`; None is none.
       attention: the attention backend, see `Compute`.
 
     Raises:

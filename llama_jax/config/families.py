@@ -73,27 +73,29 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 def features(config: Any) -> set[str]:
     """The features of this configuration beyond Llama, by the names in `FAMILY_FEATURES`."""
-    found = {name for name in _FIELDS if getattr(config, name)}
-    found |= {name for name in _MULTIPLIERS if getattr(config, name) != 1}
+    features = {name for name in _FIELDS if getattr(config, name)}
+    features |= {name for name in _MULTIPLIERS if getattr(config, name) != 1}
     if config.qkv_bias and config.out_bias:
-        found.add("attention_bias")  # transformers' setting for both
+        features.add("attention_bias")  # transformers' setting for both
     else:
-        found |= {name for name in ("qkv_bias", "out_bias") if getattr(config, name)}
-    found |= {f"norm={config.norm}"} if config.norm != "pre" else set()
-    found |= {f"qk_norm={config.qk_norm}"} if config.qk_norm else set()
-    found |= {"activation"} if config.activation != "silu" else set()
-    found |= {"normalize_expert_weights=False"} if not config.normalize_expert_weights else set()
+        features |= {name for name in ("qkv_bias", "out_bias") if getattr(config, name)}
+    features |= {f"norm={config.norm}"} if config.norm != "pre" else set()
+    features |= {f"qk_norm={config.qk_norm}"} if config.qk_norm else set()
+    features |= {"activation"} if config.activation != "silu" else set()
+    features |= {"normalize_expert_weights=False"} if not config.normalize_expert_weights else set()
     if config.experts:
         scores = " with sigmoid scores" if config.expert_scores == "sigmoid" else ""
-        found.add(f"experts{scores}{' and a shared expert' if config.shared_expert else ''}")
+        features.add(f"experts{scores}{' and a shared expert' if config.shared_expert else ''}")
     if (scaling := config.query_scaling) is not None:
         usual = scaling.rotated and not scaling.offset
-        found.add("query_scaling" if usual else f"query_scaling with offset={scaling.offset} and rotated={scaling.rotated}")
-    found |= {"layers with chunks"} if any(layer.chunk for layer in config.layers) else set()
-    found |= {"layers with a window"} if any(layer.window for layer in config.layers) else set()
-    found |= {"layers without rope"} if any(layer.rope == "none" for layer in config.layers) else set()
-    found |= {"layers with unscaled rope"} if any(layer.rope == "unscaled" for layer in config.layers) else set()
-    return found
+        features.add(
+            "query_scaling" if usual else f"query_scaling with offset={scaling.offset} and rotated={scaling.rotated}"
+        )
+    features |= {"layers with chunks"} if any(layer.chunk for layer in config.layers) else set()
+    features |= {"layers with a window"} if any(layer.window for layer in config.layers) else set()
+    features |= {"layers without rope"} if any(layer.rope == "none" for layer in config.layers) else set()
+    features |= {"layers with unscaled rope"} if any(layer.rope == "unscaled" for layer in config.layers) else set()
+    return features
 
 
 def model_type_of(config: Any) -> ModelType:

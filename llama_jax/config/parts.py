@@ -62,13 +62,13 @@ class Parts:
         Raises:
           ConfigError: a function that cannot be found by its name: a lambda, a partial or a nested function.
         """
-        found = {part: function_name(part, value) for part, value in vars(self).items()}
-        for part, name in found.items():
+        functions = {part: function_name(part, value) for part, value in vars(self).items()}
+        for part, name in functions.items():
             if name is not None and "<" in name:
                 raise ConfigError(
                     f"{part}={name} cannot be found again by this name; define it with def at the top of a file"
                 )
-        return Parts(**found)
+        return Parts(**functions)
 
     def over(self, other: Parts) -> Parts:
         """These functions; parts without one take that of `other`."""

@@ -40,7 +40,7 @@ from llama_jax.formats.lazy_tensors import (
 )
 from llama_jax.formats.quantize_on_load import Quantization, parameter_fill, put_on_default_device
 from llama_jax.formats.weight_format import OpenedCheckpoint, parts_of, parts_with_columns
-from llama_jax.model.mixtures import kinds_of_parameter
+from llama_jax.model.mixtures import formats_of_parameter
 from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import build_tree
 from llama_jax.parallel.mesh import MeshSizes
@@ -80,7 +80,7 @@ def build_params(
 
     def formats_of(array: ArraySource) -> tuple[str, ...]:
         assert quantize is not None
-        return kinds_of_parameter(array.path, quantize, array.layer, opened.config.n_layers)
+        return formats_of_parameter(array.path, quantize, array.layer, opened.config.n_layers)
 
     formats = quantize if quantize in (None, "keep") else formats_of
     parameters: list[Any]

@@ -39,7 +39,7 @@ from llama_jax.formats.quantize_on_load import ENCODED_AT_ONCE
 from llama_jax.formats.rope_conversion import ROPE_TENSORS, settings_and_tensors, with_scaling
 from llama_jax.formats.weight_format import TENSOR_NAMES, OpenedCheckpoint, WeightFormat, describe_ignored, ignored_tensors
 from llama_jax.gguf_header import MAX_ENTRIES, Header, is_gguf, open_header, short_decimal
-from llama_jax.model.mixtures import base_kind, kind_of_part
+from llama_jax.model.mixtures import base_format, format_of_part
 from llama_jax.ops.weights.format_spec import blocks_from_planes
 from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
 from llama_jax.storage import Location, StoredPath
@@ -399,7 +399,7 @@ def write_gguf(
     if architecture.norm_shift:
         todo = [replace(p, tensor=Offset(p.tensor, architecture.norm_shift)) if p.part.endswith("norm") else p for p in todo]
     keep, storage_type = storage_type is None, storage_type or storage_type_of(todo[0].tensor.dtype)
-    if base_kind(storage_type) not in FILE_TYPES:
+    if base_format(storage_type) not in FILE_TYPES:
         raise CheckpointError(f"{opened.path} is {storage_type}; GGUF is written only as {', '.join(FILE_TYPES)}")
 
     def name_of(piece: WrittenTensor) -> str:
@@ -414,7 +414,7 @@ def write_gguf(
             return before[name_of(piece)]
         if storage_type in FLOAT_DTYPES:
             return storage_type
-        part = kind_of_part(piece.part, storage_type.lower(), piece.layer, c.n_layers)
+        part = format_of_part(piece.part, storage_type.lower(), piece.layer, c.n_layers)
         return with_fallback(part, piece.tensor.shape[-1]).name.upper()
 
     storage_types = [stored_as(piece) for piece in todo]
@@ -445,7 +445,7 @@ def write_gguf(
         "rope.dimension_count": c.rope_dim,
     }
     eps = {"attention.layer_norm_rms_epsilon": float(c.norm_eps)}
-    settings: dict[str, Any] = {"general.file_type": KEPT_TYPES[most if keep else base_kind(storage_type)]}
+    settings: dict[str, Any] = {"general.file_type": KEPT_TYPES[most if keep else base_format(storage_type)]}
     settings |= {"general.quantization_version": QUANTIZATION_VERSION}
     architecture_settings = {key: int(size) for key, size in sizes.items()} | eps | architecture.settings(c)
     settings |= {f"{architecture_name}.{key}": value for key, value in architecture_settings.items()} | rope

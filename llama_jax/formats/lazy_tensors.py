@@ -386,7 +386,7 @@ class QuantizedArrayTensor:
 
     @property
     def storage_type(self) -> str:
-        return self.weight.kind.upper()
+        return self.weight.quant_format.upper()
 
     @property
     def nbytes(self) -> int:

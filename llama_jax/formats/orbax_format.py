@@ -42,7 +42,7 @@ from llama_jax.formats.step_dirs import (
 )
 from llama_jax.formats.weight_format import WeightFormat
 from llama_jax.model.params import Llama, spec_at
-from llama_jax.model.trees import in_kinds, is_weight, param_shapes, restack_layers
+from llama_jax.model.trees import convert_layers, is_weight, param_shapes, restack_layers
 from llama_jax.ops.weights.device_layout import to_device_layout
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, pack_int4
 from llama_jax.ops.weights.formats import QUANT_FORMATS
@@ -152,7 +152,7 @@ def stored_format_of(leaf: Any) -> Any:
     if isinstance(leaf, MixedStack):
         formats = [stored_format_of(stack) for stack in leaf.stacks]
         return {"layers": [formats[stack] for stack, _ in leaf.locations]}
-    return getattr(leaf, "kind", None)
+    return getattr(leaf, "quant_format", None)
 
 
 def read_stored_formats(folder: Path) -> tuple[StoredFormats, str]:
@@ -204,7 +204,7 @@ def with_stored_planes(config: LlamaConfig, shapes: Llama, formats: StoredFormat
             raise CheckpointError(
                 f"{where / FORMATS_FILE} has {name} in {shown(stored_format, 40)}, which is invalid; copy it again"
             )
-        return in_kinds(
+        return convert_layers(
             leaf,
             list(zip(*layer_formats, strict=True)),
             quantized_shape,
@@ -240,7 +240,7 @@ def placement_request(shape: Any, target: np.dtype, sharding: Any, where: Locati
         jax.ShapeDtypeStruct(plane.shape, plane.dtype, sharding=plane_sharding)
         for plane, plane_sharding in zip(shape.planes, plane_shardings, strict=True)
     ]
-    return QuantizedWeight(tuple(planes), shape.kind, str(target))
+    return QuantizedWeight(tuple(planes), shape.quant_format, str(target))
 
 
 def matrix_of(stored: QuantizedWeight) -> tuple[int, ...]:
@@ -398,7 +398,7 @@ def _list_tensors(
         name = array_name(path)
         if isinstance(leaf, QuantizedWeight):
             size = sum(infos[array_name((*path, *rest))].nbytes for rest, _ in jax.tree.leaves_with_path(leaf))
-            tensors[name] = OrbaxWeightInfo(matrix_of(leaf), dtype, leaf.kind.upper(), size)
+            tensors[name] = OrbaxWeightInfo(matrix_of(leaf), dtype, leaf.quant_format.upper(), size)
         else:
             tensors[name] = infos[name]
     return tensors

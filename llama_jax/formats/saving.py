@@ -40,7 +40,7 @@ from llama_jax.formats.quantize_on_load import Quantization, check_quantize, des
 from llama_jax.formats.weight_format import OpenedCheckpoint
 from llama_jax.model.awq import scale_channels
 from llama_jax.model.checks import check_no_hooks
-from llama_jax.model.mixtures import MIXTURES, base_kind
+from llama_jax.model.mixtures import MIXTURES, base_format
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
 from llama_jax.model.trees import quantize as quantized_params
@@ -58,7 +58,7 @@ WrittenFormat = Literal["safetensors", "gguf", "llama2c", "orbax"]
 WrittenDtype = Literal["float32", "bfloat16", "float16", Blocks]
 FOLDERS = tuple(format.name for format in WEIGHT_FORMATS.values() if format.is_folder)
 TENSOR_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
-    dtype: base_kind(dtype).upper() + dtype.removeprefix(base_kind(dtype)) for dtype in get_args(Blocks)
+    dtype: base_format(dtype).upper() + dtype.removeprefix(base_format(dtype)) for dtype in get_args(Blocks)
 }
 CALIBRATION = 2048  # tokens
 _log = logging.getLogger(__name__)

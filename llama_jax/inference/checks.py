@@ -43,15 +43,15 @@ def checked_limits(max_new_tokens: int | Sequence[int], batch: int) -> Int32[np.
     """`max_new_tokens` as int32[B], from one number or one per row."""
     if isinstance(max_new_tokens, np.ndarray | jax.Array):
         max_new_tokens = np.asarray(max_new_tokens).tolist()
-    each: list[Any] = [max_new_tokens]
+    limits: list[Any] = [max_new_tokens]
     if isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str):
-        each = list(max_new_tokens)
-    for limit in each:
+        limits = list(max_new_tokens)
+    for limit in limits:
         if isinstance(limit, bool) or not isinstance(limit, int | np.integer) or not 1 <= limit < 2**31:
             raise GenerationError(f"max_new_tokens={limit!r} must be a positive integer")
-    if len(each) not in (1, batch):
-        raise GenerationError(f"max_new_tokens has {len(each)} values for a batch of {batch}: give one, or one per row")
-    return np.broadcast_to(np.array(each, np.int32), batch).copy()
+    if len(limits) not in (1, batch):
+        raise GenerationError(f"max_new_tokens has {len(limits)} values for a batch of {batch}: give one, or one per row")
+    return np.broadcast_to(np.array(limits, np.int32), batch).copy()
 
 
 def check_context(

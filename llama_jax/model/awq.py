@@ -19,7 +19,7 @@ from jaxtyping import Int
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward
-from llama_jax.model.mixtures import MIXTURES, kinds_of_parameter
+from llama_jax.model.mixtures import MIXTURES, formats_of_parameter
 from llama_jax.model.params import Attention, Block, Llama
 from llama_jax.model.trees import layers_of, stack
 from llama_jax.ops.layers import Weight, is_quantized, project
@@ -56,21 +56,26 @@ class _Recorded(Weight):
 
 
 def scale_channels(
-    config: LlamaConfig, params: Llama, tokens: Int[np.ndarray, "B T"], kind: str, *, progress: Progress | None = None
+    config: LlamaConfig,
+    params: Llama,
+    tokens: Int[np.ndarray, "B T"],
+    quant_format: str,
+    *,
+    progress: Progress | None = None,
 ) -> Llama:
     """The same model with channels scaled for quantization to a format; quantize its matrices afterwards as usual.
 
     Args:
       params: dense parameters.
       tokens: text of the kind that the model is used for; a thousand tokens are enough.
-      kind: see `trees.quantize`.
+      quant_format: see `trees.quantize`.
       progress: wraps the sequence of layers.
 
     Raises:
       ConfigError: a model with experts or custom parts, quantized parameters, or a format that is only read from files.
     """
-    if kind not in MIXTURES:
-        raise ConfigError(f"kind={kind!r} is not one of {', '.join(MIXTURES)}")
+    if quant_format not in MIXTURES:
+        raise ConfigError(f"quantize={quant_format!r} is not one of {', '.join(MIXTURES)}")
     if config.experts:
         raise ConfigError(f"channel scaling does not support mixtures of experts; this model has experts={config.experts}")
     if config.parts:
@@ -83,7 +88,7 @@ def scale_channels(
     layers = range(config.n_layers)
     for i in progress(layers) if progress else layers:
         quantized = lambda path, matrix, i=i: _quantize_and_restore(
-            matrix, kinds_of_parameter(path, kind, i, config.n_layers)
+            matrix, formats_of_parameter(path, quant_format, i, config.n_layers)
         )
         blocks.append(_scale_layer(config, layers_before[i], i, recorded, quantized))
     return params.replace(blocks=stack(blocks))
@@ -161,15 +166,15 @@ def _best(
     return best
 
 
-def _quantize_and_restore(matrix: np.ndarray, kinds: tuple[str, ...]) -> np.ndarray:
+def _quantize_and_restore(matrix: np.ndarray, quant_formats: tuple[str, ...]) -> np.ndarray:
     """The values of a matrix after quantization; its parts [K, width, H, D] may have different formats."""
-    ends = [matrix.shape[1] - i for i in range(len(kinds) - 1, 0, -1)] if len(kinds) > 1 else []
+    ends = [matrix.shape[1] - i for i in range(len(quant_formats) - 1, 0, -1)] if len(quant_formats) > 1 else []
     parts = np.split(matrix, ends, axis=1) if ends else [matrix]
     decoded = []
-    for part, kind in zip(parts, kinds, strict=True):
-        form = with_fallback(kind, part.shape[-1])
+    for part, quant_format in zip(parts, quant_formats, strict=True):
+        form = with_fallback(quant_format, part.shape[-1])
         if form.encode is None or part.shape[-1] % form.block:
-            raise ConfigError(f"{kind} needs rows in multiples of {form.block}, not of {part.shape[-1]} numbers")
+            raise ConfigError(f"{quant_format} needs rows in multiples of {form.block}, not of {part.shape[-1]} numbers")
         rows = part.reshape(-1, part.shape[-1])
         step = max(1, NUMBERS_AT_ONCE // rows.shape[-1])
         runs = [form.decode(*form.encode(rows[i : i + step])) for i in range(0, len(rows), step)]

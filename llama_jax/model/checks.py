@@ -53,8 +53,8 @@ def check_arguments(
 
 def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, positions: Positions) -> None:
     """Raise for a cache of another model or with other rows, and for tokens that do not fit, which would be dropped."""
-    wanted, shape = (config.n_layers, 2 * config.n_kv_heads, config.head_dim), cache.pages.shape
-    if (shape[0], *shape[3:]) != wanted:
+    expected, shape = (config.n_layers, 2 * config.n_kv_heads, config.head_dim), cache.pages.shape
+    if (shape[0], *shape[3:]) != expected:
         raise GenerationError(
             f"a cache with pages {list(shape)}, [layers, pages, page size, 2 * heads, head_dim], does not match the"
             " configuration; make it with init_cache"
@@ -92,12 +92,12 @@ def check_params(config: LlamaConfig, params: Llama) -> None:
       ConfigError: a parameter that is missing, unexpected or of the wrong shape; the message names it.
     """
     check_head(config, params)
-    for path, (spec, wanted) in _shapes_of_params(config).items():
+    for path, (spec, expected) in _shapes_of_params(config).items():
         shape = getattr(attrgetter(path)(params), "shape", None)
-        if shape != wanted and not (spec.has_vocabulary and _is_padded(shape, wanted)):
+        if shape != expected and not (spec.has_vocabulary and _is_padded(shape, expected)):
             raise ConfigError(
                 f"parameters whose {path} is {_shape_in_words(shape)} are not those of the configuration, which needs"
-                f" {_shape_in_words(wanted)}"
+                f" {_shape_in_words(expected)}"
             )
 
 
@@ -116,8 +116,8 @@ def _shapes_of_params(config: LlamaConfig) -> dict[str, tuple[ParamSpec, tuple[i
     return absent | present
 
 
-def _is_padded(shape: tuple[int, ...] | None, wanted: tuple[int, ...] | None) -> bool:
-    return shape is not None and wanted is not None and shape[0] > wanted[0] and shape[1:] == wanted[1:]
+def _is_padded(shape: tuple[int, ...] | None, expected: tuple[int, ...] | None) -> bool:
+    return shape is not None and expected is not None and shape[0] > expected[0] and shape[1:] == expected[1:]
 
 
 def _shape_in_words(shape: tuple[int, ...] | None) -> str:
@@ -187,8 +187,8 @@ def check_no_hooks(params: Any) -> None:
 def check_hooks(config: LlamaConfig, params: Llama, cache: KVCache | None, compute: Compute, sharding: Sharding) -> None:
     """Raise ConfigError for hooks at points that the pass does not have."""
     points = set(params.hooks or ())
-    own = config.parts.attend is not None or compute.attention != "auto" or sharding.attend is not None
-    if own and points & {"scores", "pattern"}:
+    has_custom_attention = config.parts.attend is not None or compute.attention != "auto" or sharding.attend is not None
+    if has_custom_attention and points & {"scores", "pattern"}:
         raise ConfigError("hooks at scores and pattern need plain attention; leave out attention, parts.attend and context")
     if config.parts.feed_forward is not None and "neurons" in points:
         raise ConfigError("hooks at neurons need the library's feed-forward; leave out parts.feed_forward")

@@ -168,7 +168,9 @@ def build_adapters(
         if spec.path not in paths:
             return None
         shape = spec.stacked_shape(config)
-        a, b = (jax.ShapeDtypeStruct(one, jnp.dtype(dtype)) for one in _pair_shapes(spec.path, shape, lora.rank))
+        a, b = (
+            jax.ShapeDtypeStruct(pair_shape, jnp.dtype(dtype)) for pair_shape in _pair_shapes(spec.path, shape, lora.rank)
+        )
         magnitude = jax.ShapeDtypeStruct(shape[:-1], jnp.dtype(dtype)) if lora.dora else None
         return pair_of(spec, LowRank(a, b, magnitude))
 

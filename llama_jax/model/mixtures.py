@@ -9,7 +9,7 @@ from llama_jax.ops.weights.formats import ENCODABLE, PureFormatName
 # Errors of the embedding and the output projection affect every token and logit: with both in 8 bits, the divergence of
 # SmolLM2 in int4 or q4_0 is 25% smaller.
 VOCABULARY = {"embedding", "lm_head"}
-VOCABULARY_KINDS = {
+VOCABULARY_FORMATS = {
     **{"int4": "int8", "nf4": "int8", "q2_k": "q6_k", "q4_k": "q6_k", "q5_k": "q6_k"},
     **dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1"), "q8_0"),
 }
@@ -17,7 +17,7 @@ MIXED = ("q4_k", "q5_k")  # values and `down` have 6 bits in some layers, as in 
 MIXTURES: tuple[str, ...] = (*ENCODABLE, *get_args(PureFormatName))  # the user's choices
 
 
-def kind_of_part(part: str, quantize: str, layer: int, layers: int) -> str:
+def format_of_part(part: str, quantize: str, layer: int, layers: int) -> str:
     """The format of a matrix, in the units of files.
 
     Args:
@@ -25,22 +25,22 @@ def kind_of_part(part: str, quantize: str, layer: int, layers: int) -> str:
       quantize: one of `MIXTURES`.
       layer: index of the layer, below `layers`.
     """
-    kind = base_kind(quantize)
-    if kind != quantize:
-        return kind
+    base = base_format(quantize)
+    if base != quantize:
+        return base
     if part in VOCABULARY:
-        return VOCABULARY_KINDS.get(kind, kind)
-    return "q6_k" if kind in MIXED and part in ("v", "down") and _uses_more_bits(layer, layers) else kind
+        return VOCABULARY_FORMATS.get(base, base)
+    return "q6_k" if base in MIXED and part in ("v", "down") and _uses_more_bits(layer, layers) else base
 
 
-def kinds_of_parameter(path: str, quantize: str, layer: int, layers: int) -> tuple[str, ...]:
+def formats_of_parameter(path: str, quantize: str, layer: int, layers: int) -> tuple[str, ...]:
     """The formats of the parts of a parameter; a single one if all are equal."""
     part = path.rpartition(".")[2]
-    kinds = [kind_of_part(part, quantize, layer, layers) for part in (("q", "k", "v") if part == "qkv" else (part,))]
-    return tuple(kinds) if len(set(kinds)) > 1 else (kinds[0],)
+    formats = [format_of_part(part, quantize, layer, layers) for part in (("q", "k", "v") if part == "qkv" else (part,))]
+    return tuple(formats) if len(set(formats)) > 1 else (formats[0],)
 
 
-def base_kind(quantize: str) -> str:
+def base_format(quantize: str) -> str:
     """The format of most matrices."""
     return quantize.removesuffix("-pure")
 

@@ -77,8 +77,8 @@ def stack_adapters(
             pair = attrgetter(spec.path)(tree)
             if pair is None:
                 continue
-            rank_of_pair, wanted = pair.a.shape[-2], (pair.a.shape[:-2], pair.a.shape[-1], pair.b.shape[:-1])
-            if wanted != (shape.a.shape[:-2], shape.a.shape[-1], shape.b.shape[:-1]):
+            rank_of_pair, shapes_of_pair = pair.a.shape[-2], (pair.a.shape[:-2], pair.a.shape[-1], pair.b.shape[:-1])
+            if shapes_of_pair != (shape.a.shape[:-2], shape.a.shape[-1], shape.b.shape[:-1]):
                 raise ConfigError(
                     f"adapter {i} of {spec.path}: A is {list(pair.a.shape)} and B is {list(pair.b.shape)}, which do not"
                     " match the matrix of this model; is it the adapter's base?"

@@ -17,7 +17,7 @@ from jaxtyping import PRNGKeyArray
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
-from llama_jax.model.mixtures import MIXTURES, kinds_of_parameter
+from llama_jax.model.mixtures import MIXTURES, formats_of_parameter
 from llama_jax.model.params import (
     Attention,
     Block,
@@ -76,9 +76,9 @@ def build_tree(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> Lla
     def leaf(path: str) -> Leaf | None:
         return leaf_of(table[path]) if path in table else None
 
-    def node(kind: Any, start: str, **nodes: Any) -> Any:
-        leaves = {field.name: start + field.name for field in fields(kind) if field.name not in nodes}
-        return kind(**nodes, **{name: leaf(path) for name, path in leaves.items()})
+    def node(cls: Any, start: str, **nodes: Any) -> Any:
+        leaves = {field.name: start + field.name for field in fields(cls) if field.name not in nodes}
+        return cls(**nodes, **{name: leaf(path) for name, path in leaves.items()})
 
     attention = node(Attention, "blocks.attention.")
     feed_forward = node(FeedForward, "blocks.feed_forward.")
@@ -90,7 +90,7 @@ def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32)
     return build_tree(config, lambda spec: jax.ShapeDtypeStruct(spec.stacked_shape(config), jnp.dtype(dtype)))
 
 
-def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
+def quantize(params: Llama, quant_format: FormatName | PureFormatName) -> Llama:
     """Quantize the matrices to a format: "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k", ...
 
     Below 6 bits, the embedding and the output projection have a wider format, and "q4_k" and "q5_k" use 6 bits in some
@@ -103,8 +103,8 @@ def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
       ConfigError: a format that is only read from files, or rows that do not consist of whole blocks.
     """
     planned = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
-    if kind not in (*MIXTURES, *(QUANT_FORMATS if planned else ())):
-        raise ConfigError(f"quantize={kind!r} is not one of {', '.join(MIXTURES)}")
+    if quant_format not in (*MIXTURES, *(QUANT_FORMATS if planned else ())):
+        raise ConfigError(f"quantize={quant_format!r} is not one of {', '.join(MIXTURES)}")
 
     def of_leaf(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
         spec = spec_at(path)
@@ -113,47 +113,62 @@ def quantize(params: Llama, kind: FormatName | PureFormatName) -> Llama:
         if isinstance(leaf, LowRankWeight):
             return leaf.replace(base=of_leaf(path, leaf.base))
         layers = leaf.shape[0] if spec.in_blocks else 1
-        each = [kinds_of_parameter(spec.path, kind, layer, layers) for layer in range(layers)]
-        if len(set(each)) > 1 or len(each[0]) > 1:
+        formats_of_layers = [formats_of_parameter(spec.path, quant_format, layer, layers) for layer in range(layers)]
+        if len(set(formats_of_layers)) > 1 or len(formats_of_layers[0]) > 1:
             leaf = leaf.to_dense() if isinstance(leaf, QuantizedWeight | JoinedWeight | MixedStack) else leaf
-        return in_kinds(leaf, each, partial(in_kind, spec))
+        return convert_layers(leaf, formats_of_layers, partial(convert, spec))
 
-    def in_kind(spec: ParamSpec, leaf: Leaf, kind: str) -> Leaf:
-        form = with_fallback(kind, columns_on_each(leaf.shape, leaf.sharding))
-        if isinstance(leaf, QuantizedWeight) and leaf.kind == form.name:
+    def convert(spec: ParamSpec, leaf: Leaf, quant_format: str) -> Leaf:
+        form = with_fallback(quant_format, columns_on_each(leaf.shape, leaf.sharding))
+        if isinstance(leaf, QuantizedWeight) and leaf.quant_format == form.name:
             return leaf
         if leaf.shape[-1] % form.block:
             raise ConfigError(
-                f"{spec.path} has rows of {leaf.shape[-1]} numbers, but {kind} needs multiples of {form.block}"
+                f"{spec.path} has rows of {leaf.shape[-1]} numbers, but {quant_format} needs multiples of {form.block}"
             )
         if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return quantize_matrix(leaf.to_dense() if is_weight(leaf) else leaf, kind)
+            return quantize_matrix(leaf.to_dense() if is_weight(leaf) else leaf, quant_format)
         return _planned(leaf, form)
 
     is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, LowRankWeight)
     return jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=is_leaf)
 
 
-def in_kinds(leaf: Any, each: Sequence[tuple[Any, ...]], in_kind: Callable[[Any, Any], Any]) -> Any:
+def convert_layers(leaf: Any, formats_of_layers: Sequence[tuple[Any, ...]], convert: Callable[[Any, Any], Any]) -> Any:
     """Convert the matrices of all layers to formats that may differ between layers and parts.
 
     Args:
       leaf: an array or its shape.
-      each: for each layer, the formats of its parts, or one for all parts.
-      in_kind: converts an array or shape to a weight in one format.
+      formats_of_layers: for each layer, the formats of its parts, or one for all parts.
+      convert: converts an array or shape to a weight in one format.
     """
-    count = max(map(len, each))
+    count = max(map(len, formats_of_layers))
     if count > 1:
-        kinds_of_parts = [kinds if len(kinds) == count else kinds * count for kinds in each]
-        parts = zip(_split_heads_of_parts(leaf, count), zip(*kinds_of_parts, strict=True), strict=True)
-        return JoinedWeight(tuple(in_kinds(part, [(kind,) for kind in kinds], in_kind) for part, kinds in parts))
-    kinds = [kind for (kind,) in each]
-    different = list(dict.fromkeys(kinds))
+        formats_of_parts = [
+            quant_formats if len(quant_formats) == count else quant_formats * count for quant_formats in formats_of_layers
+        ]
+        parts = zip(_split_heads_of_parts(leaf, count), zip(*formats_of_parts, strict=True), strict=True)
+        return JoinedWeight(
+            tuple(
+                convert_layers(part, [(quant_format,) for quant_format in quant_formats], convert)
+                for part, quant_formats in parts
+            )
+        )
+    quant_formats = [quant_format for (quant_format,) in formats_of_layers]
+    different = list(dict.fromkeys(quant_formats))
     if len(different) == 1:
-        return in_kind(leaf, kinds[0])
-    layers = {kind: [layer for layer, kind_of_layer in enumerate(kinds) if kind_of_layer == kind] for kind in different}
-    locations = tuple((different.index(kind), layers[kind].index(layer)) for layer, kind in enumerate(kinds))
-    return MixedStack(tuple(in_kind(_some_layers(leaf, layers[kind]), kind) for kind in different), locations)
+        return convert(leaf, quant_formats[0])
+    layers = {
+        quant_format: [layer for layer, format_of_layer in enumerate(quant_formats) if format_of_layer == quant_format]
+        for quant_format in different
+    }
+    locations = tuple(
+        (different.index(quant_format), layers[quant_format].index(layer))
+        for layer, quant_format in enumerate(quant_formats)
+    )
+    return MixedStack(
+        tuple(convert(_some_layers(leaf, layers[quant_format]), quant_format) for quant_format in different), locations
+    )
 
 
 def _some_layers(leaf: Any, layers: list[int]) -> Any:
@@ -162,17 +177,23 @@ def _some_layers(leaf: Any, layers: list[int]) -> Any:
     return jax.ShapeDtypeStruct((len(layers), *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
 
 
-def planned_in_kinds(params: Llama, kinds: Llama) -> Llama:
+def plan_formats(params: Llama, quant_formats: Llama) -> Llama:
     """A tree of `jax.ShapeDtypeStruct` leaves with a given format for each matrix, as in a file.
 
     Args:
-      kinds: for each parameter, a tuple per layer: the format of each of its parts; None for floats.
+      quant_formats: for each parameter, a tuple per layer: the format of each of its parts; None for floats.
     """
 
-    def in_kind(leaf: jax.ShapeDtypeStruct, kind: str | None) -> Any:
-        return leaf if kind is None else _planned(leaf, format_for(kind, columns_on_each(leaf.shape, leaf.sharding)))
+    def convert(leaf: jax.ShapeDtypeStruct, quant_format: str | None) -> Any:
+        return (
+            leaf
+            if quant_format is None
+            else _planned(leaf, format_for(quant_format, columns_on_each(leaf.shape, leaf.sharding)))
+        )
 
-    return jax.tree.map(lambda leaf, each: in_kinds(leaf, each, in_kind), params, kinds)
+    return jax.tree.map(
+        lambda leaf, formats_of_layers: convert_layers(leaf, formats_of_layers, convert), params, quant_formats
+    )
 
 
 def _split_heads_of_parts(leaf: Any, count: int) -> list[Any]:
@@ -221,8 +242,8 @@ def kinds_in_memory(params: Any) -> str:
     is_quantized = lambda leaf: isinstance(leaf, QuantizedWeight)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
         if spec_at(path).is_quantizable:
-            numbers[leaf.kind if is_quantized(leaf) else str(leaf.dtype)] += math.prod(leaf.shape)
-    return " and ".join(kind for kind, _ in numbers.most_common())
+            numbers[leaf.quant_format if is_quantized(leaf) else str(leaf.dtype)] += math.prod(leaf.shape)
+    return " and ".join(quant_format for quant_format, _ in numbers.most_common())
 
 
 def parameter_count(config: LlamaConfig) -> int:
@@ -255,7 +276,8 @@ def stack(blocks: Sequence[Block]) -> Block:
     is_one = lambda leaf: isinstance(leaf, QuantizedWeight)
     layers = [jax.tree.flatten(block, is_leaf=is_one) for block in blocks]
     return jax.tree.unflatten(
-        layers[0][1], [_join_layers(leaves) for leaves in zip(*(each for each, _ in layers), strict=True)]
+        layers[0][1],
+        [_join_layers(leaves) for leaves in zip(*(formats_of_layers for formats_of_layers, _ in layers), strict=True)],
     )
 
 

@@ -221,11 +221,11 @@ def _grouped_batched(arrays: Any, axes: Any, *, settings: _GroupedSettings) -> t
     moved = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
     count = next(len(a) for a, axis in zip(moved, axes, strict=True) if axis is not None)
 
-    def one(index: jax.Array) -> jax.Array:
+    def multiply_entry(index: jax.Array) -> jax.Array:
         entries = (a if axis is None else a[index] for a, axis in zip(moved, axes, strict=True))
         return grouped_matmul_p.bind(*entries, settings=settings)
 
-    return lax.map(one, jnp.arange(count)), 0
+    return lax.map(multiply_entry, jnp.arange(count)), 0
 
 
 ad.defjvp(

@@ -83,10 +83,10 @@ def token_divergence(
     @jax.checkpoint
     def of_chunk(hidden: jax.Array, teacher_hidden: jax.Array, targets: jax.Array) -> TokenDivergence:
         logits = logits_of(hidden, heads[0], student_options)
-        wanted = lax.stop_gradient(logits_of(teacher_hidden, heads[1], teacher_options))
+        teacher_logits = lax.stop_gradient(logits_of(teacher_hidden, heads[1], teacher_options))
         chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
         nll = jax.nn.logsumexp(logits, axis=-1) - chosen
-        divergence = _divergence(logits / options.temperature, wanted / options.temperature, options.top_k)
+        divergence = _divergence(logits / options.temperature, teacher_logits / options.temperature, options.top_k)
         return TokenDivergence(*(jnp.where(targets >= 0, part, 0) for part in (divergence, nll)))
 
     chunks = (
@@ -97,18 +97,18 @@ def token_divergence(
     return jax.tree.map(lambda x: join_chunks(x, targets.shape[1]), lax.map(lambda chunk: of_chunk(*chunk), chunks))
 
 
-def _divergence(logits: jax.Array, wanted: jax.Array, top_k: int) -> jax.Array:
+def _divergence(logits: jax.Array, teacher_logits: jax.Array, top_k: int) -> jax.Array:
     """KL(softmax(wanted) || softmax(logits)) over the last axis. Entries that are -inf in both are not tokens."""
-    logq, logp = jax.nn.log_softmax(logits, axis=-1), jax.nn.log_softmax(wanted, axis=-1)
+    logq, logp = jax.nn.log_softmax(logits, axis=-1), jax.nn.log_softmax(teacher_logits, axis=-1)
     if not 0 < top_k < logp.shape[-1]:
         return _sum_where(logp, logq, logp > -jnp.inf)
     in_top_k = (logp >= lax.top_k(logp, top_k)[0][..., -1:]) & (logp > -jnp.inf)  # with all ties
     others = ~in_top_k & (logp > -jnp.inf)
     some = jnp.any(others, axis=-1, keepdims=True)
 
-    def of_others(one: jax.Array) -> jax.Array:
+    def of_others(logprobs: jax.Array) -> jax.Array:
         # Without others, zeros, so that the logsumexp has a derivative.
-        return jax.nn.logsumexp(jnp.where(some, jnp.where(others, one, -jnp.inf), 0), axis=-1, keepdims=True)
+        return jax.nn.logsumexp(jnp.where(some, jnp.where(others, logprobs, -jnp.inf), 0), axis=-1, keepdims=True)
 
     return _sum_where(logp, logq, in_top_k) + _sum_where(of_others(logp), of_others(logq), some)
 

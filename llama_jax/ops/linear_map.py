@@ -50,8 +50,8 @@ def linear_map(
         gradients = transposed(jax.tree.unflatten(structure, arrays[: len(fixed)]), cotangents)
         return [x for x, zero in zip(input_structure.flatten_up_to(gradients), is_zero, strict=True) if not zero]
 
-    found = _bind(forward, backward, fixed, moving)
-    return jax.tree.unflatten(output_structure, found)
+    outputs = _bind(forward, backward, fixed, moving)
+    return jax.tree.unflatten(output_structure, outputs)
 
 
 def directional(function: Callable[[Any], jax.Array], tree: Any, tangents: Any) -> list[jax.Array]:
@@ -82,10 +82,10 @@ def _zeros(tangent: SymbolicZero) -> Any:
 
 def replaced(arrays: Sequence[Any], indices: Sequence[int], by: Sequence[Any]) -> list[Any]:
     """The arrays, with those at `indices` replaced."""
-    found = list(arrays)
+    outputs = list(arrays)
     for i, array in zip(indices, by, strict=True):
-        found[i] = array
-    return found
+        outputs[i] = array
+    return outputs
 
 
 linear_map_p = Primitive("linear_map")
@@ -124,8 +124,8 @@ def _derivative(primals: Sequence[Any], tangents: Sequence[Any], **settings: Any
 def _transpose(cotangents: Sequence[Any], *arrays: Any, jaxpr: Any, functions: Any, residuals: int) -> list[Any]:
     fixed = arrays[:residuals]
     gradients = _bind(functions[1], functions[0], fixed, list(map(ad.instantiate_zeros, cotangents)))
-    wanted = map(ad.is_undefined_primal, arrays[residuals:])
-    return [None] * residuals + [x if some else None for some, x in zip(wanted, gradients, strict=True)]
+    is_needed = map(ad.is_undefined_primal, arrays[residuals:])
+    return [None] * residuals + [x if some else None for some, x in zip(is_needed, gradients, strict=True)]
 
 
 def _batched(arrays: Sequence[Any], axes: Sequence[Any], *, jaxpr: Any, functions: Any, residuals: int) -> tuple[Any, Any]:
@@ -144,8 +144,8 @@ def _batched(arrays: Sequence[Any], axes: Sequence[Any], *, jaxpr: Any, function
         return run
 
     function, transposed = map(over_batch, functions)
-    found = _bind(function, transposed, moved[:residuals], moving)
-    return found, [0] * len(found)
+    outputs = _bind(function, transposed, moved[:residuals], moving)
+    return outputs, [0] * len(outputs)
 
 
 ad.primitive_jvps[linear_map_p] = _derivative

@@ -41,14 +41,14 @@ def pad_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
     target, placement = padded_shapes_config(config, sizes), param_shardings(config, sizes)
 
     def move(spec: ParamSpec, array: Any) -> Any:
-        place = attrgetter(spec.path)(placement)
-        if array.sharding == place or not (spec.has_vocabulary or has_groups(spec)):  # nothing to pad
+        sharding = attrgetter(spec.path)(placement)
+        if array.sharding == sharding or not (spec.has_vocabulary or has_groups(spec)):  # nothing to pad
             return array
         if isinstance(array, QuantizedWeight):
-            place = array.replace(planes=shardings_of_planes(array.form, place, array.ndim))
+            sharding = array.replace(planes=shardings_of_planes(array.form, sharding, array.ndim))
         if isinstance(array, JoinedWeight):
             return pad_array(target, spec, array)  # unchanged, or rejected
-        padded = jax.block_until_ready(jax.jit(partial(pad_array, target, spec), out_shardings=place)(array))
+        padded = jax.block_until_ready(jax.jit(partial(pad_array, target, spec), out_shardings=sharding)(array))
         jax.tree.map(lambda given: given.delete(), array)
         return padded.to_device_layout() if isinstance(padded, QuantizedWeight) else padded
 
@@ -64,11 +64,11 @@ def generation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, S
     Raises:
       MeshError: a dimension that cannot be split over the mesh.
     """
-    held, training = training_sharding(config, mesh)
+    padded_config, training = training_sharding(config, mesh)
     if mesh.size == 1:
-        return held, Sharding(mesh=mesh.abstract_mesh)
+        return padded_config, Sharding(mesh=mesh.abstract_mesh)
     constraints = GenerationConstraints(mesh, BATCH_AXES, ("tensor",), ("tensor",), ("fsdp",))
-    return held, Sharding(
+    return padded_config, Sharding(
         constraints,
         head_sharding=HeadSharding(BATCH_AXES, ("tensor",)),
         experts=EXPERT_SHARDING._replace(batch=BATCH_AXES),

@@ -109,7 +109,7 @@ def digest(params: Any) -> str:
     """
     sums = {}
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
-        kind = leaf.kind if isinstance(leaf, QuantizedWeight) else ""
+        kind = leaf.quant_format if isinstance(leaf, QuantizedWeight) else ""
         dtypes = [plane.dtype for plane in leaf.form.planes] if isinstance(leaf, QuantizedWeight) else [None]
         for (rest, array), dtype in zip(jax.tree.leaves_with_path(leaf), dtypes, strict=True):
             is_packed = dtype == INT4 and array.dtype != INT4

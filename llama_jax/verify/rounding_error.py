@@ -14,7 +14,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.formats.device_fill import ArraySource, StackedSource
 from llama_jax.formats.lazy_tensors import TensorInfo
-from llama_jax.model.mixtures import base_kind
+from llama_jax.model.mixtures import base_format
 from llama_jax.model.params import Llama, spec_at
 from llama_jax.model.trees import is_weight
 from llama_jax.ops.weights.format_spec import bits_of
@@ -161,7 +161,7 @@ def rounding_of(kind: str, columns: int) -> float:
     """
     if kind == "keep":
         return ROUNDING["Q8_0"]
-    form = with_fallback(base_kind(kind), columns)
+    form = with_fallback(base_format(kind), columns)
     assert form.encode is not None  # `formats.quantize_on_load.check_quantize` refuses the others
     weights = np.random.default_rng(0).standard_normal((16, columns), np.float32)
     error = np.asarray(form.decode(*form.encode(weights)), np.float32) - weights
@@ -226,8 +226,8 @@ def _relative(weight: Any, dense: Any) -> float:
 
 def _kind(weight: Any) -> str:
     if isinstance(weight, QuantizedWeight):
-        return weight.kind
-    parts = [part.kind if isinstance(part, QuantizedWeight) else str(part.dtype) for part in weight.parts]
+        return weight.quant_format
+    parts = [part.quant_format if isinstance(part, QuantizedWeight) else str(part.dtype) for part in weight.parts]
     return " and ".join(dict.fromkeys(parts))
 
 

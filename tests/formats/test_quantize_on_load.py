@@ -82,7 +82,7 @@ def test_blocks_of_a_gguf_are_kept_and_written_byte_for_byte(tmp_path):
     same(llama_jax.load(Q4_K_M, quantize="keep").params, params)
     qkv = layers_of(params)[0].attention.qkv
     assert isinstance(qkv, JoinedWeight)
-    assert [part.kind for part in qkv.parts] == ["q4_k", "q4_k", "q6_k"]
+    assert [part.quant_format for part in qkv.parts] == ["q4_k", "q4_k", "q6_k"]
     _, dense, _ = llama_jax.load(Q4_K_M, "float32")
     same(jit_dequantize(params), dense)
     llama_jax.save(tmp_path / "saved.gguf", config, params, tokenizer)
@@ -181,7 +181,7 @@ def as_on_a_tpu(monkeypatch):
 
 def groups_first(params) -> bool:
     down = params.blocks.feed_forward.down  # the matrix whose rows are whole groups of 128
-    return down.kind == "int4" and down.planes[0].format.layout.major_to_minor == (0, 2, 1, 3)
+    return down.quant_format == "int4" and down.planes[0].format.layout.major_to_minor == (0, 2, 1, 3)
 
 
 @pytest.mark.slow

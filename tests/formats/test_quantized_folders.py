@@ -49,7 +49,7 @@ def test_kept_as_they_are(kind, tmp_path):
     config, params, _ = llama_jax.load(tmp_path)  # floats are asked for
     same(llama_jax.load(tmp_path, quantize="keep").params, params)
     block = params.blocks
-    assert (block.attention.qkv.kind, block.feed_forward.down.kind) == writers.FOLDERS[kind][2]
+    assert (block.attention.qkv.quant_format, block.feed_forward.down.quant_format) == writers.FOLDERS[kind][2]
     assert isinstance(params.embedding, jax.Array)
     assert isinstance(params.lm_head, jax.Array)
     same(jit_dequantize(params), dense)
@@ -78,7 +78,7 @@ def test_experts_of_mixtral(tmp_path):
     config = replace(writers.CONFIG, experts=2, experts_per_token=1)
     dense = params_of(config, _experts_stacked(writers.write_folder(tmp_path, "gptq, asymmetric", config)))
     params = llama_jax.load(tmp_path, quantize="keep").params
-    assert params.blocks.feed_forward.gate.kind == "int4_asym_64"
+    assert params.blocks.feed_forward.gate.quant_format == "int4_asym_64"
     same(jit_dequantize(params), dense)
 
 

@@ -11,7 +11,7 @@ from conftest import sharp
 
 import llama_jax
 from llama_jax.formats.saving import Blocks
-from llama_jax.model.mixtures import kind_of_part, kinds_of_parameter
+from llama_jax.model.mixtures import format_of_part, formats_of_parameter
 from llama_jax.model.trees import bytes_in_memory, kinds_in_memory, param_shapes, quantize
 from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
 
@@ -35,15 +35,15 @@ def kinds(params):
     """By the path of each matrix."""
     is_weight = lambda leaf: isinstance(leaf, QuantizedWeight)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
-    return {jax.tree_util.keystr(path): leaf.kind for path, leaf in leaves if is_weight(leaf)}
+    return {jax.tree_util.keystr(path): leaf.quant_format for path, leaf in leaves if is_weight(leaf)}
 
 
 def test_layers_with_more_bits():
-    assert [i for i in range(9) if kind_of_part("down", "q4_k", i, 9) == "q6_k"] == MORE_BITS
-    assert kinds_of_parameter("blocks.attention.qkv", "q5_k", 0, 9) == ("q5_k", "q5_k", "q6_k")
-    assert kinds_of_parameter("blocks.attention.qkv", "q5_k", 1, 9) == ("q5_k",)
-    assert kinds_of_parameter("blocks.attention.qkv", "q5_k-pure", 0, 9) == ("q5_k",)
-    assert kinds_of_parameter("blocks.feed_forward.gate", "q4_k", 0, 9) == ("q4_k",)
+    assert [i for i in range(9) if format_of_part("down", "q4_k", i, 9) == "q6_k"] == MORE_BITS
+    assert formats_of_parameter("blocks.attention.qkv", "q5_k", 0, 9) == ("q5_k", "q5_k", "q6_k")
+    assert formats_of_parameter("blocks.attention.qkv", "q5_k", 1, 9) == ("q5_k",)
+    assert formats_of_parameter("blocks.attention.qkv", "q5_k-pure", 0, 9) == ("q5_k",)
+    assert formats_of_parameter("blocks.feed_forward.gate", "q4_k", 0, 9) == ("q4_k",)
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_layers_with_more_bits():
 )
 def test_the_embedding_has_more_bits_unless_pure(params, kind, outside):
     found = quantize(params, kind)
-    assert found.embedding.kind == outside
+    assert found.embedding.quant_format == outside
     planned = quantize(param_shapes(CONFIG), kind)
     assert kinds(planned) == kinds(found)
     assert bytes_in_memory(planned) == bytes_in_memory(found)
@@ -79,9 +79,9 @@ def test_rows_that_are_no_whole_blocks(params):
     """As llama.cpp falls back: Q4_K to Q5_0, Q6_K to Q8_0."""
     config = replace(CONFIG, dim=96, head_dim=64)
     found = quantize(param_shapes(config), "q4_k")
-    assert found.embedding.kind == "q8_0"
-    assert found.blocks.feed_forward.gate.kind == "q5_0"
-    assert found.blocks.feed_forward.down.stacks[0].kind == "q6_k"
+    assert found.embedding.quant_format == "q8_0"
+    assert found.blocks.feed_forward.gate.quant_format == "q5_0"
+    assert found.blocks.feed_forward.down.stacks[0].quant_format == "q6_k"
     assert kinds_in_memory(found) == "q5_0 and q4_k and q6_k and q8_0"
 
 

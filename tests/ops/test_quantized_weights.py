@@ -138,7 +138,7 @@ def test_numbers_are_the_same_by_jax(kind):
 @pytest.mark.parametrize(("columns", "kind"), [(512, "int4"), (192, "int4_64"), (96, "int4_32")])
 def test_int4_takes_the_largest_group_that_divides_a_row(columns, kind):
     weight = quantize_matrix(jnp.ones((4, columns)), "int4")
-    assert (weight.kind, weight.shape) == (kind, (4, columns))
+    assert (weight.quant_format, weight.shape) == (kind, (4, columns))
     np.testing.assert_allclose(weight.to_dense(), 1, rtol=1e-6)
 
 
@@ -312,7 +312,7 @@ def test_groups_of_128_are_stored_first_in_each_layer_for_a_tpu(kind, columns, w
     assert weight.planes[0].format.layout.major_to_minor == wanted
     place = matrix.sharding
     planes = tuple(jax.ShapeDtypeStruct(plane.shape, plane.dtype, sharding=place) for plane in plain.planes)
-    shape = QuantizedWeight(planes, plain.kind, plain.dtype_name).to_device_layout()
+    shape = QuantizedWeight(planes, plain.quant_format, plain.dtype_name).to_device_layout()
     layout = shape.planes[0].format.layout
     assert (layout.major_to_minor if layout is not None else tuple(range(len(wanted)))) == wanted
     np.testing.assert_array_equal(numbers(weight), numbers(plain))

@@ -161,8 +161,8 @@ def test_a_quantized_base_is_kept_where_layers_differ_too(tmp_path):
     params = params.replace(blocks=stack([first.replace(feed_forward=wide), *rest]))
     llama_jax.save(tmp_path / "a.gguf", config, params)
     found, _ = load_frozen(tmp_path / "a.gguf", config, MeshSizes(), "float32", "none")
-    assert found.embedding.kind == found.blocks.feed_forward.down.kind == "q8_0"
-    assert [block.feed_forward.up.kind for block in layers_of(found)] == ["q4_0", *["q8_0"] * len(rest)]
+    assert found.embedding.quant_format == found.blocks.feed_forward.down.quant_format == "q8_0"
+    assert [block.feed_forward.up.quant_format for block in layers_of(found)] == ["q4_0", *["q8_0"] * len(rest)]
     same(found, params)
     floats, _ = load_frozen(tmp_path / "a.gguf", config, MeshSizes(), "float32", None)
     assert kinds_in_memory(floats) == "float32"

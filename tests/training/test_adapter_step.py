@@ -150,7 +150,7 @@ def test_a_base_whose_layers_differ_in_their_kinds(dora):
     )  # fmt: skip
     params = jit_init(config, jax.random.key(1))
 
-    def in_kinds(block, number):
+    def convert_layers(block, number):
         kind, (queries, keys, values) = ("q4_0", "q8_0", "q8_0")[number], jnp.split(block.attention.qkv, [2, 3], axis=-3)
         parts = [quantize_matrix(part, its) for part, its in ((queries, "q8_0"), (keys, "q8_0"), (values, kind))]
         attention = block.attention.replace(qkv=JoinedWeight(tuple(parts)))
@@ -158,7 +158,7 @@ def test_a_base_whose_layers_differ_in_their_kinds(dora):
             attention=attention, feed_forward=block.feed_forward.replace(up=quantize_matrix(block.feed_forward.up, kind))
         )
 
-    base = params.replace(blocks=stack([in_kinds(block, i) for i, block in enumerate(layers_of(params))]))
+    base = params.replace(blocks=stack([convert_layers(block, i) for i, block in enumerate(layers_of(params))]))
     assert isinstance(base.blocks.feed_forward.up, MixedStack)
     assert isinstance(base.blocks.attention.qkv.parts[2], MixedStack)
     dense = jit_dequantize(base)

@@ -109,7 +109,7 @@ def continued(
         same &= (jnp.roll(row, back) == token) & (slots >= back)
         run += same
     score = jnp.max(jnp.where(run >= shortest, run * len(slots) + slots, -1))
-    place = score % len(slots)
+    slot = score % len(slots)
     # Beyond the last token, the draft repeats the text after the match.
-    following = place + 1 + jnp.arange(count, dtype=jnp.int32) % jnp.maximum(last - place, 1)
+    following = slot + 1 + jnp.arange(count, dtype=jnp.int32) % jnp.maximum(last - slot, 1)
     return jnp.where(score >= 0, row[following], -1)

@@ -308,7 +308,7 @@ class _Blocks:
     def add(self, x: jax.Array, block: jax.Array, i: jax.Array, axis: int) -> jax.Array:
         return self.put(x, self.cut(x, i, axis) + block, i, axis)
 
-    def own(self, x: jax.Array, i: jax.Array, other: int) -> jax.Array:
+    def without_overlap(self, x: jax.Array, i: jax.Array, other: int) -> jax.Array:
         """Block i of the last axis; entries that overlap the previous block become `other`."""
         indices = self.start(i) + jnp.arange(self.size)
         return jnp.where(indices >= i * self.size, self.cut(x, i, -1), other)
@@ -342,8 +342,12 @@ def _cut_mask(
     mask: AttentionMask, query_blocks: _Blocks, i: jax.Array, key_blocks: _Blocks, j: jax.Array, *, once: bool = False
 ) -> AttentionMask:
     """The mask of a pair of blocks. Each key counts in one block only, and with `once` so does each query."""
-    queries = query_blocks.own(mask.query_positions, i, NO_QUERY) if once else query_blocks.cut(mask.query_positions, i, -1)
-    keys = key_blocks.own(mask.key_positions, j, NO_KEY)
+    queries = (
+        query_blocks.without_overlap(mask.query_positions, i, NO_QUERY)
+        if once
+        else query_blocks.cut(mask.query_positions, i, -1)
+    )
+    keys = key_blocks.without_overlap(mask.key_positions, j, NO_KEY)
     return AttentionMask(
         queries, keys, query_blocks.cut(mask.query_segments, i, -1), key_blocks.cut(mask.key_segments, j, -1)
     )

@@ -124,7 +124,7 @@ def is_batch_invariant_on_cpu(plain: Callable[..., bool], x: jax.Array, weight: 
         of = lambda part: part if stack is weight else weight.replace(stack=part)
         return all(is_batch_invariant_on_cpu(plain, x, of(part), kernels) for part in parts)
     if is_quantized(stack):
-        return is_native(stack.kind, kernels.exact)
+        return is_native(stack.quant_format, kernels.exact)
     if isinstance(stack, Weight):
         return plain(x, weight, kernels)
     rows, matrix = (jax.ShapeDtypeStruct((math.prod(y.shape[:-1]), y.shape[-1]), y.dtype) for y in (x, weight))
@@ -258,8 +258,8 @@ def multiply_group_on_cpu(
     plain: Callable[..., jax.Array], x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any, kernels: KernelOptions
 ) -> jax.Array:
     """`weights.layers.multiply_group`: by `native`, which reads the group's matrix in place. XLA would copy it."""
-    if is_quantized(weight) and is_native(weight.kind, kernels.exact):
-        return native.multiply_quantized(x, weight.planes, weight.kind, group, exact=kernels.exact).astype(out_dtype)
+    if is_quantized(weight) and is_native(weight.quant_format, kernels.exact):
+        return native.multiply_quantized(x, weight.planes, weight.quant_format, group, exact=kernels.exact).astype(out_dtype)
     matrix = jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype)
     if not isinstance(weight, Weight) and _has_native_matmul(x, matrix, kernels):
         return native.multiply_floats(x, weight, group, exact=kernels.exact).astype(out_dtype)
@@ -294,7 +294,7 @@ def is_native(quant_format: str, exact: bool) -> bool:
 def kernel_options_on_cpu(plain: Callable[..., KernelOptions], params: Any, options: KernelOptions) -> KernelOptions:
     """`platform.kernel_options`: with native code if any quantized weight has a native format."""
     leaves = jax.tree.leaves(params, is_leaf=is_quantized)
-    formats = {leaf.kind for leaf in leaves if is_quantized(leaf)} & {*native.NATIVE_FORMATS}
+    formats = {leaf.quant_format for leaf in leaves if is_quantized(leaf)} & {*native.NATIVE_FORMATS}
     if not is_partitioned():  # compiled in parallel
         native.prepare(native.library_name(f"quantized_{name}", options.exact) for name in formats)
     has_native = any(is_native(name, options.exact) for name in formats)

@@ -102,7 +102,7 @@ class QuantFormat:
     def to_rows(self, planes: tuple[np.ndarray, ...]) -> UInt8[np.ndarray, "rows row_bytes"]:
         """Planes of a matrix [rows, D] as the bytes of each row."""
         rows = [np.ascontiguousarray(plane).reshape(len(plane), -1) for plane in planes]
-        return np.concatenate([each.view(np.uint8) for each in rows], axis=1)
+        return np.concatenate([array.view(np.uint8) for array in rows], axis=1)
 
     def from_rows(self, raw: UInt8[np.ndarray, "*batch row_bytes"], columns: int) -> tuple[np.ndarray, ...]:
         """The planes of rows in bytes: the blocks of a GGUF, or the result of `to_rows`."""
@@ -117,12 +117,12 @@ class QuantFormat:
         return tuple(planes)
 
 
-def regroup(planes: tuple[np.ndarray, ...], kind: QuantFormat, smaller: QuantFormat) -> tuple[np.ndarray, ...]:
+def regroup(planes: tuple[np.ndarray, ...], quant_format: QuantFormat, smaller: QuantFormat) -> tuple[np.ndarray, ...]:
     """Convert planes to a format with smaller groups by repeating each group's entries, such as its scale."""
-    times = kind.block // smaller.block
+    times = quant_format.block // smaller.block
     return tuple(
         array.reshape(*array.shape[:-2], -1, array.shape[-1] // times) if plane.grouped else np.repeat(array, times, axis=-1)
-        for array, plane in zip(planes, kind.planes, strict=True)
+        for array, plane in zip(planes, quant_format.planes, strict=True)
     )
 
 
@@ -249,11 +249,13 @@ def fill_planes(
         at += size
 
 
-def blocks_from_planes(planes: tuple[np.ndarray, ...], kind: QuantFormat) -> UInt8[np.ndarray, "*batch blocks block_bytes"]:
+def blocks_from_planes(
+    planes: tuple[np.ndarray, ...], quant_format: QuantFormat
+) -> UInt8[np.ndarray, "*batch blocks block_bytes"]:
     """Undo `planes_from_blocks`: the blocks of a GGUF file."""
     parts = []
-    for array, plane in zip(planes, kind.planes, strict=True):
-        entries = kind.block * plane.entries // plane.numbers
+    for array, plane in zip(planes, quant_format.planes, strict=True):
+        entries = quant_format.block * plane.entries // plane.numbers
         parts.append(np.ascontiguousarray(split_groups(np.asarray(array), entries)).view(np.uint8))
     return np.concatenate(parts, -1)
 

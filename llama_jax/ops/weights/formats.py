@@ -36,7 +36,9 @@ PureFormatName = Literal[
 # Formats of a frozen base model.
 FrozenFormatName = Literal["none", "int8", "int4", "int4-pure", "fp8", "nf4", "nf4-pure", "q8_0", "q4_0", "q4_0-pure"]
 
-QUANT_FORMATS: dict[str, QuantFormat] = {kind.name: kind for kind in (*SCALED_FORMATS, *NF4_FORMATS, *GGUF_FORMATS)}
+QUANT_FORMATS: dict[str, QuantFormat] = {
+    quant_format.name: quant_format for quant_format in (*SCALED_FORMATS, *NF4_FORMATS, *GGUF_FORMATS)
+}
 ENCODABLE: tuple[str, ...] = tuple(
     name for name in get_args(FormatName) if QUANT_FORMATS[name].encode is not None
 )  # formats that floats can be quantized to
@@ -64,5 +66,5 @@ def format_for(name: str, columns: int) -> QuantFormat:
     message.
     """
     names = next((family[family.index(name) :] for family in GROUP_SIZE_VARIANTS if name in family), (name,))
-    kinds = [QUANT_FORMATS[each] for each in names]
-    return next((kind for kind in kinds if columns % kind.block == 0), kinds[-1])
+    candidates = [QUANT_FORMATS[candidate] for candidate in names]
+    return next((quant_format for quant_format in candidates if columns % quant_format.block == 0), candidates[-1])

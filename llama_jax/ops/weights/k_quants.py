@@ -55,10 +55,10 @@ def encode_q6_k(x: Float[np.ndarray, "*out D"]) -> tuple[np.ndarray, ...]:
     d = np.where(is_zero, np.float32(0), _ONE / inverse).astype(np.float16)
     scales = np.minimum(np.rint(inverse[:, None] * factors), 127).astype(np.int8)
     scales[is_zero] = 0
-    each = (d.astype(np.float32)[:, None] * scales).reshape(-1)
-    there = each != 0
-    nearest = np.clip(np.rint(groups / np.where(there, each, _ONE)), -32, 31) + 32
-    integers = np.where(there, nearest, integers).T.astype(np.uint8).reshape(-1, SUPERBLOCK)
+    value_scales = (d.astype(np.float32)[:, None] * scales).reshape(-1)
+    is_scaled = value_scales != 0
+    nearest = np.clip(np.rint(groups / np.where(is_scaled, value_scales, _ONE)), -32, 31) + 32
+    integers = np.where(is_scaled, nearest, integers).T.astype(np.uint8).reshape(-1, SUPERBLOCK)
     integers[is_zero] = 0
     quarters = integers.reshape(-1, 2, 4, 32)  # four per 128 values
     low = quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4
@@ -73,11 +73,11 @@ def _with_minima(x: np.ndarray, trials: _Trials) -> tuple[np.ndarray, np.ndarray
     factors, minima, integers = _search(groups, trials)
     d, six = _in_six_bits(factors.reshape(-1, 8))
     dmin, six_of_minima = _in_six_bits(minima.reshape(-1, 8))
-    each = (d.astype(np.float32)[:, None] * six).reshape(-1)
+    value_scales = (d.astype(np.float32)[:, None] * six).reshape(-1)
     offset = (dmin.astype(np.float32)[:, None] * six_of_minima).reshape(-1)
-    there = each != 0
-    nearest = np.clip(np.rint((groups + offset) / np.where(there, each, _ONE)), 0, trials.levels)
-    integers = np.where(there, nearest, integers).T.astype(np.uint8).reshape(-1, 8, 32)
+    is_scaled = value_scales != 0
+    nearest = np.clip(np.rint((groups + offset) / np.where(is_scaled, value_scales, _ONE)), 0, trials.levels)
+    integers = np.where(is_scaled, nearest, integers).T.astype(np.uint8).reshape(-1, 8, 32)
     first, last = np.split(six, 2, axis=1)
     first_of_minima, last_of_minima = np.split(six_of_minima, 2, axis=1)
     packed = [first | last >> 4 << 6, first_of_minima | last_of_minima >> 4 << 6, last & 15 | (last_of_minima & 15) << 4]

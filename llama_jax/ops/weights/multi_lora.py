@@ -86,7 +86,7 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
     def _change_by_row(self, x: jax.Array, out_dtype: Any, kernels: KernelOptions) -> jax.Array:
         """The same, each row through its own slices of the table."""
 
-        def one(x: jax.Array, row: jax.Array) -> jax.Array:
+        def change_of_row(x: jax.Array, row: jax.Array) -> jax.Array:
             first = jnp.maximum(row, 0)
             begin = first * self.rank
             pair = LowRank(
@@ -97,5 +97,5 @@ class MultiLoraWeight(LowRankWeight, kw_only=True):
             return pair.widened(jnp.where(row < 0, 0, thin), out_dtype, kernels)
 
         if len(x) == 1:  # a gather of one slice copies once more than a slice does
-            return one(x[0], self.rows[0])[None]
-        return jax.vmap(one)(x, self.rows)
+            return change_of_row(x[0], self.rows[0])[None]
+        return jax.vmap(change_of_row)(x, self.rows)

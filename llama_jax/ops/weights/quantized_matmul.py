@@ -45,20 +45,20 @@ class QuantizedWeight(Weight):
 
     Attributes:
       planes: the arrays, in the order of the format.
-      kind: the name of the format.
+      quant_format: the name of the format.
       dtype_name: the dtype of the computation, and of dense matrices of the same model.
     """
 
     is_quantized = True
 
     planes: tuple[Any, ...]
-    kind: str = struct.field(pytree_node=False)
+    quant_format: str = struct.field(pytree_node=False)
     dtype_name: str = struct.field(pytree_node=False)
 
     @property
     def form(self) -> QuantFormat:
         """Its `QuantFormat`."""
-        return QUANT_FORMATS[self.kind]
+        return QUANT_FORMATS[self.quant_format]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class QuantizedWeight(Weight):
 
     def project(self, x: Float[Array, "*batch D"], out_dtype: Any, kernels: KernelOptions) -> Float[Array, " ..."]:
         """See `ops.layers.project`."""
-        settings = _MatmulSettings(self.kind, x.dtype.name, jnp.dtype(out_dtype).name, kernels)
+        settings = _MatmulSettings(self.quant_format, x.dtype.name, jnp.dtype(out_dtype).name, kernels)
         return checkpoint_name(_project_quantized(settings, x, self.planes), MATMUL_OUTPUT)
 
     def embed(self, rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
@@ -136,17 +136,17 @@ class JoinedWeight(Weight):
         return (np if isinstance(parts[0], np.ndarray) else jnp).concatenate(parts, axis=-3)
 
 
-def quantize_matrix(matrix: Float[AnyArray, "*out D"], kind: str) -> QuantizedWeight:
+def quantize_matrix(matrix: Float[AnyArray, "*out D"], quant_format: str) -> QuantizedWeight:
     """Quantize a matrix to the nearest values of a format, on the devices and with the sharding of the matrix.
 
     Args:
-      kind: an encodable format whose block size divides D; the largest group size that fits is used.
+      quant_format: an encodable format whose block size divides D; the largest group size that fits is used.
     """
-    form = with_fallback(kind, columns_on_each(matrix.shape, getattr(matrix, "sharding", None)))
+    form = with_fallback(quant_format, columns_on_each(matrix.shape, getattr(matrix, "sharding", None)))
     assert form.encode is not None
-    places = shardings_of_planes(form, getattr(matrix, "sharding", None), matrix.ndim)
+    plane_shardings = shardings_of_planes(form, getattr(matrix, "sharding", None), matrix.ndim)
     encoded = form.encode(np.asarray(matrix, np.float32))
-    planes = tuple(jax.device_put(plane, place) for plane, place in zip(encoded, places, strict=True))
+    planes = tuple(jax.device_put(plane, sharding) for plane, sharding in zip(encoded, plane_shardings, strict=True))
     return QuantizedWeight(planes, form.name, str(matrix.dtype)).to_device_layout()
 
 
@@ -171,7 +171,7 @@ def shardings_of_planes(form: QuantFormat, sharding: Any, ndim: int) -> tuple[An
 class _MatmulSettings(NamedTuple):
     """Static arguments of a matmul: the format of the weight, the dtypes of `x` and the result, and see `project`."""
 
-    kind: str
+    quant_format: str
     dtype: str
     out_dtype: str
     kernels: KernelOptions
@@ -183,14 +183,14 @@ def _project_quantized(settings: _MatmulSettings, x: jax.Array, planes: tuple[ja
 
     Differentiable in `x` and in planes of floats, such as scales, for which the whole weight is dequantized.
     """
-    form = QUANT_FORMATS[settings.kind]
+    form = QUANT_FORMATS[settings.quant_format]
     product = multiply(x.reshape(-1, x.shape[-1]), _as_matrix(form, planes), form, settings.kernels)
     return product.astype(settings.out_dtype).reshape(*x.shape[:-1], *_out(form, planes))
 
 
 @partial(_project_quantized.defjvp, symbolic_zeros=True)
 def _project_jvp(settings: _MatmulSettings, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (x, planes), (d_x, d_planes), form = primals, tangents, QUANT_FORMATS[settings.kind]
+    (x, planes), (d_x, d_planes), form = primals, tangents, QUANT_FORMATS[settings.quant_format]
 
     def project_decoded(planes: tuple[jax.Array, ...]) -> jax.Array:
         product = jnp.tensordot(x.astype(jnp.float32), form.decode(*planes), axes=((-1,), (-1,)))
@@ -207,7 +207,7 @@ def _project_jvp(settings: _MatmulSettings, primals: Any, tangents: Any) -> tupl
 
 
 def _gradient_of_x(settings: _MatmulSettings, planes: Any, gradient: jax.Array) -> jax.Array:
-    form = QUANT_FORMATS[settings.kind]
+    form = QUANT_FORMATS[settings.quant_format]
     out = _out(form, planes)
     rows = gradient.reshape(-1, math.prod(out))
     product = multiply_transposed(rows, _as_matrix(form, planes), form)

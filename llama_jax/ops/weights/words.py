@@ -115,8 +115,8 @@ class WordDecoder(NamedTuple):
 
 def as_words(plane: Shaped[Array, "*batch n"]) -> Words:
     """Integers of 4 or 8 bits as words, the first in the lowest bits."""
-    each = BITS // jax.dtypes.itemsize_bits(plane.dtype)
-    return lax.bitcast_convert_type(plane.reshape(*plane.shape[:-1], -1, each), np.uint32)
+    values_per_word = BITS // jax.dtypes.itemsize_bits(plane.dtype)
+    return lax.bitcast_convert_type(plane.reshape(*plane.shape[:-1], -1, values_per_word), np.uint32)
 
 
 def divided(words: Words, parts: int) -> UInt32[Array, "*batch _"]:

@@ -46,7 +46,7 @@ COMPILER_SECONDS = 120  # timeout of the compiler, which takes two or three
 def _libraries() -> dict[str, tuple[str, ...]]:
     types = {"float32": "float", "bfloat16": "brain", "int8": "int8_t"}
     libraries: dict[str, tuple[str, ...]] = {
-        f"quantized_{kind}": ("quantized.cc", f"-DTYPE={kind}") for kind in NATIVE_FORMATS
+        f"quantized_{quant_format}": ("quantized.cc", f"-DTYPE={quant_format}") for quant_format in NATIVE_FORMATS
     }
     for dtype, name in types.items():
         if dtype != "int8":
