@@ -65,7 +65,7 @@ def smooth_keys(
     rotary_dim: int | None = None,
     kernels: KernelOptions = KernelOptions(),
 ) -> tuple[Float[Array, "B K T *G H"], ...]:
-    """Transform queries and keys so that scores are unchanged and keys quantize_rows better.
+    """Transform queries and keys so that scores are unchanged and keys quantize better.
 
     The resolution of an int8 row depends on its largest value. In models whose keys have a bias (Qwen2.5), a few channels of
     the keys are 30 times as large as others. Keys are divided, and queries multiplied, by the square root of the ratio of a

@@ -73,7 +73,7 @@ def multiply_quantized(
     Every 32 values of `x` become 8-bit integers times a scale; for `int8`, each row becomes 16-bit integers times a scale.
 
     Args:
-      group: int32[], the index of the matrix to multiply_quantized by, if the planes are those of [E, N, D].
+      group: int32[], the index of the matrix to multiply by, if the planes are those of [E, N, D].
       exact: use the library of exact programs.
     """
     call, index = _kernel_call(library_name(f"quantized_{quant_format}", exact), len(x), planes[0].shape, group)
@@ -88,7 +88,7 @@ def multiply_floats(x: jax.Array, weight: jax.Array, group: jax.Array | None = N
     Without AVX2 only few rows are fast, see `has_tiles`.
 
     Args:
-      group: int32[], the index of the matrix to multiply_quantized by, if the weight is [E, N, D].
+      group: int32[], the index of the matrix to multiply by, if the weight is [E, N, D].
       exact: use the library of exact programs.
     """
     call, index = _kernel_call(library_name(f"floats_{weight.dtype}", exact), len(x), weight.shape, group)
@@ -122,7 +122,7 @@ def attend_pages(
     *,
     exact: bool = False,
 ) -> jax.Array:
-    """`attention.attend_pages` for pages in float32, bfloat16 or int8: float32[T, K, G, H]."""
+    """`attention.attend_paged` for pages in float32, bfloat16 or int8: float32[T, K, G, H]."""
     pages, factors = getattr(view.pages, "values", view.pages), getattr(view.pages, "scales", jnp.zeros(0, jnp.float32))
     call = _kernel(library_name(attending(pages), exact), jax.ShapeDtypeStruct(queries.shape, jnp.float32))
     limits = {"window": np.int64(window or 0), "chunk": np.int64(chunk or 0)}
