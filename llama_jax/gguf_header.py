@@ -44,25 +44,25 @@ def short_decimal(value: Any) -> Any:
 
 
 @contextmanager
-def open_header(path: Location, kind: type[UserError]) -> Iterator[Header]:
+def open_header(path: Location, error_type: type[UserError]) -> Iterator[Header]:
     """A reader positioned at the start of a file's header.
 
     Raises:
-      UserError: of type `kind`, for a damaged file, also if the caller detects the damage.
+      UserError: of type `error_type`, for a damaged file, also if the caller detects the damage.
     """
     with path.open("rb", buffering=HEADER_READ_AHEAD if isinstance(path, StoredPath) else -1) as file:
         try:
-            yield Header(path, kind, file)
+            yield Header(path, error_type, file)
         except UserError:
             raise
         except (struct.error, ValueError, KeyError, OverflowError) as error:
-            raise kind(f"{path} is not a whole GGUF file ({reason_of(error)}); copy it again") from None
+            raise error_type(f"{path} is not a whole GGUF file ({reason_of(error)}); copy it again") from None
 
 
 class Header:
     """Reads a header from its start. Every length is checked against the remaining bytes of the file before use."""
 
-    def __init__(self, path: Location, kind: type[UserError], file: Any) -> None:
+    def __init__(self, path: Location, error_type: type[UserError], file: Any) -> None:
         self.file = file
         self.size = file.seek(0, os.SEEK_END)
         self.texts_left = MAX_TEXTS
@@ -72,7 +72,7 @@ class Header:
         if self.version not in (1, 2, 3):
             big = self.version in (1 << 24, 2 << 24, 3 << 24)
             what = "is in big-endian byte order" if big else f"has version {self.version}"
-            raise kind(f"{path} {what}, which is not supported; little-endian versions 1 to 3 are")
+            raise error_type(f"{path} {what}, which is not supported; little-endian versions 1 to 3 are")
         self.tensor_count, self.field_count = self.scalar(self.length), self.scalar(self.length)
         if max(self.tensor_count, self.field_count) > MAX_ENTRIES:
             raise ValueError(f"{self.field_count} settings and {self.tensor_count} tensors are announced")
@@ -83,24 +83,24 @@ class Header:
         Args:
           texts: whether to read lists of strings, which make up the vocabulary; otherwise they are skipped.
         """
-        found: dict[str, Any] = {"GGUF.version": self.version}
+        values: dict[str, Any] = {"GGUF.version": self.version}
         for _ in range(self.field_count):
             key = self.string()
-            if key in found:
+            if key in values:
                 raise ValueError(f"the key {shown(key, 40)} occurs twice")
             value = self.value(self.scalar("I"), texts)
             if value is not None:
-                found[key] = value
-        return found
+                values[key] = value
+        return values
 
     def take(self, size: int) -> bytes:
         if size > self.size - self.at:
             raise ValueError(f"{size} bytes are announced, {self.size - self.at} are left")
-        found = self.file.read(size)
-        if len(found) < size:
+        content = self.file.read(size)
+        if len(content) < size:
             raise ValueError("the file ended while it was read")
         self.at += size
-        return found
+        return content
 
     def scalar(self, letter: str) -> Any:
         return self.scalars(letter)[0]
@@ -113,33 +113,33 @@ class Header:
         # Some tokens of a vocabulary are not valid UTF-8 by themselves.
         return self.take(self.scalar(self.length)).decode("utf-8", "surrogateescape")
 
-    def value(self, kind: int, texts: bool) -> Any:
+    def value(self, value_type: int, texts: bool) -> Any:
         """A metadata value, or None for a list of strings that is skipped."""
-        if kind == STRING:
+        if value_type == STRING:
             return self.string()
-        if kind != ARRAY:
-            return self.scalar(SCALARS[kind])
-        kind, count = self.scalar("I"), self.scalar(self.length)
-        if kind == STRING:
+        if value_type != ARRAY:
+            return self.scalar(SCALARS[value_type])
+        value_type, count = self.scalar("I"), self.scalar(self.length)
+        if value_type == STRING:
             self.texts_left -= count
             if count > self.size - self.at or self.texts_left < 0:
                 raise ValueError(f"{count} strings are announced")
-            found_texts: list[str] = []
+            strings: list[str] = []
             while count:
-                some = self.run_of_texts(count, found_texts if texts else None)
+                some = self.run_of_texts(count, strings if texts else None)
                 if not some:  # a long or empty string, or the last ones of a file
                     last = self.string()
-                    found_texts += [last] if texts else []
+                    strings += [last] if texts else []
                 count -= max(some, 1)
-            return found_texts if texts else None
-        letter = SCALARS[kind]
+            return strings if texts else None
+        letter = SCALARS[value_type]
         # An array, because a list takes 20 times as many bytes as the file.
-        found = array("B" if letter == "?" else letter, self.take(count * struct.calcsize(letter)))
+        numbers = array("B" if letter == "?" else letter, self.take(count * struct.calcsize(letter)))
         if sys.byteorder == "big":
-            found.byteswap()
-        return found
+            numbers.byteswap()
+        return numbers
 
-    def run_of_texts(self, most: int, found: list[str] | None) -> int:
+    def run_of_texts(self, most: int, strings: list[str] | None) -> int:
         """Append consecutive strings of 1 to 255 bytes, and return their number.
 
         Lengths are found by their seven zero bytes, and each string must end where the next length starts. This takes 10 ms
@@ -161,15 +161,15 @@ class Header:
         size = int(ends[count - 1]) if count else 0
         self.file.seek(self.at + size)
         self.at += size
-        if found is None or not count:
+        if strings is None or not count:
             return count
         texts = window[:size].copy()
         texts[starts[:count]] = 0
         if size - np.count_nonzero(texts) == count * (zeros + 1):  # the strings contain no zeros, so one can separate them
             is_start = np.zeros(size, bool)
             is_start[starts[:count]] = True
-            found += texts[(texts != 0) | is_start].tobytes().decode("utf-8", "surrogateescape").split("\0")[1:]
+            strings += texts[(texts != 0) | is_start].tobytes().decode("utf-8", "surrogateescape").split("\0")[1:]
         else:
             spans = zip((starts[:count] + 1 + zeros).tolist(), ends[:count].tolist(), strict=True)
-            found += [window[start:end].tobytes().decode("utf-8", "surrogateescape") for start, end in spans]
+            strings += [window[start:end].tobytes().decode("utf-8", "surrogateescape") for start, end in spans]
         return count

@@ -18,7 +18,7 @@ from program_report import (
     token_of,
 )
 
-from llama_jax.analysis.collectives import ARRAY, add_up, array_bytes, find_collectives, tuple_elements
+from llama_jax.analysis.collectives import ARRAY, array_bytes, find_collectives, sum_traffic, tuple_elements
 
 TEXTS = Path(__file__).parent / "program_texts"
 LAYERS, WIDTH, HIDDEN, SLOTS, ROWS = 2, 2048, 16384, 16384, 2
@@ -66,7 +66,7 @@ def test_trips_that_a_tpu_leaves_to_the_condition():
 def test_collectives_of_both_compilers(name):
     mesh = AbstractMesh((1, 8, 1, 1), ("data", "fsdp", "context", "tensor"))
     found = find_collectives(read(name), mesh)
-    traffic = {row.kind: row for row in add_up(found)}
+    traffic = {row.kind: row for row in sum_traffic(found)}
     matrices = 12 * 2 * WIDTH * HIDDEN * 2
     assert traffic["all-gather"].bytes == 2 * matrices  # forward and backward
     assert traffic["reduce-scatter"].bytes == matrices / 8  # what a TPU writes as an all-reduce in a fusion of that name

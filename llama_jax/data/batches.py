@@ -17,7 +17,7 @@ from llama_jax.training.batch import Batch
 
 ENDLESS = 1 << 62
 PREFETCHED = 8  # batches prepared in advance
-OPEN = 64  # rows being filled: enough to fill them well, few enough to search
+OPEN_ROWS = 64  # rows being filled: enough to fill them well, few enough to search
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------------
@@ -84,15 +84,15 @@ def fill_row(batch: Batch, at: int, corpus: Corpus, epoch: Epoch, row: int) -> N
     breaks = epoch.ends[first:last] - start  # positions in the row where another document begins
     segments[breaks] = 1
     np.cumsum(segments, out=segments)
-    place = np.arange(stop - start)
+    position = np.arange(stop - start)
     # The offset from stream to corpus is the same for all tokens of a document.
     shift = corpus.stops[epoch.documents[within]] - epoch.ends[within] + start
-    batch.tokens[at, : stop - start] = corpus.tokens[shift[segments] + place]
+    batch.tokens[at, : stop - start] = corpus.tokens[shift[segments] + position]
     batch.segment_ids[at, : stop - start] = segments + 1
-    batch.position_ids[at, : stop - start] = place - np.concatenate([[0], breaks])[segments]
+    batch.position_ids[at, : stop - start] = position - np.concatenate([[0], breaks])[segments]
 
 
-def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
+def pack_documents(sizes: Sequence[int], length: int) -> list[list[int]]:
     """Best-fit packing: the documents, given by their sizes, that share each row of `length` tokens."""
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # open rows in order: free tokens, and the row
@@ -106,15 +106,15 @@ def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
         rows[row].append(run)
         if room > size:
             insort(rooms, (room - size, row))
-        if len(rooms) > OPEN:
+        if len(rooms) > OPEN_ROWS:
             del rooms[0]  # close the fullest
     return rows
 
 
 def pack_shuffled(sizes: np.ndarray, length: int, seed: int | None) -> list[list[int]]:
-    """`pack` documents into rows of T predicted tokens, in an order determined by the seed; None keeps their order."""
+    """`pack_documents` into rows of T predicted tokens, in an order determined by the seed; None keeps their order."""
     order = np.arange(len(sizes)) if seed is None else shuffled(len(sizes), seed, 0)
-    return [order[members].tolist() for members in pack(sizes[order].tolist(), length + 1)]
+    return [order[members].tolist() for members in pack_documents(sizes[order].tolist(), length + 1)]
 
 
 def whole_rows(corpus: Corpus, length: int, seed: int | None) -> list[list[int]]:
@@ -289,8 +289,8 @@ class Rows(HostBatches[Batch]):
         rows = self.rows(number)
         batch = empty_batch(len(rows), self._length, masked=self._sources[0].masked)
         for at, row in enumerate(rows):
-            source, own = (0, row) if self._mixture is None else self._mixture.place(row)
-            self._sources[source].fill(batch, at, own)
+            source, source_row = (0, row) if self._mixture is None else self._mixture.source_row(row)
+            self._sources[source].fill(batch, at, source_row)
         return batch
 
 

@@ -17,9 +17,9 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig, suggest_context
 from llama_jax.data import Corpus, DataError
-from llama_jax.data.batches import pack
+from llama_jax.data.batches import pack_documents
 from llama_jax.data.corpus import check_corpus_rows
-from llama_jax.data.load_corpus import Progress
+from llama_jax.data.load_corpus import MegabyteProgress
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.checks import check_exact_devices, check_exact_length
 from llama_jax.model.forward import forward, unembed
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 def run_ahead(
-    jobs: Sequence[Job], launch: Callable[[Job], Result], progress: Progress | None = None
+    jobs: Sequence[Job], launch: Callable[[Job], Result], progress: MegabyteProgress | None = None
 ) -> Iterator[tuple[Job, Result]]:
     """Launch jobs in order and yield each with its result after the next one is launched, so that the caller's processing
     of a result overlaps with the device's computation of the next.
@@ -150,7 +150,7 @@ def measure_windows(
     windows: Windows,
     batch: int,
     measure: Callable[[WindowRows], Any],
-    progress: Progress | None,
+    progress: MegabyteProgress | None,
     packed: bool = True,
 ) -> Iterator[tuple[Any, np.ndarray]]:
     """The results of `measure` for all predicted tokens of the windows, one batch of B rows at a time.
@@ -163,16 +163,16 @@ def measure_windows(
       The tree of float64[n] for n predicted tokens, and int64[n], the window of each.
     """
     length = int(windows.read.max())  # if no document fills a window, rows are shorter
-    rows = pack(windows.read.tolist(), length) if packed else [[window] for window in range(len(windows.read))]
+    rows = pack_documents(windows.read.tolist(), length) if packed else [[window] for window in range(len(windows.read))]
     batch = min(batch, max(len(rows), MAX_PADDED_ROWS))
 
     def launch(first: int) -> tuple[Any, np.ndarray]:
         batched, owner = pack_rows(corpus, windows, rows[first : first + batch], batch, length)
         return measure(batched), owner
 
-    for _, (found, owner) in run_ahead(range(0, len(rows), batch), launch, progress):
+    for _, (results, owner) in run_ahead(range(0, len(rows), batch), launch, progress):
         predicted = owner >= 0
-        yield jax.tree.map(lambda array, at=predicted: np.asarray(array, np.float64)[at], found), owner[predicted]
+        yield jax.tree.map(lambda array, at=predicted: np.asarray(array, np.float64)[at], results), owner[predicted]
 
 
 def sum_windows(
@@ -180,14 +180,14 @@ def sum_windows(
     windows: Windows,
     batch: int,
     measure: Callable[[WindowRows], Any],
-    progress: Progress | None = None,
+    progress: MegabyteProgress | None = None,
     packed: bool = True,
 ) -> Any:
     """The sums of the results of `measure_windows` over the tokens of each window: a tree of float64[windows]."""
     sums: Any = None
-    for found, owner in measure_windows(corpus, windows, batch, measure, progress, packed):
-        sums = jax.tree.map(lambda _: np.zeros(len(windows.read)), found) if sums is None else sums
-        jax.tree.map(lambda total, one, at=owner: np.add.at(total, at, one), sums, found)
+    for results, owner in measure_windows(corpus, windows, batch, measure, progress, packed):
+        sums = jax.tree.map(lambda _: np.zeros(len(windows.read)), results) if sums is None else sums
+        jax.tree.map(lambda total, values, at=owner: np.add.at(total, at, values), sums, results)
     return sums
 
 
@@ -324,13 +324,13 @@ def map_in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets
         return x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
 
     def nothing(*part: Any) -> Any:
-        return jax.tree.map(lambda found: jnp.zeros(found.shape, found.dtype), jax.eval_shape(predict, *part))
+        return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(predict, *part))
 
     def measure(part: tuple[Any, jax.Array]) -> Any:
         return lax.cond(jnp.any(part[1] >= 0), predict, nothing, *part)
 
-    found = lax.map(measure, (jax.tree.map(lambda x: parts(x, 0), hidden), parts(targets, -1)))
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(batch, -1)[:, :length], found)
+    mapped = lax.map(measure, (jax.tree.map(lambda x: parts(x, 0), hidden), parts(targets, -1)))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(batch, -1)[:, :length], mapped)
 
 
 def token_mean(windows: Windows, sums: np.ndarray) -> tuple[float, float]:

@@ -124,8 +124,8 @@ def repays_unrolling(recipe: Recipe, device: jax.Device, devices: int) -> bool:
 def fits(compiled: Any, device: jax.Device) -> bool:
     """Whether a compiled program fits, by XLA's plan, into the memory of a device; True if its type is unknown."""
     plan, hardware = compiled.memory_analysis(), find_hardware(device.device_kind)
-    kept = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
-    return hardware is None or hardware.holds(kept + plan.temp_size_in_bytes)
+    resident = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return hardware is None or hardware.holds(resident + plan.temp_size_in_bytes)
 
 
 def _init_state(recipe: Recipe, params: Llama) -> TrainState:

@@ -242,8 +242,8 @@ class Recipe:
         losses = [name for name in ("loss", "preference", "distill", "rewards") if getattr(self, name) is not None]
         if len(losses) > 1:
             raise TrainingError(f"{' and '.join(losses)} exclude each other: each is a loss; omit one of them")
-        for name, others in (("neftune", losses), ("z_loss", set(losses) - {"loss"})):
-            if getattr(self, name) and others:
+        for name, conflicts in (("neftune", losses), ("z_loss", set(losses) - {"loss"})):
+            if getattr(self, name) and conflicts:
                 raise TrainingError(
                     f"{name}={getattr(self, name)} is a part of the default loss, which {losses[0]} replaces; omit one"
                 )

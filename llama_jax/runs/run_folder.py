@@ -136,14 +136,14 @@ class Mirror:
         except OSError as error:
             raise TrainingError(f"{self._location} cannot be fetched to {self._folder} ({_reason(error)})") from None
 
-    def upload(self, choose_kept: Callable[[Location], set[int]]) -> None:
+    def upload(self, choose_steps: Callable[[Location], set[int]]) -> None:
         """Upload what is new, and remove steps that are not kept. A failure is logged; the next call tries again.
 
         Args:
-          choose_kept: returns the steps to keep of those in a folder of checkpoints.
+          choose_steps: returns the steps to keep of those in a folder of checkpoints.
         """
         try:
-            self._upload(choose_kept)
+            self._upload(choose_steps)
             self._error = None
         except (OSError, CheckpointError) as error:
             self._error = error
@@ -154,20 +154,20 @@ class Mirror:
                 self._folder,
             )
 
-    def finish(self, choose_kept: Callable[[Location], set[int]]) -> None:
+    def finish(self, choose_steps: Callable[[Location], set[int]]) -> None:
         """Upload what is new at the end of the run, as `upload`.
 
         Raises:
           TrainingError: it cannot be uploaded.
         """
-        self.upload(choose_kept)
+        self.upload(choose_steps)
         if self._error is not None:
             raise TrainingError(
                 f"{self._location} does not have all of this run ({_reason(self._error)}), which is complete in"
                 f" {self._folder}; run the same command with --resume to upload it"
             )
 
-    def _upload(self, choose_kept: Callable[[Location], set[int]]) -> None:
+    def _upload(self, choose_steps: Callable[[Location], set[int]]) -> None:
         store = self._location.resolve()
         checkpoints = self._folder / CHECKPOINTS
         newest = max(steps_in(store / CHECKPOINTS), default=-1)
@@ -181,13 +181,13 @@ class Mirror:
             if self._uploaded.get(file) != mark:
                 store.view.write((store / name).key, file)
                 self._uploaded[file] = mark
-        for step in sorted(choose_kept(checkpoints)):
+        for step in sorted(choose_steps(checkpoints)):
             if not _is_uploaded(checkpoints / str(step), store / CHECKPOINTS / str(step)):
                 _upload_step(checkpoints / str(step), store / CHECKPOINTS / str(step))
         stored = store.resolve() / CHECKPOINTS
-        kept = choose_kept(stored)
+        kept_steps = choose_steps(stored)
         for name in stored.view.names(stored.key):
-            if name.isdecimal() and int(name) not in kept:
+            if name.isdecimal() and int(name) not in kept_steps:
                 _remove_step(stored / name)
 
 

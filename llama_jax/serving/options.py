@@ -204,7 +204,7 @@ class MemoryPlan:
         return f"{', '.join(f'{name} {size / 1e6:,.0f}' for name, size in parts.items())} MB{free}"
 
 
-def fit(
+def fit_options(
     options: EngineOptions,
     config: LlamaConfig,
     plan_of: Callable[[EngineOptions], MemoryPlan],

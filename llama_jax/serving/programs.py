@@ -31,7 +31,7 @@ from llama_jax.serving.row_sampling import (
     RowSettings,
     choose_packed,
     most_probable,
-    pack,
+    pack_choices,
     packed_width,
 )
 from llama_jax.xla_flags import decode_options_on_tpu
@@ -107,10 +107,10 @@ def step(
 ) -> tuple[ServingState, jax.Array]:
     """Run the model on the tokens of all rows, and sample a token of each live row: packed `ChosenTokens` [R, 1, n]."""
     sharding = model.sharding
-    state, hidden = _read(model, params, state, batch, settings)
+    state, hidden = _read_batch(model, params, state, batch, settings)
     with sharding.context(), exact.exact_mode(model.compute.exact):
         logits = compute_logits(model.config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], sharding)
-        rows, packed = choose_packed(settings, _rows_of(state, batch, settings, sharding), logits, sharding)
+        rows, packed = choose_packed(settings, _decode_rows(state, batch, settings, sharding), logits, sharding)
     return _with_chosen(state, batch, rows, sharding), packed[:, None]
 
 
@@ -144,12 +144,12 @@ def verify_drafts(
     """
     width, sharding = drafts.shape[1] + 1, model.sharding
     tokens = jnp.concatenate([batch.tokens[:, None], jnp.maximum(drafts, 0)], axis=1)
-    whole = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * width)
-    state, hidden = _read(model, params, state, whole, settings)
+    expanded = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * width)
+    state, hidden = _read_batch(model, params, state, expanded, settings)
     with sharding.context(), exact.exact_mode(model.compute.exact):
         logits = unembed(model.config, params, hidden).astype(jnp.float32).reshape(*tokens.shape, -1)
         choose = partial(choose_packed, settings)
-        rows, chosen = choose_each(_rows_of(state, batch, settings, sharding), logits, drafts, sharding, choose)
+        rows, chosen = choose_each(_decode_rows(state, batch, settings, sharding), logits, drafts, sharding, choose)
     seats = jnp.where(batch.live, batch.seats, len(state.token))
     seen = sharding.constrain(state.seen.at[seats].set(rows.seen, mode="drop"), "logits")
     packed = sharding.constrain(chosen.logprobs, "replicated")
@@ -213,7 +213,7 @@ def score(
     Args:
       targets: int32[T], the next token of each token.
     """
-    state, hidden = _read(model, params, state, batch, settings)
+    state, hidden = _read_batch(model, params, state, batch, settings)
     with model.sharding.context(), exact.exact_mode(model.compute.exact):
         logits = unembed(model.config, params, hidden).astype(jnp.float32)  # [T, V]
         choice = ChosenTokens(
@@ -222,7 +222,7 @@ def score(
             jnp.arange(len(targets)) < batch.starts[1],
             *most_probable(logits, settings.alternatives[0] > 0, batch.starts[1]),
         )
-        return state, model.sharding.constrain(pack(choice), "replicated")
+        return state, model.sharding.constrain(pack_choices(choice), "replicated")
 
 
 def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, adapter: Any = None) -> tuple[Any, jax.Array]:
@@ -244,7 +244,7 @@ def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, ada
     return _constrained(cache.pages, sharding), hidden[:, 0]
 
 
-def _read(
+def _read_batch(
     model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings
 ) -> tuple[ServingState, jax.Array]:
     row, _ = KVCache(state.pages, batch.table, batch.lengths).view(1, batch.starts).rows_and_positions(len(batch.tokens))
@@ -254,7 +254,7 @@ def _read(
     return state.replace(pages=pages), hidden
 
 
-def _rows_of(state: ServingState, batch: StepBatch, settings: RowSettings, sharding: Sharding) -> DecodeState:
+def _decode_rows(state: ServingState, batch: StepBatch, settings: RowSettings, sharding: Sharding) -> DecodeState:
     """The rows of a batch as a `DecodeState`; rows that are not live are done."""
     seen = sharding.constrain(state.seen[jnp.minimum(batch.seats, len(state.token) - 1)], "logits")
     token = jnp.zeros(len(batch.seats), jnp.int32)

@@ -41,8 +41,11 @@ def grammar_of_calls(
         return " ".join(json.dumps(part, ensure_ascii=False) if isinstance(part, str) else f"<[{part}]>" for part in parts)
 
     called = [(i, tool["function"]) for i, tool in enumerate(tools) if tool["function"]["name"] in names]
-    more = f"({literal(dialect.between + dialect.before)} call)*" if several else ""
-    lines = [f"calls: call {more} {literal(dialect.closing)}", "call: " + " | ".join(f"call_{i}" for i, _ in called)]
+    further_calls = f"({literal(dialect.between + dialect.before)} call)*" if several else ""
+    lines = [
+        f"calls: call {further_calls} {literal(dialect.closing)}",
+        "call: " + " | ".join(f"call_{i}" for i, _ in called),
+    ]
     write = {"json": _json_arguments, "tags": _tagged_arguments, "python": _python_arguments}[dialect.arguments]
     is_object = dialect.before.endswith('"')
     for i, function in called:
@@ -66,10 +69,13 @@ def grammar_of_calls(
         text = r"/\s*[^\s{\[](?s:.)*/"
     else:
         text = rf"/(?s:.)+/ & ~/\s*({'|'.join(_escaped(function['name']) for _, function in called)})\s*\{{(?s:.)*/"
-    others = [f"<[{token}]>" for name, token in special_tokens.items() if not CALL_TOKEN.fullmatch(name)]
+    special_ids = [f"<[{token}]>" for name, token in special_tokens.items() if not CALL_TOKEN.fullmatch(name)]
     lines.append(f"TEXT: {text}")
-    if others:  # never two texts in a row, which could divide a tag
-        lines += ["text: TEXT (special TEXT)* special? | special (TEXT special)* TEXT?", f"special: ({' | '.join(others)})+"]
+    if special_ids:  # never two texts in a row, which could divide a tag
+        lines += [
+            "text: TEXT (special TEXT)* special? | special (TEXT special)* TEXT?",
+            f"special: ({' | '.join(special_ids)})+",
+        ]
     else:
         lines.append("text: TEXT")
     if not tag:

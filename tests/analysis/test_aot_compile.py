@@ -9,16 +9,16 @@ from family_models import FAMILY_MODELS
 
 from llama_jax.analysis import aot_compile
 from llama_jax.analysis.aot_compile import CompilerError, devices_of, gpu_target, missing_compiler, tpu_topology
-from llama_jax.analysis.hardware import BY_NAME, named_hardware
+from llama_jax.analysis.hardware import BY_NAME, hardware_by_name
 from llama_jax.errors import MeshError
 from llama_jax.ops.weights.formats import QUANT_FORMATS
 
 
-@pytest.mark.parametrize("name", aot_compile.NAMES)
+@pytest.mark.parametrize("name", aot_compile.COMPILABLE_HARDWARE)
 def test_every_compiler_has_its_hardware(name):
     assert name in BY_NAME
     if name in aot_compile.GPUS:
-        gpu, published = aot_compile.GPUS[name], named_hardware(name)
+        gpu, published = aot_compile.GPUS[name], hardware_by_name(name)
         assert gpu.bandwidth == pytest.approx(published.memory_bandwidth, rel=0.05)
         assert gpu.memory == pytest.approx(published.memory, rel=0.03)
         assert f"core_count: {gpu.cores} " in gpu_target(name)
@@ -54,7 +54,7 @@ def test_what_cannot_be_had():
 
 def test_a_missing_compiler_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(aot_compile.util, "find_spec", lambda name: None)
-    for name in aot_compile.NAMES:
+    for name in aot_compile.COMPILABLE_HARDWARE:
         assert "pip install" in (missing_compiler(name) or "")
 
 

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from llama_jax import parameter_count, preset
-from llama_jax.analysis.collectives import add_up, find_collectives, ring_bytes
+from llama_jax.analysis.collectives import find_collectives, ring_bytes, sum_traffic
 from llama_jax.analysis.memory import decode_programs, train_programs
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
 
@@ -63,7 +63,7 @@ def test_loops_multiply(mesh):
 
     found = find(lambda x: lax.scan(step, x, length=3)[0], mesh, P(), (16,))
     assert {c.axes: (c.loops, c.count) for c in found} == {("tensor",): ((3, 5), 15), ("data",): ((3,), 3)}
-    traffic = {t.axes: t for t in add_up(found)}
+    traffic = {t.axes: t for t in sum_traffic(found)}
     assert (traffic["tensor",].count, traffic["tensor",].bytes, traffic["tensor",].sent) == (15, 15 * 64, 15 * 64)
     assert traffic["tensor",].instructions == 1
     assert traffic["tensor",].is_counted
@@ -75,7 +75,7 @@ def test_a_loop_of_unknown_length_is_said_and_not_guessed(mesh):
 
     (found,) = find(run, mesh, P(), (16,))
     assert (found.loops, found.count, found.is_counted) == ((None,), 1, False)
-    assert not add_up([found])[0].is_counted
+    assert not sum_traffic([found])[0].is_counted
 
 
 def test_branches_count_as_if_taken(mesh):
@@ -197,7 +197,7 @@ def steps():
 
 @pytest.mark.slow
 def test_data_parallel_training_sums_all_gradients(steps):
-    (traffic,) = add_up(steps["data=8"])
+    (traffic,) = sum_traffic(steps["data=8"])
     assert (traffic.kind, traffic.axes, traffic.is_counted) == ("all-reduce", ("data",), True)
     gradients = 4 * parameter_count(CONFIG)
     # The embedding is the output projection too, and what they get may be summed apart.

@@ -7,7 +7,7 @@ import pytest
 
 from llama_jax import parameter_count, preset
 from llama_jax.analysis.collectives import Collective, find_collectives
-from llama_jax.analysis.hardware import Hardware, named_hardware
+from llama_jax.analysis.hardware import Hardware, hardware_by_name
 from llama_jax.analysis.memory import train_programs
 from llama_jax.analysis.roofline import (
     OPTIMIZER_TRAFFIC,
@@ -53,7 +53,7 @@ def test_all_experts_are_held_and_sent_whichever_a_token_is_given_to():
     gathered = [one for one in least_traffic(config, MeshSizes(fsdp=8), 8, 1024, "bfloat16") if one.kind == "all-gather"]
     held = parameter_count(config) - config.vocab_size * config.dim  # the embedding is looked up in parts
     assert sum(one.count * one.bytes for one in gathered) == pytest.approx(2 * 2 * held, rel=0.01)
-    h200 = named_hardware("h200")
+    h200 = hardware_by_name("h200")
     step = training_roofline(config, MeshSizes(), 1, 1, "bfloat16", "none", h200, [])
     read = (3 * 2 * held + OPTIMIZER_TRAFFIC * parameter_count(config)) / h200.memory_bandwidth
     assert step.memory == pytest.approx(read, rel=0.01)
@@ -115,7 +115,7 @@ def test_context_shares_what_fsdp_does_and_sends_keys_and_values_around():
 
 
 def test_context_divides_the_work_of_a_step():
-    sizes, h200 = (MeshSizes(fsdp=8), MeshSizes(context=8)), named_hardware("h200")
+    sizes, h200 = (MeshSizes(fsdp=8), MeshSizes(context=8)), hardware_by_name("h200")
     by_rows, by_tokens = (training_roofline(LARGE, s, 8, 8192, "bfloat16", "full", h200, []) for s in sizes)
     assert by_rows == by_tokens
 
@@ -174,7 +174,7 @@ def test_links_may_be_slower_than_the_network_beyond_them():
 
 
 def test_where_no_network_is_published_a_mesh_may_not_leave_the_links():
-    pair = named_hardware("h100-pcie")
+    pair = hardware_by_name("h100-pcie")
     assert exchange_seconds([exchange("all-gather", 400)], MeshSizes(tensor=2), pair) > 0
     with pytest.raises(MeshError, match=r"tensor leaves the 2 devices that the links of H100 PCIe connect"):
         exchange_seconds([exchange("all-gather", 400, group=4)], MeshSizes(tensor=4), pair)
@@ -193,7 +193,7 @@ def test_a_step_is_bound_by_the_slowest_of_three():
 
 
 def test_training_of_405_billion_on_512_h200():
-    sizes, h200 = MeshSizes(fsdp=64, tensor=8), named_hardware("h200")
+    sizes, h200 = MeshSizes(fsdp=64, tensor=8), hardware_by_name("h200")
     least = least_traffic(LARGE, sizes, 512, 8192, "bfloat16")
     bound = training_roofline(LARGE, sizes, 512, 8192, "bfloat16", "full", h200, least)
     flops = step_flops(LARGE, 512, 8192)
@@ -213,20 +213,20 @@ def test_decoding_is_bound_by_reading_the_weights():
     sizes, config = MeshSizes(tensor=8), preset("llama-3.1-70b")
     resident = 2 * parameter_count(config) // 8
     once = Collective("all-reduce", ("tensor",), 8, 10**9, 0, ("bf16[1]",), loops=(3,))
-    bound = decoding_roofline(config, sizes, 1, 4096, named_hardware("h200"), resident, [once])
+    bound = decoding_roofline(config, sizes, 1, 4096, hardware_by_name("h200"), resident, [once])
     assert bound.limit == "memory"
     assert bound.exchange == pytest.approx(
         3 * 2 * 7 / 8 * 1e9 / 450e9 / STEPS_PER_CHUNK
     )  # once in a call, which is for a chunk
     assert 1 / bound.overlapped == pytest.approx(8 * 4.8e12 / (2 * parameter_count(config)), rel=1e-6)
     turn = replace(once, loops=(None, 3))
-    again = decoding_roofline(config, sizes, 1, 4096, named_hardware("h200"), resident, [once, turn])
+    again = decoding_roofline(config, sizes, 1, 4096, hardware_by_name("h200"), resident, [once, turn])
     assert again.exchange == pytest.approx(2 * bound.exchange)
     assert math.isclose(again.apart, again.compute + again.memory + again.exchange)
 
 
 def test_decoding_multiplies_only_what_windows_and_chunks_keep():
-    h200 = named_hardware("h200")
+    h200 = hardware_by_name("h200")
 
     def scores(config, slots):
         flops = decoding_roofline(config, MeshSizes(), 2, slots, h200, 0, []).compute * h200.flops / 2

@@ -16,7 +16,7 @@ from make_goldens import random_tensors
 
 import llama_jax
 from llama_jax.cli.convert import BLOCKS
-from llama_jax.cli.convert import FORMATS as OFFERED
+from llama_jax.cli.convert import OUTPUT_FORMATS as OFFERED
 from llama_jax.formats.saving import TENSOR_TYPES, WrittenFormat
 
 START = "from llama_jax.cli import main; "

@@ -13,7 +13,7 @@ import pytest
 from commands import error_of, run_here
 
 from llama_jax import cache_bytes, load, parameter_count, preset
-from llama_jax.cli.estimate import kinds_in_files, read_config
+from llama_jax.cli.estimate import formats_in_files, read_model_config
 from llama_jax.formats.huggingface import config_to_dict
 from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.model.lora import Lora, adapter_count
@@ -292,8 +292,8 @@ def test_a_file_is_planned_in_its_own_kinds(arguments, dtype, words):
 
 def test_kinds_are_planned_layer_by_layer():
     path = Path(__file__).parents[1] / "goldens" / "formats" / "q4_k_m.gguf"
-    words, kinds = kinds_in_files(path)
-    layers = read_config(path).n_layers
+    words, kinds = formats_in_files(path)
+    layers = read_model_config(path).n_layers
     assert words == "q4_k and q6_k"
     assert kinds.blocks.attention.qkv == (("q4_k", "q4_k", "q6_k"),) * layers
     assert kinds.blocks.attention_norm == ((None,),) * layers

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from llama_jax.cli.terminal import ending_in_order
+from llama_jax.cli.terminal import clean_exit
 
 PROGRAM = """
 import os, signal, sys
@@ -60,7 +60,7 @@ def test_a_signal_in_a_destructor_is_not_lost(monkeypatch, capsys):
             signal.raise_signal(signal.SIGTERM)
 
     def work():
-        with ending_in_order("stopped"):
+        with clean_exit("stopped"):
             Dying()
             threading.Event().wait(20)
 

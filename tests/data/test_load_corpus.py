@@ -54,7 +54,7 @@ def no_reading(monkeypatch):
 
     monkeypatch.setattr(module, "describe", fail)
     monkeypatch.setattr(module, "read_tokens", fail)
-    monkeypatch.setattr("llama_jax.data.data_files.describe", fail)
+    monkeypatch.setattr("llama_jax.data.data_files.describe_source", fail)
 
 
 def test_documents_of_every_kind_of_file(data, cache, monkeypatch):

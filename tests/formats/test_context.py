@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax import RopeScaling
-from llama_jax.cli.estimate import read_config as estimated_config
+from llama_jax.cli.estimate import read_model_config as estimated_config
 from llama_jax.cli.options import with_rope
 from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.evaluation.measure import choose_sizes

@@ -27,7 +27,7 @@ from llama_jax.runs.log import Log, duration
 from llama_jax.runs.loop import train
 from llama_jax.runs.run_folder import lock_run
 from llama_jax.runs.tasks.interface import TaskInputs
-from llama_jax.runs.tasks.language_modeling import data_summary, read_data
+from llama_jax.runs.tasks.language_modeling import describe_corpora, read_data
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 from llama_jax.training.optimizer import OptimizerSettings
 
@@ -52,7 +52,7 @@ def test_a_text_without_separators_gives_its_share_to_validation_and_no_more(tex
     assert corpora.kept == pytest.approx(0.1, abs=1e-3)
     assert held.token_count == pytest.approx(0.1 * total, abs=1)
     assert training.byte_count + held.byte_count == len(" ".join(text.read_text().split())) - 1
-    preflight.describe(Log(), recipe, data_summary(recipe, corpora))
+    preflight.log_model(Log(), recipe, describe_corpora(recipe, corpora))
     assert "in 1 to validate (10.0% of the data was kept for it); 12 steps of" in capsys.readouterr().out
 
 

@@ -21,7 +21,7 @@ from llama_jax.serving.grammar import Grammars
 from llama_jax.serving.http import json_body, service
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.json_body import SMALL_BODY, parse_json
-from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
+from llama_jax.serving.thread_pool import LOW_NICENESS, DaemonThreadPool
 from llama_jax.tokenizers import load_tokenizer
 
 THREADS, WAITING = service.threads_beside_engine(service.GRAMMAR_THREADS), service.GRAMMARS_WAITING
@@ -152,7 +152,7 @@ def test_only_threads_that_are_to_wait_have_a_low_priority():
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     assert DaemonThreadPool("as others", 1).submit(priority).result() == priority()
-    assert DaemonThreadPool("low", 1, niceness=LOW).submit(priority).result() == min(priority() + LOW, 19)
+    assert DaemonThreadPool("low", 1, niceness=LOW_NICENESS).submit(priority).result() == min(priority() + LOW_NICENESS, 19)
 
 
 @pytest.mark.slow

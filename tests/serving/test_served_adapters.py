@@ -25,8 +25,8 @@ from llama_jax.model.multi_lora import adapter_table, choose_adapters
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.engine import Engine
-from llama_jax.serving.http.metrics import PREFIX
-from llama_jax.serving.rows import batch_of, settings_of
+from llama_jax.serving.http.metrics import METRIC_PREFIX
+from llama_jax.serving.rows import batch_of, settings_of_rows
 from llama_jax.serving.served_model import ServedModel
 
 LORAS = (Lora(rank=3, alpha=5.0), Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")), Lora(rank=2, alpha=4.0))
@@ -127,7 +127,7 @@ def test_a_turn_copies_neither_the_table_nor_the_base(tabled, rows):
     """Of one row with three adapters its own slices are cut out, of four rows all is multiplied."""
     config, params = tabled
     model = ServedModel.of(config, params, TINY.cache, TINY.compute)
-    batch, settings = batch_of([], (rows, rows), 2, rows), settings_of([], rows, config.vocab_size)
+    batch, settings = batch_of([], (rows, rows), 2, rows), settings_of_rows([], rows, config.vocab_size)
     args = model.params, model.empty(rows, 2 * rows), batch, settings
     text = model.programs.step.lower(model.static, *args).compile().as_text()
     held = {leaf.nbytes for leaf in jax.tree.leaves(params.blocks) if leaf.nbytes > 2048}
@@ -189,7 +189,7 @@ def test_the_model_of_a_request_chooses():
     assert [request.adapter for request in engine.admitted] == [1, 0, 0, -1, -1]
     assert answers[4].status == 200
     for name, requests in (("poet", 1), ("pirate", 2), ("fake", 2)):
-        line = f'{PREFIX}model_requests_total{{model_name="{name}"}} {requests:.1f}'
+        line = f'{METRIC_PREFIX}model_requests_total{{model_name="{name}"}} {requests:.1f}'
         assert line in answers[5].body.decode().splitlines()
 
 

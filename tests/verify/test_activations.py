@@ -24,10 +24,10 @@ from llama_jax.errors import CheckpointError, UserError
 from llama_jax.formats.huggingface import NAMES, config_to_dict, from_params
 from llama_jax.verify import activations
 from llama_jax.verify.activations import (
-    TEXT,
+    SAMPLE_TEXT,
     Trace,
     check_logits,
-    check_room,
+    check_oracle_path,
     check_speech,
     check_transformers,
     check_vocabulary,
@@ -74,7 +74,7 @@ def test_the_parts_one_by_one_make_up_the_whole(models, traced):
 def read(stories):
     """Trace the stories model, its tensors changed by a function, over the built-in text."""
     config, params, tokenizer = stories
-    tokens = np.array(tokenizer.encode(TEXT)[:64], np.int32)
+    tokens = np.array(tokenizer.encode(SAMPLE_TEXT)[:64], np.int32)
 
     def read(change=lambda tensors: {}):
         whole = from_params(config, params, None).tensors
@@ -139,10 +139,12 @@ class Vocabulary:
 
 
 def test_vocabulary(stories):
-    assert check_vocabulary(stories.tokenizer, 512, TEXT).passed
-    assert check_vocabulary(Vocabulary(500), 512, TEXT).passed
-    assert check_vocabulary(Vocabulary(513), 512, TEXT).passed  # the model has no row for the last piece, and gives it none
-    lossy = check_vocabulary(Vocabulary(back=str.lower), 512, TEXT)
+    assert check_vocabulary(stories.tokenizer, 512, SAMPLE_TEXT).passed
+    assert check_vocabulary(Vocabulary(500), 512, SAMPLE_TEXT).passed
+    assert check_vocabulary(
+        Vocabulary(513), 512, SAMPLE_TEXT
+    ).passed  # the model has no row for the last piece, and gives it none
+    lossy = check_vocabulary(Vocabulary(back=str.lower), 512, SAMPLE_TEXT)
     assert (lossy.passed, "does NOT round-trip" in lossy.found) == (False, True)
 
 
@@ -304,12 +306,12 @@ def test_any_damage_is_found_or_without_effect(path, oracle, tmp_path_factory, d
 
 
 def test_room_is_looked_for_before_anything_runs(tmp_path):
-    check_room(tmp_path / "new", CONFIG, 64)
+    check_oracle_path(tmp_path / "new", CONFIG, 64)
     for path in (tmp_path, tmp_path / "none" / "new"):
         with pytest.raises(UserError, match="cannot be written"):
-            check_room(path, CONFIG, 64)
+            check_oracle_path(path, CONFIG, 64)
     with pytest.raises(UserError, match="100000000 tokens takes 14800000000 bytes"):
-        check_room(tmp_path / "new", CONFIG, 100_000_000)
+        check_oracle_path(tmp_path / "new", CONFIG, 100_000_000)
 
 
 # -- transformers --------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def stories_model():
 
 @pytest.mark.parametrize("kind", ["int8", pytest.param("q4_0", marks=pytest.mark.slow)])
 def test_errors_are_those_of_the_numbers(kind, stories_model, monkeypatch):
-    monkeypatch.setattr(rounding_error, "RUN", 1 << 14)  # several runs
+    monkeypatch.setattr(rounding_error, "BLOCK_NUMBERS", 1 << 14)  # several runs
     config, params, _ = stories_model
     found = quantize(params, f"{kind}-pure" if kind == "q4_0" else kind)
     errors = matrix_errors(found, params)

@@ -51,7 +51,7 @@ class ResponseFormat(ABC):
 
     Attributes:
       opening, closing: JSON before and after the text of a chunk.
-      others: fields of log-probabilities that are not lists.
+      closing_fields: fields of log-probabilities that are not lists.
 
     Args:
       model: name of the model in the response.
@@ -62,7 +62,7 @@ class ResponseFormat(ABC):
     chunk_object: str
     opening: str
     closing: str
-    others = ""
+    closing_fields = ""
 
     def __init__(self, request: ApiRequest, model: str, names: TokenNames) -> None:
         self._fixed = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -107,7 +107,7 @@ class ResponseFormat(ABC):
     def _logprobs_object(self, lists: Mapping[str, str]) -> str:
         if not self._scored:
             return "null"
-        return "{" + ",".join([f'"{name}":[{elements}]' for name, elements in lists.items()]) + self.others + "}"
+        return "{" + ",".join([f'"{name}":[{elements}]' for name, elements in lists.items()]) + self.closing_fields + "}"
 
     @abstractmethod
     def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, str]:
@@ -131,14 +131,16 @@ class CompletionFormat(ResponseFormat):
         def top(token: ScoredToken) -> str:
             if token.logprob is None:
                 return "null"
-            logprobs = {names(i)[0]: _number(logprob) for i, logprob in ((token.id, token.logprob), *token.alternatives)}
+            logprobs = {
+                names(i)[0]: _format_number(logprob) for i, logprob in ((token.id, token.logprob), *token.alternatives)
+            }
             return "{" + ",".join([f"{name}:{logprob}" for name, logprob in logprobs.items()]) + "}"
 
         return {
-            "tokens": ",".join([names(each.token.id)[0] for each in scored]),
-            "token_logprobs": ",".join([_number(each.token.logprob) for each in scored]),
-            "top_logprobs": ",".join([top(each.token) for each in scored]),
-            "text_offset": ",".join([str(each.offset) for each in scored]),
+            "tokens": ",".join([names(placed.token.id)[0] for placed in scored]),
+            "token_logprobs": ",".join([_format_number(placed.token.logprob) for placed in scored]),
+            "top_logprobs": ",".join([top(placed.token) for placed in scored]),
+            "text_offset": ",".join([str(placed.offset) for placed in scored]),
         }
 
     def content(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
@@ -151,7 +153,7 @@ class ChatFormat(ResponseFormat):
     id_prefix = "chatcmpl"
     object, chunk_object = "chat.completion", "chat.completion.chunk"
     opening, closing = ',"delta":{"content":', "}"
-    others = ',"refusal":null'
+    closing_fields = ',"refusal":null'
 
     def begin(self, index: int) -> bytes:
         delta = '{"role":"assistant","content":""}'
@@ -160,12 +162,12 @@ class ChatFormat(ResponseFormat):
     def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, str]:
         def fields(token: int, logprob: float | None) -> str:
             name, content = self._names(token)
-            return f'"token":{name},"logprob":{_number(logprob)},"bytes":{content}'
+            return f'"token":{name},"logprob":{_format_number(logprob)},"bytes":{content}'
 
         def top(token: ScoredToken) -> str:
-            return ",".join([f"{{{fields(*one)}}}" for one in token.alternatives])
+            return ",".join([f"{{{fields(*alternative)}}}" for alternative in token.alternatives])
 
-        tokens = [each.token for each in scored]
+        tokens = [placed.token for placed in scored]
         content = [f'{{{fields(token.id, token.logprob)},"top_logprobs":[{top(token)}]}}' for token in tokens]
         return {"content": ",".join(content)}
 
@@ -176,7 +178,7 @@ class ChatFormat(ResponseFormat):
         return {"message": message}
 
 
-def _number(logprob: float | None) -> str:
+def _format_number(logprob: float | None) -> str:
     """The log-probability as JSON: values below -9999, such as minus infinity, become -9999, as in OpenAI's API."""
     return "null" if logprob is None else repr(logprob if logprob > -9999.0 else -9999.0)
 
@@ -335,7 +337,7 @@ class GeneratedResponse:
         try:
             with suppress(DisconnectedError):
                 await unless_disconnected(self._stream(send) if self.body.stream else self._whole(send), receive)
-                self.metrics.whole.observe(time.monotonic() - self.arrived)
+                self.metrics.request_seconds.observe(time.monotonic() - self.arrived)
         finally:
             self.updates.close()
 
@@ -439,7 +441,7 @@ class GeneratedResponse:
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": sum(each.cached for each in self.choices[:: self.body.n])},
+            "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in self.choices[:: self.body.n])},
         }
 
 
