@@ -154,7 +154,7 @@ class Arguments:
     skip: str = ""
     """Comma-separated names of programs to omit."""
     flags: Literal["on", "off"] = "on"
-    """Whether to use the commands' flags (`llama_jax/xla_flags.py`); "off" adds separate rows with XLA's defaults."""
+    """Whether to use the commands' flags (`inference/xla_flags.py`); "off" adds separate rows with XLA's defaults."""
     output: Path | None = None
 
 
@@ -263,11 +263,11 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
     from llama_jax import preset
     from llama_jax.inference.sharding import sharding_of
+    from llama_jax.inference.xla_flags import decode_options_on_tpu
     from llama_jax.model.cache import PAGE_SIZE
     from llama_jax.model.forward_options import Compute
     from llama_jax.serving import programs
     from llama_jax.serving.rows import batch_of, settings_of_rows
-    from llama_jax.xla_flags import decode_options_on_tpu
 
     rows, options = case.batch, dict(case.options)
     piece, number, draft = options.pop("piece", 0), options.pop("drafted", 0), options.pop("draft", None)

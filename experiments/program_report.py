@@ -442,7 +442,7 @@ class Findings:
         kinds: dict[str, dict[str, int]] = {}
         for one, (asynchronous, overlapped) in zip(self.collectives, self.overlap, strict=True):
             row = kinds.setdefault(
-                f"{one.kind} over {','.join(one.axes)}", {"count": 0, "asynchronous": 0, "overlapped": 0, "sent": 0}
+                f"{one.opcode} over {','.join(one.axes)}", {"count": 0, "asynchronous": 0, "overlapped": 0, "sent": 0}
             )
             row["count"] += one.count
             row["asynchronous"] += one.count * asynchronous

@@ -127,7 +127,7 @@ ENTRY %main (x: bf16[8,1024], y: bf16[1,1024], at: s32[], table: bf16[5000,1024]
 def test_what_is_updated_in_place_looked_up_or_left_out():
     text = DeviceProgram(HAND)
     row, whole = 2 * 1024, 2 * 8 * 1024
-    named = text.named(text.entry)
+    named = text.by_name(text.entry)
     assert bytes_read(text, text.entry, named["found"]) == row + 4  # and its index
     assert bytes_written(text, text.entry, named["found"]) == row
     assert bytes_read(text, text.entry, named["next"]) == row + 4  # not what it is written into
@@ -162,8 +162,8 @@ ENTRY %main (w: bf16[64,128], x: bf16[1,128]) -> bf16[1,64] {
 
 def test_a_weight_that_a_fusion_passes_to_another_is_read():
     text = DeviceProgram(NESTED)
-    assert bytes_read(text, text.entry, text.named(text.entry)["y"]) == 2 * (64 * 128 + 128)
-    assert multiplies(text, text.named(text.entry)["y"])
+    assert bytes_read(text, text.entry, text.by_name(text.entry)["y"]) == 2 * (64 * 128 + 128)
+    assert multiplies(text, text.by_name(text.entry)["y"])
 
 
 KERNEL = """HloModule jit_f
@@ -231,4 +231,4 @@ ENTRY %main (table: s8[64,32,128], at: s32[]) -> s8[1,32,128] {
 def test_a_part_of_a_table_that_is_seen_in_another_tiling_is_a_part():
     """As a TPU's compiler takes rows of 8-bit numbers."""
     text = DeviceProgram(TILED)
-    assert bytes_read(text, text.entry, text.named(text.entry)["found"]) == 32 * 128 + 4
+    assert bytes_read(text, text.entry, text.by_name(text.entry)["found"]) == 32 * 128 + 4

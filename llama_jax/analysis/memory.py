@@ -22,6 +22,7 @@ from llama_jax.inference.compiled_decode import MAX_PREFILL_CHUNK
 from llama_jax.inference.decode import DecodeSettings, DecodeState, PrefillState, TokenChunk, decode, prefill
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.sharding import sharding_of
+from llama_jax.inference.xla_flags import compiler_options, decode_options_on_tpu
 from llama_jax.model.cache import KVCache, init_cache
 from llama_jax.model.forward_options import Compute, Positions, Remat
 from llama_jax.model.lora import Lora, adapter_shapes, with_base
@@ -48,7 +49,6 @@ from llama_jax.training.batch import Batch
 from llama_jax.training.loss import LossOptions
 from llama_jax.training.optimizer import adamw, with_clipping
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
-from llama_jax.xla_flags import compiler_options, decode_options_on_tpu
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Program:
         """Compile the program for the devices of its arguments.
 
         Args:
-          flags: use the platform's flags, as the commands do, see `llama_jax.xla_flags`.
+          flags: use the platform's flags, as the commands do, see `llama_jax.inference.xla_flags`.
           accelerator: on simulated CPU devices, compile as nearly as possible what a GPU or TPU would run, for analysis on
             machines without its compiler: without the library's variants for CPUs, and with 16-bit floats throughout,
             including communication.

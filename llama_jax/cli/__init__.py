@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import llama_jax
-from llama_jax import interrupts
 from llama_jax.cli.terminal import end_at_once
 from llama_jax.errors import StuckSaveError, UserError, reason_of, shown
+from llama_jax.runs import interrupts
 from llama_jax.storage.atomic_write import cannot_write, discard_output, remedy_for
 
 # By group: a command, its file and class, and what it does, in one line of at most 80 columns.

@@ -19,7 +19,7 @@ from llama_jax.cli.options import AdapterOptions, CacheOption, DraftOptions, Sam
 from llama_jax.cli.terminal import print_status
 from llama_jax.config import suggest_context
 from llama_jax.errors import GenerationError, UserError, reading, shown
-from llama_jax.progress import progress_bar
+from llama_jax.runs.progress import progress_bar
 from llama_jax.settings import at_least
 from llama_jax.storage.atomic_write import cannot_write, lock_file
 from llama_jax.tokenizers import Tokenizer
@@ -163,7 +163,6 @@ class _Output:
             self._add(line, number)
 
     def _add(self, line: bytes, number: int) -> None:
-        foreign = UserError(f"{self.path}, line {number} does not belong to these prompts; choose another file to write")
         try:
             value = json.loads(line)
             which, settings = value["line"], value["settings"]
@@ -171,9 +170,9 @@ class _Output:
             same = same and PromptLine(value["prompt"], value.get("adapter")) == self._prompts[which - 1]
             seed = int(settings["seed"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            raise foreign from None
+            same = False
         if not same:
-            raise foreign
+            raise UserError(f"{self.path}, line {number} does not belong to these prompts; choose another file to write")
         self.lines.add(which)
         self.seed, self._settings = seed, settings
 

@@ -19,7 +19,7 @@ from llama_jax.cli.options import ModelOptions, TemplateOptions
 from llama_jax.cli.terminal import print_status, printable
 from llama_jax.config import suggest_context
 from llama_jax.errors import GenerationError, UserError
-from llama_jax.interrupts import end_command, watch_signals
+from llama_jax.runs.interrupts import end_command, watch_signals
 from llama_jax.settings import at_least
 from llama_jax.tokenizers import Format, Message, Tokenizer, encode_chat, reply_ends, resolve_format
 from llama_jax.tokenizers.chat_template import Renderer

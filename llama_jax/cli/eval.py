@@ -27,7 +27,7 @@ from llama_jax.cli.options import (
 from llama_jax.cli.terminal import as_json, clean_exit, columns, printable
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import UserError, shown
-from llama_jax.progress import progress_bar
+from llama_jax.runs.progress import progress_bar
 from llama_jax.settings import at_least
 from llama_jax.storage import Location
 from llama_jax.tokenizers import Format, Tokenizer, load_tokenizer
@@ -165,7 +165,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
             **result.facts,
             **settings,
             "attention": " and ".join(attention),
-            "kind": data_type,
+            "data_type": data_type,
         }
         if self.json:
             print(as_json(facts))

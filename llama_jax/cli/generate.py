@@ -313,10 +313,6 @@ def read_prompt_texts(prompt: str | None, file: Path | None) -> list[str]:
         where, content = "stdin", _bounded("stdin", sys.stdin.buffer)
     else:
         assert prompt is not None
-        try:
-            content = prompt.encode()
-        except UnicodeEncodeError:
-            raise GenerationError("the prompt is not valid UTF-8; is the terminal's encoding (LANG) set?") from None
         if not prompt:
             raise GenerationError(f"the prompt is empty; {PROMPT_HINT}")
         return [prompt]
@@ -358,12 +354,6 @@ def _parse_lines(content: bytes, where: str) -> list[PromptLine]:
         prompt = value.get("prompt")
         if not (isinstance(prompt, str) and prompt):
             raise GenerationError(f'{where}, line {number} must be an object like {{"prompt": "Once upon a time"}}')
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise GenerationError(
-                f"{where}, line {number}: the prompt has half a surrogate pair, which is not text"
-            ) from None
         adapter = value.get("adapter")
         if not (adapter is None or isinstance(adapter, str)):
             raise GenerationError(f"{where}, line {number}: adapter={shown(adapter, 40)} must be a name, or omitted")

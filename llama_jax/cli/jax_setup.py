@@ -15,8 +15,8 @@ import jax
 
 from llama_jax.cli.terminal import print_status
 from llama_jax.errors import UserError, reason_of
+from llama_jax.inference.xla_flags import keep_freed_memory, set_flags
 from llama_jax.storage.paths import cache_folder
-from llama_jax.xla_flags import keep_freed_memory, set_flags
 
 MIN_FREE_BYTES = 2**20  # bytes on the disk of the compilation cache; a program takes some hundred thousand
 
@@ -59,7 +59,7 @@ def reason_unwritable(cache: str) -> str | None:
 
 
 def start_backend(*, training: bool = False) -> None:
-    """Start JAX's device backend with the flags of its platform, see `llama_jax.xla_flags`.
+    """Start JAX's device backend with the flags of its platform, see `llama_jax.inference.xla_flags`.
 
     A missing backend is an error of one line, before anything is loaded; flags that this XLA does not have are reported.
     """
@@ -77,7 +77,7 @@ def start_backend(*, training: bool = False) -> None:
 
 def loading_bar(layers: Sequence[int]) -> Iterable[int]:
     """A bar of layers being read, if that takes over a second and stderr is a terminal."""
-    from llama_jax.progress import progress_bar
+    from llama_jax.runs.progress import progress_bar
 
     return progress_bar("loading", "layers", delay=1.0)(layers)
 

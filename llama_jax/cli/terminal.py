@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from llama_jax.interrupts import ending_signals
+from llama_jax.runs.interrupts import ending_signals
 
 
 def print_status(*texts: str) -> None:

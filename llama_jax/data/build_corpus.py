@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from llama_jax.data.data_files import UNFINISHED, Paths, describe_source, find_f
 from llama_jax.data.documents import TOKEN_SUFFIXES, DocumentFormat, Span, file_type, spans_of
 from llama_jax.data.load_corpus import VocabularyInfo, examine, read_tokens
 from llama_jax.errors import DataError, shown
+from llama_jax.settings import Bounds, check_bounds
 from llama_jax.storage import locate, on_disk, resolved
 from llama_jax.storage.atomic_write import cannot_write, lock_file, remove, write_atomically
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
@@ -59,12 +60,11 @@ class BuildOptions:
     """
 
     reading: DocumentFormat = DocumentFormat()
-    unit: int | None = None
+    unit: Annotated[int, Bounds(1)] | None = None
     drop_duplicates: bool = False
 
     def __post_init__(self) -> None:
-        if self.unit is not None and self.unit < 1:
-            raise DataError(f"unit={self.unit} must be at least 1 byte")
+        check_bounds(self, DataError)
 
 
 class PartJob(NamedTuple):

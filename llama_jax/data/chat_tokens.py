@@ -18,6 +18,7 @@ from llama_jax.data.corpus import Corpus
 from llama_jax.data.data_files import Paths, describe_source, find_files, untouched
 from llama_jax.data.documents import RECORD_UNITS, file_type, location
 from llama_jax.errors import DataError, GenerationError, TokenizerError, shown
+from llama_jax.settings import check_bounds
 from llama_jax.tokenizers import Format, Tokenizer
 from llama_jax.tokenizers.chat_targets import EncodedExample, ReplyEncoder
 from llama_jax.tokenizers.chat_template import parse_template_args
@@ -53,8 +54,7 @@ class ChatReading:
     def __post_init__(self) -> None:
         check_time(self.template_time)
         parse_template_args(self.template_args)
-        if self.too_long not in ("cut", "drop"):
-            raise DataError(f"too_long={self.too_long!r} must be cut or drop")
+        check_bounds(self, DataError)
 
 
 def check_time(template_time: str | None) -> None:
@@ -189,9 +189,9 @@ def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = F
     for answer in example.answers:
         if isinstance(example.prompt, str) and isinstance(answer, str):
             sequences.append(encoder.pair(example.prompt, answer, special=special))
-        elif isinstance(answer, str) or (isinstance(example.prompt, str) and example.prompt):
-            raise GenerationError("prompt and answer must both be texts, or both messages")
-        else:
+        else:  # the readers of examples refuse texts beside messages
+            assert not isinstance(answer, str)
+            assert not (isinstance(example.prompt, str) and example.prompt)
             sequences.append(encoder.chat([*example.prompt, *answer], len(example.prompt), example.tools))
     return tuple(sequences)
 
@@ -233,8 +233,6 @@ def _read_examples(
     reading: ChatReading,
     read: Callable[[Path], Iterator[Example]],
 ) -> tuple[list[Corpus], ExampleCounts, list[bool | None]]:
-    if length < 1:
-        raise DataError(f"length={length} must be at least 1 token")
     counts = ExampleCounts()
     builders: list[_CorpusBuilder] = []
     desirable: list[bool | None] = []

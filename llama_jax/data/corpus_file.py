@@ -140,19 +140,15 @@ def _parse_info(path: Path, text: bytes) -> CorpusInfo:
         fields = None
     if not isinstance(fields, dict) or fields.keys() != set(CorpusInfo._fields):
         raise DataError(f"{path} has no description of a corpus; {REBUILD_REMEDY}")
-    info = CorpusInfo(**fields)
-    for name in ("documents", "tokens", "text_bytes", "vocab_size"):
-        if type(fields[name]) is not int or fields[name] < 0:
-            raise DataError(
-                f"{path} has {name}={shown(fields[name], 40)}, which must be a number of at least 0; {REBUILD_REMEDY}"
-            )
-    if info.token_type not in ("uint16", "uint32"):
-        raise DataError(
-            f"{path} has token_type={shown(info.token_type, 40)}, which must be uint16 or uint32; {REBUILD_REMEDY}"
-        )
-    if not isinstance(info.sha256, str) or not isinstance(info.origin, dict):
-        raise DataError(f"{path} has no description of a corpus; {REBUILD_REMEDY}")
-    return info
+    counts = [fields[name] for name in ("documents", "tokens", "text_bytes", "vocab_size")]
+    if (
+        not all(type(count) is int and count >= 0 for count in counts)
+        or fields["token_type"] not in ("uint16", "uint32")
+        or not isinstance(fields["sha256"], str)
+        or not isinstance(fields["origin"], dict)
+    ):
+        raise DataError(f"{path} has an invalid description, {shown(fields, 200)}; {REBUILD_REMEDY}")
+    return CorpusInfo(**fields)
 
 
 def read_corpus(path: Path) -> tuple[Corpus, CorpusInfo]:
@@ -165,24 +161,21 @@ def read_corpus(path: Path) -> tuple[Corpus, CorpusInfo]:
     mapped = np.asarray(np.memmap(path, np.uint8, "r"))
     length = CORPUS_HEADER.unpack(mapped[: CORPUS_HEADER.size].tobytes())[1]
     data = mapped[CORPUS_HEADER.size : len(mapped) - length]
-    if hashlib.sha256(data.data).hexdigest() != info.sha256:
-        raise DataError(f"{path} is not a whole corpus of tokens; {REBUILD_REMEDY}")
     dtype = np.dtype(info.token_type).newbyteorder("<")
     size = info.tokens * dtype.itemsize
     padded = -(-size // 8) * 8
-    if len(data) != padded + 8 * (2 * info.documents + 1):
-        raise DataError(f"{path} has sizes that differ from its description; {REBUILD_REMEDY}")
-    numbers = np.frombuffer(data[padded:].tobytes(), "<i8")
+    is_whole = len(data) == padded + 8 * (2 * info.documents + 1)
+    if not is_whole or hashlib.sha256(data.data).hexdigest() != info.sha256:
+        raise DataError(f"{path} is not a whole corpus of tokens; {REBUILD_REMEDY}")
+    tokens, numbers = data[:size].view(dtype), np.frombuffer(data[padded:].tobytes(), "<i8")
     starts, byte_counts = numbers[: info.documents + 1], numbers[info.documents + 1 :]
-    if starts[0] != 0 or starts[-1] != info.tokens or (starts[1:] < starts[:-1]).any():
-        raise DataError(f"{path} has documents that are not consecutive in its {info.tokens} tokens; {REBUILD_REMEDY}")
-    if (byte_counts < 0).any() or byte_counts.sum() != info.text_bytes:
-        raise DataError(f"{path} has byte counts that differ from its description; {REBUILD_REMEDY}")
-    largest = int(data[:size].view(dtype).max(initial=0))
-    if info.tokens and largest >= info.vocab_size:
-        raise DataError(f"{path} has the token {largest}, outside its vocabulary of {info.vocab_size}; {REBUILD_REMEDY}")
+    are_consecutive = starts[0] == 0 and starts[-1] == info.tokens and (starts[1:] >= starts[:-1]).all()
+    have_bytes = (byte_counts >= 0).all() and byte_counts.sum() == info.text_bytes
+    have_rows = not info.tokens or int(tokens.max()) < info.vocab_size
+    if not (are_consecutive and have_bytes and have_rows):
+        raise DataError(f"{path} has documents or tokens that differ from its description; {REBUILD_REMEDY}")
     corpus = Corpus(
-        tokens=data[:size].view(dtype),
+        tokens=tokens,
         starts=starts[:-1],
         stops=starts[1:],
         byte_counts=byte_counts,

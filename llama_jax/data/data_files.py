@@ -107,8 +107,6 @@ def find_files(paths: Paths) -> list[Path]:
     files: list[Path] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         location = resolved(local_copy(path, DATA_SUFFIXES))
-        if not location.exists():
-            raise DataError(f"{path} does not exist; pass files of text, or a folder of them")
         if location.is_dir():
             check_finished(location)
             inside = sorted(
@@ -124,7 +122,8 @@ def find_files(paths: Paths) -> list[Path]:
         elif location.is_file():
             files.append(location)
         else:
-            raise DataError(f"{path} is neither a file nor a folder; pass files of text, or a folder of them")
+            state = "is neither a file nor a folder" if location.exists() else "does not exist"
+            raise DataError(f"{path} {state}; pass files of text, or a folder of them")
     if not files:
         raise DataError("no data files given; pass files of text, or a folder of them (--data PATH)")
     _check_once(files)

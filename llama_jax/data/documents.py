@@ -12,9 +12,10 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypeVar, cast
+from typing import IO, Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 from llama_jax.errors import DataError, reason_of, shown
+from llama_jax.settings import at_least, check_bounds
 
 TEXT_READ_BYTES = 1 << 20  # bytes of a text file to read at a time
 TABLE_ROWS = 1024  # rows of a table to read at a time
@@ -47,17 +48,14 @@ class DocumentFormat:
     """
 
     separator: str = "<|endoftext|>"
-    longest: int = 1 << 17
+    longest: Annotated[int, at_least(1)] = 1 << 17
     field: str = "text"
     token_type: Literal["uint16", "uint32"] | None = None
 
     def __post_init__(self) -> None:
         if not self.separator:
             raise DataError("separator='' separates every two characters; for texts without separators set only `longest`")
-        if self.longest < 1:
-            raise DataError(f"longest={self.longest} must be at least 1 character")
-        if self.token_type not in (None, "uint16", "uint32"):
-            raise DataError(f"token_type={self.token_type!r} is not one of uint16, uint32")
+        check_bounds(self, DataError)
 
 
 class Document(NamedTuple):

@@ -219,10 +219,6 @@ def check_corpus(path: Path, info: CorpusInfo, vocabulary: VocabularyInfo, readi
     made, name = str(info.origin.get("fingerprint", "")), info.origin.get("tokenizer", "that made it")
     if reading.token_type not in (None, info.token_type):
         raise DataError(f"{path} has ids of {info.token_type}, not token_type='{reading.token_type}'; omit that")
-    if made == vocabulary.fingerprint and info.vocab_size > vocabulary.size:
-        raise DataError(
-            f"{path} was built for {info.vocab_size} tokens, but its vocabulary has {vocabulary.size}; build again"
-        )
     if made != vocabulary.fingerprint:
         raise DataError(
             f"{path} was built with the tokenizer {name} (fingerprint {made[:12]}), but is read with another one"

@@ -87,12 +87,8 @@ class CheckpointManager:
           mirror: uploads complete steps.
 
         Raises:
-          ConfigError: an invalid number of checkpoints to keep, or an invalid time.
-          CheckpointError: the folder cannot be used.
+          ConfigError: an invalid time.
         """
-        for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
-            if value < least:
-                raise ConfigError(f"{name}={value} must be at least {least}")
         if not 0 < timeout <= 1e7:
             raise ConfigError(f"save_timeout={timeout:g} must be above 0 and at most 1e7 seconds")
         self.folder = folder.absolute()
@@ -102,11 +98,8 @@ class CheckpointManager:
         self._check = check
         self._mirror = mirror
         self._pending: _Save | None = None
-        try:
-            if _is_first() and self.folder.exists():
-                self._clear_up()
-        except OSError as error:
-            raise CheckpointError(f"{self.folder} cannot be used for checkpoints ({error}); use another folder") from None
+        if _is_first() and self.folder.exists():
+            self._clear_up()
         _wait_for_all("opened")
         self._latest = self.latest()  # as last known
 
@@ -213,9 +206,6 @@ class CheckpointManager:
         self._verify(folder)
         metadata = read_metadata(folder.parent, int(folder.name))
         stored = {name: describe(folder, name) for name in (PARAMS, EMA, REST) if (folder / name).is_dir()}
-        for name in (PARAMS, REST):
-            if name not in stored:
-                raise CheckpointError(f"{folder / name} is missing; copy the whole step again, or resume without it")
         stored_arrays = {f"{part}.{name}": (a.shape, str(a.dtype)) for part in stored for name, a in stored[part].items()}
         target_arrays = {
             f"{part}.{name_of(path)}": (leaf.shape, str(leaf.dtype))

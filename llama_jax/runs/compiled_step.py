@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.analysis.hardware import find_hardware
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError, TrainingError
+from llama_jax.inference.xla_flags import return_large_blocks
 from llama_jax.model.forward_options import Sharding, identity
 from llama_jax.model.lora import adapted, init_adapters, precompute_dora_scale, with_base
 from llama_jax.model.params import Llama
@@ -42,7 +43,6 @@ from llama_jax.training.flops import step_flops
 from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
-from llama_jax.xla_flags import return_large_blocks
 
 MAX_UNROLLED_LAYERS = 32
 MIN_UNROLLED_SECONDS = 600.0  # estimated time of a run

@@ -39,9 +39,9 @@ def override(settings: Settings, changes: Sequence[str]) -> Settings:
         for part in outer:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
-                raise TrainingError(f"{change!r} comes after {part}=, which sets all of it; set only parts of it")
-        if isinstance(section.get(last), dict):
-            raise TrainingError(f"{key}= is set both as a whole and in parts; use only one")
+                break
+        if not isinstance(section, dict) or isinstance(section.get(last), dict):
+            raise TrainingError(f"{change!r}: a setting is set both as a whole and in parts; use only one")
         section[last] = value
     return _apply(settings, type(settings), nested, "", keys_of(settings))
 
@@ -99,44 +99,50 @@ def _parse(text: str, field_type: Any, key: str) -> Any:
             return None
         field_type = next(option for option in get_args(field_type) if option is not type(None))
         return _parse(text, field_type, key)
-    if origin is Literal:
-        if text not in get_args(field_type):
-            raise TrainingError(f"{key}={text!r} must be one of {', '.join(get_args(field_type))}")
-        return text
     if field_type is LlamaConfig:
         return preset(text)
     if field_type is str:
         return text.replace("\\n", "\n").replace("\\t", "\t")
-    if field_type is bool:
-        if text.lower() not in ("true", "false"):
-            raise TrainingError(f"{key}={text!r} must be true or false")
-        return text.lower() == "true"
-    if field_type in (int, float):
-        try:
-            return field_type(text.replace("_", "")) if field_type is float else int(text, 10)
-        except ValueError:
-            raise TrainingError(f"{key}={text!r} must be {'an integer' if field_type is int else 'a number'}") from None
+    value: Any
     if origin is tuple:
-        return _items(text, get_args(field_type)[0], key)
-    raise TrainingError(f"{key} cannot be set as a whole on the command line; set its parts with {key}.NAME=VALUE")
+        value, requirement = _parse_items(text, get_args(field_type)[0])
+    elif origin is Literal:
+        value, requirement = text if text in get_args(field_type) else None, f"one of {', '.join(get_args(field_type))}"
+    elif field_type is bool:
+        value, requirement = {"true": True, "false": False}.get(text.lower()), "true or false"
+    elif field_type in (int, float):
+        value, requirement = _parse_number(text, field_type), "an integer" if field_type is int else "a number"
+    else:
+        raise TrainingError(f"{key} cannot be set as a whole on the command line; set its parts with {key}.NAME=VALUE")
+    if value is None:
+        raise TrainingError(f"{key}={text!r} must be {requirement}")
+    return value
 
 
-def _items(text: str, item_type: Any, key: str) -> tuple[Any, ...]:
-    """The items of a tuple: texts, or a single one without brackets; numbers; or dataclasses as JSON objects."""
+def _parse_number(text: str, number_type: type[int] | type[float]) -> float | None:
+    try:
+        return int(text, 10) if number_type is int else float(text.replace("_", ""))
+    except ValueError:
+        return None
+
+
+def _parse_items(text: str, item_type: Any) -> tuple[tuple[Any, ...] | None, str]:
+    """The items of a tuple: texts, or a single one without brackets; numbers; or dataclasses as JSON objects. None if the
+    text is something else; and what it must be."""
+    requirement = 'a text, or several, such as ["one", "two"]' if item_type is str else "numbers, such as [1.0, 1.5]"
     if item_type is str and not text.startswith("["):
-        return (text,) if text else ()
+        return (text,) if text else (), requirement
     items = _json(text)
-    needed = 'a text, or several, such as ["one", "two"]' if item_type is str else "numbers, such as [1.0, 1.5]"
     dataclass_type = dataclass_of(item_type)
     if dataclass_type:
         names = [f.name for f in dataclasses.fields(dataclass_type)]
-        needed = f"a JSON list of objects with {', '.join(names)}"
+        requirement = f"a JSON list of objects with {', '.join(names)}"
         fits: Any = lambda item: isinstance(item, dict) and item.keys() <= set(names)
     else:
         fits = lambda item: isinstance(item, str if item_type is str else int | float)
     if not isinstance(items, list) or not all(map(fits, items)):
-        raise TrainingError(f"{key}={text!r} must be {needed}")
-    return tuple(dataclass_type(**item) for item in items) if dataclass_type else tuple(items)
+        return None, requirement
+    return tuple(dataclass_type(**item) for item in items) if dataclass_type else tuple(items), requirement
 
 
 def _json(text: str) -> Any:

@@ -36,7 +36,7 @@ from llama_jax.runs.compiled_step import UTILIZATION, check_mesh
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import METRICS
 from llama_jax.runs.recipe import FITTED_SETTINGS, RECIPE_FILE, Recipe, RewardSettings, differences, to_dict
-from llama_jax.runs.run_folder import RunFolder
+from llama_jax.runs.run_folder import RunFolder, check_resume
 from llama_jax.runs.tasks import distillation, grpo, language_modeling, preferences
 from llama_jax.runs.tasks.interface import Backend, Task, TaskType
 from llama_jax.storage import Location, StoredPath
@@ -126,8 +126,6 @@ def check_sources(recipe: Recipe, training: Sequence[SourceFiles], validation: S
 
 def check_run(recipe: Recipe, folder: Location, trace: range | None, mesh: MeshSizes, backend: Backend) -> None:
     """Checks that need no data; raises TrainingError, ConfigError, MeshError."""
-    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
-        raise TrainingError(f"{folder} is a file; pass a folder for the run with --workdir")
     check_trace(recipe, trace)
     check_parts_found(recipe.model)
     check_task(recipe, mesh, backend)
@@ -147,12 +145,9 @@ def resume_metadata(
     If the recipe has no `warmup_steps`, it gets those of the resumed run.
     """
     latest = checkpoints.latest()
+    check_resume(folder, latest, resume)
     if latest is None:
         return None, recipe
-    if not resume:
-        raise TrainingError(
-            f"{folder} holds a run that is at step {latest}; continue with --resume, or use another --workdir"
-        )
     step = folder / CHECKPOINTS / str(latest)
     try:
         verify(step, {ABOUT})
@@ -161,9 +156,6 @@ def resume_metadata(
         older = max((step for step in checkpoints.steps() if step < latest), default=None)
         remedy = "there is no older one" if older is None else f"remove that folder to continue from step {older}"
         raise TrainingError(f"the checkpoint in {step} is damaged ({error}); {remedy}") from None
-    missing = [name for name in ("recipe", "data", "tokens") if name not in metadata]
-    if missing:
-        raise TrainingError(f"{step} was not saved by train: its metadata has no {missing[0]}; use another --workdir")
     begun = metadata["recipe"]["optimizer"]["warmup_steps"]
     if recipe.optimizer.warmup_steps is None and (not recipe.steps or begun < recipe.steps):
         recipe = replace(recipe, optimizer=replace(recipe.optimizer, warmup_steps=begun))
@@ -344,8 +336,7 @@ def choose_tokenizer(
     if resumed_run is not None:
         folder = resumed_run / CHECKPOINTS
         tokenizer = find_tokenizer(folder / str(existing_step(folder, None)) / ABOUT, recipe.model.vocab_size)
-        if tokenizer is None:
-            raise TrainingError(f"the newest checkpoint in {folder} has no tokenizer; resume from a copy that has one")
+        assert tokenizer is not None  # every run saves its tokenizer, and `verify` finds a missing file
         if (
             tokenizer_path is not None
             and examine(load_tokenizer(tokenizer_path)).fingerprint != examine(tokenizer).fingerprint

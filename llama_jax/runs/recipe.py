@@ -14,7 +14,7 @@ from llama_jax.config.parts import name_of
 from llama_jax.config.validation import require_number
 from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.data.chat_tokens import check_time
-from llama_jax.errors import TrainingError, shown
+from llama_jax.errors import TrainingError
 from llama_jax.model.checks import check_parts
 from llama_jax.model.forward_options import Compute, Remat
 from llama_jax.model.lora import Lora, adapter_shapes
@@ -211,10 +211,6 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_bounds(self, TrainingError)
-        if not isinstance(self.parts, Parts):
-            raise TrainingError(f"parts={shown(self.parts, 80)} must be Parts, such as parts=Parts(norm=my_norm)")
-        if not (self.loss is None or callable(self.loss)):
-            raise TrainingError(f"loss={shown(self.loss, 80)} must be a function; set it in your own recipe function")
         # The forward pass reads them from the model; this copy keeps them when the model is replaced.
         object.__setattr__(self, "parts", self.parts.over(self.model.parts))
         object.__setattr__(self, "model", replace(self.model, parts=self.parts))

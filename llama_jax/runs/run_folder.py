@@ -70,6 +70,12 @@ def open_run(location: Location, processes: Processes, log: Log, *, resume: bool
         yield RunFolder(location, path, check, mirror)
 
 
+def check_resume(folder: Location, step: int | None, resume: bool) -> None:
+    """Raise TrainingError if the folder holds a run, whose newest step this is, that is not resumed."""
+    if step is not None and not resume:
+        raise TrainingError(f"{folder} holds a run that is at step {step}; continue with --resume, or use another --workdir")
+
+
 @contextmanager
 def lock_run(folder: Path) -> Iterator[Callable[[], None]]:
     """Lock the folder of a run: two runs in it would delete each other's checkpoints.
@@ -116,10 +122,7 @@ class Mirror:
         try:
             store = self._location.resolve()
             newest = max(steps_in(store / CHECKPOINTS), default=None)
-            if newest is not None and not resume:
-                raise TrainingError(
-                    f"{store} holds a run that is at step {newest}; continue with --resume, or use another --workdir"
-                )
+            check_resume(store, newest, resume)
             if newest is None or newest <= max(steps_in(self._folder / CHECKPOINTS), default=-1):
                 return
             beside = store.view.names(store.key).items()

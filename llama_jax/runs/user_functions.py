@@ -50,8 +50,6 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
 def _run_file(file: str, name: str, what: str) -> ModuleType:
     """Run a Python file as a separate module; for the errors see `load_function`."""
     path = resolved(Path(file))
-    if not path.is_file():
-        raise TrainingError(f"{what} {name!r}: {path} does not exist")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -171,17 +169,16 @@ class Reward:
                 returned = list(islice(returned, len(completions) + 1))
         if inspect.iscoroutine(returned):
             returned.close()  # otherwise Python warns that the coroutine was never awaited
-        need = f"it must return a list of {len(completions)} numbers, one for each answer"
-        try:
-            values = (
-                None if isinstance(returned, (str, bytes, Mapping, Set)) else list(returned)
-            )  # have no order, or no numbers
+        try:  # texts have no numbers, mappings and sets no order
+            values = None if isinstance(returned, (str, bytes, Mapping, Set)) else list(returned)
         except TypeError:
             values = None
-        if values is None:
-            raise TrainingError(f"reward {self.name} returned {shown(returned, 40)}; {need}")
-        if len(values) != len(completions):
-            raise TrainingError(f"reward {self.name} returned {len(values)} values for {len(completions)} answers; {need}")
+        if values is None or len(values) != len(completions):
+            answer = shown(returned, 40) if values is None else f"{len(values)} values for {len(completions)} answers"
+            raise TrainingError(
+                f"reward {self.name} returned {answer}; it must return a list of {len(completions)} numbers, one for each"
+                " answer"
+            )
         for value, completion in zip(values, completions, strict=True):
             if not _is_number(value):
                 raise TrainingError(

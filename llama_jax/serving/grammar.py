@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from llama_jax.child_process import ChildProcess
 from llama_jax.errors import UserError, reason_of
 from llama_jax.serving.thread_pool import LOW_NICENESS
 from llama_jax.tokenizers import Tokenizer
+from llama_jax.tokenizers.child_process import ChildProcess
 
 # White space is fixed, because small models can fill a whole answer with optional white space.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

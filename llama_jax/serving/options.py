@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.config import LlamaConfig, suggest_context
-from llama_jax.errors import GenerationError, UserError, shown
+from llama_jax.errors import GenerationError, UserError
 from llama_jax.inference.speculation import DraftModel, PromptLookup
 from llama_jax.model.cache import PAGE_SIZE, CacheOptions, cache_bytes
 from llama_jax.model.forward_options import Compute
@@ -86,8 +86,6 @@ class EngineOptions:
             raise GenerationError(
                 f"prefill_chunk={self.prefill_chunk} must be a multiple of {PAGE_SIZE}, the tokens of a page"
             )
-        if not isinstance(self.draft, PromptLookup | DraftModel | None):
-            raise GenerationError(f"draft={shown(self.draft, 40)} must be a PromptLookup, a DraftModel or None")
         if self.cache.window is not None:
             raise GenerationError(f"window={self.cache.window} is not supported by an engine; omit it")
 

@@ -20,6 +20,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.inference.decode import DecodeState, compute_logits, planned_rope_length
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.speculation.verify import choose_each
+from llama_jax.inference.xla_flags import decode_options_on_tpu
 from llama_jax.model.cache import KVCache, init_pages
 from llama_jax.model.forward import forward, lm_head_of, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
@@ -34,7 +35,6 @@ from llama_jax.serving.row_sampling import (
     pack_choices,
     packed_width,
 )
-from llama_jax.xla_flags import decode_options_on_tpu
 
 BURST = 8  # maximum number of tokens of a row in a turn without drafts
 

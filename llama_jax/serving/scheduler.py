@@ -21,7 +21,6 @@ from llama_jax.inference.checks import (
     checked_stop_tokens,
 )
 from llama_jax.inference.decode import DecodeSettings
-from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.serving.drafting import CATCHING_UP, drafting_by
 from llama_jax.serving.options import EngineOptions
@@ -107,8 +106,6 @@ def validate_request(request: GenerationRequest, model: ServedModel, context: in
             f"a prompt of {len(prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed the context of {context};"
             f" shorten the prompt or generate at most {room}{suggest_context(model.config, total)}"
         )
-    if not isinstance(request.sampling, Sampling):
-        raise GenerationError(f"sampling={shown(request.sampling, 40)} must be a Sampling")
     ends = checked_stop_tokens(model.config, request.stop_tokens)
     if len(ends) > STOPS:
         raise GenerationError(f"{len(ends)} stop tokens are too many; a request may have at most {STOPS}")

@@ -293,10 +293,10 @@ def _trace(arrays: dict[str, np.ndarray]) -> Trace:
     if not isinstance(metadata, dict) or metadata.get("format") != ORACLE_FORMAT:
         raise ValueError("it is of another version")
     tensor_types, dtype, versions = metadata["kinds"], metadata["dtype"], metadata["versions"]
-    if not _are_texts(tensor_types) or not set(tensor_types) <= ROUNDING.keys() or dtype not in TENSOR_TYPE_OF_DTYPE:
-        raise ValueError(f"unknown kinds of weights {shown(tensor_types)} or dtype {shown(dtype)}")
-    if not isinstance(versions, dict) or not _are_texts([metadata["name"], *versions, *versions.values()]):
-        raise ValueError("its name or versions are not strings")
+    if not _are_texts([*tensor_types, metadata["name"], *versions, *versions.values()]):
+        raise ValueError("its name, versions or types of tensors are not strings")
+    if not set(tensor_types) <= ROUNDING.keys() or dtype not in TENSOR_TYPE_OF_DTYPE:
+        raise ValueError(f"unknown types of tensors {shown(tensor_types)} or dtype {shown(dtype)}")
     config = config_from_dict(metadata["config"])
     tokens, logits, streams = arrays["tokens"], arrays["logits"], arrays["streams"]
     count = tokens.size

@@ -258,7 +258,7 @@ config = replace(llama_jax.preset("tinyllama-1.1b"), n_layers=6)
     config, mesh_for(sys.argv[1], parse_mesh("fsdp=2,tensor=4")), 8, 2048, dtype="bfloat16", packed=True
 )
 found = find_collectives(program.compile(flags=False).as_text(), program.mesh)  # flags unroll the loop of a GPU
-print(json.dumps([[x.kind, x.dtypes, x.bytes] for x in found if x.loops == (6,) and x.axes == ("tensor",)]))
+print(json.dumps([[x.opcode, x.dtypes, x.bytes] for x in found if x.loops == (6,) and x.axes == ("tensor",)]))
 """
 
 

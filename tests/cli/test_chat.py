@@ -17,10 +17,10 @@ from conftest import write_hf_folder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_jax import interrupts
 from llama_jax.cli.chat import fit_history, reply
 from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import TokenChunk
+from llama_jax.runs import interrupts
 from llama_jax.tokenizers import encode_chat, reply_ends
 
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"

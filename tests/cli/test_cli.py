@@ -349,7 +349,7 @@ def test_flags_are_set_before_jax_starts():
     """In place of an accelerator: what is set for a platform, and what this version of XLA does not have."""
     code = """
 import os, sys
-from llama_jax import xla_flags as flags
+from llama_jax.inference import xla_flags as flags
 from llama_jax.cli.jax_setup import start_backend
 known, unknown = flags.Flag("KNOWN", "KNOWN", "1", False), flags.Flag("XLA_FLAGS", "xla_no_such_flag", "1")
 flags.FLAGS = {"cpu": (known, unknown)}

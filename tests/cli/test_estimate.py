@@ -124,7 +124,7 @@ def test_hardware_bounds_the_time():
     assert compiled["apart"] == pytest.approx(compiled["compute"] + compiled["memory"] + compiled["exchange"])
     assert 0 < compiled["mfu_apart"] <= compiled["mfu_overlapped"] < 1
     rows = report["exchanged"]["train step"]
-    assert {(row["kind"], *row["axes"]) for row in rows} >= {("all-gather", "fsdp"), ("all-reduce", "tensor")}
+    assert {(row["opcode"], *row["axes"]) for row in rows} >= {("all-gather", "fsdp"), ("all-reduce", "tensor")}
     assert all(row["sent"] >= row["sent_if_scattered"] > 0 for row in rows)
     assert sum(row["count"] for row in report["least_exchanged"] if row["what"].startswith("weights")) == 2 * CONFIG.n_layers
 
@@ -268,7 +268,7 @@ def test_the_largest_models_on_512_devices(model, count):
     assert step["parameters"] == step["gradients"] == pytest.approx(4 * count / 512, rel=0.01)
     assert step["optimizer"] == pytest.approx(2 * step["parameters"], rel=1e-3)
     assert found["fits"]
-    gathered = [row for row in found["exchanged"]["train step"] if (row["kind"], row["axes"]) == ("all-gather", ["fsdp"])]
+    gathered = [row for row in found["exchanged"]["train step"] if (row["opcode"], row["axes"]) == ("all-gather", ["fsdp"])]
     layers = sum(row["bytes"] * row["count"] for row in found["least_exchanged"] if row["what"].startswith("weights"))
     assert layers <= gathered[0]["bytes"] < 1.3 * layers
     assert (

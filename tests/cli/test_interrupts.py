@@ -28,7 +28,7 @@ def test_a_command_ends_while_its_main_thread_is_in_compiled_code():
     """A hash that takes an hour stands for a compilation: Python's handlers wait for its end."""
     program = """
 import hashlib
-from llama_jax import interrupts
+from llama_jax.runs import interrupts
 
 interrupts.install()
 print("begins", flush=True)

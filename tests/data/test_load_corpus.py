@@ -52,7 +52,7 @@ def no_reading(monkeypatch):
     def fail(*_):
         raise AssertionError("a source was read")
 
-    monkeypatch.setattr(module, "describe", fail)
+    monkeypatch.setattr(module, "describe_source", fail)
     monkeypatch.setattr(module, "read_tokens", fail)
     monkeypatch.setattr("llama_jax.data.data_files.describe_source", fail)
 

@@ -46,7 +46,7 @@ def test_a_text_without_separators_gives_its_share_to_validation_and_no_more(tex
     """Of two documents one was kept: half of the text, of which a tenth was asked for."""
     recipe = dataclasses.replace(RECIPE, reading=DocumentFormat(longest=3000), validation=0.1)
     corpora = read_data(recipe, TaskInputs(find_data([text]), (), byte_tokenizer(), MeshSizes(), Log(quiet=True)))
-    (training,), ((_, held, _),) = corpora.train.values(), corpora.held
+    (training,), ((_, held, _),) = corpora.train.values(), corpora.validation
     assert training.document_count == 2
     total = training.token_count + held.token_count
     assert corpora.kept == pytest.approx(0.1, abs=1e-3)

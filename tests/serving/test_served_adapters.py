@@ -213,15 +213,15 @@ def test_what_is_served_is_listed_and_nothing_else_is_there():
 class TestNames:
     def test_they_are_numbered_in_their_order(self, tmp_path):
         options = Serve(adapter=(f"b={tmp_path}", "a=x/y=z"))
-        assert list(options.named().items()) == [("b", tmp_path), ("a", tmp_path.__class__("x/y=z"))]
-        assert options.for_all() is None
+        assert list(options.named_adapters().items()) == [("b", tmp_path), ("a", tmp_path.__class__("x/y=z"))]
+        assert options.shared_adapter() is None
 
     def test_one_without_a_name_is_for_all(self, tmp_path):
-        assert Serve(adapter=("some/folder",)).for_all() == tmp_path.__class__("some/folder")
+        assert Serve(adapter=("some/folder",)).shared_adapter() == tmp_path.__class__("some/folder")
         (odd := tmp_path / "rank=3").mkdir()
-        assert Serve(adapter=(str(odd),)).for_all() == odd
-        assert Serve(adapter=(str(odd),)).named() == {}
-        assert Serve().for_all() is None
+        assert Serve(adapter=(str(odd),)).shared_adapter() == odd
+        assert Serve(adapter=(str(odd),)).named_adapters() == {}
+        assert Serve().shared_adapter() is None
 
     @pytest.mark.parametrize(
         ("given", "said"),
@@ -234,7 +234,7 @@ class TestNames:
     )
     def test_invalid_names(self, given, said):
         with pytest.raises(GenerationError, match=said):
-            Serve(adapter=given).named()
+            Serve(adapter=given).named_adapters()
 
     def test_the_models_own(self):
         with pytest.raises(GenerationError, match="adapter 'llama' has the model's name; choose another, or set --name"):

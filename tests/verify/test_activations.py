@@ -96,7 +96,7 @@ def other_layout(turn):
 def test_the_stories_model_speaks(read):
     found = check_speech(read())
     assert found.passed
-    assert "1.37 nats per token, against 6.24 for a uniform guess" in found.found
+    assert "1.37 nats per token, against 6.24 for a uniform guess" in found.detail
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_vocabulary(stories):
         Vocabulary(513), 512, SAMPLE_TEXT
     ).passed  # the model has no row for the last piece, and gives it none
     lossy = check_vocabulary(Vocabulary(back=str.lower), 512, SAMPLE_TEXT)
-    assert (lossy.passed, "does NOT round-trip" in lossy.found) == (False, True)
+    assert (lossy.passed, "does NOT round-trip" in lossy.detail) == (False, True)
 
 
 # -- oracles -------------------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def test_transformers_in_bfloat16_files_and_a_wrong_layer(tmp_path):
     tensors = make_goldens.random_tensors(config)
     narrow = {name: array.astype(ml_dtypes.bfloat16) for name, array in tensors.items()}
     found = run_transformers(write_hf_folder(tmp_path / "model", config, narrow), MANY)
-    assert found.origin.kinds == ("BF16",)
+    assert found.origin.tensor_types == ("BF16",)
 
     def against(tensors, kinds):
         params = params_of(config, tensors, "float32")

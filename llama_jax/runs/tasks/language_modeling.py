@@ -25,7 +25,7 @@ from llama_jax.evaluation.measure import default_batch, token_nats
 from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.progress import progress_bar
+from llama_jax.runs.progress import progress_bar
 from llama_jax.runs.recipe import MAX_EPOCHS, Recipe, data_warnings, fit_to_data
 from llama_jax.runs.tasks.interface import (
     EvalResult,
@@ -289,12 +289,11 @@ def _read_corpus(recipe: Recipe, inputs: TaskInputs, paths: Sequence[Path]) -> C
 def _split_source(recipe: Recipe, inputs: TaskInputs, source: SourceFiles) -> Split:
     """A source's documents, some of them held out for validation."""
     corpus, what = _read_corpus(recipe, inputs, source.files), source.name or "the data"
-    if corpus.document_count < 2 and recipe.chats is not None:
-        raise TrainingError(f"{what} is a single conversation; add more, or pass others with --validation-data")
     if corpus.document_count < 2:
+        remedy = "add more conversations" if recipe.chats is not None else "cut a long text, such as by reading.longest=4000"
         raise TrainingError(
             f"{what} is a single document, which cannot be split for validation; pass other files with"
-            " --validation-data, or cut a long text into documents of fewer characters, such as reading.longest=4000"
+            f" --validation-data, or {remedy}"
         )
     divisible = None if recipe.chats is not None else inputs.tokenizer  # conversations are not divided
     return split(corpus, recipe.validation, seed=recipe.seed, tokenizer=divisible)

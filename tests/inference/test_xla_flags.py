@@ -5,9 +5,9 @@ import sys
 import jax
 import pytest
 
-from llama_jax import xla_flags as flags
 from llama_jax.errors import UserError
-from llama_jax.xla_flags import (
+from llama_jax.inference import xla_flags as flags
+from llama_jax.inference.xla_flags import (
     FLAGS,
     FlagChanges,
     compiler_options,
@@ -38,7 +38,7 @@ def libraries(tmp_path, monkeypatch):
 FAULTS = """
 import resource, sys
 import numpy as np
-from llama_jax.xla_flags import keep_freed_memory, return_large_blocks
+from llama_jax.inference.xla_flags import keep_freed_memory, return_large_blocks
 done = sys.argv[1] != "not" and keep_freed_memory(("cpu",), {})
 if sys.argv[1] == "large":
     return_large_blocks(1 << 30)
@@ -170,7 +170,7 @@ def test_after_jax_has_started_nothing_would_be_read(libraries, monkeypatch):
 
 
 def test_whether_jax_has_started():
-    code = "import jax; from llama_jax.xla_flags import _has_started as f; a = f(); jax.devices(); print(a, f())"
+    code = "import jax; from llama_jax.inference.xla_flags import _has_started as f; a = f(); jax.devices(); print(a, f())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["False", "True"], done.stderr
 
