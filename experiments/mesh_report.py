@@ -79,7 +79,7 @@ def look(model: str, mesh_sizes: str, length: int, hardware: tuple[str, ...]) ->
         "compile_seconds": round(seconds, 1),
         "bytes_per_device": asdict(memory) | {"total": memory.total},
         "sent": {
-            f"{row.kind} over {','.join(row.axes)}": {"count": row.count, "bytes": int(row.sent_if_scattered)}
+            f"{row.opcode} over {','.join(row.axes)}": {"count": row.count, "bytes": int(row.sent_if_scattered)}
             for row in sum_traffic(found)
         },
         "least_sent": int(sum(one.count * one.sent for one in least)),

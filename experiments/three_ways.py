@@ -174,7 +174,7 @@ def main(arguments: Arguments) -> None:
 
 def describe(traffic: list[dict]) -> str:
     """Collectives in words."""
-    return ", ".join(f"{t['count']} {t['kind']} ({t['sent'] / 1e6:.2f} MB)" for t in traffic)
+    return ", ".join(f"{t['count']} {t['opcode']} ({t['sent'] / 1e6:.2f} MB)" for t in traffic)
 
 
 if __name__ == "__main__":

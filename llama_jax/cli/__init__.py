@@ -38,7 +38,7 @@ COMMANDS = {
     },
     "Train and evaluate": {
         "train": ("train.Train", "Train, fine-tune or distill a model with a recipe."),
-        "data": ("data.Data", "Show training data as tokens, or tokenize it in advance."),
+        "data": ("data.DataCommand", "Show training data as tokens, or tokenize it in advance."),
         "eval": ("eval.Eval", "Measure loss and perplexity on texts, chats or preferences."),
         "lm-eval": ("lm_eval.LmEval", "Run tasks of the lm-evaluation-harness."),
     },

@@ -226,7 +226,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
     ) -> tuple[dict[str, Any], Measure]:
         """Through a sliding window, alone or against a reference."""
         from llama_jax.evaluation.measure import choose_sizes
-        from llama_jax.evaluation.perplexity import divergence, evaluate
+        from llama_jax.evaluation.perplexity import evaluate, kl_to_reference
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
         sizes = choose_sizes(shorter, corpus, length=self.length, stride=self.stride, batch=self.batch)._asdict()
@@ -236,7 +236,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
             if reference is None or other is None:
                 alone = evaluate(config, params, corpus, **options)
                 return Measurement({"loss": alone.loss}, asdict(alone), alone.tokens, partial(evaluation_page, alone))
-            comparison = divergence(config, params, other, corpus, reference_config=reference, **options)
+            comparison = kl_to_reference(config, params, other, corpus, reference_config=reference, **options)
             between = {name: value for name, value in asdict(comparison).items() if name not in ("model", "reference")}
             weight_facts = {"weights": kinds_in_memory(other), "weight_bytes": bytes_in_memory(other)}
             against = {"model": str(self.against), **weight_facts, **asdict(comparison.reference), **between}
@@ -306,16 +306,12 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
 
         opened = open_checkpoint(path)
         size = opened.config.vocab_size
-        if size != config.vocab_size:
+        theirs = opened.tokenizer() if size == config.vocab_size else None
+        is_same = theirs is None or theirs.encode(SAMPLE_TEXT, bos=False) == tokenizer.encode(SAMPLE_TEXT, bos=False)
+        if size != config.vocab_size or not is_same:
             raise UserError(
-                f"against={path} has a vocabulary of {size}, but the model's has {config.vocab_size}: their predictions"
-                " cannot be compared; choose a model with the same vocabulary"
-            )
-        theirs = opened.tokenizer()
-        if theirs is not None and theirs.encode(SAMPLE_TEXT, bos=False) != tokenizer.encode(SAMPLE_TEXT, bos=False):
-            raise UserError(
-                f"against={path} has a different vocabulary: its tokens stand for other text; choose a model with the same"
-                " vocabulary"
+                f"against={path} has another vocabulary than the model ({size} and {config.vocab_size} tokens): their"
+                " predictions cannot be compared; choose a model with the same vocabulary"
             )
         return opened.config
 

@@ -207,14 +207,9 @@ class StopOptions:
     def check_stops(self) -> None:
         """Raise GenerationError for a text of --stop that no text can contain."""
         for text in self.stop:
-            if not text:
-                raise GenerationError("--stop is empty; pass the text at which to end")
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise GenerationError(
-                    f"--stop {shown(text)} is not valid UTF-8; is the terminal's encoding (LANG) set?"
-                ) from None
+            is_valid = text.encode(errors="ignore").decode() == text
+            if not text or not is_valid:
+                raise GenerationError(f"--stop {shown(text)} must be a text, in the terminal's encoding (LANG)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,11 +395,9 @@ class AdapterOptions(LoadOptions):
         adapters: dict[str, Location] = {}
         for text in () if self.shared_adapter() is not None else self.adapter:
             name, _, path = text.partition("=")
-            if not name or not path:
-                raise GenerationError(f"adapter={shown(text)} must be NAME=PATH, or a single PATH for all requests")
-            if name in adapters:
+            if not name or not path or name in adapters:
                 raise GenerationError(
-                    f"adapter={shown(text)}: {shown(name)} is already the name of another; choose a different name"
+                    f"adapter={shown(text)} must be NAME=PATH with a name of its own, or a single PATH for all requests"
                 )
             adapters[name] = locate(path)
         return adapters

@@ -252,7 +252,9 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         def plan_of(options: llama_jax.EngineOptions) -> MemoryPlan:
             pool = sum(options.pool_bytes(*model) for model in models)
             programs = options.programs * sum(program_bytes(model_config, device.platform) for model_config, _ in models)
-            programs += 4 * options.for_platform(device.platform).chunk * config.vocab_size  # logits of a scored prompt
+            programs += (
+                4 * options.for_platform(device.platform).chunk_tokens * config.vocab_size
+            )  # logits of a scored prompt
             rest = {"weights": weights // parts, "programs": programs}
             return MemoryPlan(pool=pool // parts, free=free, **rest)
 

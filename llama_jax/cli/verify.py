@@ -303,11 +303,11 @@ def _setting_pairs(settings: Differences) -> dict[str, list[Any]]:
 
 
 def _parts_table(parts: tuple[ComparedPart, ...]) -> str:
-    rows = [["", "max abs", "relative", "own", "roundings"]]
+    rows = [["", "max abs", "relative", "alone", "roundings"]]
     rows += [[p.name, f"{p.max_abs:.2g}", f"{p.relative:.2g}", f"{p.alone:.2g}", f"{p.roundings:,.1f}"] for p in parts]
     legend = """
   max abs, relative: of the residual stream after the part
-  own: of the part alone, given the reference's stream, relative to what it adds
+  alone: of the part by itself, given the reference's stream, relative to what it adds
   roundings: how many times what rounding explains of its own difference"""
     return columns(rows, right=(1, 2, 3, 4), indent="  ") + legend
 

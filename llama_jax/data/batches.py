@@ -3,6 +3,7 @@ whole into rows: each row is determined by its index."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
@@ -10,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from llama_jax.data.corpus import Corpus, check_seed, row_order, shuffled
+from llama_jax.data.corpus import Corpus, row_order, shuffled
 from llama_jax.data.mixture import Mixture
 from llama_jax.errors import DataError
 from llama_jax.training.batch import Batch
@@ -160,7 +161,7 @@ def fill_whole(batch: Any, at: tuple[int, ...], corpus: Corpus, members: Sequenc
 BatchT = TypeVar("BatchT")
 
 
-class HostBatches(Generic[BatchT]):
+class HostBatches(ABC, Generic[BatchT]):
     """The batches of one host by index, made of its rows: rows are numbered through all batches of all hosts.
 
     Args:
@@ -178,8 +179,6 @@ class HostBatches(Generic[BatchT]):
             raise DataError(f"host={host} must be at least 0 and below hosts={hosts}")
         if batch < 1 or batch % hosts:
             raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: all hosts take equal shares")
-        if seed is not None:
-            check_seed(seed)
         self.batch, self._epoch_rows, self._seed = batch, epoch_rows, seed
         self._share, self._first = batch // hosts, batch // hosts * host
 
@@ -191,9 +190,9 @@ class HostBatches(Generic[BatchT]):
         begin = number * self.batch + self._first
         return range(begin, begin + self._share)
 
+    @abstractmethod
     def __getitem__(self, number: int) -> BatchT:
         """This host's rows of a global batch."""
-        raise NotImplementedError
 
 
 class Batches(Iterator[BatchT]):

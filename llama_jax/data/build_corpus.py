@@ -25,7 +25,7 @@ import numpy as np
 
 from llama_jax.data.corpus import fingerprints
 from llama_jax.data.corpus_file import CorpusInfo, TokenBlock, corpus_blocks, read_corpus, write_corpus
-from llama_jax.data.data_files import UNFINISHED, Paths, describe_source, find_files, untouched
+from llama_jax.data.data_files import UNFINISHED, Paths, check_untouched, describe_source, find_files
 from llama_jax.data.documents import TOKEN_SUFFIXES, DocumentFormat, Span, file_type, spans_of
 from llama_jax.data.load_corpus import VocabularyInfo, examine, read_tokens
 from llama_jax.errors import DataError, shown
@@ -142,8 +142,7 @@ def _build(
         job = PartJob(str(folder), where, reading)
         workers([(make_part, job, number, *unit) for number, unit in enumerate(units)], progress)
         for file, source in zip(files, sources, strict=True):
-            if not untouched(file, source):
-                raise DataError(f"{file} changed while being read; remove {folder}, and build when nothing writes to it")
+            check_untouched(file, source)
         info = _join_parts(folder / CORPUS_NAME, parts, vocabulary, plan | {"tokenizer": where})
     for path in (*folder.glob(ALL_PARTS), folder / UNFINISHED):
         remove(path)

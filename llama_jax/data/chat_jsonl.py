@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,8 +144,7 @@ def read_labeled(path: Path) -> Iterator[Example]:
         prompt, answer = line.completed()
         line.check_answer(answer, "completion has no message of the role 'assistant'; remove the line")
         label = line.take("label")
-        if not isinstance(label, bool):
-            raise line.wrong(f"label={shown(label, 60)} must be true, for a good answer, or false")
+        line.require(isinstance(label, bool), "label", label, "true, for a good answer, or false")
         yield line.example(prompt, answer)._replace(desirable=label)
 
 
@@ -180,6 +180,13 @@ class _Line:
     def wrong(self, what: str) -> DataError:
         return DataError(f"{self._where}: {what}")
 
+    def require(self, is_valid: bool, name: str, value: Any, requirement: str) -> None:
+        """Raise an error for a field with another value than is required, or for a missing one."""
+        if not is_valid and value is None:
+            raise self.wrong(f"{name}, {requirement}, is missing; the fields are {self.fields()}")
+        if not is_valid:
+            raise self.wrong(f"{name}={shown(value, 60)} must be {requirement}")
+
     def refuse_meaningful(self, name: str, value: Any, unsupported: Sequence[str]) -> None:
         """Raise an error for a field that is unsupported and not empty."""
         if name.rpartition(".")[2] in unsupported and value not in ("", [], {}, False):
@@ -200,19 +207,13 @@ class _Line:
 
     def text(self, name: str, *, optional: bool = False) -> str:
         value = self.take(name)
-        if isinstance(value, str) or (optional and value is None):
-            return value or ""
-        if value is None:
-            raise self.wrong(f"{name}, a text, is missing; the fields are {self.fields()}")
-        raise self.wrong(f"{name}={shown(value, 60)} must be a text")
+        self.require(isinstance(value, str) or (optional and value is None), name, value, "a text")
+        return value or ""
 
     def content(self, name: str) -> TextOrMessages:
         """A text, or messages."""
         value = self.take(name)
-        if value is None:
-            raise self.wrong(f"{name}, a text or messages, is missing; the fields are {self.fields()}")
-        if not isinstance(value, str | list):
-            raise self.wrong(f"{name}={shown(value, 60)} must be a text, or messages")
+        self.require(isinstance(value, str | list), name, value, "a text or messages")
         return value if isinstance(value, str) else self.chat(name)
 
     def completed(self) -> tuple[TextOrMessages, TextOrMessages]:
@@ -236,14 +237,12 @@ class _Line:
     def tools(self) -> tuple[dict[str, Any], ...]:
         value = self.take("tools")
         if isinstance(value, str):
-            try:
+            with suppress(ValueError, RecursionError):
                 value = json.loads(value) if value.strip() else None
-            except (ValueError, RecursionError):
-                raise self.wrong(f"tools={shown(value, 60)} is a text, but not JSON; write a list of objects") from None
         if value is None:
             return ()
-        if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-            raise self.wrong(f"tools={shown(value, 60)} must be a list of objects in OpenAI's format for functions")
+        are_tools = isinstance(value, list) and all(isinstance(tool, dict) for tool in value)
+        self.require(are_tools, "tools", value, "a list of objects in OpenAI's format for functions")
         return tuple(self._stored(value))
 
     def _stored(self, value: Any) -> Any:
@@ -254,21 +253,17 @@ class _Line:
 
     def chat(self, name: str) -> tuple[Message, ...]:
         value = self.take(name)
-        if not isinstance(value, list) or not value:
-            raise self.wrong(f"{name}={shown(value, 60)} must be a list with at least one message")
+        self.require(isinstance(value, list) and bool(value), name, value, "a list with at least one message")
         return tuple(self._message(name, i, message) for i, message in enumerate(value))
 
     def _message(self, chat: str, number: int, value: Any) -> Message:
         name = f"{chat}[{number}]"
-        if not isinstance(value, dict):
-            raise self.wrong(f"{name}={shown(value, 60)} must be an object with role and content, or from and value")
+        self.require(isinstance(value, dict), name, value, "an object with role and content, or from and value")
         fields = {key: self._stored(entry) for key, entry in value.items() if entry is not None}
         plain = "role" in fields or "from" not in fields
         role_name, content_name = ("role", "content") if plain else ("from", "value")
         role, content = fields.pop(role_name, None), fields.pop(content_name, None)
-        if not isinstance(role, str) or role not in ROLES:
-            known = ", ".join(ROLES)
-            raise self.wrong(f"{name}.{role_name}={shown(role, 40)} is not a role; rename it to one of {known}")
+        self.require(isinstance(role, str) and role in ROLES, f"{name}.{role_name}", role, f"one of {', '.join(ROLES)}")
         message: dict[str, Any] = {"role": ROLES[role], "content": ""}
         for key, entry in fields.items():
             self.refuse_meaningful(f"{name}.{key}", entry, MESSAGE_UNSUPPORTED)
@@ -283,15 +278,15 @@ class _Line:
                 self._ignored.add(f"{chat}[].{shown(key, 40)[1:-1]}")
         if isinstance(content, list):
             content = self._joined(f"{name}.{content_name}", content)
-        if not isinstance(content, str) and (content is not None or "tool_calls" not in message):
-            raise self.wrong(f"{name}.{content_name}={shown(content, 60)} must be a text")
+        is_text = isinstance(content, str) or (content is None and "tool_calls" in message)
+        self.require(is_text, f"{name}.{content_name}", content, "a text")
         message["content"] = content or ""
         return message  # type: ignore[return-value]
 
     def _joined(self, name: str, parts: list[Any]) -> str:
         for i, part in enumerate(parts):
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise self.wrong(f"{name}[{i}]={shown(part, 60)} must be a part of type text; other parts are not supported")
+            is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            self.require(is_text, f"{name}[{i}]", part, "a part of type text; other parts are not supported")
         return "".join(part["text"] for part in parts)
 
     def answers(
@@ -311,8 +306,8 @@ class _Line:
                 break
             common += 1
         shared = chosen[:common]
-        if prompt_field is None and chosen[0]["role"] == "assistant":
-            raise self.wrong(f"prompt, a text or messages, is missing; the fields are {self.fields()}")
+        has_prompt = prompt_field is not None or chosen[0]["role"] != "assistant"
+        self.require(has_prompt, "prompt", None, "a text or messages")
         if (
             shared and prompt[-len(shared) :] == shared
         ):  # the prompt may have a system message that the answers do not repeat

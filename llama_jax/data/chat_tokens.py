@@ -15,7 +15,7 @@ import numpy as np
 
 from llama_jax.data.chat_jsonl import Example, read_chats, read_labeled, read_preferences
 from llama_jax.data.corpus import Corpus
-from llama_jax.data.data_files import Paths, describe_source, find_files, untouched
+from llama_jax.data.data_files import Paths, check_untouched, describe_source, find_files
 from llama_jax.data.documents import RECORD_UNITS, file_type, location
 from llama_jax.errors import DataError, GenerationError, TokenizerError, shown
 from llama_jax.settings import check_bounds
@@ -172,8 +172,7 @@ def examples_of(paths: Paths, read: Callable[[Path], Iterator[Example]]) -> Iter
     for file in files:
         source = describe_source(file)
         yield from ((file, example) for example in read(file))
-        if not untouched(file, source):
-            raise DataError(f"{file} changed while being read; try again when nothing writes to it")
+        check_untouched(file, source)
 
 
 def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = False) -> tuple[EncodedExample, ...]:

@@ -197,6 +197,12 @@ def describe_source(path: Path) -> Source:
         return Source(stat.st_size, stat.st_mtime_ns, hashlib.file_digest(file, "sha256").hexdigest())
 
 
+def check_untouched(path: Path, source: Source) -> None:
+    """Raise DataError for a file that was written to."""
+    if not untouched(path, source):
+        raise DataError(f"{path} changed while being read; try again when nothing writes to it")
+
+
 def untouched(path: Path, source: Source) -> bool:
     """Whether a file was not written to: then it is unchanged without reading its content."""
     stat = path.stat()

@@ -305,10 +305,8 @@ def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None
     """The documents of a file: JSONL, JSON, Parquet or Arrow by its name, otherwise text.
 
     Raises:
-      DataError: a file that is damaged, or of another kind, such as token ids.
+      DataError: a file that is damaged.
     """
-    if file_type(path) in TOKEN_SUFFIXES:
-        raise DataError(f"{path} already holds token ids; use text, JSONL, JSON, Parquet or Arrow")
     if file_type(path) in RECORD_UNITS:
         return record_documents(path, reading, span)
     return _complete(path, text_documents(path, reading, span))
@@ -422,8 +420,8 @@ def _separated(path: Path, separator: str, longest: int, span: Span | None) -> I
     rest = ""
     read = 0
     for block, read in _decoded(path, span):
-        *whole, rest = (rest + block).split(separator)
-        for text in whole:
+        *pieces, rest = (rest + block).split(separator)
+        for text in pieces:
             last = yield from _cut_text(text, longest, longest, read)
             yield last + separator, read
         # The rest of a separator may follow: cut only where no part of one can be within reach.

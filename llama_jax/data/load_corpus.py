@@ -21,10 +21,10 @@ from llama_jax.data.data_files import (
     Paths,
     Source,
     cannot_cache,
+    check_untouched,
     describe_source,
     find_files,
     unchanged,
-    untouched,
 )
 from llama_jax.data.documents import Document, DocumentFormat, Span, file_type, location, read_documents
 from llama_jax.errors import DataError, TokenizerError, reason_of
@@ -127,8 +127,7 @@ def _read_all(
                 done += 1
         if block is None:
             raise DataError(f"{file} holds no document; is it the right file?")
-        if not untouched(file, source):
-            raise DataError(f"{file} changed while being read; try again when nothing writes to it")
+        check_untouched(file, source)
         before += source.size
     for _ in walk:  # lets a progress bar see its end
         pass

@@ -30,8 +30,8 @@ def shares(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]
             fractions[name] = Fraction(0)
         if fractions[name] <= 0:
             raise DataError(f"the weight of {name}, {weight}, must be a number above 0; to exclude it, remove its data")
-    whole = sum(fractions.values())
-    fractions = {name: weight / whole for name, weight in fractions.items()}
+    total = sum(fractions.values())
+    fractions = {name: weight / total for name, weight in fractions.items()}
     period = math.lcm(*(share.denominator for share in fractions.values()))
     if period > MAX_PERIOD:
         raise DataError(

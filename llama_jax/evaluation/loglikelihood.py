@@ -15,7 +15,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.data.batches import pack_documents
 from llama_jax.data.load_corpus import MegabyteProgress
 from llama_jax.errors import ConfigError, GenerationError
-from llama_jax.evaluation.measure import LOGIT_CHUNK, default_batch, run_ahead, target_logprobs
+from llama_jax.evaluation.measure import LOGIT_BLOCK, check_batch, default_batch, run_ahead, target_logprobs
 from llama_jax.inference.checks import token_ids
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.checks import check_tokens
@@ -50,7 +50,7 @@ class PackedRows(NamedTuple):
 
     Attributes:
       tokens, segment_ids, positions: int32[B, T]: packed texts, with segments numbered from 1 in each row; 0 is padding.
-      target_positions: int32[N], where N is B * T rounded up to a multiple of `LOGIT_CHUNK`: position of each prediction,
+      target_positions: int32[N], where N is B * T rounded up to a multiple of `LOGIT_BLOCK`: position of each prediction,
         row * T + column.
       targets: int32[N], the predicted tokens. One position may have several.
       count: int32[], the number of valid entries of the N.
@@ -114,8 +114,7 @@ def score_pairs(
     """
     context = config.max_seq_len if context is None else context
     batch = default_batch() if batch is None else batch
-    if batch < 1:
-        raise GenerationError(f"batch={batch} must be at least 1 row")
+    check_batch(batch, context)
     runs = _group_pairs(config, pairs, context)
     measure = compiled_measure(config, params, compute) if measure is None else measure
     logprobs, greedy = np.zeros(len(pairs)), np.ones(len(pairs), bool)
@@ -151,7 +150,7 @@ def score_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probability of each target, float32[N], and whether it is the most probable token, bool[N].
 
-    Logits are computed only at `rows.places`, `LOGIT_CHUNK` positions at a time.
+    Logits are computed only at `rows.places`, `LOGIT_BLOCK` positions at a time.
     """
     tokens, segment_ids, positions, target_positions, targets, count = map(jnp.asarray, rows)
     where = Positions(position_ids=positions, segment_ids=segment_ids)
@@ -159,8 +158,8 @@ def score_rows(
     hidden = hidden.reshape(-1, hidden.shape[-1])
 
     def measure(number: Any, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        start = number * LOGIT_CHUNK
-        positions, tokens = (lax.dynamic_slice_in_dim(array, start, LOGIT_CHUNK) for array in (target_positions, targets))
+        start = number * LOGIT_BLOCK
+        positions, tokens = (lax.dynamic_slice_in_dim(array, start, LOGIT_BLOCK) for array in (target_positions, targets))
         logits = unembed(config, params, hidden[positions])  # [LOGIT_CHUNK, V]
         made = target_logprobs(logits, tokens).astype(jnp.float32), logits.argmax(axis=-1) == tokens
         both = zip(results, made, strict=True)
@@ -169,7 +168,7 @@ def score_rows(
 
     with sharding.context():
         empty = jnp.zeros(targets.shape, jnp.float32), jnp.zeros(targets.shape, jnp.bool_)
-        logprobs, best = lax.fori_loop(0, (count + LOGIT_CHUNK - 1) // LOGIT_CHUNK, measure, empty)
+        logprobs, best = lax.fori_loop(0, (count + LOGIT_BLOCK - 1) // LOGIT_BLOCK, measure, empty)
     return logprobs, best
 
 
@@ -217,7 +216,7 @@ def _plan_batches(runs: Sequence[_Run], context: int, batch: int) -> list[tuple[
 def _pack_batch(rows: Sequence[Sequence[_Run]], batch: int, length: int) -> tuple[PackedRows, np.ndarray]:
     """The packed rows, with padding, and int64[count], the index of each target's pair."""
     tokens, segment_ids, positions = np.zeros((3, batch, length), np.int32)
-    target_positions, targets = np.zeros((2, -(-batch * length // LOGIT_CHUNK) * LOGIT_CHUNK), np.int32)
+    target_positions, targets = np.zeros((2, -(-batch * length // LOGIT_BLOCK) * LOGIT_BLOCK), np.int32)
     owner: list[int] = []
     for row, members in enumerate(rows):
         begin = 0

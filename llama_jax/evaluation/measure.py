@@ -30,7 +30,7 @@ from llama_jax.ops import exact
 from llama_jax.ops.cross_entropy import Constrain
 from llama_jax.ops.platform import decodes_natively, decoding_context, tracing_for
 
-LOGIT_CHUNK = 64  # positions per row with logits in memory at a time
+LOGIT_BLOCK = 64  # positions per row with logits in memory at a time
 MAX_PADDED_ROWS = 1024  # rows to which shorter texts are padded, so that all use one program
 MAX_BATCH_TOKENS = 2**31 - 1  # tokens of a batch: indices are int32
 MAX_DEFAULT_WINDOW = 4096  # tokens: a layer's attention scores grow with its square
@@ -234,16 +234,17 @@ def token_nats(
     rows: WindowRows,
     *,
     compute: Compute = Compute(),
-    chunk: int = LOGIT_CHUNK,
+    logit_block: int = LOGIT_BLOCK,
     sharding: Sharding = Sharding(),
 ) -> jax.Array:
     """Negative log-likelihood of each target in nats: float32[B, T], 0 where there is none.
 
     Args:
       compute: options of the forward pass. Logits and their sum are at least float32.
-      chunk: positions of each row with logits [B, chunk, V] in memory at a time; no logits are computed for chunks without
-        targets, which are only context.
-      sharding: see `forward`; `constrain` is called with "hidden", the result of `forward`, and "logits" [B, chunk, V].
+      logit_block: positions of each row with logits [B, logit_block, V] in memory at a time; no logits are
+        computed for blocks without targets, which are only context.
+      sharding: see `forward`; `constrain` is called with "hidden", the result of `forward`, and "logits"
+        [B, logit_block, V].
 
     Raises:
       ConfigError: an exact `compute`, and RoPE frequencies that depend on the length within T tokens.
@@ -256,7 +257,7 @@ def token_nats(
     hidden, _ = forward(config, params, tokens, positions=positions, compute=compute, sharding=sharding)
     hidden = sharding.constrain(hidden, "hidden")
     with exact.exact_mode(compute.exact):
-        return target_nats(config, params, hidden, targets, chunk=chunk, constrain=sharding.constrain)
+        return target_nats(config, params, hidden, targets, logit_block=logit_block, constrain=sharding.constrain)
 
 
 @contextmanager
@@ -278,14 +279,14 @@ def target_nats(
     hidden: jax.Array,
     targets: jax.Array,
     *,
-    chunk: int = LOGIT_CHUNK,
+    logit_block: int = LOGIT_BLOCK,
     constrain: Constrain = unconstrained,
 ) -> jax.Array:
     """Negative log-likelihood in nats of the targets int32[B, T] that follow hidden states [B, T, D]: float32[B, T].
 
     Args:
       targets: -1 where nothing is predicted; the result is 0 there.
-      chunk, constrain: see `token_nats`.
+      logit_block, constrain: see `token_nats`.
     """
     if exact.is_exact():
         return -exact_logprobs(config, params, hidden, targets)
@@ -294,7 +295,7 @@ def target_nats(
         logits = constrain(unembed(config, params, hidden), "logits")  # of V tokens, or more on a mesh: see there
         return jnp.where(targets >= 0, -target_logprobs(logits, targets), 0)
 
-    return map_in_chunks(predict, hidden, targets, chunk)
+    return map_in_blocks(predict, hidden, targets, logit_block)
 
 
 def target_logprobs(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -304,11 +305,11 @@ def target_logprobs(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-def map_in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets: jax.Array, chunk: int) -> Any:
-    """Apply a function of hidden states and targets that computes logits, to `chunk` positions of each row at a time.
+def map_in_blocks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets: jax.Array, logit_block: int) -> Any:
+    """Apply a function of hidden states and targets that computes logits, to `logit_block` positions of each row at a time.
 
     Args:
-      predict: from a tree of [B, chunk, D] and targets [B, chunk] to a tree of [B, chunk].
+      predict: from a tree of [B, logit_block, D] and targets [B, logit_block] to a tree of [B, logit_block].
       hidden: a tree of [B, T, D].
       targets: int32[B, T]. Chunks with only negative targets are skipped; their result is 0.
 
@@ -316,12 +317,12 @@ def map_in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets
       The tree of [B, T].
     """
     batch, length = targets.shape
-    chunk = min(chunk, length)
-    missing = -length % chunk
+    logit_block = min(logit_block, length)
+    missing = -length % logit_block
 
     def parts(x: jax.Array, padding: int) -> jax.Array:
         x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)], constant_values=padding)
-        return x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(batch, -1, logit_block, *x.shape[2:]).swapaxes(0, 1)
 
     def nothing(*part: Any) -> Any:
         return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(predict, *part))

@@ -17,13 +17,13 @@ from llama_jax.data.load_corpus import MegabyteProgress
 from llama_jax.data.preference_batches import Pairs, concatenate
 from llama_jax.errors import ConfigError
 from llama_jax.evaluation.measure import (
-    LOGIT_CHUNK,
+    LOGIT_BLOCK,
     WindowRows,
     Windows,
     check_batch,
     choose_sizes,
     cut_windows,
-    map_in_chunks,
+    map_in_blocks,
     measure_windows,
     measuring,
     sum_windows,
@@ -131,7 +131,7 @@ def summary(corpus: Corpus, windows: Windows, sums: np.ndarray) -> Evaluation:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The result of `divergence`; nan if a model's outputs are not finite.
+    """The result of `kl_to_reference`; nan if a model's outputs are not finite.
 
     Standard errors are computed from the spread between windows, see `evaluate`; nan for a single window.
 
@@ -159,7 +159,7 @@ class Divergence:
     same_top: float
 
 
-def divergence(
+def kl_to_reference(
     config: LlamaConfig,
     params: Llama,
     reference: Llama,
@@ -256,7 +256,7 @@ def compare_tokens(
         top = (q.argmax(-1) == p.argmax(-1)).astype(q.dtype)
         return tuple(jnp.where(targets >= 0, array, 0) for array in (*nats, kl, top))
 
-    return map_in_chunks(predict, hidden, targets, LOGIT_CHUNK)
+    return map_in_blocks(predict, hidden, targets, LOGIT_BLOCK)
 
 
 @dataclass(frozen=True)

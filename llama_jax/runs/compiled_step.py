@@ -143,10 +143,11 @@ def _init_random_state(recipe: Recipe, dora_base: Llama | None = None) -> TrainS
 
 def check_mesh(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> None:
     """Raise the errors of `make_program` about a mesh without compiling: too few devices, or sizes that do not divide."""
-    if backend == "pmap" and recipe.lora is not None:
-        raise TrainingError("pmap trains whole models; train adapters with the backend jit")
-    if backend == "pmap" and sizes.devices != sizes.data:
-        raise TrainingError(f"pmap copies the whole model to every device and cannot have mesh {sizes}; use the backend jit")
+    if backend == "pmap" and (recipe.lora is not None or sizes.devices != sizes.data):
+        raise TrainingError(
+            f"pmap copies the whole model to every device: it trains no adapters, and cannot have mesh {sizes}; use the"
+            " backend jit"
+        )
     make_mesh(sizes)  # raises if there are too few devices
     if recipe.exact_shards:
         check_exact_mesh(dict(sizes.items()), recipe.exact_shards)

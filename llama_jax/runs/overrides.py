@@ -111,7 +111,7 @@ def _parse(text: str, field_type: Any, key: str) -> Any:
     elif field_type is bool:
         value, requirement = {"true": True, "false": False}.get(text.lower()), "true or false"
     elif field_type in (int, float):
-        value, requirement = _parse_number(text, field_type), "an integer" if field_type is int else "a number"
+        value, requirement = _number_or_none(text, field_type), "an integer" if field_type is int else "a number"
     else:
         raise TrainingError(f"{key} cannot be set as a whole on the command line; set its parts with {key}.NAME=VALUE")
     if value is None:
@@ -119,7 +119,7 @@ def _parse(text: str, field_type: Any, key: str) -> Any:
     return value
 
 
-def _parse_number(text: str, number_type: type[int] | type[float]) -> float | None:
+def _number_or_none(text: str, number_type: type[int] | type[float]) -> float | None:
     try:
         return int(text, 10) if number_type is int else float(text.replace("_", ""))
     except ValueError:

@@ -48,7 +48,7 @@ from llama_jax.tokenizers.sentencepiece import byte_tokenizer, train_bpe
 from llama_jax.training.optimizer import OptimizerSettings, learning_rate_schedule
 
 # CPU seconds to compile a step: 2.3 to 5.5 for models of 0.3M to 1.1B parameters, at any depth, since the layers are a scan.
-COMPILE_SECONDS = 5.0
+DEFAULT_COMPILE_SECONDS = 5.0
 MARK_SECONDS = 30  # until the others see what one host writes: network file systems cache missing files
 
 
@@ -156,6 +156,9 @@ def resume_metadata(
         older = max((step for step in checkpoints.steps() if step < latest), default=None)
         remedy = "there is no older one" if older is None else f"remove that folder to continue from step {older}"
         raise TrainingError(f"the checkpoint in {step} is damaged ({error}); {remedy}") from None
+    missing = [name for name in ("recipe", "data", "tokens") if name not in metadata]
+    if missing:
+        raise TrainingError(f"{step} was not saved by train: its metadata has no {missing[0]}; use another --workdir")
     begun = metadata["recipe"]["optimizer"]["warmup_steps"]
     if recipe.optimizer.warmup_steps is None and (not recipe.steps or begun < recipe.steps):
         recipe = replace(recipe, optimizer=replace(recipe.optimizer, warmup_steps=begun))
@@ -205,7 +208,7 @@ def log_model(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
 
 def estimate_compile_seconds(folder: Path) -> float | None:
     """Estimated seconds to compile the step: those of this run's last start, else a constant on CPUs, else None."""
-    seconds = COMPILE_SECONDS if jax.default_backend() == "cpu" else None
+    seconds = DEFAULT_COMPILE_SECONDS if jax.default_backend() == "cpu" else None
     if (folder / METRICS).exists():
         for line in (folder / METRICS).read_bytes().splitlines():
             with suppress(ValueError, RecursionError, AttributeError):  # a killed run may leave an incomplete line

@@ -219,10 +219,11 @@ class Recipe:
             if self.optimizer.name == "muon":
                 raise TrainingError("optimizer.name='muon' is for whole matrices; train adapters with adamw")
             adapter_shapes(self.model, self.lora)  # raises for targets that the model does not have
-        elif self.optimizer.lora_plus != 1:
-            raise TrainingError(f"optimizer.lora_plus={self.optimizer.lora_plus} is for adapters; set lora.rank, too")
-        elif self.quantize != "none":
-            raise TrainingError(f"quantize={self.quantize!r} is for the frozen model under adapters; set lora.rank, too")
+        elif self.optimizer.lora_plus != 1 or self.quantize != "none":
+            raise TrainingError(
+                f"optimizer.lora_plus={self.optimizer.lora_plus} and quantize={self.quantize!r} are for adapters and the"
+                " frozen model under them; set lora.rank, too"
+            )
         check_parts(self.model, Compute(attention=self.attention, exact=self.exact and self.rewards is not None))
         if not 0 <= self.ema_decay < 1:
             raise TrainingError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")

@@ -50,6 +50,8 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
 def _run_file(file: str, name: str, what: str) -> ModuleType:
     """Run a Python file as a separate module; for the errors see `load_function`."""
     path = resolved(Path(file))
+    if not path.is_file():
+        raise TrainingError(f"{what} {name!r}: {path} does not exist")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

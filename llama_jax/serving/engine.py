@@ -105,7 +105,7 @@ class Engine:
         if not request.score_prompt:  # the program that scores prompts does not use the prefix cache
             lengths = len(request.prompt), request.max_new_tokens
             roots = *(model.rope_root(*lengths) for model in self.model.models), request.adapter
-            digests = digests_of(np.asarray(request.prompt, np.int32), self.options.chunk, roots)
+            digests = digests_of(np.asarray(request.prompt, np.int32), self.options.chunk_tokens, roots)
         with self._changed:
             self._check_room(len(request.prompt))
             ticket = Ticket(request, arrays, deliver, self._cancel, digests)

@@ -83,7 +83,7 @@ def run_jobs(engine: Engine, jobs: Iterable[Job]) -> Iterator[Job]:
             yield from ended
 
 
-def batch(
+def complete_requests(
     config: LlamaConfig,
     params: Llama,
     prompts: Sequence[Sequence[int]],

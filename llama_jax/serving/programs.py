@@ -110,7 +110,7 @@ def step(
     state, hidden = _read_batch(model, params, state, batch, settings)
     with sharding.context(), exact.exact_mode(model.compute.exact):
         logits = compute_logits(model.config, params, hidden[jnp.maximum(batch.starts[1:] - 1, 0)], sharding)
-        rows, packed = choose_packed(settings, _decode_rows(state, batch, settings, sharding), logits, sharding)
+        rows, packed = choose_packed(settings, _rows_to_decode(state, batch, settings, sharding), logits, sharding)
     return _with_chosen(state, batch, rows, sharding), packed[:, None]
 
 
@@ -149,7 +149,7 @@ def verify_drafts(
     with sharding.context(), exact.exact_mode(model.compute.exact):
         logits = unembed(model.config, params, hidden).astype(jnp.float32).reshape(*tokens.shape, -1)
         choose = partial(choose_packed, settings)
-        rows, chosen = choose_each(_decode_rows(state, batch, settings, sharding), logits, drafts, sharding, choose)
+        rows, chosen = choose_each(_rows_to_decode(state, batch, settings, sharding), logits, drafts, sharding, choose)
     seats = jnp.where(batch.live, batch.seats, len(state.token))
     seen = sharding.constrain(state.seen.at[seats].set(rows.seen, mode="drop"), "logits")
     packed = sharding.constrain(chosen.logprobs, "replicated")
@@ -254,7 +254,7 @@ def _read_batch(
     return state.replace(pages=pages), hidden
 
 
-def _decode_rows(state: ServingState, batch: StepBatch, settings: RowSettings, sharding: Sharding) -> DecodeState:
+def _rows_to_decode(state: ServingState, batch: StepBatch, settings: RowSettings, sharding: Sharding) -> DecodeState:
     """The rows of a batch as a `DecodeState`; rows that are not live are done."""
     seen = sharding.constrain(state.seen[jnp.minimum(batch.seats, len(state.token) - 1)], "logits")
     token = jnp.zeros(len(batch.seats), jnp.int32)

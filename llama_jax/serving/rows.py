@@ -148,7 +148,7 @@ def settings_of_rows(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSe
     constrained, adapter = np.zeros(count, bool), np.full(count, -1, np.int32)
     settings = RowSettings(decode, numbers[0], numbers[1], constrained, allowed, adapter)
     for r, row in enumerate(rows):
-        jax.tree.map(lambda whole, values, r=r: whole.__setitem__(r, values[0]), decode, row.ticket.arrays)
+        jax.tree.map(lambda array, values, r=r: array.__setitem__(r, values[0]), decode, row.ticket.arrays)
         settings.min_tokens[r] = row.request.min_new_tokens
         settings.alternatives[r] = row.request.alternatives
         settings.adapter[r] = row.request.adapter

@@ -156,7 +156,7 @@ class Scheduler:
         waiting = list(queue) if self._seats and len(runnable) == len(reading) else []
         waiting = [ticket for ticket in waiting if self._fits(ticket)] if waiting and self._fits(waiting[0]) else []
         chosen: list[Ticket] = []
-        left = self._options.chunk
+        left = self._options.chunk_tokens
         for ticket in sorted([*runnable, *waiting], key=lambda ticket: (0 if oldest_first else ticket.left, _age(ticket))):
             if chosen and (ticket.left > left or ticket.request.score_prompt):
                 continue
@@ -207,7 +207,7 @@ class Scheduler:
 
     def _find_prefix(self, row: ServedRow) -> None:
         """Use the pages of the row's next chunks that are in the prefix cache."""
-        size, digests = self._options.chunk, row.ticket.digests
+        size, digests = self._options.chunk_tokens, row.ticket.digests
         while not row.read % size and row.read // size < len(digests):
             pages = self.pages.find(digests[row.read // size])
             if pages is None:
@@ -252,7 +252,7 @@ class Scheduler:
             many = max(min(most, able[0].left), 1)
         for row in readers:
             self._find_prefix(row)
-        planned = [(row, min(row.unread, self._options.chunk)) for row in readers] + [(row, many) for row in able]
+        planned = [(row, min(row.unread, self._options.chunk_tokens)) for row in readers] + [(row, many) for row in able]
         begins = {id(row): row.read for row, _ in planned}
         # A row that is preempted while others reserve pages must be prefilled again, and is not part of this step.
         stays = lambda row: row.read == begins[id(row)] and (row in readers or not row.reads) and not row.ended
@@ -272,15 +272,15 @@ class Scheduler:
         return self._step(parts, CATCHING_UP if number else 0)
 
     def _step(self, parts: list[RowPart], number: int) -> LaunchedStep:
-        rows, tokens, chunk = len(parts), sum(part.size for part in parts), self._options.chunk
-        whole = any(row.reads and count == chunk for row, _, count in parts)
+        rows, tokens, chunk = len(parts), sum(part.size for part in parts), self._options.chunk_tokens
+        has_full_chunk = any(row.reads and count == chunk for row, _, count in parts)
         shapes = self._options.steps
         if rows == 1 and parts[0].row.unread == 1:  # a burst
             shape, count = shapes[0], tokens
             parts = [parts[0]._replace(size=1)]
         else:
             shape, count = next(shape for shape in shapes if shape[0] >= rows and shape[1] >= tokens), 0
-            shape = shapes[-1] if whole else shape
+            shape = shapes[-1] if has_full_chunk else shape
         batch, settings = batch_of(parts, shape, self.width, self._options.rows), self._settings_of(parts, shape[0])
         if count:
             self.state, packed = self._model.burst(self.state, batch, settings, count)
@@ -299,7 +299,7 @@ class Scheduler:
     def _score(self, part: RowPart) -> None:
         """Prefill a chunk of a prompt, and score its tokens."""
         row, begin, count = part
-        size = self._options.chunk
+        size = self._options.chunk_tokens
         targets = np.zeros(size, np.int32)
         following = row.tokens[begin + 1 : begin + 1 + count]
         targets[: len(following)] = following

@@ -138,13 +138,13 @@ def _python_arguments(rule: str, schema: dict[str, Any], literal: Callable[[str]
             raise UserError(
                 f"the parameter {shown(name, 40)} is no name of Python, which this model's calls need; rename it"
             )
-    written = [f"{json.dumps(name + '=')} {value}" for name, value, _, _ in parameters]
+    rules = [f"{json.dumps(name + '=')} {value}" for name, value, _, _ in parameters]
     count = sum(required for *_, required in parameters)
-    later = lambda begin: " ".join(f'(", " {text})?' for text in written[begin:])
+    later = lambda begin: " ".join(f'(", " {text})?' for text in rules[begin:])
     if count:
-        yield f"{rule}: " + ' ", " '.join(written[:count]) + " " + later(count)
+        yield f"{rule}: " + ' ", " '.join(rules[:count]) + " " + later(count)
     else:
-        yield f"{rule}: " + " | ".join(['""', *(f"{text} {later(i + 1)}" for i, text in enumerate(written))])
+        yield f"{rule}: " + " | ".join(['""', *(f"{text} {later(i + 1)}" for i, text in enumerate(rules))])
     for _, value, parameter, _ in parameters:
         yield f"{value}: %json {json.dumps(parameter)}"
 

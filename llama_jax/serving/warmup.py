@@ -51,7 +51,7 @@ def _warmup_calls(
     burst = model.burst, (*batch(single_row), 1)
     yield from (burst, burst)  # the second on a state that comes from a program, whose layout may differ
     yield from ((model.step, batch(shape)) for shape in larger_steps)
-    yield model.score, (*batch((1, options.chunk)), np.zeros(options.chunk, np.int32))
+    yield model.score, (*batch((1, options.chunk_tokens)), np.zeros(options.chunk_tokens, np.int32))
     yield model.enter, (0, np.zeros(model.vocab, bool))
     if model.draft is not None:
         yield model.read_draft, batch(options.steps[-1])[:1]

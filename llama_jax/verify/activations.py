@@ -141,10 +141,10 @@ class Check(NamedTuple):
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, text: str) -> Check:
     """Check that a text round-trips through its tokens, and count the tokens and the rows of the embedding."""
     pieces = tokenizer.vocab_size
-    back = tokenizer.decode(tokenizer.encode(text, bos=False, eos=False)) == text
+    is_same = tokenizer.decode(tokenizer.encode(text, bos=False, eos=False)) == text
     sizes = f"{pieces:,} pieces for {vocab_size:,} rows of the embedding"
-    whole = "the text round-trips through its tokens" if back else "the text does NOT round-trip through its tokens"
-    return Check("vocabulary", back, f"{sizes}; {whole}")
+    outcome = "the text round-trips through its tokens" if is_same else "the text does NOT round-trip through its tokens"
+    return Check("vocabulary", is_same, f"{sizes}; {outcome}")
 
 
 def check_logits(trace: Trace) -> Check:
@@ -221,10 +221,8 @@ def run_transformers(folder: Path, tokens: np.ndarray) -> Trace:
 
 def check_oracle_path(path: Path, config: LlamaConfig, tokens: int) -> None:
     """Raise UserError unless an oracle of this many tokens can be written to the path."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written; name a file in a folder that exists")
-    if path.exists():
-        raise UserError(f"{path} already exists; remove it, or choose another name for the oracle")
+    if path.exists() or not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written; name a file that does not exist yet, in a folder that does")
     size = 4 * tokens * (1 + config.vocab_size + (config.n_layers + 1) * config.dim)
     if size > MAX_ORACLE_BYTES:
         raise UserError(
@@ -300,14 +298,10 @@ def _trace(arrays: dict[str, np.ndarray]) -> Trace:
     config = config_from_dict(metadata["config"])
     tokens, logits, streams = arrays["tokens"], arrays["logits"], arrays["streams"]
     count = tokens.size
-    if (tokens.shape, logits.shape, streams.shape) != (
-        (count,),
-        (count, config.vocab_size),
-        (config.n_layers + 1, count, config.dim),
-    ):
-        raise ValueError("the shapes of its arrays do not match its configuration")
-    if not count or tokens.min() < 0 or tokens.max() >= config.vocab_size:
-        raise ValueError("it has tokens outside its vocabulary")
+    shapes = (count,), (count, config.vocab_size), (config.n_layers + 1, count, config.dim)
+    has_rows = count and tokens.min() >= 0 and tokens.max() < config.vocab_size
+    if (tokens.shape, logits.shape, streams.shape) != shapes or not has_rows:
+        raise ValueError("its arrays do not match its configuration")
     if not np.isfinite(logits).all() or not np.isfinite(streams).all():
         raise ValueError("it holds numbers that are not finite")
     return Trace(Origin(metadata["name"], config, tuple(tensor_types), dtype, versions), tokens, logits, streams)

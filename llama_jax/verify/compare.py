@@ -95,19 +95,19 @@ class Comparison:
 
 def differing_settings(config: LlamaConfig, reference: LlamaConfig) -> Differences:
     """Name, value here and value there of the fields that differ, except those without effect on the results."""
-    config, reference = (replace(config, parts=config.parts.names) for config in (config, reference))
+    config, reference = (replace(model_config, parts=model_config.parts.names) for model_config in (config, reference))
     pairs = (
         (f.name, getattr(config, f.name), getattr(reference, f.name)) for f in fields(LlamaConfig) if f.name not in NO_EFFECT
     )
-    return tuple((name, a, b) for name, a, b in pairs if not _are_equal(a, b))
+    return tuple((name, a, b) for name, a, b in pairs if not _settings_equal(a, b))
 
 
-def _are_equal(a: object, b: object) -> bool:
+def _settings_equal(a: object, b: object) -> bool:
     """Whether two settings are equal in float32, in which some formats store them."""
     if isinstance(a, RopeScaling) and isinstance(b, RopeScaling):
-        return all(map(_are_equal, astuple(a), astuple(b)))
+        return all(map(_settings_equal, astuple(a), astuple(b)))
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_are_equal, a, b))
+        return len(a) == len(b) and all(map(_settings_equal, a, b))
     return a == b or (isinstance(a, float) and isinstance(b, float) and np.float32(a) == np.float32(b))
 
 

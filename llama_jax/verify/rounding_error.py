@@ -213,15 +213,15 @@ def matrix_errors(params: Llama, reference: Llama) -> tuple[MatrixError, ...]:
 
 def _relative(weight: Any, dense: Any) -> float:
     step = max(1, BLOCK_NUMBERS // math.prod(weight.shape[1:]))
-    wrong = whole = 0.0
+    error_total = total = 0.0
     for start in range(0, weight.shape[0], step):
         stop = min(start + step, weight.shape[0])
         exact = dense.rows(start, stop, np.dtype(np.float32)) if isinstance(dense, ArrayParts) else dense[start:stop]
         exact = np.asarray(exact, np.float64)
         part = jax.tree.map(lambda plane, start=start, stop=stop: plane[start:stop], weight)
-        wrong += float(np.square(np.asarray(part.to_dense(), np.float64) - exact).sum())
-        whole += float(np.square(exact).sum())
-    return math.sqrt(wrong / whole) if whole else 0.0
+        error_total += float(np.square(np.asarray(part.to_dense(), np.float64) - exact).sum())
+        total += float(np.square(exact).sum())
+    return math.sqrt(error_total / total) if total else 0.0
 
 
 def _format_name(weight: Any) -> str:

@@ -41,7 +41,7 @@ def opened(config, tensors=None, tokenizer=lambda: None, path="model.x"):
 
 def rows_of(page: str) -> dict[str, str]:
     """{what: value} of the lines of a page."""
-    split = (line.strip().split("  ", 1) for line in inspection_page.splitlines() if line.startswith("  "))
+    split = (line.strip().split("  ", 1) for line in page.splitlines() if line.startswith("  "))
     return {row[0]: row[1].strip() for row in split if len(row) == 2}
 
 

@@ -360,38 +360,35 @@ def forged(path, ids=(1, 2, 3, 4), starts=(0, 2, 4), byte_counts=(3, 4), **field
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"token_type": "object"}, "token_type='object', which must be uint16 or uint32"),
-        ({"token_type": [1]}, "token_type=.*, which must be uint16 or uint32"),
-        ({"token_type": "uint32"}, "sizes that differ from its description"),
-        ({"documents": -1}, "documents=-1, which must be a number of at least 0"),
-        ({"tokens": 4.0}, "tokens=4.0, which must be"),
-        ({"tokens": 10**30}, "sizes that differ"),
-        ({"documents": 1}, "sizes that differ"),
+        ({"token_type": "object"}, "an invalid description, .*'object'"),
+        ({"token_type": [1]}, "an invalid description"),
+        ({"token_type": "uint32"}, "is not a whole corpus"),
+        ({"documents": -1}, "an invalid description, .*-1"),
+        ({"tokens": 4.0}, "an invalid description, .*4.0"),
+        ({"tokens": 10**30}, "is not a whole corpus"),
+        ({"documents": 1}, "is not a whole corpus"),
         ({"more": 1}, "no description of a corpus"),
-        ({"origin": []}, "no description of a corpus"),
-        ({"starts": (0, 5, 4)}, "are not consecutive"),
-        ({"starts": (1, 2, 4)}, "are not consecutive"),
-        ({"starts": (0, 2, 9)}, "are not consecutive"),
-        ({"byte_counts": (-3, 10)}, "byte counts that differ from its description"),
-        ({"text_bytes": 8}, "byte counts that differ from its description"),
-        ({"vocab_size": 4}, "the token 4, outside its vocabulary of 4"),
+        ({"origin": []}, "an invalid description"),
+        ({"starts": (0, 5, 4)}, "documents or tokens that differ from its description"),
+        ({"starts": (1, 2, 4)}, "documents or tokens that differ from its description"),
+        ({"starts": (0, 2, 9)}, "documents or tokens that differ from its description"),
+        ({"byte_counts": (-3, 10)}, "documents or tokens that differ from its description"),
+        ({"text_bytes": 8}, "documents or tokens that differ from its description"),
+        ({"vocab_size": 4}, "documents or tokens that differ from its description"),
     ],
 )
 def test_what_a_corpus_says_of_itself_is_checked(said, message, tmp_path):
     assert read_corpus(forged(tmp_path / "good.corpus"))[0].document(1).tolist() == [3, 4]
-    with pytest.raises(DataError, match=f"bad.corpus has .*{message}.*; remove it, and build again"):
+    with pytest.raises(DataError, match=f"bad.corpus .*{message}.*; remove it, and build again"):
         read_corpus(forged(tmp_path / "bad.corpus", **said))
 
 
 def test_a_corpus_is_of_the_vocabulary_and_the_type_that_are_given(files, built, tokenizer, tmp_path):
-    path, own = built[0] / CORPUS_NAME, built[1].origin
+    path = built[0] / CORPUS_NAME
     for given in (path, [path, files[0] / "a.txt"]):
         with pytest.raises(DataError, match="has ids of uint16, not token_type='uint32'; omit that"):
             open_corpus(given, tokenizer, cache=tmp_path, reading=DocumentFormat(token_type="uint32"))
     assert open_corpus(path, tokenizer, reading=DocumentFormat(token_type="uint16")).document_count == built[1].documents
-    larger = forged(tmp_path / "larger.corpus", vocab_size=60000, origin=own)
-    with pytest.raises(DataError, match="was built for 60000 tokens, but its vocabulary has 4096"):
-        open_corpus(larger, tokenizer)
 
 
 def test_a_build_that_made_nothing_may_be_begun_otherwise(files, tmp_path):
@@ -427,7 +424,7 @@ def test_a_file_that_grows_meanwhile_is_refused(tmp_path, monkeypatch):
     with gzip.open(path, "wt") as file:
         file.write('{"text": "One."}\n')
     monkeypatch.setattr(build_corpus, "make_part", growing)
-    with pytest.raises(DataError, match=r"a.jsonl.gz changed while being read; remove .*, and build when nothing writes"):
+    with pytest.raises(DataError, match=r"a.jsonl.gz changed while being read; try again when nothing writes"):
         tokenize_files(path, tmp_path / "out", TOKENIZER, processes=1)
 
 

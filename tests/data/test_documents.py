@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llama_jax.data import DataError, DocumentFormat
 from llama_jax.data import documents as module
-from llama_jax.data.documents import read_documents, record_documents, text_documents
+from llama_jax.data.documents import record_documents, text_documents
 
 SEPARATOR = "<|endoftext|>"
 
@@ -131,10 +131,3 @@ def test_lines_of_another_encoding_are_said_to_be(encoding, tmp_path):
 def test_a_reading_that_cannot_be(settings, message):
     with pytest.raises(DataError, match=message):
         DocumentFormat(**settings)
-
-
-@pytest.mark.parametrize("name", ["a.bin", "a.array_record", "a.corpus"])
-def test_token_ids_are_not_documents(name, tmp_path):
-    (tmp_path / name).write_bytes(b"\1\0")
-    with pytest.raises(DataError, match=f"{name} already holds token ids; use text"):
-        list(read_documents(tmp_path / name, DocumentFormat()))

@@ -51,7 +51,7 @@ def test_messages_are_a_chat_up_to_the_reply(tmp_path, llama3):  # noqa: F811
     ("lines", "message"),
     [
         ([{"text": "a"}], r"line 1: prompt, a text or messages, is missing; the fields are \['text'\]"),
-        ([{"prompt": 3}], "line 1: prompt=3 must be a text, or messages"),
+        ([{"prompt": 3}], "line 1: prompt=3 must be a text or messages"),
         ([{"prompt": "a", "x": 1}, {"prompt": "b"}], "line 2: 'x' is a field of the first line but not here"),
         ([{"prompt": "a"}, {"prompt": "b", "x": 1}], "line 2: 'x' is a field of this line but not in the first"),
         ([{"prompt": "long as it is"}], "no prompt has at most 8 tokens: the shortest of 1 has 14; use longer rows"),

@@ -49,7 +49,7 @@ def test_a_text_without_separators_gives_its_share_to_validation_and_no_more(tex
     (training,), ((_, held, _),) = corpora.train.values(), corpora.validation
     assert training.document_count == 2
     total = training.token_count + held.token_count
-    assert corpora.kept == pytest.approx(0.1, abs=1e-3)
+    assert corpora.validation_share == pytest.approx(0.1, abs=1e-3)
     assert held.token_count == pytest.approx(0.1 * total, abs=1)
     assert training.byte_count + held.byte_count == len(" ".join(text.read_text().split())) - 1
     preflight.log_model(Log(), recipe, describe_corpora(recipe, corpora))
@@ -334,7 +334,7 @@ def test_vocabularies_that_cannot_be_trained(text, tmp_path, changes, message):
 
 
 def test_a_file_in_the_place_of_the_folder(text):
-    with pytest.raises(TrainingError, match="is a file; pass a folder"):
+    with pytest.raises(TrainingError, match="a file is where a folder is needed"):
         train(RECIPE, text, [text], log=StopAt())
 
 

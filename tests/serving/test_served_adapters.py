@@ -85,13 +85,13 @@ def test_unknown_adapters(tabled, model):
     with pytest.raises(GenerationError, match="adapter=0 must be an integer from -1 to -1"):
         Client(Engine(*model[:2], TINY), prompt=[1], max_new_tokens=1, adapter=0)
     with pytest.raises(GenerationError, match="1 adapters for 2 prompts"):
-        list(llama_jax.batch(*tabled, [[1], [2]], max_new_tokens=1, adapters=[0], options=TINY))
+        list(llama_jax.complete_requests(*tabled, [[1], [2]], max_new_tokens=1, adapters=[0], options=TINY))
 
 
 @pytest.mark.slow
 def test_batch(tabled, alone):
     prompts, adapters = [[1, 5 + i] for i in range(5)], [2, 0, -1, 1, 0]
-    found = dict(llama_jax.batch(*tabled, prompts, max_new_tokens=5, adapters=adapters, options=TINY))
+    found = dict(llama_jax.complete_requests(*tabled, prompts, max_new_tokens=5, adapters=adapters, options=TINY))
     table = choose_adapters(tabled[1], adapters)
     wanted = llama_jax.generate(tabled[0], table, prompts, max_new_tokens=5)
     assert [found[i].tokens for i in range(5)] == [row.tokens for row in wanted]
@@ -229,7 +229,7 @@ class TestNames:
             (("a", "b=c"), "adapter='a' must be NAME=PATH, or a single PATH for all requests"),
             (("=c",), "adapter='=c' must be NAME=PATH"),
             (("a=",), "adapter='a=' must be NAME=PATH"),
-            (("a=b", "a=c"), "adapter='a=c': 'a' is already the name of another"),
+            (("a=b", "a=c"), "adapter='a=c' must be NAME=PATH with a name of its own"),
         ],
     )
     def test_invalid_names(self, given, said):

@@ -8,7 +8,7 @@ from functools import partial
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus
 from llama_jax.errors import TrainingError
-from llama_jax.evaluation.perplexity import compare_tokens, divergence
+from llama_jax.evaluation.perplexity import compare_tokens, kl_to_reference
 from llama_jax.formats import open_checkpoint
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
@@ -130,7 +130,7 @@ class DistillationBatchSource(language_modeling.TextBatchSource):
 
     def _evaluate(self, model: Llama, corpus: Corpus) -> EvalResult:
         (config, teacher), length = self._teacher, self._recipe.length
-        compared = divergence(
+        compared = kl_to_reference(
             *(self._recipe.model, model, teacher, corpus),
             reference_config=config,
             length=length,

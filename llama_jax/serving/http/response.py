@@ -72,11 +72,11 @@ class ResponseFormat(ABC):
         self._end = "}\n\n" if request.usage is None else ',"usage":null}\n\n'
         self._tail = self.closing + ',"logprobs":null,"finish_reason":null}]' + self._end
 
-    def begin(self, index: int) -> bytes:
+    def opening_event(self, index: int) -> bytes:
         """The events before the first chunk of a choice."""
         return b""
 
-    def chunk(self, index: int, delta: Delta, finish: str | None, usage: dict[str, Any] | None) -> bytes:
+    def delta_event(self, index: int, delta: Delta, finish: str | None, usage: dict[str, Any] | None) -> bytes:
         """The new part of a choice, as an event."""
         head = f"{self._head}{index}{self.opening}{quoted(delta.text)}"
         if delta.calls:
@@ -87,11 +87,11 @@ class ResponseFormat(ABC):
         end = self._end if usage is None else f',"usage":{json.dumps(usage)}}}\n\n'
         return f'{head}{self.closing},"logprobs":{logprobs},"finish_reason":{json.dumps(finish)}}}]{end}'.encode()
 
-    def last(self, usage: dict[str, Any]) -> bytes:
+    def usage_event(self, usage: dict[str, Any]) -> bytes:
         """The total usage, as an event without choices."""
         return event(self._fixed | {"object": self.chunk_object, "choices": [], "usage": usage})
 
-    def whole(
+    def response_parts(
         self, choices: Sequence[WholeChoice], finishes: Sequence[str | None], usage: dict[str, Any]
     ) -> Iterator[bytes]:
         """The whole response, in one part per choice."""
@@ -155,7 +155,7 @@ class ChatFormat(ResponseFormat):
     opening, closing = ',"delta":{"content":', "}"
     closing_fields = ',"refusal":null'
 
-    def begin(self, index: int) -> bytes:
+    def opening_event(self, index: int) -> bytes:
         delta = '{"role":"assistant","content":""}'
         return f'{self._head}{index},"delta":{delta},"logprobs":null,"finish_reason":null}}]{self._end}'.encode()
 
@@ -366,7 +366,7 @@ class GeneratedResponse:
         while self._open:
             await self._next(write)
         bodies = []
-        for body in self.format.whole(choices, [choice.finish for choice in self.choices], self._usage()):
+        for body in self.format.response_parts(choices, [choice.finish for choice in self.choices], self._usage()):
             bodies.append(body)
             await asyncio.sleep(0)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(sum(map(len, bodies))).encode())]
@@ -388,15 +388,15 @@ class GeneratedResponse:
                 return  # nothing can be shown yet
             if index not in begun:
                 begun.add(index)
-                events.append(self.format.begin(index))
-            events.append(self.format.chunk(index, delta, finish, self._usage() if usage == "each" else None))
+                events.append(self.format.opening_event(index))
+            events.append(self.format.delta_event(index, delta, finish, self._usage() if usage == "each" else None))
 
         try:
             while self._open:
                 events.clear()
                 await self._next(write)
                 if not self._open:
-                    events += [self.format.last(self._usage())] * (usage is not None) + [DONE]
+                    events += [self.format.usage_event(self._usage())] * (usage is not None) + [DONE]
                 if events:
                     if not started:
                         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})

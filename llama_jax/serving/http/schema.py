@@ -108,12 +108,11 @@ def read(schema: Schema, value: Any, name: str = "") -> Any:
         low, high = schema["minimum"], schema["maximum"]
         if json_type == "integer" and isinstance(value, float) and value.is_integer():
             value = int(value)
-        if wrong_type or not low <= value <= high or (json_type == "integer" and not isinstance(value, int)):
-            raise refused(f"{name}={shown(value, 40)} must be {_type_name(schema)} from {low} to {high}", name)
+        is_valid = not wrong_type and low <= value <= high and (json_type == "number" or isinstance(value, int))
+        _require(is_valid, name, value, f"{_type_name(schema)} from {low} to {high}")
         assert math.isfinite(value)
         return value if json_type == "integer" else float(value)
-    if wrong_type:
-        raise refused(f"{name or 'the body'} is {shown(value, 40)}; it must be {_type_name(schema)}", name or None)
+    _require(not wrong_type, name, value, _type_name(schema))
     if json_type == "string":
         return _read_text(schema, value, name)
     if json_type == "array":
@@ -121,10 +120,15 @@ def read(schema: Schema, value: Any, name: str = "") -> Any:
     return _read_object(schema, value, name) if json_type == "object" else value
 
 
+def _require(is_valid: bool, name: str, value: Any, requirement: str, code: str | None = None) -> None:
+    """Raise ApiError (400) for a value that is not as required."""
+    if not is_valid:
+        raise refused(f"{name or 'the body'}={shown(value, 40)} must be {requirement}", name or None, code)
+
+
 def _read_enum(values: Sequence[Any], value: Any, name: str) -> Any:
-    if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in values):
-        needed = " or ".join(map(_to_json, values))
-        raise refused(f"{name}={shown(value, 40)} is not supported here; it must be {needed}", name, "unsupported")
+    is_valid = any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in values)
+    _require(is_valid, name, value, " or ".join(map(_to_json, values)), "unsupported")
     return value
 
 
@@ -190,8 +194,7 @@ def _alternative(alternatives: Sequence[Schema], value: Any, name: str) -> Schem
 
 def _tagged_alternative(schema: Schema, value: Any, name: str) -> Schema:
     tag = schema["discriminator"]["propertyName"]
-    if not isinstance(value, dict):
-        raise refused(f"{name}={shown(value, 40)} must be an object with the field {tag}", name)
+    _require(isinstance(value, dict), name, value, f"an object with the field {tag}")
     tags = [alternative["properties"][tag]["enum"] for alternative in schema["oneOf"]]
     tag_value = _read_enum([*chain(*tags)], value.get(tag), f"{name}.{tag}")
     return next(alternative for alternative, values in zip(schema["oneOf"], tags, strict=True) if tag_value in values)
