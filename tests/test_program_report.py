@@ -66,12 +66,12 @@ def test_trips_that_a_tpu_leaves_to_the_condition():
 def test_collectives_of_both_compilers(name):
     mesh = AbstractMesh((1, 8, 1, 1), ("data", "fsdp", "context", "tensor"))
     found = find_collectives(read(name), mesh)
-    traffic = {row.kind: row for row in sum_traffic(found)}
+    traffic = {row.opcode: row for row in sum_traffic(found)}
     matrices = 12 * 2 * WIDTH * HIDDEN * 2
     assert traffic["all-gather"].bytes == 2 * matrices  # forward and backward
     assert traffic["reduce-scatter"].bytes == matrices / 8  # what a TPU writes as an all-reduce in a fusion of that name
     assert set(traffic) == {"all-gather", "reduce-scatter"}
-    gathers = [how for one, how in zip(found, overlap(DeviceProgram(read(name))), strict=True) if one.kind == "all-gather"]
+    gathers = [how for one, how in zip(found, overlap(DeviceProgram(read(name))), strict=True) if one.opcode == "all-gather"]
     assert sum(overlapped for _, overlapped in gathers) == (2 if name == "train_h100" else 3)
     assert all(asynchronous for asynchronous, overlapped in gathers if overlapped)
     assert all(one.loops == (12,) for one in found)

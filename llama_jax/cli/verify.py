@@ -196,6 +196,8 @@ class Verify(PartsOption, CompileOptions):
 
         if self.text is None:
             return activations.SAMPLE_TEXT
+        if not self.text.is_file():  # a pipe would be waited for
+            raise UserError(f"{self.text} is not a file")
         try:
             with self.text.open(encoding="utf-8", newline="") as file:
                 return file.read(MAX_TEXT_LENGTH)

@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from llama_jax.data.corpus import Corpus, row_order, shuffled
+from llama_jax.data.corpus import Corpus, check_seed, row_order, shuffled
 from llama_jax.data.mixture import Mixture
 from llama_jax.errors import DataError
 from llama_jax.training.batch import Batch
@@ -179,6 +179,8 @@ class HostBatches(ABC, Generic[BatchT]):
             raise DataError(f"host={host} must be at least 0 and below hosts={hosts}")
         if batch < 1 or batch % hosts:
             raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: all hosts take equal shares")
+        if seed is not None:
+            check_seed(seed)
         self.batch, self._epoch_rows, self._seed = batch, epoch_rows, seed
         self._share, self._first = batch // hosts, batch // hosts * host
 

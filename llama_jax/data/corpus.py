@@ -92,7 +92,11 @@ def shuffled(count: int, seed: int, stream: int) -> np.ndarray:
 
     It sorts the raw numbers of a counter-based generator (Philox; Salmon et al. 2011), which are the same in every version
     of NumPy; its distributions and permutations may change (NEP 19).
+
+    Raises:
+      DataError: see `check_seed`.
     """
+    check_seed(seed)
     numbers = np.random.Philox(key=np.array([seed, stream], np.uint64)).random_raw(count)
     return np.argsort(numbers, kind="stable")
 
@@ -100,6 +104,12 @@ def shuffled(count: int, seed: int, stream: int) -> np.ndarray:
 def row_order(count: int, seed: int | None, epoch: int) -> np.ndarray:
     """The order of an epoch's rows, different in each: int64[count]; without a seed always in order."""
     return np.arange(count) if seed is None else shuffled(count, seed, 2 * epoch + 2)
+
+
+def check_seed(seed: int) -> None:
+    """Raise DataError for a seed that does not fit 64 bits."""
+    if not 0 <= seed < 1 << 64:
+        raise DataError(f"seed={seed} must be at least 0 and below 2**64")
 
 
 # --- duplicates ----------------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ CHATS = [
     ({"messages": [{"role": ["user"], "content": ""}]}, r"messages\[0\].role=\['user'\] must be one of"),
     ({"conversations": [{"from": "narrator", "value": ""}]}, r"conversations\[0\].from='narrator' must be one of"),
     ({"conversations": [{"from": "human", "value": 3}]}, r"conversations\[0\].value=3 must be a text"),
-    ({"messages": [ASK, {"role": "assistant", "content": None}]}, r"messages\[1\].content=None must be a text"),
+    ({"messages": [ASK, {"role": "assistant", "content": None}]}, r"messages\[1\].content, a text, is missing"),
     ({"messages": [{**ASK, "content": [{"type": "image_url"}]}]}, r"messages\[0\].content\[0\]=.*a part of type text"),
     ({"messages": [ASK, {**REPLY, "weight": 0}, ASK, REPLY]}, r"messages\[1\].weight=0 is not supported.*into `completion`"),
     ({"messages": [{**ASK, "images": ["a.png"]}, REPLY]}, r"messages\[0\].images=\['a.png'\] is not supported"),
