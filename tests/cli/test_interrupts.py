@@ -13,11 +13,11 @@ from llama_jax.cli.terminal import clean_exit
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from llama_jax.cli.terminal import ending_in_order
+from llama_jax.cli.terminal import clean_exit
 from llama_jax.storage.atomic_write import write_atomically
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background process ignores
-with ending_in_order("stopped"), write_atomically(Path(sys.argv[1])) as target:
+with clean_exit("stopped"), write_atomically(Path(sys.argv[1])) as target:
     target.write_text("half")
     os.kill(os.getpid(), signal.{0})
 print("went on")

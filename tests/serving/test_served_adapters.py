@@ -226,7 +226,7 @@ class TestNames:
     @pytest.mark.parametrize(
         ("given", "said"),
         [
-            (("a", "b=c"), "adapter='a' must be NAME=PATH, or a single PATH for all requests"),
+            (("a", "b=c"), "adapter='a' must be NAME=PATH with a name of its own, or a single PATH"),
             (("=c",), "adapter='=c' must be NAME=PATH"),
             (("a=",), "adapter='a=' must be NAME=PATH"),
             (("a=b", "a=c"), "adapter='a=c' must be NAME=PATH with a name of its own"),
