@@ -313,6 +313,10 @@ def read_prompt_texts(prompt: str | None, file: Path | None) -> list[str]:
         where, content = "stdin", _bounded("stdin", sys.stdin.buffer)
     else:
         assert prompt is not None
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise GenerationError("the prompt is not valid UTF-8; is the terminal's encoding (LANG) set?") from None
         if not prompt:
             raise GenerationError(f"the prompt is empty; {PROMPT_HINT}")
         return [prompt]

@@ -121,7 +121,10 @@ def test_generate_ends_at_a_stop_string(stories_folder):
         (["Once", "--draft", "MODEL"], "has a vocabulary of 512, but the model's has 4096; use a draft with the model's"),
         (["Once", "--batch", "4"], "batch=4 is only for the prompts of a .jsonl (--prompt-file); omit it"),
         (["Once", "--model", "MODEL", "--stop", ""], "--stop '' must be a text"),
-        (["Once", "--model", "MODEL", "--stop", "caf\udcff"], "--stop 'caf\\udcff' is not valid UTF-8"),
+        (
+            ["Once", "--model", "MODEL", "--stop", "caf\udcff"],
+            "--stop 'caf\\udcff' must be a text, in the terminal's encoding",
+        ),
         (["Once", "--model", "MODEL", "--tokenizer", "MODEL/expected.txt"], "is not a SentencePiece model"),
         (["Once", "--model", "MODEL/expected.txt"], "not a model of a supported format"),
     ],
