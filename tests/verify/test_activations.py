@@ -251,7 +251,7 @@ def about(**changes) -> bytes:
         ({"logits.npy": npy(np.zeros((5, 12)))}, "holds float64, not rows of <f4"),
         ({"logits.npy": npy(np.zeros((12, 5), np.float32).T)}, "not rows"),
         ({"logits.npy": npy(np.full((5, 12), np.nan, np.float32))}, "not finite"),
-        ({"streams.npy": npy(np.zeros((2, 5, 8), np.float32))}, "shapes of its arrays"),
+        ({"streams.npy": npy(np.zeros((2, 5, 8), np.float32))}, "do not match its configuration"),
         ({"tokens.npy": npy(np.full(5, 12, np.int32))}, "do not match its configuration"),
         ({"tokens.npy": npy(np.full(5, -1, np.int32))}, "do not match its configuration"),
         ({"tokens.npy": npy(np.zeros(5, np.int32), version=(2, 0))}, r"has version \(2, 0\)"),
