@@ -24,7 +24,7 @@ from llama_jax.model.multi_lora import adapter_table
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.programs import StepBatch
-from llama_jax.serving.rows import settings_of
+from llama_jax.serving.rows import settings_of_rows
 
 CONTEXT, RANK = 128, 16
 
@@ -35,7 +35,7 @@ class Turns:
     def __init__(self, config: llama_jax.LlamaConfig, params: llama_jax.Llama, rows: int) -> None:
         engine = Engine(config, params, EngineOptions(rows=rows, context=CONTEXT, cache_tokens=rows * CONTEXT))
         self._model, self._state = engine.model, engine.scheduler.state
-        self._settings = jax.device_put(settings_of([], rows, config.vocab_size))
+        self._settings = jax.device_put(settings_of_rows([], rows, config.vocab_size))
         self._rows, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32)
         starts, table = np.arange(rows + 1, dtype=np.int32), np.arange(rows * CONTEXT // PAGE_SIZE, dtype=np.int32)
         self._batch = StepBatch(-ones, starts, self._rows, table.reshape(rows, -1), 0 * ones, ones, ones, ones, ones == 1)

@@ -151,12 +151,12 @@ def speeds(path: Path, seconds: float, busy: float) -> dict[str, float]:
 BUILDING = """
 import json, os, resource, sys, time
 os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
-from llama_jax.data.build_corpus import build
+from llama_jax.data.build_corpus import tokenize_files
 
 if __name__ == "__main__":
     path, out, tokenizer, processes = sys.argv[1:]
     start = time.perf_counter()
-    build(path, out, tokenizer, processes=int(processes))
+    tokenize_files(path, out, tokenizer, processes=int(processes))
     seconds = time.perf_counter() - start
     # On Linux, ru_maxrss of a process includes its parent's memory at the start; VmHWM does not.
     first = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -34,7 +34,7 @@ from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.recipes import stories15m, tiny
-from llama_jax.runs.tasks.language_modeling import objective
+from llama_jax.runs.tasks.language_modeling import text_objective
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 RESULTS = Path(__file__).parent / "results"
@@ -114,7 +114,7 @@ def take_turns(recipe: Recipe, steps: int, blocks: int, save_every: int, folder:
     text = folder / "text.txt"
     text.write_text(" ".join(np.random.default_rng(0).choice(["the", "llama", "ate", "grass", "and", "slept"], 60_000)))
     corpus = open_corpus(text, byte_tokenizer(), reading=recipe.reading, cache=folder / "corpora")
-    program = make_program(recipe, objective(recipe), MeshSizes(), "jit")
+    program = make_program(recipe, text_objective(recipe), MeshSizes(), "jit")
     batches = training_batches(corpus, recipe.batch, recipe.length, seed=1)
     turns = Turns(program, [program.shard_batch(next(batches)) for _ in range(4)], steps)
     batches.close()

@@ -370,7 +370,7 @@ def arrival(path: Path, arguments: Arguments) -> dict[str, float]:
         engine.submit(GenerationRequest(prompt=tokens(512), max_new_tokens=1), lambda update: None)
         while engine.step():
             pass
-        found["piece alone"].append((time.perf_counter() - began) / -(-512 // engine.options.chunk))
+        found["piece alone"].append((time.perf_counter() - began) / -(-512 // engine.options.chunk_tokens))
     return {name: 1e3 * statistics.median(values) for name, values in found.items()}
 
 

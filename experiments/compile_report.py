@@ -154,7 +154,7 @@ class Arguments:
     skip: str = ""
     """Comma-separated names of programs to omit."""
     flags: Literal["on", "off"] = "on"
-    """Whether to use the commands' flags (`llama_jax/xla_flags.py`); "off" adds separate rows with XLA's defaults."""
+    """Whether to use the commands' flags (`inference/xla_flags.py`); "off" adds separate rows with XLA's defaults."""
     output: Path | None = None
 
 
@@ -180,7 +180,7 @@ def once(case: Case, name: str, flags: str = "on") -> dict[str, Any]:
     from program_report import examine
 
     from llama_jax.analysis.aot_compile import mesh_for
-    from llama_jax.analysis.hardware import named_hardware
+    from llama_jax.analysis.hardware import hardware_by_name
     from llama_jax.analysis.memory import DoesNotFitError
     from llama_jax.parallel.mesh import parse_mesh
 
@@ -193,7 +193,7 @@ def once(case: Case, name: str, flags: str = "on") -> dict[str, Any]:
         return {"batch": case.batch, "fits": False, "refused": str(error)[:300], "compile_seconds": passed(began)}
     except Exception as error:  # an error of the compiler is a result, too
         return {"batch": case.batch, "error": f"{type(error).__name__}: {error}"[:600], "compile_seconds": passed(began)}
-    return {"batch": case.batch, "fits": named_hardware(name).holds(found.memory.total)} | found.as_dict()
+    return {"batch": case.batch, "fits": hardware_by_name(name).holds(found.memory.total)} | found.as_dict()
 
 
 def program_of(case: Case, mesh: Mesh) -> Program:
@@ -263,11 +263,11 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
     from llama_jax import preset
     from llama_jax.inference.sharding import sharding_of
+    from llama_jax.inference.xla_flags import decode_options_on_tpu
     from llama_jax.model.cache import PAGE_SIZE
     from llama_jax.model.forward_options import Compute
     from llama_jax.serving import programs
-    from llama_jax.serving.rows import batch_of, settings_of
-    from llama_jax.xla_flags import decode_options_on_tpu
+    from llama_jax.serving.rows import batch_of, settings_of_rows
 
     rows, options = case.batch, dict(case.options)
     piece, number, draft = options.pop("piece", 0), options.pop("drafted", 0), options.pop("draft", None)
@@ -279,7 +279,7 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
         decode, params = with_table(config, decode, mesh, **options)
     batch, settings = jax.tree.map(
         lambda a: everywhere(mesh, a.dtype, *a.shape),
-        (batch_of([], (rows, rows + piece), case.length // PAGE_SIZE, rows), settings_of([], rows, config.vocab_size)),
+        (batch_of([], (rows, rows + piece), case.length // PAGE_SIZE, rows), settings_of_rows([], rows, config.vocab_size)),
     )
     arguments: tuple[Any, ...] = (params, state, batch, settings)
     run: Any

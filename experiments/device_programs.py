@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from program_report import look_at
 
-from llama_jax.analysis.aot_compile import NAMES
+from llama_jax.analysis.aot_compile import COMPILABLE_HARDWARE
 from llama_jax.analysis.hardware import BY_NAME, find_hardware
 from llama_jax.analysis.memory import Program
 from llama_jax.inference.decode import STEPS_PER_CHUNK
@@ -39,7 +39,7 @@ SMALL = (
 def hardware_of(device: jax.Device) -> str | None:
     """The short name of a device if the report has its hardware, otherwise None."""
     found = find_hardware(device.device_kind)
-    return next((name for name in NAMES if found is not None and BY_NAME[name] is found), None)
+    return next((name for name in COMPILABLE_HARDWARE if found is not None and BY_NAME[name] is found), None)
 
 
 def cases_of(hardware: str | None) -> tuple[Case, ...]:

@@ -43,8 +43,8 @@ class Arguments:
 def look(model: str, mesh_sizes: str, length: int, hardware: tuple[str, ...]) -> dict[str, Any]:
     """Compile one step and bound its time on every hardware."""
     from llama_jax import preset
-    from llama_jax.analysis.collectives import add_up, find_collectives
-    from llama_jax.analysis.hardware import named_hardware
+    from llama_jax.analysis.collectives import find_collectives, sum_traffic
+    from llama_jax.analysis.hardware import hardware_by_name
     from llama_jax.analysis.memory import train_programs
     from llama_jax.analysis.roofline import least_traffic, training_roofline
     from llama_jax.parallel.mesh import make_mesh, parse_mesh
@@ -60,7 +60,7 @@ def look(model: str, mesh_sizes: str, length: int, hardware: tuple[str, ...]) ->
     least = least_traffic(config, sizes, batch, length, "bfloat16")
     bounds = {}
     for name in hardware:
-        chip = named_hardware(name)
+        chip = hardware_by_name(name)
         step = (config, sizes, batch, length, "bfloat16", "full", chip)
         bounds[name] = {"share_of_memory": round(memory.total / chip.memory, 3), "fits": chip.holds(memory.total)}
         for kind, exchanges in (("compiled", found), ("least", least)):
@@ -79,8 +79,8 @@ def look(model: str, mesh_sizes: str, length: int, hardware: tuple[str, ...]) ->
         "compile_seconds": round(seconds, 1),
         "bytes_per_device": asdict(memory) | {"total": memory.total},
         "sent": {
-            f"{row.kind} over {','.join(row.axes)}": {"count": row.count, "bytes": int(row.sent_if_scattered)}
-            for row in add_up(found)
+            f"{row.opcode} over {','.join(row.axes)}": {"count": row.count, "bytes": int(row.sent_if_scattered)}
+            for row in sum_traffic(found)
         },
         "least_sent": int(sum(one.count * one.sent for one in least)),
         "hardware": bounds,

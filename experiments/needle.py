@@ -25,7 +25,7 @@ import numpy as np
 import tyro
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data.load_corpus import Progress
+from llama_jax.data.load_corpus import MegabyteProgress
 from llama_jax.errors import TokenizerError, UserError
 from llama_jax.evaluation.loglikelihood import Continuation, score_pairs
 from llama_jax.model.checks import check_tokens
@@ -119,7 +119,7 @@ def needle(
     question: str = QUESTION,
     digits: int = 5,
     batch: int | None = None,
-    progress: Progress | None = None,
+    progress: MegabyteProgress | None = None,
 ) -> NeedleTest:
     """Run the test described in the module docstring.
 

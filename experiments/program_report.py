@@ -167,7 +167,7 @@ def bytes_read(text: DeviceProgram, computation: str, one: Instruction, layers: 
         return 0
     if one.opcode in ("iota", "broadcast"):
         return 0
-    types = [text.named(computation)[name].type for name in one.operands if name in text.named(computation)]
+    types = [text.by_name(computation)[name].type for name in one.operands if name in text.by_name(computation)]
     if one.opcode in _PARTS and types:
         return min(text.memory_bytes(types[0]), sum(array_bytes(*array) for *array, _ in ARRAY.findall(one.type)))
     if one.opcode == "slice-start" and types:
@@ -199,7 +199,7 @@ def _used(text: DeviceProgram, computation: str, name: str, in_place: bool = Fal
       in_place: the array is the result of an update in place, so that returning it does not count as a read.
     """
     lines = text.computations[computation]
-    whole, used = _elements(text.named(computation)[name].type), 0
+    whole, used = _elements(text.by_name(computation)[name].type), 0
     if lines[-1].name == name:
         return 0 if in_place else whole
     for one in lines:
@@ -234,12 +234,12 @@ def bytes_written(text: DeviceProgram, computation: str, one: Instruction) -> in
     if one.opcode == "fusion" and one.called and one.called[0] in text.computations:
         return _written_by(text, one.called[0], one.type)
     if one.opcode in _IN_PLACE:
-        return _written_over(text.memory_bytes(one.type), text.named(computation), one)
+        return _written_over(text.memory_bytes(one.type), text.by_name(computation), one)
     return text.memory_bytes(one.type)
 
 
 def _written_by(text: DeviceProgram, computation: str, type: str) -> int:
-    named = text.named(computation)
+    named = text.by_name(computation)
     root = text.computations[computation][-1]
     results = [named[name] for name in root.operands] if root.opcode == "tuple" else [root]
     types = tuple_elements(type) if type.startswith("(") else [type]
@@ -442,7 +442,7 @@ class Findings:
         kinds: dict[str, dict[str, int]] = {}
         for one, (asynchronous, overlapped) in zip(self.collectives, self.overlap, strict=True):
             row = kinds.setdefault(
-                f"{one.kind} over {','.join(one.axes)}", {"count": 0, "asynchronous": 0, "overlapped": 0, "sent": 0}
+                f"{one.opcode} over {','.join(one.axes)}", {"count": 0, "asynchronous": 0, "overlapped": 0, "sent": 0}
             )
             row["count"] += one.count
             row["asynchronous"] += one.count * asynchronous

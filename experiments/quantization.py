@@ -230,7 +230,7 @@ def quality(
     """Measure each kind and each file of a model and add the results to the report; for an unsupported kind, the reason."""
     import llama_jax
     from llama_jax.errors import UserError
-    from llama_jax.evaluation.perplexity import divergence
+    from llama_jax.evaluation.perplexity import kl_to_reference
     from llama_jax.verify.rounding_error import matrix_errors
 
     config, params, tokenizer = llama_jax.load(path, "float32")
@@ -247,7 +247,7 @@ def quality(
             rows[kind] = {"refused": str(error)}
             print(f"  {kind:16} {error}", flush=True)
             continue
-        found = asdict(divergence(config, ours, params, corpus, batch=1, length=min(LENGTH, config.max_seq_len)))
+        found = asdict(kl_to_reference(config, ours, params, corpus, batch=1, length=min(LENGTH, config.max_seq_len)))
         model, dense = found.pop("model"), found.pop("reference")
         first = corpus.document(0)[: min(LENGTH, config.max_seq_len) // 2].astype(np.int32)
         rows[kind] = {

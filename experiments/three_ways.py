@@ -36,7 +36,7 @@ from measuring import devices, settings, versions, write_report
 
 import llama_jax
 from llama_jax import Batch, OptimizerSettings, Sharding, init_state, make_optimizer, train_step
-from llama_jax.analysis.collectives import add_up, find_collectives
+from llama_jax.analysis.collectives import find_collectives, sum_traffic
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.pmap import pmap_step, replicate
 from llama_jax.parallel.sharding import step_over
@@ -106,7 +106,7 @@ def run(way: str, arguments: Arguments) -> Found:
     traffic = None
     if way != "pmap":  # pmap's compiled program is not accessible; it is the same as shard_map's
         compiled = step.lower(state, batches[0]).compile()
-        traffic = [asdict(t) for t in add_up(find_collectives(compiled.as_text(), mesh))]
+        traffic = [asdict(t) for t in sum_traffic(find_collectives(compiled.as_text(), mesh))]
         step = compiled
     losses, seconds = [], []
     for batch in batches:
@@ -174,7 +174,7 @@ def main(arguments: Arguments) -> None:
 
 def describe(traffic: list[dict]) -> str:
     """Collectives in words."""
-    return ", ".join(f"{t['count']} {t['kind']} ({t['sent'] / 1e6:.2f} MB)" for t in traffic)
+    return ", ".join(f"{t['count']} {t['opcode']} ({t['sent'] / 1e6:.2f} MB)" for t in traffic)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ The public API, imported lazily:
   pmap_step(step, devices)            train_step with `jax.pmap`, for a state from replicate;  pmap_generate likewise
   LlamaModule(config, params)         the model as a `flax.nnx.Module`
   train(recipe, workdir, data)        trains a Recipe into a folder;  evaluate(...) evaluates a model on a text
-  divergence(config, params, reference, corpus)  how far a quantized model's predictions are from the dense model's
+  kl_to_reference(config, params, reference, corpus)  how far a quantized model's predictions are from the dense model's
   register_for_export()               lets `jax.export` serialize programs of these functions
 
 and their arguments:
@@ -112,7 +112,7 @@ _LAZY_ATTRIBUTES = {
     "train_state_specs": "parallel.sharding",
     "LlamaModule": "nnx_module",
     "Divergence": "evaluation.perplexity",
-    "divergence": "evaluation.perplexity",
+    "kl_to_reference": "evaluation.perplexity",
     "Evaluation": "evaluation.perplexity",
     "evaluate": "evaluation.perplexity",
     "train": "runs.loop",
@@ -126,7 +126,7 @@ _LAZY_ATTRIBUTES = {
     "LossOptions": "training.loss",
     "next_token_loss": "training.loss",
     "EngineOptions": "serving.options",
-    "batch": "serving.offline",
+    "complete_requests": "serving.offline",
     "OptimizerSettings": "training.optimizer",
     "make_optimizer": "training.optimizer",
     "StepOptions": "training.step",
@@ -191,11 +191,10 @@ __all__ = [
     "UserError",
     "adapted",
     "adapter_table",
-    "batch",
     "cache_bytes",
     "choose_adapters",
+    "complete_requests",
     "convert",
-    "divergence",
     "encode_chat",
     "evaluate",
     "forward",
@@ -204,6 +203,7 @@ __all__ = [
     "init_adapters",
     "init_cache",
     "init_state",
+    "kl_to_reference",
     "layers_of",
     "load",
     "load_adapter",
@@ -239,7 +239,7 @@ if TYPE_CHECKING:
     from llama_jax.config import LayerConfig, LlamaConfig, Parts, QueryScaling, RopeScaling
     from llama_jax.config.presets import preset
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
-    from llama_jax.evaluation.perplexity import Divergence, Evaluation, divergence, evaluate
+    from llama_jax.evaluation.perplexity import Divergence, Evaluation, evaluate, kl_to_reference
     from llama_jax.export import register_for_export
     from llama_jax.formats import Checkpoint, convert, load, load_adapter, save, save_adapter
     from llama_jax.inference.decode import TokenChunk
@@ -263,7 +263,7 @@ if TYPE_CHECKING:
     from llama_jax.runs.loop import train
     from llama_jax.runs.recipe import Recipe
     from llama_jax.runs.user_functions import with_parts
-    from llama_jax.serving.offline import batch
+    from llama_jax.serving.offline import complete_requests
     from llama_jax.serving.options import EngineOptions
     from llama_jax.tokenizers import Message, TextStream, encode_chat, load_tokenizer
     from llama_jax.training.batch import Batch

@@ -46,13 +46,15 @@ class TrainingError(UserError):
 
 
 @contextmanager
-def reading(path: object, kind: type[UserError]) -> Iterator[None]:
+def reading(path: object, error_type: type[UserError]) -> Iterator[None]:
     """Convert an OSError about a file (no permission, a name too long, a failing disk) to an error of this kind."""
     try:
         yield
     except OSError as error:
         name = str(error.filename or path)
-        raise kind(f"{name if len(name) <= 500 else shown(name, 100)} cannot be read: {error.strerror or error}") from None
+        raise error_type(
+            f"{name if len(name) <= 500 else shown(name, 100)} cannot be read: {error.strerror or error}"
+        ) from None
 
 
 def reason_of(error: BaseException | str, length: int = 100) -> str:
@@ -66,34 +68,34 @@ def shown(value: Any, length: int = 60) -> str:
     `repr` itself is not safe for the content of files: nested lists that share their elements take exponential time, deeply
     nested ones overflow the stack, and a number with 4,301 digits raises.
     """
-    found = ""
-    for part in _parts(value, length):
-        found += part
-        if len(found) >= length:
+    text = ""
+    for part in _repr_parts(value, length):
+        text += part
+        if len(text) >= length:
             break
-    return found[:length]
+    return text[:length]
 
 
-def _parts(value: Any, length: int) -> Iterator[str]:
+def _repr_parts(value: Any, length: int) -> Iterator[str]:
     """`repr(value)` in parts. Each level yields a character before the next level, so the caller bounds the depth."""
-    kind = type(value)
-    if kind in (str, bytes):
+    value_type = type(value)
+    if value_type in (str, bytes):
         yield repr(value[:length])
-    elif kind is int and value.bit_length() > 1 << 12:
+    elif value_type is int and value.bit_length() > 1 << 12:
         yield f"<a number of {value.bit_length()} bits>"
-    elif kind is dict:
+    elif value_type is dict:
         yield "{"
         for i, (key, entry) in enumerate(value.items()):
-            yield from chain([", "] * (i > 0), _parts(key, length), [": "], _parts(entry, length))
+            yield from chain([", "] * (i > 0), _repr_parts(key, length), [": "], _repr_parts(entry, length))
         yield "}"
-    elif kind in (list, tuple, array):
-        yield "(" if kind is tuple else "["
-        yield from _joined(value, length)
-        yield ",)" if kind is tuple and len(value) == 1 else ")" if kind is tuple else "]"
+    elif value_type in (list, tuple, array):
+        yield "(" if value_type is tuple else "["
+        yield from _repr_items(value, length)
+        yield ",)" if value_type is tuple and len(value) == 1 else ")" if value_type is tuple else "]"
     else:
         yield repr(value)
 
 
-def _joined(values: Iterable[Any], length: int) -> Iterator[str]:
+def _repr_items(values: Iterable[Any], length: int) -> Iterator[str]:
     for i, value in enumerate(values):
-        yield from chain([", "] * (i > 0), _parts(value, length))
+        yield from chain([", "] * (i > 0), _repr_parts(value, length))

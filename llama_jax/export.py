@@ -47,5 +47,5 @@ def register_for_export() -> None:
             serialize_auxdata=lambda static: json.dumps(static).encode(),
             deserialize_auxdata=lambda data: tuple(tuple(x) if isinstance(x, list) else x for x in json.loads(data)),
         )
-    for named in TUPLES:
-        export.register_namedtuple_serialization(named, serialized_name=f"llama_jax.{named.__name__}")
+    for tuple_type in TUPLES:
+        export.register_namedtuple_serialization(tuple_type, serialized_name=f"llama_jax.{tuple_type.__name__}")

@@ -46,45 +46,45 @@ def check_bounds(settings: Any, raises: type[UserError] = UserError, within: str
       within: prefix of the names of fields in messages, such as "rewards.".
     """
     owner: type = type(settings)
-    for name, (bounds, kind) in _declared(owner).items():
+    for name, (bounds, field_type) in _declared(owner).items():
         key, value = f"{within}{name}", getattr(settings, name)
         if is_dataclass(value):
             check_bounds(value, raises, f"{key}.")
         elif value is None:
             continue
-        elif get_origin(kind) is Literal and value not in get_args(kind):
-            raise raises(f"{key}={shown(value, 40)} must be one of {', '.join(map(str, get_args(kind)))}")
+        elif get_origin(field_type) is Literal and value not in get_args(field_type):
+            raise raises(f"{key}={shown(value, 40)} must be one of {', '.join(map(str, get_args(field_type)))}")
         elif bounds is not None:
-            if kind is int and (not isinstance(value, int) or isinstance(value, bool)):
+            if field_type is int and (not isinstance(value, int) or isinstance(value, bool)):
                 raise raises(f"{key}={shown(value, 40)} must be an integer")
             bounds.check(key, value, raises)
 
 
 @cache
-def help_of(kind: type) -> dict[str, str]:
+def help_of(dataclass_type: type) -> dict[str, str]:
     """The help of each field of a dataclass, by name: the text below the field, or its entry in the class's docstring."""
     from docstring_parser import parse_from_object
 
-    found: dict[str, str] = {}
-    for each in reversed([kind for kind in kind.__mro__ if is_dataclass(kind)]):
-        for one in parse_from_object(each).params:
-            text = " ".join((one.description or "").split())
-            found |= dict.fromkeys(map(str.strip, one.arg_name.split(",")), text[:1].upper() + text[1:])
-    return found
+    texts: dict[str, str] = {}
+    for base in filter(is_dataclass, reversed(dataclass_type.__mro__)):
+        for param in parse_from_object(base).params:
+            text = " ".join((param.description or "").split())
+            texts |= dict.fromkeys(map(str.strip, param.arg_name.split(",")), text[:1].upper() + text[1:])
+    return texts
 
 
 @cache
-def _declared(kind: type) -> dict[str, tuple[Bounds | None, Any]]:
+def _declared(dataclass_type: type) -> dict[str, tuple[Bounds | None, Any]]:
     """For each field, the bounds in its type, and the type without the bounds and None."""
-    hints = get_type_hints(kind, include_extras=True)
-    found = {}
-    for field in fields(kind):
-        parts = [hints[field.name], *_parts(hints[field.name])]
-        own = [one for one in parts if get_origin(one) not in (Annotated, Union, UnionType) and one is not type(None)]
-        found[field.name] = next((one for one in parts if isinstance(one, Bounds)), None), own[0]
-    return found
+    hints = get_type_hints(dataclass_type, include_extras=True)
+    declared = {}
+    for field in fields(dataclass_type):
+        parts = [hints[field.name], *_nested_types(hints[field.name])]
+        types_ = [part for part in parts if get_origin(part) not in (Annotated, Union, UnionType) and part is not type(None)]
+        declared[field.name] = next((part for part in parts if isinstance(part, Bounds)), None), types_[0]
+    return declared
 
 
-def _parts(hint: Any) -> list[Any]:
+def _nested_types(hint: Any) -> list[Any]:
     """The arguments of a type and, recursively, of its arguments: annotations and members of unions."""
-    return [part for one in get_args(hint) for part in (one, *_parts(one))]
+    return [part for argument in get_args(hint) for part in (argument, *_nested_types(argument))]

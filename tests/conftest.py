@@ -32,7 +32,7 @@ from safetensors.numpy import save_file
 from support_claims import SupportClaims
 
 import llama_jax
-from llama_jax.cli.argv import arranged, parsed
+from llama_jax.cli.argv import parse_command, reorder_argv
 from llama_jax.formats.build_params import build_params
 from llama_jax.formats.huggingface import HF_NAMES, config_to_dict
 from llama_jax.formats.lazy_tensors import ArrayTensor
@@ -204,8 +204,8 @@ def calling(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("llama_jax.cli.jax_setup.use_compilation_cache", lambda *_: None)
 
     def call(command, *arguments):
-        name, *rest = arranged([command.__name__.lower(), *map(str, arguments)])
-        parsed(command, name, rest).run()
+        name, *rest = reorder_argv([command.__name__.lower(), *map(str, arguments)])
+        parse_command(command, name, rest).run()
         return capsys.readouterr()
 
     return call

@@ -18,7 +18,7 @@ from program_report import (
     token_of,
 )
 
-from llama_jax.analysis.collectives import ARRAY, add_up, array_bytes, find_collectives, tuple_elements
+from llama_jax.analysis.collectives import ARRAY, array_bytes, find_collectives, sum_traffic, tuple_elements
 
 TEXTS = Path(__file__).parent / "program_texts"
 LAYERS, WIDTH, HIDDEN, SLOTS, ROWS = 2, 2048, 16384, 16384, 2
@@ -66,12 +66,12 @@ def test_trips_that_a_tpu_leaves_to_the_condition():
 def test_collectives_of_both_compilers(name):
     mesh = AbstractMesh((1, 8, 1, 1), ("data", "fsdp", "context", "tensor"))
     found = find_collectives(read(name), mesh)
-    traffic = {row.kind: row for row in add_up(found)}
+    traffic = {row.opcode: row for row in sum_traffic(found)}
     matrices = 12 * 2 * WIDTH * HIDDEN * 2
     assert traffic["all-gather"].bytes == 2 * matrices  # forward and backward
     assert traffic["reduce-scatter"].bytes == matrices / 8  # what a TPU writes as an all-reduce in a fusion of that name
     assert set(traffic) == {"all-gather", "reduce-scatter"}
-    gathers = [how for one, how in zip(found, overlap(DeviceProgram(read(name))), strict=True) if one.kind == "all-gather"]
+    gathers = [how for one, how in zip(found, overlap(DeviceProgram(read(name))), strict=True) if one.opcode == "all-gather"]
     assert sum(overlapped for _, overlapped in gathers) == (2 if name == "train_h100" else 3)
     assert all(asynchronous for asynchronous, overlapped in gathers if overlapped)
     assert all(one.loops == (12,) for one in found)
@@ -127,7 +127,7 @@ ENTRY %main (x: bf16[8,1024], y: bf16[1,1024], at: s32[], table: bf16[5000,1024]
 def test_what_is_updated_in_place_looked_up_or_left_out():
     text = DeviceProgram(HAND)
     row, whole = 2 * 1024, 2 * 8 * 1024
-    named = text.named(text.entry)
+    named = text.by_name(text.entry)
     assert bytes_read(text, text.entry, named["found"]) == row + 4  # and its index
     assert bytes_written(text, text.entry, named["found"]) == row
     assert bytes_read(text, text.entry, named["next"]) == row + 4  # not what it is written into
@@ -162,8 +162,8 @@ ENTRY %main (w: bf16[64,128], x: bf16[1,128]) -> bf16[1,64] {
 
 def test_a_weight_that_a_fusion_passes_to_another_is_read():
     text = DeviceProgram(NESTED)
-    assert bytes_read(text, text.entry, text.named(text.entry)["y"]) == 2 * (64 * 128 + 128)
-    assert multiplies(text, text.named(text.entry)["y"])
+    assert bytes_read(text, text.entry, text.by_name(text.entry)["y"]) == 2 * (64 * 128 + 128)
+    assert multiplies(text, text.by_name(text.entry)["y"])
 
 
 KERNEL = """HloModule jit_f
@@ -231,4 +231,4 @@ ENTRY %main (table: s8[64,32,128], at: s32[]) -> s8[1,32,128] {
 def test_a_part_of_a_table_that_is_seen_in_another_tiling_is_a_part():
     """As a TPU's compiler takes rows of 8-bit numbers."""
     text = DeviceProgram(TILED)
-    assert bytes_read(text, text.entry, text.named(text.entry)["found"]) == 32 * 128 + 4
+    assert bytes_read(text, text.entry, text.by_name(text.entry)["found"]) == 32 * 128 + 4

@@ -98,7 +98,7 @@ def test_the_servers_engine_answers_a_chat(model):
     options = llama_jax.EngineOptions(rows=1, context=128, prefill_chunk=128)
     ends = reply_ends(tokenizer, resolve_format(tokenizer, "auto"))
     prompts = [encode_chat(tokenizer, QUESTION)]
-    [(_, found)] = llama_jax.batch(config, params, prompts, max_new_tokens=24, stop_tokens=ends, options=options)
+    [(_, found)] = llama_jax.complete_requests(config, params, prompts, max_new_tokens=24, stop_tokens=ends, options=options)
     assert (tokenizer.decode(found.tokens), found.finish_reason) == (ANSWER, "stop")
 
 

@@ -27,11 +27,6 @@ FLOOR = {
     "data": 4,  # reads text through a tokenizer
     "parallel": 4,  # lays out what is trained and decoded
     "export": 4,  # names the trees of both
-    "xla_flags": 1,
-    "child_process": 1,
-    "progress": 0,
-    "interrupts": 0,
-    "gguf_header": 1,
     "analysis": 5,  # looks at the programs of all subpackages below
     "formats": 5,  # finds the tokenizer beside the weights, and reads each device's share of a laid-out model
     "verify": 6,  # compares what is read with what others make of the same file

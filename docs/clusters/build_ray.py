@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import ray
 import tyro
 
-from llama_jax.data.build_corpus import BuildOptions, Call, CallProgress, build
+from llama_jax.data.build_corpus import BuildOptions, Call, CallProgress, tokenize_files
 from llama_jax.data.documents import DocumentFormat
 from llama_jax.errors import UserError
 
@@ -78,7 +78,7 @@ def main(arguments: Arguments) -> None:
     unit = None if arguments.unit is None else arguments.unit << 20
     options = BuildOptions(arguments.reading, unit, arguments.drop_duplicates)
     try:
-        info = build(arguments.files, arguments.out, arguments.tokenizer, options=options, workers=over_ray)
+        info = tokenize_files(arguments.files, arguments.out, arguments.tokenizer, options=options, workers=over_ray)
     except UserError as error:
         raise SystemExit(f"build_ray: {error}") from None
     print(f"{info.tokens:,} tokens of {info.documents:,} documents in {arguments.out}")

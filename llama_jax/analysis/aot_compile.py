@@ -92,7 +92,7 @@ GPUS = {
     "a10": _Gpu("NVIDIA A10", (8, 6), 72, 128, 102400, 600000000000, 6291456, 1.695, 24 << 30),
     "l4": _Gpu("NVIDIA L4", (8, 9), 58, 128, 102400, 300000000000, 50331648, 2.04, 24 << 30),
 }
-NAMES = (*TPUS, *GPUS)
+COMPILABLE_HARDWARE = (*TPUS, *GPUS)
 GPUS_PER_HOST = 8
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # otherwise libtpu queries the cloud for its location
@@ -113,7 +113,7 @@ def missing_compiler(hardware: str) -> str | None:
         if _cuda_plugin():
             return None
         return 'the CUDA plugin is not installed; pip install -e ".[compile-gpu]" installs it (docs/devices.md)'
-    return f"no compiler is described for {hardware}; use one of {', '.join(NAMES)}"
+    return f"no compiler is described for {hardware}; use one of {', '.join(COMPILABLE_HARDWARE)}"
 
 
 def compiler_version(hardware: str) -> str:
@@ -168,10 +168,10 @@ def devices_of(hardware: str, count: int) -> tuple[jax.Device, ...]:
     if hardware in TPUS:
         os.environ.update(_ENVIRONMENT)  # read once, when libtpu is loaded
     try:
-        found = topologies.get_topology_desc(**described).devices
+        devices = topologies.get_topology_desc(**described).devices
     except Exception as error:  # the plugin may raise any type
         raise CompilerError(f"the compiler for {hardware} does not start: {str(error).splitlines()[0]:.300}") from error
-    return tuple(found)
+    return tuple(devices)
 
 
 def tpu_topology(hardware: str, count: int) -> dict[str, Any]:
@@ -191,8 +191,8 @@ def tpu_topology(hardware: str, count: int) -> dict[str, Any]:
         raise MeshError(f"a pod of {hardware} has no slice of {count} chips")
     if count > 4:
         sides.sort()  # 2x4, not 4x2; a host has 2x2x1
-    found: dict[str, Any] = {"topology_name": f"{tpu.name}:{'x'.join(map(str, sides))}"}
-    return found if count >= 4 else found | {"chips_per_host_bounds": [*sides, 1][:3]}
+    topology: dict[str, Any] = {"topology_name": f"{tpu.name}:{'x'.join(map(str, sides))}"}
+    return topology if count >= 4 else topology | {"chips_per_host_bounds": [*sides, 1][:3]}
 
 
 def gpu_target(hardware: str) -> str:

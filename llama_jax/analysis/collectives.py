@@ -23,7 +23,7 @@ from typing import Literal, cast, get_args
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-CollectiveKind = Literal[
+CollectiveOpcode = Literal[
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"
 ]
 Phase = Literal["forward", "again", "backward", "rest"]
@@ -35,7 +35,7 @@ class Collective:
     """One collective instruction of a program.
 
     Attributes:
-      kind: as in XLA.
+      opcode: as in XLA.
       axes: mesh axes along which the devices of a group differ.
       group: number of devices that communicate with each other.
       bytes: size of the whole result on one device, all arrays together, for one execution.
@@ -47,7 +47,7 @@ class Collective:
       op_name: JAX's name of the operation that it belongs to: a path with the transformations applied.
     """
 
-    kind: CollectiveKind
+    opcode: CollectiveOpcode
     axes: tuple[str, ...]
     group: int
     bytes: int
@@ -74,12 +74,12 @@ class Collective:
     @property
     def sent(self) -> float:
         """Bytes that a device sends in one execution with a ring, the minimum: see `ring_bytes`."""
-        return ring_bytes(self.kind, self.bytes, self.group)
+        return ring_bytes(self.opcode, self.bytes, self.group)
 
     @property
     def sent_if_scattered(self) -> float:
         """`sent` with a reduce-scatter for sliced arrays."""
-        return self.sent - ring_bytes(self.kind, self.sliced, self.group) / 2
+        return self.sent - ring_bytes(self.opcode, self.sliced, self.group) / 2
 
     @property
     def phase(self) -> Phase:
@@ -106,7 +106,7 @@ class Traffic:
       is_counted: whether the trip counts of all loops are known; otherwise the figures are for one iteration.
     """
 
-    kind: CollectiveKind
+    opcode: CollectiveOpcode
     axes: tuple[str, ...]
     instructions: int
     count: int
@@ -116,21 +116,21 @@ class Traffic:
     is_counted: bool
 
 
-def ring_bytes(kind: CollectiveKind, size: float, group: int) -> float:
+def ring_bytes(opcode: CollectiveOpcode, size: float, group: int) -> float:
     """Bytes that each of `group` devices sends with a ring algorithm, for a result of `size` bytes on each.
 
     Parts go around, and each device adds to them or copies them: no algorithm sends less (Patarasuk & Yuan 2009, theorem 1).
     """
-    others = group - 1
-    match kind:
+    partners = group - 1
+    match opcode:
         case "all-reduce":
-            return 2 * others / group * size
+            return 2 * partners / group * size
         case "all-gather" | "all-to-all":
-            return others / group * size
+            return partners / group * size
         case "reduce-scatter":
-            return others * size  # the result is a part of the input
+            return partners * size  # the result is a part of the input
         case _:
-            return size if others else 0.0
+            return size if partners else 0.0
 
 
 def find_collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective]:
@@ -143,51 +143,59 @@ def find_collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective
       mesh: the mesh it was compiled for; devices are numbered in its order.
     """
     text, shape = ProgramText(program), dict(mesh.shape)
-    return [_read(text, where, one, shape, loops) for where, one, loops in collective_instructions(text)]
+    return [
+        _read_collective(text, where, instruction, shape, loops)
+        for where, instruction, loops in collective_instructions(text)
+    ]
 
 
 def collective_instructions(text: ProgramText) -> Iterator[tuple[str, Instruction, Loops]]:
     """The instructions of `find_collectives`: the computation, the instruction, and the trip counts of enclosing loops."""
-    held = {name: [one for one in lines if _COLLECTIVE.match(one.opcode)] for name, lines in text.computations.items()}
+    collectives = {
+        name: [instruction for instruction in lines if _COLLECTIVE.match(instruction.opcode)]
+        for name, lines in text.computations.items()
+    }
     # A TPU writes an asynchronous collective three times: where it starts, where it continues in a fusion that computes
     # something else, and where it ends. The first counts.
-    for name in held:
-        waits = any(one.target == "AsyncCollectiveDone" for one in text.computations[name])
+    for name in collectives:
+        waits = any(instruction.target == "AsyncCollectiveDone" for instruction in text.computations[name])
         if waits or name.startswith("async_collective_fusion"):
-            held[name] = []
-    calls = {name: list(_calls(text, name)) for name in held}
+            collectives[name] = []
+    calls = {name: list(_called_computations(text, name)) for name in collectives}
     holding: dict[str, bool] = {}
 
     def holds(name: str) -> bool:
         if name not in holding:
-            holding[name] = bool(held[name]) or any(holds(called) for called, _ in calls[name])
+            holding[name] = bool(collectives[name]) or any(holds(called) for called, _ in calls[name])
         return holding[name]
 
     def walk(name: str, loops: Loops) -> Iterator[tuple[str, Instruction, Loops]]:
         for called, loop in calls[name]:
             if holds(called):
                 yield from walk(called, loops + loop)
-        yield from ((name, one, loops) for one in held[name])
+        yield from ((name, instruction, loops) for instruction in collectives[name])
 
     return walk(text.entry, ())
 
 
-def _calls(text: ProgramText, computation: str) -> Iterator[tuple[str, Loops]]:
+def _called_computations(text: ProgramText, computation: str) -> Iterator[tuple[str, Loops]]:
     """The computations that a computation calls: name, and the trip count if it is the body of a loop."""
-    for one in text.computations[computation]:
-        if ("=%" in one.line or "={%" in one.line) and not _COLLECTIVE.match(one.opcode):  # its computation may repeat it
-            loop = (text.trips(computation, one),) if one.opcode == "while" else ()
-            yield from ((name, loop) for name in one.called if name in text.computations)
+    for instruction in text.computations[computation]:
+        if ("=%" in instruction.line or "={%" in instruction.line) and not _COLLECTIVE.match(
+            instruction.opcode
+        ):  # its computation may repeat it
+            loop = (text.trips(computation, instruction),) if instruction.opcode == "while" else ()
+            yield from ((name, loop) for name in instruction.called if name in text.computations)
 
 
-def add_up(collectives: Iterable[Collective]) -> list[Traffic]:
+def sum_traffic(collectives: Iterable[Collective]) -> list[Traffic]:
     """The traffic by kind and axes, those with the most bytes first."""
-    groups: dict[tuple[CollectiveKind, tuple[str, ...]], list[Collective]] = {}
-    for found in collectives:
-        groups.setdefault((found.kind, found.axes), []).append(found)
+    groups: dict[tuple[CollectiveOpcode, tuple[str, ...]], list[Collective]] = {}
+    for collective in collectives:
+        groups.setdefault((collective.opcode, collective.axes), []).append(collective)
     traffic = [
         Traffic(
-            kind,
+            opcode,
             axes,
             instructions=len(members),
             count=sum(c.count for c in members),
@@ -196,57 +204,59 @@ def add_up(collectives: Iterable[Collective]) -> list[Traffic]:
             sent_if_scattered=sum(c.count * c.sent_if_scattered for c in members),
             is_counted=all(c.is_counted for c in members),
         )
-        for (kind, axes), members in groups.items()
+        for (opcode, axes), members in groups.items()
     ]
     return sorted(traffic, key=lambda t: -t.sent)
 
 
-_COLLECTIVE = re.compile(rf"(?P<kind>{'|'.join(get_args(CollectiveKind))})(?P<start>-start)?$")
+_COLLECTIVE = re.compile(rf"(?P<opcode>{'|'.join(get_args(CollectiveOpcode))})(?P<start>-start)?$")
 
 
-def _read(text: ProgramText, computation: str, one: Instruction, mesh: dict[str, int], loops: Loops) -> Collective:
-    found, lines = _COLLECTIVE.match(one.opcode), text.computations[computation]
-    assert found is not None
-    result = one.type
-    if found["start"] and found["kind"] != "all-reduce":
+def _read_collective(
+    text: ProgramText, computation: str, instruction: Instruction, mesh: dict[str, int], loops: Loops
+) -> Collective:
+    match, lines = _COLLECTIVE.match(instruction.opcode), text.computations[computation]
+    assert match is not None
+    result = instruction.type
+    if match["start"] and match["opcode"] != "all-reduce":
         result = tuple_elements(result)[1]  # input, output, and sometimes more
-    kind = cast(CollectiveKind, found["kind"])
-    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):  # the TPU's name for a reduce-scatter
-        kind, result = "reduce-scatter", lines[-1].type
+    opcode = cast(CollectiveOpcode, match["opcode"])
+    if opcode == "all-reduce" and computation.startswith("all-reduce-scatter"):  # the TPU's name for a reduce-scatter
+        opcode, result = "reduce-scatter", lines[-1].type
     arrays = [array[:4] for array in ARRAY.findall(result)]
     sizes = [array_bytes(*array) for array in arrays]
-    groups = groups_of(one.rest, math.prod(mesh.values()))
+    groups = device_groups(instruction.rest, math.prod(mesh.values()))
     axes = axes_of(groups, mesh)
     # All axes in which a device's partners differ, even if it sends only to one of them.
-    group = math.prod(mesh[axis] for axis in axes) if found["kind"] == "collective-permute" else groups.shape[1]
-    op_name = re.search(r'op_name="([^"]*)"', one.line)
+    group = math.prod(mesh[axis] for axis in axes) if match["opcode"] == "collective-permute" else groups.shape[1]
+    op_name = re.search(r'op_name="([^"]*)"', instruction.line)
     return Collective(
-        kind=kind,
+        opcode=opcode,
         axes=axes,
         group=group,
         bytes=sum(sizes),
-        sliced=_sliced(text, one, lines, sizes) if kind == "all-reduce" else 0,
+        sliced=_sliced(text, instruction, lines, sizes) if opcode == "all-reduce" else 0,
         shapes=tuple(f"{''.join(array[:3])}[{array[3]}]" for array in arrays),
         loops=loops,
         op_name=op_name[1] if op_name else "",
     )
 
 
-def _sliced(text: ProgramText, one: Instruction, lines: list[Instruction], sizes: list[int]) -> int:
+def _sliced(text: ProgramText, instruction: Instruction, lines: list[Instruction], sizes: list[int]) -> int:
     """Bytes of the arrays of a collective's result that are only read in parts; `lines` are its computation's."""
     if len(sizes) == 1:
-        return sizes[0] * _is_sliced(text, one.name, lines)
+        return sizes[0] * _is_sliced(text, instruction.name, lines)
     parts = {
-        int(found[1]): other.name
+        int(match[1]): other.name
         for other in lines
-        if one.name in other.operands and (found := re.search(r" get-tuple-element\(.*index=(\d+)", other.line))
+        if instruction.name in other.operands and (match := re.search(r" get-tuple-element\(.*index=(\d+)", other.line))
     }
     return sum(size * (i in parts and _is_sliced(text, parts[i], lines)) for i, size in enumerate(sizes))
 
 
 def _is_sliced(text: ProgramText, name: str, lines: list[Instruction]) -> bool:
     """Whether an array is only read through slices whose position differs by device, including in fusions."""
-    users = [one for one in lines if name in one.operands]
+    users = [instruction for instruction in lines if name in instruction.operands]
     return bool(users) and all(_slices(text, user, name, lines) for user in users)
 
 
@@ -265,7 +275,7 @@ def _slices(text: ProgramText, user: Instruction, name: str, lines: list[Instruc
             return False
 
 
-def groups_of(attributes: str, devices: int) -> np.ndarray:
+def device_groups(attributes: str, devices: int) -> np.ndarray:
     """The groups of devices that communicate with each other: int[groups, group]."""
     pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
     if pairs:
@@ -276,12 +286,12 @@ def groups_of(attributes: str, devices: int) -> np.ndarray:
         return np.array(rows or [list(range(devices))])
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes)
     if iota:
-        return _iota(iota[2]).reshape(_numbers(iota[1]))
-    named = re.search(
+        return _iota(iota[2]).reshape(_parse_integers(iota[1]))
+    mesh_groups = re.search(
         r"replica_groups=@?mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\((?P<ids>[^ ]+)\))?,? *\{(?P<axes>[^}]*)\}", attributes
     )
-    if named:
-        return _named_groups(named["mesh"], named["ids"], named["axes"])
+    if mesh_groups:
+        return _named_groups(mesh_groups["mesh"], mesh_groups["ids"], mesh_groups["axes"])
     return np.arange(devices)[None]
 
 
@@ -292,7 +302,7 @@ def _named_groups(mesh: str, ids: str | None, axes: str) -> np.ndarray:
     """
     sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", mesh)}
     whole = math.prod(sizes.values())
-    order = np.arange(whole) if ids is None else _iota(ids) if "[" in ids else np.array(_numbers(ids))
+    order = np.arange(whole) if ids is None else _iota(ids) if "[" in ids else np.array(_parse_integers(ids))
     cuts: dict[str, list[tuple[int, int]]] = {}
     for name, before, size in re.findall(r"'?([\w.]+)'?(?::\((\d+)\)(\d+))?", axes):
         cuts.setdefault(name, []).append((int(before), int(size)) if before else (1, sizes[name]))
@@ -313,12 +323,12 @@ def _named_groups(mesh: str, ids: str | None, axes: str) -> np.ndarray:
 def _iota(text: str) -> np.ndarray:
     """The numbers of an iota such as "[8,4]T(1,0)": from 0 on, reshaped, transposed and flattened."""
     shape, _, permutation = text.partition("T")
-    sizes = _numbers(shape)
+    sizes = _parse_integers(shape)
     order = np.arange(math.prod(sizes)).reshape(sizes)
-    return (order.transpose(_numbers(permutation)) if permutation else order).reshape(-1)
+    return (order.transpose(_parse_integers(permutation)) if permutation else order).reshape(-1)
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_integers(text: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", text)]
 
 
@@ -361,12 +371,14 @@ class Instruction:
     @cached_property
     def called(self) -> tuple[str, ...]:
         """Names of the computations that it runs."""
-        return tuple(name for one, several in _CALLED.findall(self.rest) for name in re.findall(r"[\w.\-]+", one or several))
+        return tuple(
+            name for single, several in _CALLED.findall(self.rest) for name in re.findall(r"[\w.\-]+", single or several)
+        )
 
     def calls(self, attribute: str) -> str:
         """The computation that an attribute names, such as a loop's "body"."""
-        found = re.search(rf"{attribute}=%?([\w.\-]+)", self.rest)
-        return found[1] if found else ""
+        match = re.search(rf"{attribute}=%?([\w.\-]+)", self.rest)
+        return match[1] if match else ""
 
     @property
     def is_root(self) -> bool:
@@ -376,8 +388,8 @@ class Instruction:
     @property
     def target(self) -> str:
         """The function that a custom call names."""
-        found = _TARGET.search(self.rest)
-        return found[1] if found else ""
+        match = _TARGET.search(self.rest)
+        return match[1] if match else ""
 
 
 class ProgramText:
@@ -389,45 +401,45 @@ class ProgramText:
         name = None
         for line in _whole_lines(text):
             if not line.startswith(" "):
-                found = _COMPUTATION.match(line)
-                name = found[2] if found else None
-                if found:
-                    self.computations[found[2]] = []
-                    self.entry = found[2] if found[1] else self.entry
+                header = _COMPUTATION.match(line)
+                name = header[2] if header else None
+                if header:
+                    self.computations[header[2]] = []
+                    self.entry = header[2] if header[1] else self.entry
             elif name is not None and (match := _INSTRUCTION.match(line)):
                 self.computations[name].append(Instruction(**match.groupdict(), line=line))
-        self._named: dict[str, dict[str, Instruction]] = {}
+        self._by_name: dict[str, dict[str, Instruction]] = {}
 
-    def named(self, computation: str) -> dict[str, Instruction]:
+    def by_name(self, computation: str) -> dict[str, Instruction]:
         """The instructions of a computation by name."""
-        if computation not in self._named:
-            self._named[computation] = {one.name: one for one in self.computations[computation]}
-        return self._named[computation]
+        if computation not in self._by_name:
+            self._by_name[computation] = {instruction.name: instruction for instruction in self.computations[computation]}
+        return self._by_name[computation]
 
     def trips(self, computation: str, loop: Instruction) -> int | None:
         """The trip count of a loop, which some compilers note and others leave to its condition; None if unknown."""
-        noted = _TRIPS.search(loop.rest)
-        if noted:
-            return int(noted[1])
+        match = _TRIPS.search(loop.rest)
+        if match:
+            return int(match[1])
         condition, body = loop.calls("condition"), loop.calls("body")
-        inside = self.named(condition)
+        inside = self.by_name(condition)
         root = self.computations[condition][-1]
         if root.opcode != "compare" or "direction=LT" not in root.rest or len(root.operands) != 2:
             return None
         counter, limit = (inside.get(name) for name in root.operands)
         index = _element(counter)
-        bound = _whole(limit)
+        bound = _integer_constant(limit)
         if index is None or bound is None:
             return None
-        before, following = self.named(computation), self.named(body)
+        before, following = self.by_name(computation), self.by_name(body)
         start = before.get(loop.operands[0])
         first = before.get(start.operands[index]) if start and start.opcode == "tuple" else None
         if first and first.opcode == "copy":
             first = before.get(first.operands[0])
         step = following.get(self.computations[body][-1].operands[index])
-        steps = [_whole(following.get(name)) for name in step.operands] if step and step.opcode == "add" else []
+        steps = [_integer_constant(following.get(name)) for name in step.operands] if step and step.opcode == "add" else []
         by = next((n for n in steps if n), 1)
-        return -(-(bound - (_whole(first) or 0)) // by)
+        return -(-(bound - (_integer_constant(first) or 0)) // by)
 
 
 def _whole_lines(text: str) -> Iterator[str]:
@@ -447,16 +459,18 @@ def _whole_lines(text: str) -> Iterator[str]:
         yield instruction
 
 
-def _element(one: Instruction | None) -> int | None:
+def _element(instruction: Instruction | None) -> int | None:
     """The index of the tuple element that an instruction takes."""
-    found = re.search(r"index=(\d+)", one.rest) if one and one.opcode == "get-tuple-element" else None
-    return int(found[1]) if found else None
+    match = (
+        re.search(r"index=(\d+)", instruction.rest) if instruction and instruction.opcode == "get-tuple-element" else None
+    )
+    return int(match[1]) if match else None
 
 
-def _whole(one: Instruction | None) -> int | None:
+def _integer_constant(instruction: Instruction | None) -> int | None:
     """The value of a constant that is an integer."""
-    found = re.match(r"(-?\d+)\)", one.rest) if one and one.opcode == "constant" else None
-    return int(found[1]) if found else None
+    match = re.match(r"(-?\d+)\)", instruction.rest) if instruction and instruction.opcode == "constant" else None
+    return int(match[1]) if match else None
 
 
 def tuple_elements(type: str) -> list[str]:

@@ -43,7 +43,7 @@ class Hardware:
 
 # By command-line name: the figures, and `jax.Device.device_kind`, which is a GPU's name in its driver or a TPU's in JAX's
 # tables.
-PUBLISHED = {
+PUBLISHED_FIGURES = {
     # NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOPS, NVLink 600 GB/s both ways, two PCIe cards by a bridge;
     # A100 40 GB whitepaper: 1,555 GB/s. DGX A100 datasheet (2020): 8 GPUs, for each a ConnectX-6 of 200 Gb/s.
     "a100-40gb": (
@@ -82,11 +82,13 @@ PUBLISHED = {
     # counts each of the chip's two TensorCores as a device, hence half of everything.
     "tpu-7x": (Hardware("TPU7x, one of its two cores", 2307e12 / 2, 96 * GIB, 7380e9 / 2, 300e9, 2 * 9216), ["TPU7x"]),
 }
-BY_NAME = {name: hardware for name, (hardware, _) in PUBLISHED.items()}
-BY_DEVICE_KIND = {kind: hardware for hardware, kinds in PUBLISHED.values() for kind in kinds}
+BY_NAME = {name: hardware for name, (hardware, _) in PUBLISHED_FIGURES.items()}
+BY_DEVICE_KIND = {
+    device_kind: hardware for hardware, device_kinds in PUBLISHED_FIGURES.values() for device_kind in device_kinds
+}
 
 
-def named_hardware(name: str) -> Hardware:
+def hardware_by_name(name: str) -> Hardware:
     """The published figures for a short name such as "h200" or "tpu-v5p".
 
     Raises:

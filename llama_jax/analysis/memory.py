@@ -22,6 +22,7 @@ from llama_jax.inference.compiled_decode import MAX_PREFILL_CHUNK
 from llama_jax.inference.decode import DecodeSettings, DecodeState, PrefillState, TokenChunk, decode, prefill
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.sharding import sharding_of
+from llama_jax.inference.xla_flags import compiler_options, decode_options_on_tpu
 from llama_jax.model.cache import KVCache, init_cache
 from llama_jax.model.forward_options import Compute, Positions, Remat
 from llama_jax.model.lora import Lora, adapter_shapes, with_base
@@ -48,7 +49,6 @@ from llama_jax.training.batch import Batch
 from llama_jax.training.loss import LossOptions
 from llama_jax.training.optimizer import adamw, with_clipping
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
-from llama_jax.xla_flags import compiler_options, decode_options_on_tpu
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Program:
         """Compile the program for the devices of its arguments.
 
         Args:
-          flags: use the platform's flags, as the commands do, see `llama_jax.xla_flags`.
+          flags: use the platform's flags, as the commands do, see `llama_jax.inference.xla_flags`.
           accelerator: on simulated CPU devices, compile as nearly as possible what a GPU or TPU would run, for analysis on
             machines without its compiler: without the library's variants for CPUs, and with 16-bit floats throughout,
             including communication.
@@ -189,9 +189,9 @@ def train_programs(
     optimizer = with_clipping(adamw(1e-4), 1.0)
     placement = shardings(mesh, train_state_specs(config, sizes, optimizer, lora=lora))
     shapes = param_shapes(config) if lora is None else adapter_shapes(config, lora)
-    state = _placed(jax.eval_shape(partial(init_state, optimizer), shapes), placement)
+    state = _with_shardings(jax.eval_shape(partial(init_state, optimizer), shapes), placement)
     rows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
-    row = _placed(rows, shardings(mesh, batch_spec(sizes, batch // accumulate, length)))
+    row = _with_shardings(rows, shardings(mesh, batch_spec(sizes, batch // accumulate, length)))
     tokens = Batch(row, row, row) if packed else Batch(row)
     options = StepOptions(LossOptions(Compute(dtype, remat, attention, unroll=unroll)), accumulate)
     out = placement, shardings(mesh, P())
@@ -201,19 +201,19 @@ def train_programs(
         step = partial(step_over(config, mesh), optimizer, options=options)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
         return [Program("train step", jitted, (state, tokens), known, layers=config.n_layers)]
-    base = _placed(param_shapes(config, dtype), shardings(mesh, param_specs(config, sizes)))
-    base = _in_kinds(base, weights)
-    held, sharding = training_sharding(config, mesh)
+    base = _with_shardings(param_shapes(config, dtype), shardings(mesh, param_specs(config, sizes)))
+    base = _quantize_shapes(base, weights)
+    sharded_config, sharding = training_sharding(config, mesh)
 
     def adapter_step(base: Llama, state: TrainState, batch: Batch) -> Any:
-        return train_step(held, optimizer, state, batch, options, with_base(sharding, base, lora))
+        return train_step(sharded_config, optimizer, state, batch, options, with_base(sharding, base, lora))
 
     jitted = jax.jit(adapter_step, donate_argnums=1, out_shardings=out)
     known = replace(known, parameters=share + bytes_per_device(base))
     return [Program("train step", jitted, (base, state, tokens), known, layers=config.n_layers)]
 
 
-def _in_kinds(params: Llama, weights: FormatName | PureFormatName | Llama | None) -> Llama:
+def _quantize_shapes(params: Llama, weights: FormatName | PureFormatName | Llama | None) -> Llama:
     """Shapes of parameters after quantizing their matrices."""
     if weights is None:
         return params
@@ -251,20 +251,20 @@ def decode_programs(
     if quantized and sizes.context > 1:
         raise MeshError(f"mesh {sizes}: prefill over context fills a cache of the parameters' dtype, not int8")
     # As `load` shards a model: heads copied and the vocabulary padded if the mesh needs it.
-    held, config = padded_shapes_config(config, sizes), padded_config(config, sizes)
-    rows, whole, by_vocabulary = shardings(mesh, (batch_spec(sizes, batch), P(), P(BATCH_AXES, "tensor")))
+    padded_shape_config, config = padded_shapes_config(config, sizes), padded_config(config, sizes)
+    rows, replicated, by_vocabulary = shardings(mesh, (batch_spec(sizes, batch), P(), P(BATCH_AXES, "tensor")))
     placement = shardings(mesh, cache_specs(config, sizes, batch, quantized=quantized))
     specs = param_specs(config, sizes, padded=True)
-    params = _placed(param_shapes(held, dtype), shardings(mesh, specs))
-    params = _in_kinds(params, weights)
+    params = _with_shardings(param_shapes(padded_shape_config, dtype), shardings(mesh, specs))
+    params = _quantize_shapes(params, weights)
     if mesh.devices.flat[0].platform == "gpu":
         params = unstack_layers(params)  # as `load` returns them there
     sharding, compute = sharding_of(params), Compute(attention=attention)
 
     def cache_of() -> KVCache:
-        kept = jnp.dtype(jnp.int8 if quantized else dtype)
-        made = lambda: init_cache(config, batch, capacity, kept)
-        return _placed(jax.eval_shape(made), placement)
+        cache_dtype = jnp.dtype(jnp.int8 if quantized else dtype)
+        made = lambda: init_cache(config, batch, capacity, cache_dtype)
+        return _with_shardings(jax.eval_shape(made), placement)
 
     def per_row(dtype: jax.typing.DTypeLike, *rest: int, sharding: Any = rows) -> Any:
         return jax.ShapeDtypeStruct((batch, *rest), dtype, sharding=sharding)
@@ -292,21 +292,21 @@ def decode_programs(
             "prefill", over, (params, per_row(jnp.int32, capacity), per_row(jnp.int32)), known, layers=config.n_layers
         )
 
-    sampling = jax.tree.map(lambda a: per_row(a.dtype, sharding=whole), Sampling().per_row(1))
-    limit, stop = per_row(jnp.int32, sharding=whole), per_row(jnp.int32, 4, sharding=whole)
+    sampling = jax.tree.map(lambda a: per_row(a.dtype, sharding=replicated), Sampling().per_row(1))
+    limit, stop = per_row(jnp.int32, sharding=replicated), per_row(jnp.int32, 4, sharding=replicated)
     state = DecodeState(
         cache,
         DecodeSettings(sampling, limit, stop),
-        token=per_row(jnp.int32, sharding=whole),
-        seen=per_row(bool, held.vocab_size, sharding=by_vocabulary),
+        token=per_row(jnp.int32, sharding=replicated),
+        seen=per_row(bool, padded_shape_config.vocab_size, sharding=by_vocabulary),
         count=per_row(jnp.int32),
-        done=per_row(bool, sharding=whole),
+        done=per_row(bool, sharding=replicated),
     )
-    out = jax.tree.map(lambda a: a.sharding, state), whole, TokenChunk(whole, whole, whole)
-    told = decode_options_on_tpu() if mesh.devices.flat[0].platform == "tpu" else None  # as `generate` does
+    out = jax.tree.map(lambda a: a.sharding, state), replicated, TokenChunk(replicated, replicated, replicated)
+    options = decode_options_on_tpu() if mesh.devices.flat[0].platform == "tpu" else None  # as `generate` does
     turn = partial(decode, config, max_chunks=1, compute=compute, sharding=sharding)
-    run = jax.jit(turn, donate_argnums=1, out_shardings=out, compiler_options=told)
-    turns = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    run = jax.jit(turn, donate_argnums=1, out_shardings=out, compiler_options=options)
+    turns = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     return [
         reading,
         Program("decode", run, (params, state, turns), known, layers=config.n_layers, per_token=per_token),
@@ -318,7 +318,7 @@ def bytes_per_device(tree: Any) -> int:
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * bits_of(a.dtype) // 8 for a in jax.tree.leaves(tree))
 
 
-def _placed(shapes: Any, placement: Any) -> Any:
+def _with_shardings(shapes: Any, placement: Any) -> Any:
     """Shapes with their shardings."""
     return jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes, placement)
 
@@ -334,7 +334,12 @@ def kernel_scratch(program: str) -> int:
     relatively small (measured by `experiments/check_estimate.py`).
     """
     text = ProgramText(program)
-    groups = {one.calls("calls") for lines in text.computations.values() for one in lines if "__ynn_fusion" in one.rest}
+    groups = {
+        instruction.calls("calls")
+        for lines in text.computations.values()
+        for instruction in lines
+        if "__ynn_fusion" in instruction.rest
+    }
     return max((_largest_inside(text.computations.get(name, [])) for name in groups), default=0)
 
 
@@ -342,11 +347,13 @@ def _largest_inside(group: list[Instruction]) -> int:
     """The largest array; parameters and the result are in the plan, possibly under another shape."""
     outside = {root.operands[0] for root in group if root.is_root and root.opcode == "bitcast"}
     # A sum of products (the norm of the gradients) is one kernel; a sum of exponentials materializes them first.
-    multiplies = any(one.opcode == "dot" for one in group)
+    multiplies = any(instruction.opcode == "dot" for instruction in group)
     inside = [
-        one
-        for one in group
-        if (one.opcode not in ("parameter", "constant") if multiplies else one.opcode == "exponential")
-        and not (one.is_root or one.name in outside or one.type.startswith("("))
+        instruction
+        for instruction in group
+        if (instruction.opcode not in ("parameter", "constant") if multiplies else instruction.opcode == "exponential")
+        and not (instruction.is_root or instruction.name in outside or instruction.type.startswith("("))
     ]
-    return max((sum(array_bytes(*array) for *array, _ in ARRAY.findall(one.type)) for one in inside), default=0)
+    return max(
+        (sum(array_bytes(*array) for *array, _ in ARRAY.findall(instruction.type)) for instruction in inside), default=0
+    )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from llama_jax.analysis.collectives import Collective, CollectiveKind, ring_bytes
+from llama_jax.analysis.collectives import Collective, CollectiveOpcode, ring_bytes
 from llama_jax.analysis.hardware import Hardware
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
@@ -26,9 +26,9 @@ from llama_jax.model.forward_options import Remat
 from llama_jax.parallel.mesh import AXES, MeshSizes
 from llama_jax.training.flops import last_token_scores, matrix_parameters, step_flops
 
-FLOAT32 = 4  # bytes
+FLOAT32_BYTES = 4  # bytes
 # For each parameter, AdamW reads value, gradient and two averages, and writes all but the gradient, written before.
-OPTIMIZER_TRAFFIC = (4 + 3 + 1) * FLOAT32
+OPTIMIZER_TRAFFIC = (4 + 3 + 1) * FLOAT32_BYTES
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class DeviceExchange:
     """
 
     what: str
-    kind: CollectiveKind
+    opcode: CollectiveOpcode
     axes: tuple[str, ...]
     group: int
     bytes: float
@@ -53,7 +53,7 @@ class DeviceExchange:
     @property
     def sent(self) -> float:
         """Bytes that a device sends in one execution with a ring."""
-        return ring_bytes(self.kind, self.bytes, self.group)
+        return ring_bytes(self.opcode, self.bytes, self.group)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def least_traffic(
     """
     c, wide = config, jnp.dtype(dtype).itemsize
     columns, tensor = sizes.columns, sizes.tensor
-    held = tuple(axis for axis in ("fsdp", "context") if getattr(sizes, axis) > 1)  # shard the parameters together
+    sharded_axes = tuple(axis for axis in ("fsdp", "context") if getattr(sizes, axis) > 1)  # shard the parameters together
     vocabulary = c.vocab_size * c.dim / tensor
     layer = (matrix_parameters(c, all_experts=True) - c.vocab_size * c.dim) / c.n_layers / tensor
     tables = 1 if c.tie_embeddings else 2
@@ -125,32 +125,32 @@ def least_traffic(
     tokens = batch / sizes.rows * length / sizes.context
     stream = tokens * c.dim * wide  # [B, T, D] of a device's rows
     parts = tensor if length // sizes.context % tensor == 0 else 1  # splits of the residual stream along T
-    found = []
+    exchanges = []
 
-    def add(what: str, kind: CollectiveKind, axes: str | tuple[str, ...], size: float, count: int) -> None:
+    def add(what: str, opcode: CollectiveOpcode, axes: str | tuple[str, ...], size: float, count: int) -> None:
         axes = (axes,) if isinstance(axes, str) else axes
         group = math.prod(getattr(sizes, axis) for axis in axes)
         if group > 1 and count:
-            found.append(DeviceExchange(what, kind, axes, group, size, count))
+            exchanges.append(DeviceExchange(what, opcode, axes, group, size, count))
 
-    add("weights of each layer, forward", "all-gather", held, layer * wide, c.n_layers)
-    add("weights of each layer, backward", "all-gather", held, layer * wide, c.n_layers)
-    add("output projection", "all-gather", held, vocabulary * wide, 1)
+    add("weights of each layer, forward", "all-gather", sharded_axes, layer * wide, c.n_layers)
+    add("weights of each layer, backward", "all-gather", sharded_axes, layer * wide, c.n_layers)
+    add("output projection", "all-gather", sharded_axes, vocabulary * wide, 1)
     # An untied embedding's table and its gradient; or, if less, the looked-up parts of D, forward and backward.
     scattered = shared
-    if not c.tie_embeddings and vocabulary * (wide + FLOAT32) < 2 * stream / parts:
-        add("embedding", "all-gather", held, vocabulary * wide, 1)
+    if not c.tie_embeddings and vocabulary * (wide + FLOAT32_BYTES) < 2 * stream / parts:
+        add("embedding", "all-gather", sharded_axes, vocabulary * wide, 1)
     elif not c.tie_embeddings:
-        add("what was looked up in parts of D, and back", "all-to-all", held, stream / parts, 2)
+        add("what was looked up in parts of D, and back", "all-to-all", sharded_axes, stream / parts, 2)
         scattered -= vocabulary
-    add("gradients", "reduce-scatter", held, scattered / columns * FLOAT32, 1)
-    add("gradients", "all-reduce", "data", shared / columns * FLOAT32, 1)
+    add("gradients", "reduce-scatter", sharded_axes, scattered / columns * FLOAT32_BYTES, 1)
+    add("gradients", "all-reduce", "data", shared / columns * FLOAT32_BYTES, 1)
 
     # Keys and values of all layers, of at least one head, sent from each device to the next.
     pairs, steps = tokens * max(c.n_kv_heads / tensor, 1) * c.head_dim, c.n_layers * (sizes.context - 1)
     for name, times in (("forward", 1), ("again", remat != "none"), ("backward", 1)):
         add(f"keys and values in each layer, {name}", "collective-permute", "context", pairs * wide, 2 * steps * times)
-    add("their gradients in each layer", "collective-permute", "context", pairs * FLOAT32, 2 * (steps + c.n_layers))
+    add("their gradients in each layer", "collective-permute", "context", pairs * FLOAT32_BYTES, 2 * (steps + c.n_layers))
 
     # With rematerialization a layer gathers its inputs again; its second sum is the next layer's input, which was saved.
     gathered, summed = {"none": (0, 0), "dots": (2, 0)}.get(remat, (2, 1))
@@ -164,7 +164,7 @@ def least_traffic(
         for name, sums in (("forward", 2), ("again", summed), ("backward", 2)):
             add(f"residual stream in each layer, {name}", "all-reduce", "tensor", stream, sums * c.n_layers)
         add("residual stream at lookup and loss", "all-reduce", "tensor", stream, 2)
-    return found
+    return exchanges
 
 
 def training_roofline(
@@ -189,14 +189,14 @@ def training_roofline(
     c, wide = config, jnp.dtype(dtype).itemsize
     needed = step_flops(c, batch, length)
     passes = 4 if remat in ("full", "offload") else 3  # forward; rematerialized; and backward, with two products for each
-    held = matrix_parameters(c, all_experts=True) / sizes.tensor
+    matrix_numbers = matrix_parameters(c, all_experts=True) / sizes.tensor
     tokens = batch / sizes.rows * length / sizes.context
     queries, keys = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     # Written by the qkv projection and read by attention, written by attention and read by the output projection.
     heads = 2 * (queries + 2 * keys) + 2 * queries
     activations = c.n_layers * tokens * wide * (4 * c.dim + (heads + 3 * c.hidden_dim) / sizes.tensor)
-    share = (held + (0 if c.tie_embeddings else c.vocab_size * c.dim / sizes.tensor)) / sizes.columns
-    memory = passes * (held * wide + activations) + share * OPTIMIZER_TRAFFIC
+    share = (matrix_numbers + (0 if c.tie_embeddings else c.vocab_size * c.dim / sizes.tensor)) / sizes.columns
+    memory = passes * (matrix_numbers * wide + activations) + share * OPTIMIZER_TRAFFIC
     useful = needed / (sizes.devices * hardware.flops)
     return Roofline(
         compute=useful * passes / 3,
@@ -242,14 +242,14 @@ def exchange_seconds(exchanges: Iterable[Collective | DeviceExchange], sizes: Me
 
 
 def _seconds(exchange: Collective | DeviceExchange, sizes: MeshSizes, hardware: Hardware) -> float:
-    kind, size, group = exchange.kind, exchange.bytes, exchange.group
+    opcode, size, group = exchange.opcode, exchange.bytes, exchange.group
     together = min(_members_together(sizes, exchange.axes, hardware.domain), group)
     domains = math.ceil(group / together)
-    match kind:
+    match opcode:
         case "reduce-scatter":
-            within, beyond = ring_bytes(kind, size * group / together, together), ring_bytes(kind, size, domains)
+            within, beyond = ring_bytes(opcode, size * group / together, together), ring_bytes(opcode, size, domains)
         case "all-gather" | "all-reduce":
-            within, beyond = ring_bytes(kind, size, together), ring_bytes(kind, size, domains) / together
+            within, beyond = ring_bytes(opcode, size, together), ring_bytes(opcode, size, domains) / together
         case "all-to-all":
             within, beyond = size * (together - 1) / group, size * (group - together) / group
         case _:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import llama_jax
-from llama_jax import interrupts
 from llama_jax.cli.terminal import end_at_once
 from llama_jax.errors import StuckSaveError, UserError, reason_of, shown
+from llama_jax.runs import interrupts
 from llama_jax.storage.atomic_write import cannot_write, discard_output, remedy_for
 
 # By group: a command, its file and class, and what it does, in one line of at most 80 columns.
@@ -38,7 +38,7 @@ COMMANDS = {
     },
     "Train and evaluate": {
         "train": ("train.Train", "Train, fine-tune or distill a model with a recipe."),
-        "data": ("data.Data", "Show training data as tokens, or tokenize it in advance."),
+        "data": ("data.DataCommand", "Show training data as tokens, or tokenize it in advance."),
         "eval": ("eval.Eval", "Measure loss and perplexity on texts, chats or preferences."),
         "lm-eval": ("lm_eval.LmEval", "Run tasks of the lm-evaluation-harness."),
     },
@@ -49,13 +49,13 @@ COMMANDS = {
         "completion": ("setup.Completion", "Print a completion script for your shell."),
     },
 }
-ABOUT = """\
+USAGE = """\
 usage: llama-jax COMMAND [OPTIONS]
 
 Llama in JAX: load, run, train, measure and serve models. To try it with the
 small model of the package: llama-jax generate "Once upon a time"
 """
-MORE = """\
+FURTHER_HELP = """\
   llama-jax COMMAND --help        list the options of a command
   llama-jax train RECIPE --help   list the settings of a recipe
   llama-jax --version             print the version
@@ -71,7 +71,7 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show must not end a command
     try:
-        _run(sys.argv[1:])
+        _run_command(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of stdout has left (`| head`): nothing to say, and nothing may be flushed at exit.
@@ -80,7 +80,7 @@ def main() -> None:
     except StuckSaveError as error:
         end_at_once(error)
     except Exception as error:
-        message = _message(error)
+        message = _error_message(error)
         if message is None:
             raise
         with suppress(OSError):  # where stderr cannot be written either
@@ -88,7 +88,7 @@ def main() -> None:
         sys.exit(2)
 
 
-def _message(error: Exception) -> str | None:
+def _error_message(error: Exception) -> str | None:
     """What to print about an error that the user can fix; None for a defect of this program, whose traceback is shown."""
     # Training takes its settings as KEY=VALUE.
     smaller = "try dtype=bfloat16 or a smaller batch" if sys.argv[1:2] == ["train"] else "try --dtype bfloat16"
@@ -120,24 +120,24 @@ def _current_folder_exists() -> bool:
 def overview() -> str:
     """The help of the program: its commands by group."""
     groups = [
-        "\n".join([group, *(f"  {name:<12}{about}" for name, (_, about) in commands.items())])
+        "\n".join([group, *(f"  {name:<12}{summary}" for name, (_, summary) in commands.items())])
         for group, commands in COMMANDS.items()
     ]
-    return "\n".join([ABOUT, "\n\n".join(groups), "", MORE]).rstrip()
+    return "\n".join([USAGE, "\n\n".join(groups), "", FURTHER_HELP]).rstrip()
 
 
 def command_type(name: str) -> Any:
     """The class of a command, from its file; UserError if there is no such command."""
-    places = {command: place for commands in COMMANDS.values() for command, (place, _) in commands.items()}
-    if name not in places:
-        near = difflib.get_close_matches(name, places, 1)
+    class_paths = {command: class_path for commands in COMMANDS.values() for command, (class_path, _) in commands.items()}
+    if name not in class_paths:
+        near = difflib.get_close_matches(name, class_paths, 1)
         hint = f"did you mean {near[0]}?" if near else "llama-jax --help lists the commands"
         raise UserError(f"there is no command {shown(name)}; {hint}")
-    file, _, kind = places[name].partition(".")
-    return getattr(importlib.import_module(f"llama_jax.cli.{file}"), kind)
+    file, _, class_name = class_paths[name].partition(".")
+    return getattr(importlib.import_module(f"llama_jax.cli.{file}"), class_name)
 
 
-def _run(arguments: list[str]) -> None:
+def _run_command(arguments: list[str]) -> None:
     name = arguments[0] if arguments else ""
     if not name:
         print(overview(), file=sys.stderr)
@@ -149,7 +149,7 @@ def _run(arguments: list[str]) -> None:
         print(f"llama-jax {llama_jax.__version__}")
         return
     command = command_type(name)
-    from llama_jax.cli.argv import arranged, check_settings, parsed, requested_recipe
+    from llama_jax.cli.argv import check_settings, parse_command, reorder_argv, requested_recipe
 
     recipe = requested_recipe(arguments)
     if recipe is not None:
@@ -163,7 +163,7 @@ def _run(arguments: list[str]) -> None:
         raise UserError(f"{name} takes the model as an option; write --model {arguments[1]}")
     if ("--model", "") in pairwise(arguments):  # after an error of $(llama-jax fetch NAME)
         raise UserError("--model is empty; pass the path of a model")
-    parsed(command, name, arranged(arguments)[1:]).run()
+    parse_command(command, name, reorder_argv(arguments)[1:]).run()
 
 
 def _collect_seldom() -> None:

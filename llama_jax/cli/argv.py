@@ -18,29 +18,36 @@ from llama_jax.settings import check_bounds, help_of
 CHANGE = re.compile(r"[A-Za-z_][\w.]*=", re.ASCII)
 # The options without a value, of the commands that `arranged` knows.
 HELP = ("--help", "-h")
-FLAGS = ("--resume", "--reweigh", "--distributed", "--exact", "--json", "--no-cache", *HELP)
-LISTS = ("--data", "--validation-data")
+VALUELESS_OPTIONS = ("--resume", "--reweigh", "--distributed", "--exact", "--json", "--no-cache", *HELP)
+LIST_OPTIONS = ("--data", "--validation-data")
 # An optional setting is not written as None, and a flag has one name.
 MARKERS = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
-RULES = ConstructorRegistry()
+OPTION_RULES = ConstructorRegistry()
 
 
-def parsed(command: Any, name: str, arguments: Sequence[str]) -> Any:
+def parse_command(command: Any, name: str, arguments: Sequence[str]) -> Any:
     """A command with its options, within their bounds; for wrong options and for --help the process ends here.
 
     Raises:
       UserError: a number that is out of bounds.
     """
-    about = paragraphs(command.__doc__)
-    if "\n" in about and set(HELP) & set(arguments):
-        print(about, end="\n\n")  # tyro would print each paragraph as one long line
-    shown = "" if "\n" in about else about
-    found = tyro.cli(command, prog=f"llama-jax {name}", description=shown, args=arguments, config=MARKERS, registry=RULES)
-    check_bounds(found)
-    return found
+    description = paragraphs(command.__doc__)
+    if "\n" in description and set(HELP) & set(arguments):
+        print(description, end="\n\n")  # tyro would print each paragraph as one long line
+    tyro_description = "" if "\n" in description else description
+    options = tyro.cli(
+        command,
+        prog=f"llama-jax {name}",
+        description=tyro_description,
+        args=arguments,
+        config=MARKERS,
+        registry=OPTION_RULES,
+    )
+    check_bounds(options)
+    return options
 
 
-@RULES.struct_rule
+@OPTION_RULES.struct_rule
 def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
     """The options of a command: SHOWN_FIRST first and SHOWN_LAST last, since a dataclass begins with inherited fields; each
     with its docstring as a single paragraph, and its default where that says more than the docstring."""
@@ -48,21 +55,21 @@ def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
     if not (is_dataclass(command) and command.__module__.startswith(f"{__package__}.")):
         return None
     types_ = get_type_hints(command, include_extras=True)
-    found = {}
+    specs = {}
     for field in fields(command):
         default = field.default if field.default is not MISSING else MISSING_NONPROP
         hint = "" if default in (None, "", ()) or isinstance(default, bool) else None
-        kind: Any = Annotated[types_[field.name], tyro.conf.arg(help_behavior_hint=hint)]
-        found[field.name] = StructFieldSpec(
+        option_type: Any = Annotated[types_[field.name], tyro.conf.arg(help_behavior_hint=hint)]
+        specs[field.name] = StructFieldSpec(
             name=field.name,
-            type=kind,
+            type=option_type,
             default=default,
             helptext=partial(_help, command, field.name),
         )
     first = getattr(command, "SHOWN_FIRST", ())
-    last = [name for kind in command.__mro__ for name in vars(kind).get("SHOWN_LAST", ())]
-    middle = [name for name in found if name not in last]
-    return StructConstructorSpec(command, tuple(found[name] for name in dict.fromkeys((*first, *middle, *last))))
+    last = [name for base in command.__mro__ for name in vars(base).get("SHOWN_LAST", ())]
+    middle = [name for name in specs if name not in last]
+    return StructConstructorSpec(command, tuple(specs[name] for name in dict.fromkeys((*first, *middle, *last))))
 
 
 def _help(command: type, name: str) -> str | None:
@@ -94,7 +101,7 @@ def check_settings(options: Collection[str], arguments: Sequence[str]) -> None:
                 raise UserError(f"{word} is not an option of train; write a setting of the recipe as {key}=VALUE")
 
 
-def arranged(arguments: Sequence[str]) -> list[str]:
+def reorder_argv(arguments: Sequence[str]) -> list[str]:
     """The arguments of a command, its name first, in the order that tyro accepts.
 
     With ``train`` and ``eval`` one ``--data`` may be followed by several files, or each file by its own ``--data``. If no
@@ -103,25 +110,25 @@ def arranged(arguments: Sequence[str]) -> list[str]:
     """
     if arguments[:1] not in (["train"], ["eval"]):
         return list(arguments)
-    found: list[str] = [arguments[0]]
+    argv: list[str] = [arguments[0]]
     changes: list[str] = []
     further: list[int] = []  # where in `found` a list goes on
-    option, listing, about = "", "", False
+    option, listing, has_target = "", "", False
     for word in arguments[1:]:
         if option:
-            listing, option = option if option in LISTS else "", ""
+            listing, option = option if option in LIST_OPTIONS else "", ""
         elif word.startswith("-"):
-            option = "" if "=" in word or word in FLAGS else word
+            option = "" if "=" in word or word in VALUELESS_OPTIONS else word
             listing = ""
         elif arguments[0] == "train" and CHANGE.match(word):
             changes.append(word)
             continue
         elif listing:
-            further.append(len(found))
-            found.append(listing)
+            further.append(len(argv))
+            argv.append(listing)
         else:
-            about = True
-        found.append(word)
-    if further and not about:
-        del found[further[-1]]
-    return [*found, *changes]
+            has_target = True
+        argv.append(word)
+    if further and not has_target:
+        del argv[further[-1]]
+    return [*argv, *changes]

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 import llama_jax
-from llama_jax.cli.generate import PromptLine, read_lines
+from llama_jax.cli.generate import PromptLine, read_prompt_lines
 from llama_jax.cli.options import AdapterOptions, CacheOption, DraftOptions, SamplingOptions, StopOptions
-from llama_jax.cli.terminal import note
+from llama_jax.cli.terminal import print_status
 from llama_jax.config import suggest_context
 from llama_jax.errors import GenerationError, UserError, reading, shown
-from llama_jax.progress import progress_bar
+from llama_jax.runs.progress import progress_bar
 from llama_jax.settings import at_least
 from llama_jax.storage.atomic_write import cannot_write, lock_file
 from llama_jax.tokenizers import Tokenizer
@@ -62,11 +62,11 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
         )
         self.check_stops()
         self.parse_draft()
-        prompts = read_lines(self.prompts)
-        numbers = {name: number for number, name in enumerate(self.named())}
+        prompts = read_prompt_lines(self.prompts)
+        numbers = {name: number for number, name in enumerate(self.named_adapters())}
         for adapter in {line.adapter for line in prompts} - {None, *numbers}:
-            there = ", ".join(numbers) or "none"
-            raise GenerationError(f"{self.prompts} requests the adapter {shown(adapter, 40)}, but --adapter names {there}")
+            names = ", ".join(numbers) or "none"
+            raise GenerationError(f"{self.prompts} requests the adapter {shown(adapter, 40)}, but --adapter names {names}")
         done = _Output(self.out, prompts)
         seed = self.choose_seed() if self.seed is not None or done.seed is None else done.seed
         self.sampling(seed)
@@ -74,7 +74,7 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
         done.check(settings)
         left = [line for line in range(1, len(prompts) + 1) if line not in done.lines]
         if done.lines:
-            note(f"{self.out} has {len(done.lines)} of {len(prompts)} prompts")
+            print_status(f"{self.out} has {len(done.lines)} of {len(prompts)} prompts")
         if not left:
             return
 
@@ -115,7 +115,7 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
         from llama_jax.serving.offline import Job, run_jobs
         from llama_jax.serving.requests import GenerationRequest
 
-        numbers: dict[str | None, int] = {None: -1} | {name: number for number, name in enumerate(self.named())}
+        numbers: dict[str | None, int] = {None: -1} | {name: number for number, name in enumerate(self.named_adapters())}
 
         def job(line: int) -> Job:
             ids = tokenizer.encode(prompts[line - 1].prompt, eos=False)
@@ -152,18 +152,17 @@ class _Output:
         self.lines: set[int] = set()
         self.seed: int | None = None
         self._settings: dict[str, Any] | None = None
-        self._whole = 0  # bytes up to the end of the last whole line
+        self._complete_bytes = 0  # bytes up to the end of the last whole line
         if path.exists() and not path.is_file():  # a pipe would be waited for, and a device can be read without end
             raise UserError(f"{path} is not a file; choose a file to write")
         with reading(path, UserError):
             content = path.read_bytes() if path.exists() else b""
         self._read = len(content)  # bytes
         for number, line in enumerate(content.split(b"\n")[:-1], 1):  # a line that a kill cut off has no line end
-            self._whole += len(line) + 1
+            self._complete_bytes += len(line) + 1
             self._add(line, number)
 
     def _add(self, line: bytes, number: int) -> None:
-        foreign = UserError(f"{self.path}, line {number} does not belong to these prompts; choose another file to write")
         try:
             value = json.loads(line)
             which, settings = value["line"], value["settings"]
@@ -171,9 +170,9 @@ class _Output:
             same = same and PromptLine(value["prompt"], value.get("adapter")) == self._prompts[which - 1]
             seed = int(settings["seed"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            raise foreign from None
+            same = False
         if not same:
-            raise foreign
+            raise UserError(f"{self.path}, line {number} does not belong to these prompts; choose another file to write")
         self.lines.add(which)
         self.seed, self._settings = seed, settings
 
@@ -195,7 +194,7 @@ class _Output:
             with lock, open(self.path, "ab") as file:  # two batches would mix their lines
                 if os.fstat(file.fileno()).st_size != self._read:  # before it was locked: what is there must not be cut off
                     raise UserError(f"{self.path} was changed after it was read; run the same command again to resume")
-                file.truncate(self._whole)
+                file.truncate(self._complete_bytes)
                 for job in progress_bar("continuing", "prompts")(jobs, total=count):
                     assert job.text is not None
                     prompt = self._prompts[job.number - 1]

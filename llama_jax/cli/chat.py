@@ -16,17 +16,17 @@ import tyro
 import llama_jax
 from llama_jax.cli.generate import draft_statistics, draft_summary
 from llama_jax.cli.options import ModelOptions, TemplateOptions
-from llama_jax.cli.terminal import note, printable
+from llama_jax.cli.terminal import print_status, printable
 from llama_jax.config import suggest_context
 from llama_jax.errors import GenerationError, UserError
-from llama_jax.interrupts import end_command, watch_signals
+from llama_jax.runs.interrupts import end_command, watch_signals
 from llama_jax.settings import at_least
 from llama_jax.tokenizers import Format, Message, Tokenizer, encode_chat, reply_ends, resolve_format
 from llama_jax.tokenizers.chat_template import Renderer
 from llama_jax.tokenizers.interface import Text, check_token_rows
 
 USUAL_REPLY = 512  # tokens
-COMMANDS = """\
+SLASH_COMMANDS = """\
 /clear        forget the conversation, but not the system prompt
 /system TEXT  set the system prompt; without TEXT remove it
 /help         show this list
@@ -86,42 +86,44 @@ class Chat(TemplateOptions, ModelOptions):
         bundled = self.model is None and self.tokenizer is None and self.chat_template is None
         format = resolve_format(tokenizer, "plain" if bundled and self.format == "auto" else self.format)
         ends = reply_ends(tokenizer, format, renderer)
-        system = _system(self.system)
+        system = _system_messages(self.system)
         if system:  # an error now rather than at the first message
             ids = encode_chat(tokenizer, [*system, {"role": "user", "content": ""}], format, renderer)
             check_token_rows(tokenizer, ids, config.vocab_size, "a chat with this system prompt")
 
         mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
-        held = f"{kinds_in_memory(params)}, {bytes_in_memory(params) / 1e6:,.1f} MB"
-        note(
-            f"{jax.default_backend()}{mesh} · {params.embedding.dtype} · weights {held} · format {format}"
+        weights = f"{kinds_in_memory(params)}, {bytes_in_memory(params) / 1e6:,.1f} MB"
+        print_status(
+            f"{jax.default_backend()}{mesh} · {params.embedding.dtype} · weights {weights} · format {format}"
             f" · context {context} tokens · seed {seed} · /help lists the commands"
         )
         history: list[Message] = []
         turn = 0
-        for line in _lines():
+        for line in _read_lines():
             command, _, text = line.partition(" ")
             if command == "/exit":
                 break
             elif command == "/clear":
                 history = []
             elif command == "/system":
-                system = _system(text)
+                system = _system_messages(text)
             elif command == "/help":
-                print(COMMANDS, file=sys.stderr)
+                print(SLASH_COMMANDS, file=sys.stderr)
             elif line.startswith("/"):
-                note(f"error: {command} is not a command; /help lists them. To send it as text, put a space before it")
+                print_status(
+                    f"error: {command} is not a command; /help lists them. To send it as text, put a space before it"
+                )
             elif line.strip():
                 messages: list[Message] = [*history, {"role": "user", "content": line}]
                 try:
-                    prompt, kept = fit(tokenizer, system, messages, format, context - reply_room, renderer)
+                    prompt, remaining = fit_history(tokenizer, system, messages, format, context - reply_room, renderer)
                     check_token_rows(tokenizer, prompt, config.vocab_size, "the chat")
                 except UserError as error:
-                    note(f"error: {error}")
+                    print_status(f"error: {error}")
                     continue
-                if dropped := len(messages) - len(kept):
+                if dropped := len(messages) - len(remaining):
                     first = " ".join(messages[0]["content"].split())
-                    note(
+                    print_status(
                         f"the context of {context} tokens is full: dropped the {dropped} oldest messages, starting with"
                         f" {first if len(first) <= 40 else first[:39] + '…'!r}"
                     )
@@ -137,11 +139,11 @@ class Chat(TemplateOptions, ModelOptions):
                     draft=draft,
                 )
                 answer = reply(tokenizer, chunks, ends, at_start=format != "plain")
-                history = [*kept, {"role": "assistant", "content": answer}]
+                history = [*remaining, {"role": "assistant", "content": answer}]
                 turn += 1
 
 
-def fit(
+def fit_history(
     tokenizer: Tokenizer,
     system: Sequence[Message],
     history: Sequence[Message],
@@ -154,17 +156,17 @@ def fit(
     Raises:
       GenerationError: the last message alone is too long; or what `encode_chat` raises.
     """
-    kept = list(history)
+    remaining = list(history)
     while True:
-        ids = encode_chat(tokenizer, [*system, *kept], format, renderer)
+        ids = encode_chat(tokenizer, [*system, *remaining], format, renderer)
         if len(ids) <= room:
-            return ids, kept
-        if len(kept) == 1:
+            return ids, remaining
+        if len(remaining) == 1:
             raise GenerationError(
                 f"the message and the system prompt have {len(ids)} tokens, but the reply leaves only {room}; shorten it, or"
                 " chat with a longer context (--context, or --rope yarn:FACTOR)"
             )
-        kept = kept[2:]
+        remaining = remaining[2:]
 
 
 def reply(
@@ -193,12 +195,12 @@ def reply(
         text.finish()
         print(flush=True)
         if interrupted():
-            note("the reply was stopped")
+            print_status("the reply was stopped")
         elif not ended:
-            note(f"the reply was cut at {count} tokens; --max-new-tokens allows more")
+            print_status(f"the reply was cut at {count} tokens; --max-new-tokens allows more")
         if drafted:
             made = sum(int(chunk.valid.sum()) for chunk in drafted)
-            note(draft_summary(draft_statistics("", made, [chunk.counts for chunk in drafted])))
+            print_status(draft_summary(draft_statistics("", made, [chunk.counts for chunk in drafted])))
     return text.shown
 
 
@@ -208,14 +210,14 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
     Nothing is raised: XLA may be compiling, and must not be interrupted.
     """
-    seen: list[int] = []  # in a thread, also while the main thread is in compiled code
+    signals: list[int] = []  # in a thread, also while the main thread is in compiled code
     handled: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     is_command = before is end_command
 
     def see(number: int) -> None:
-        seen.append(number)
-        if seen.count(signal.SIGINT) > 1 and is_command:
+        signals.append(number)
+        if signals.count(signal.SIGINT) > 1 and is_command:
             end_command()
 
     def press(number: int, frame: FrameType | None) -> None:
@@ -232,7 +234,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
         end()
 
 
-def _lines() -> Iterator[str]:
+def _read_lines() -> Iterator[str]:
     """Lines from a terminal, with a prompt, or from a pipe, until either ends; those of a pipe are shown on stderr."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
@@ -257,5 +259,5 @@ def _lines() -> Iterator[str]:
         yield line
 
 
-def _system(text: str | None) -> list[Message]:
+def _system_messages(text: str | None) -> list[Message]:
     return [{"role": "system", "content": text}] if text and text.strip() else []

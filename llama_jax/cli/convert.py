@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from llama_jax.cli.options import (
-    BLOCKS,
+    BLOCK_FORMATS,
     QUANTIZE,
     CompileOptions,
     ModelPath,
     unless_auto,
 )
-from llama_jax.cli.terminal import ending_in_order, size
-from llama_jax.progress import progress_bar
+from llama_jax.cli.terminal import clean_exit, size
+from llama_jax.runs.progress import progress_bar
 from llama_jax.storage import Location, resolved
 
 if TYPE_CHECKING:
     from llama_jax.formats.saving import WrittenDtype
 
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-FORMATS = Literal["auto", "safetensors", "gguf", "llama2c", "orbax"]
+OUTPUT_FORMATS = Literal["auto", "safetensors", "gguf", "llama2c", "orbax"]
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,12 @@ class Fetch:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         from llama_jax.formats.hub_download import fetch
 
-        found = fetch(self.repository, self.revision, self.out)
+        download = fetch(self.repository, self.revision, self.out)
         print(
-            f"{found.files} file{'s' * (found.files > 1)}, {size(found.size)}; pass this path to --model:", file=sys.stderr
+            f"{download.files} file{'s' * (download.files > 1)}, {size(download.size)}; pass this path to --model:",
+            file=sys.stderr,
         )
-        print(found.path)
+        print(download.path)
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,10 @@ class Convert:
     """Folder or file of a model in any supported format, or of an adapter."""
     destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="DESTINATION")]]
     """A folder for safetensors (the Hugging Face layout) and orbax; a file for gguf and llama2c."""
-    format: FORMATS = "auto"
+    format: OUTPUT_FORMATS = "auto"
     """Format to write. auto follows the name of the destination: gguf for .gguf, llama2c for .bin, otherwise safetensors.
     llama2c is the legacy .bin in float32."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", BLOCKS] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", BLOCK_FORMATS] = "auto"
     """Type of the written tensors. auto keeps the type of the source. It also keeps blocks from GGUF to GGUF or orbax; in
     other formats they become float32. Types that begin with q are only for gguf: q4_k and q5_k are llama.cpp's Q4_K_M and
     Q5_K_M; with -pure all matrices, including the embedding, have the same type."""
@@ -94,10 +95,10 @@ class Convert:
         from llama_jax.formats.saving import convert, describe_requantization
 
         dtype, format, quantize = unless_auto(self.dtype), unless_auto(self.format), unless_auto(self.quantize)
-        kept = None if quantize == "keep" else quantize
-        for line in describe_requantization(self.source, self.destination, format, dtype or kept):
+        quant_format = None if quantize == "keep" else quantize
+        for line in describe_requantization(self.source, self.destination, format, dtype or quant_format):
             print(line, file=sys.stderr)
-        with _writing(self.destination) as progress:
+        with _report_write(self.destination) as progress:
             convert(
                 self.source,
                 self.destination,
@@ -124,9 +125,9 @@ class Merge(CompileOptions):
     """A PEFT folder, or the folder of a run that trained one."""
     destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="OUT")]]
     """A folder for safetensors (the Hugging Face layout) and orbax; a file for gguf and llama2c."""
-    format: FORMATS = "auto"
+    format: OUTPUT_FORMATS = "auto"
     """Format to write. auto follows the name of OUT: gguf for .gguf, llama2c for .bin, otherwise safetensors."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", BLOCKS] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", BLOCK_FORMATS] = "auto"
     """Type of the written tensors. auto is the type of BASE: from GGUF to GGUF each matrix is quantized as before, and in
     other formats a quantized BASE becomes float32. The sum is computed in float32 and rounded once. Types that begin with q
     are only for gguf, see convert."""
@@ -152,12 +153,14 @@ class Merge(CompileOptions):
         check_output(self.destination, folder=folder, overwrite=self.overwrite, sources=sources)
         base = open_checkpoint(self.base)
         adapter = load_adapter(self.adapter, base.config)  # before minutes go into loading
-        kinds, before = describe_quantized_types(base.tensors), sum(tensor.nbytes for tensor in base.tensors.values())
+        quantization, before = describe_quantized_types(base.tensors), sum(tensor.nbytes for tensor in base.tensors.values())
         is_gguf = base.format.startswith("GGUF")
-        as_base = bool(kinds) and dtype is None and into == "gguf" and is_gguf
+        as_base = bool(quantization) and dtype is None and into == "gguf" and is_gguf
         if as_base:
-            print(f"{self.base}: the adapter is added in float32, and the sum quantized again: {kinds}", file=sys.stderr)
-        elif kinds and (dtype is None or dtype in FLOAT_BYTES):
+            print(
+                f"{self.base}: the adapter is added in float32, and the sum quantized again: {quantization}", file=sys.stderr
+            )
+        elif quantization and (dtype is None or dtype in FLOAT_BYTES):
             after = parameter_count(base.config) * FLOAT_BYTES[dtype or "float32"]
             fewer = (
                 "a destination named *.gguf keeps the quantization"
@@ -165,13 +168,13 @@ class Merge(CompileOptions):
                 else "--dtype q4_k and a destination named *.gguf give 4 bits"
             )
             print(
-                f"{self.base}: {kinds} ({size(before)}) become {dtype or 'float32'} ({size(after)}),"
+                f"{self.base}: {quantization} ({size(before)}) become {dtype or 'float32'} ({size(after)}),"
                 f" {after / before:.1f} times as large; {fewer}",
                 file=sys.stderr,
             )
-        with _writing(self.destination, f"; the weights of {self.base} have {size(before)}") as progress:
+        with _report_write(self.destination, f"; the weights of {self.base} have {size(before)}") as progress:
             # In float32 if it is written in fewer bits than it has, so that it is rounded only once.
-            exact = dtype is None and not kinds
+            exact = dtype is None and not quantization
             config, params, tokenizer = load(
                 self.base,
                 None if exact else "float32",
@@ -185,19 +188,21 @@ class Merge(CompileOptions):
                 tokenizer,
                 format=format,
                 dtype=dtype,
-                like=self.base if kinds and into == "gguf" and is_gguf else None,
+                like=self.base if quantization and into == "gguf" and is_gguf else None,
                 overwrite=self.overwrite,
                 progress=progress,
             )
 
 
 @contextmanager
-def _writing(destination: Location, beside: str = "") -> Iterator[Any]:
+def _report_write(destination: Location, beside: str = "") -> Iterator[Any]:
     """A progress bar for writing a model, which a signal interrupts in order; prints the size and the time at the end."""
     started = time.perf_counter()
-    with ending_in_order("stopped; nothing was written"):
+    with clean_exit("stopped; nothing was written"):
         yield progress_bar("writing", "tensors")
-    place: Any = resolved(destination)
-    inside = [place] if not place.is_dir() else place.rglob("*") if isinstance(place, Path) else place.iterdir()
+    location: Any = resolved(destination)
+    inside = (
+        [location] if not location.is_dir() else location.rglob("*") if isinstance(location, Path) else location.iterdir()
+    )
     total = sum(path.stat().st_size for path in inside if path.is_file())
     print(f"{destination}: {total / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s{beside}", file=sys.stderr)

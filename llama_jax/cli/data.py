@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from llama_jax.cli.options import DocumentOptions, ModelPath, TemplateArgOption, stored_tokenizer
-from llama_jax.cli.terminal import columns, note, printable
+from llama_jax.cli.terminal import columns, print_status, printable
 from llama_jax.errors import UserError
-from llama_jax.progress import progress_counter
+from llama_jax.runs.progress import progress_counter
 from llama_jax.settings import at_least
 from llama_jax.tokenizers import EncodedExample, Format, ReplyEncoder, Tokenizer, load_tokenizer
 
@@ -43,7 +43,7 @@ class ShowData(TemplateArgOption):
     """A SentencePiece .model, a Llama 3 tokenizer.model, a tokenizer.json, a GGUF or a folder, instead of the model's."""
     format: Format = "auto"
     """Chat format. auto takes the model's own template, or llama3 for the vocabulary of Llama 3."""
-    kind: Literal["auto", "chats", "preferences"] = "auto"
+    data_type: Literal["auto", "chats", "preferences"] = "auto"
     """Kind of the lines. auto takes preferences if the first line has chosen and rejected."""
     examples: Annotated[int, at_least(1)] = 1
     """Number of examples to show."""
@@ -70,11 +70,11 @@ class ShowData(TemplateArgOption):
             for_format,
             open_chats,
             open_preferences,
-            shortened,
+            shorten_example,
             warn_of_ignored,
         )
         from llama_jax.data.data_files import find_files
-        from llama_jax.data.documents import RECORD_UNITS, first_fields, kind_of
+        from llama_jax.data.documents import RECORD_UNITS, file_type, first_fields
         from llama_jax.formats.loading import bundled, open_checkpoint
 
         if self.length is None and self.too_long == "drop":
@@ -85,26 +85,30 @@ class ShowData(TemplateArgOption):
             path = bundled() if self.model is None else self.model
             tokenizer = stored_tokenizer(path, open_checkpoint(path))
         file, *_ = find_files(self.file)
-        if kind_of(file) not in RECORD_UNITS or self.file.is_dir():
+        if file_type(file) not in RECORD_UNITS or self.file.is_dir():
             raise UserError(f"{self.file} is not a file that ends in {', '.join(RECORD_UNITS)}")
-        is_pair = self.kind == "auto" and {"chosen", "rejected"} <= first_fields([file])
-        is_preferences = self.kind == "preferences" or is_pair
-        wanted = (one for one in (read_preferences if is_preferences else read_chats)(file) if one.line >= self.line)
-        found: tuple[EncodedExample | None, ...] | None = None  # of the last example, None for an answer that is dropped
+        is_pair = self.data_type == "auto" and {"chosen", "rejected"} <= first_fields([file])
+        is_preferences = self.data_type == "preferences" or is_pair
+        examples = (
+            example for example in (read_preferences if is_preferences else read_chats)(file) if example.line >= self.line
+        )
+        answers: tuple[EncodedExample | None, ...] | None = None  # of the last example, None for an answer that is dropped
         ignored: set[str] = set()
         with ReplyEncoder(tokenizer, self.format, template_args=self.template_args()) as encoder:
-            for example in islice(wanted, self.examples):
-                where = f"{self.file}, {RECORD_UNITS[kind_of(file)]} {example.line}"
+            for example in islice(examples, self.examples):
+                where = f"{self.file}, {RECORD_UNITS[file_type(file)]} {example.line}"
                 try:
                     example = for_format(encoder, example)
-                    found = encode_example(encoder, example, special=self.special)
+                    answers = encode_example(encoder, example, special=self.special)
                 except UserError as error:
                     raise UserError(f"{where}: {error}") from None
                 ignored.update(example.ignored)
                 if self.length is not None:
-                    found = tuple(one and shortened(one, self.length, self.too_long) for one in found)
-                print(json.dumps(as_facts(tokenizer, example, found)) if self.json else self._page(tokenizer, where, found))
-        if found is None:
+                    answers = tuple(answer and shorten_example(answer, self.length, self.too_long) for answer in answers)
+                print(
+                    json.dumps(as_facts(tokenizer, example, answers)) if self.json else self._page(tokenizer, where, answers)
+                )
+        if answers is None:
             raise UserError(f"{self.file} has no example from line {self.line} on")
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
@@ -115,7 +119,7 @@ class ShowData(TemplateArgOption):
             else:
                 warn_of_ignored(ignored, str(file))
         for warning in warned:
-            note(str(warning.message))
+            print_status(str(warning.message))
 
     def _page(self, tokenizer: Tokenizer, where: str, answers: Sequence[EncodedExample | None]) -> str:
         colored = self.color == "always"
@@ -124,12 +128,12 @@ class ShowData(TemplateArgOption):
         names = ("",) if len(answers) == 1 else (" · chosen", " · rejected")
         parts = []
         for name, encoded in zip(names, answers, strict=True):
-            about = f"{printable(where)}{name}"
+            heading = f"{printable(where)}{name}"
             if encoded is None:
-                parts.append(f"{about}: dropped, because it has over {self.length} + 1 tokens")
+                parts.append(f"{heading}: dropped, because it has over {self.length} + 1 tokens")
                 continue
-            about += f": {len(encoded.ids):,} tokens, {sum(encoded.targets):,} targets"
-            parts.append("\n".join([about, *table(tokenizer, encoded, colored=colored)]))
+            heading += f": {len(encoded.ids):,} tokens, {sum(encoded.targets):,} targets"
+            parts.append("\n".join([heading, *table(tokenizer, encoded, colored=colored)]))
         return "\n\n".join(parts) + "\n"
 
 
@@ -155,7 +159,7 @@ class BuildData(DocumentOptions):
     """Drop documents whose tokens are the same as those of an earlier one."""
 
     def run(self) -> None:
-        from llama_jax.data.build_corpus import BuildOptions, build
+        from llama_jax.data.build_corpus import BuildOptions, tokenize_files
         from llama_jax.formats.loading import bundled
 
         reading = self.document_format()
@@ -163,7 +167,7 @@ class BuildData(DocumentOptions):
         options = BuildOptions(reading, unit, self.drop_duplicates)
         began = time.perf_counter()
         with progress_counter("building", "parts") as progress:
-            found = build(
+            corpus = tokenize_files(
                 self.files,
                 self.out,
                 bundled() if self.tokenizer is None else self.tokenizer,
@@ -172,15 +176,15 @@ class BuildData(DocumentOptions):
                 progress=progress,
             )
         seconds = time.perf_counter() - began
-        left_out = f", {found.origin['duplicates']:,} duplicates left out" if self.drop_duplicates else ""
+        left_out = f", {corpus.origin['duplicates']:,} duplicates left out" if self.drop_duplicates else ""
         print(
-            f"{found.tokens:,} tokens of {found.documents:,} documents{left_out} in {self.out};"
-            f" {found.text_bytes / seconds / 1e6:.1f} MB of text a second"
+            f"{corpus.tokens:,} tokens of {corpus.documents:,} documents{left_out} in {self.out};"
+            f" {corpus.text_bytes / seconds / 1e6:.1f} MB of text a second"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class DataCommand:
     """Show training data as tokens, or tokenize it in advance."""
 
     action: tyro.conf.OmitSubcommandPrefixes[
@@ -196,27 +200,27 @@ class Data:
 def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """The text of each token: the name of a special one, else its text in quotes, or its bytes if they are not text."""
     names = {token: name for name, token in tokenizer.special_tokens.items()}
-    found = []
+    texts = []
     for token in ids:
         spelled = tokenizer.token_bytes(token)
         if token in names:
-            found.append(printable(names[token]))
+            texts.append(printable(names[token]))
             continue
         try:
             text = spelled.decode()
-            found.append(json.dumps(text, ensure_ascii=not text.isprintable()))
+            texts.append(json.dumps(text, ensure_ascii=not text.isprintable()))
         except UnicodeDecodeError:
-            found.append("".join(f"<0x{byte:02X}>" for byte in spelled))
-    return found
+            texts.append("".join(f"<0x{byte:02X}>" for byte in spelled))
+    return texts
 
 
 def table(tokenizer: Tokenizer, encoded: EncodedExample, *, colored: bool = False) -> list[str]:
     """The lines of a table of tokens: place, id, text, and whether each is a target."""
     rows = [["", "id", "text", "mask"]]
-    for place, (token, text, target) in enumerate(
+    for position, (token, text, target) in enumerate(
         zip(encoded.ids, texts_of(tokenizer, encoded.ids), encoded.targets, strict=True)
     ):
-        rows.append([str(place), str(token), text, "target" if target else "·"])
+        rows.append([str(position), str(token), text, "target" if target else "·"])
     lines = columns(rows, right=(0, 1), indent="  ").split("\n")
     if not colored:
         return lines

@@ -55,7 +55,7 @@ class CompiledProgram(NamedTuple):
     attention: list[str]
 
 
-def compiled(program: Program, *, accelerator: bool) -> CompiledProgram:
+def compile_program(program: Program, *, accelerator: bool) -> CompiledProgram:
     """Compile a program for its mesh and look at it; see `Program.compile`."""
     from llama_jax.analysis.collectives import find_collectives
     from llama_jax.ops.attention import record_backends
@@ -112,7 +112,7 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
     """Print a JSON object, with sizes in bytes."""
 
     def run(self) -> None:
-        from llama_jax.analysis.hardware import named_hardware
+        from llama_jax.analysis.hardware import hardware_by_name
         from llama_jax.analysis.memory import DoesNotFitError
         from llama_jax.analysis.roofline import exchange_seconds, least_traffic
         from llama_jax.cli.jax_setup import use_compilation_cache
@@ -121,12 +121,12 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
         from llama_jax.parallel.mesh import parse_mesh
 
         started = time.perf_counter()
-        hardware = None if self.hardware is None else named_hardware(self.hardware)
+        hardware = None if self.hardware is None else hardware_by_name(self.hardware)
         sizes = parse_mesh(self.mesh)
-        mesh, compiler, note = devices_to_plan_for(self.hardware, sizes)  # before a run's folder is opened: it starts JAX
-        (config,) = self.with_parts(read_config(self.model))
+        mesh, compiler, reason = devices_to_plan_for(self.hardware, sizes)  # before a run's folder is opened: it starts JAX
+        (config,) = self.with_parts(read_model_config(self.model))
         self._check(config)
-        kinds, weights = self._weights()
+        quantization, weights = self._weights()
         use_compilation_cache(self.no_cache)
         least: list[DeviceExchange] = []
         if self._remat is not None and not self.lora and not config.parts:
@@ -134,22 +134,22 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
         if hardware is not None:
             exchange_seconds(least, sizes, hardware)  # raises before a compilation where its links do not reach
 
-        found: dict[str, CompiledProgram] = {}
+        programs: dict[str, CompiledProgram] = {}
         refused: dict[str, str] = {}
         for program in self._programs(config, mesh, weights):
             count = f"{sizes.devices} {'simulated ' if compiler is None else ''}device{'s' * (sizes.devices > 1)}"
             by = f" by {compiler}" if compiler else ""
             print(f"compiling {program.name} for {count}{by}...", file=sys.stderr, flush=True)
             try:
-                found[program.name] = compiled(program, accelerator=hardware is not None)
+                programs[program.name] = compile_program(program, accelerator=hardware is not None)
             except DoesNotFitError as error:
                 refused[program.name] = str(error)
         training = ("packed", "accumulate")
-        about = {
+        request = {
             **{name: getattr(self, name) for name in ("model", "mode", "batch", "length", "attention")},
             **{name: getattr(self, name) if self.mode == "train" else None for name in training},
             "dtype": self._dtype,
-            "quantize": kinds,
+            "quantize": quantization,
             "lora": self.lora or None,
             "remat": self._remat,
             "mesh": dict(sizes.items()),
@@ -157,24 +157,24 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
             "parameter_count": parameter_count(config),
             "cache_bytes_per_token": cache_bytes(config, 1, 1, unless_auto(self.cache) or self._dtype),
             "compiler": compiler or "XLA for CPU",
-            "note": note,
+            "note": reason,
             "refused": refused,
             "seconds": round(time.perf_counter() - started, 1),
         }
         bounds = (
             {}
             if hardware is None or refused or self.lora or config.parts
-            else self._bounds(config, sizes, hardware, found, least)
+            else self._bounds(config, sizes, hardware, programs, least)
         )
         if self.json:
-            print(as_json(about, found, least, hardware, bounds))
+            print(estimate_json(request, programs, least, hardware, bounds))
             return
-        print(as_table(about, found, for_cpu=hardware is None, own=compiler is not None))
+        print(estimate_table(request, programs, for_cpu=hardware is None, has_compiler=compiler is not None))
         if sizes.devices > 1:
-            print(exchange_table(config.n_layers, found, least, own=compiler is not None))
-        print(programs_table(found))
-        if hardware is not None and found and not refused:
-            print(bound_table(hardware, max(one.memory.total for one in found.values()), bounds))
+            print(exchange_table(config.n_layers, programs, least, has_compiler=compiler is not None))
+        print(programs_table(programs))
+        if hardware is not None and programs and not refused:
+            print(bound_table(hardware, max(program.memory.total for program in programs.values()), bounds))
 
     @property
     def _remat(self) -> Literal["none", "dots", "full"] | None:
@@ -202,17 +202,17 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
         trained = self.mode == "train" and not self.lora
         if trained or (self.quantize == "auto" and self.dtype != "auto"):
             return "none", None
-        words, kinds = kinds_in_files(self.model)
-        if self.quantize == "keep" and kinds is None:
+        words, formats = formats_in_files(self.model)
+        if self.quantize == "keep" and formats is None:
             raise ConfigError(f"--quantize keep: {self.model} has no quantized tensors; omit it, or choose a kind")
-        return words, kinds
+        return words, formats
 
     def _bounds(
         self,
         config: LlamaConfig,
         sizes: MeshSizes,
         hardware: Hardware,
-        found: dict[str, CompiledProgram],
+        programs: dict[str, CompiledProgram],
         least: list[DeviceExchange],
     ) -> dict[str, Roofline]:
         """The rooflines of the compiled program and, when training, of one with the least exchanges."""
@@ -220,7 +220,7 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
         from llama_jax.training.flops import last_token_scores
 
         if self._remat is None:
-            memory, exchanged = found["decode"].memory, found["decode"].collectives
+            memory, exchanged = programs["decode"].memory, programs["decode"].collectives
             slots = config.n_layers * config.n_heads * self._capacity
             cache_read = memory.cache * last_token_scores(config, self.length) / slots
             resident = memory.parameters * sizes.columns + cache_read
@@ -228,7 +228,7 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
             return {"decode, a token of each row": bound}
         step = (config, sizes, self.batch, self.length, self._dtype, self._remat, hardware)
         return {
-            "as compiled": training_roofline(*step, found["train step"].collectives),
+            "as compiled": training_roofline(*step, programs["train step"].collectives),
             "with the least exchanges": training_roofline(*step, least),
         }
 
@@ -286,22 +286,22 @@ def devices_to_plan_for(hardware: str | None, sizes: MeshSizes) -> tuple[Mesh, s
     from llama_jax.analysis.aot_compile import CompilerError, compiler_version, mesh_for, missing_compiler
     from llama_jax.parallel.mesh import make_mesh
 
-    note = None
+    reason = None
     if hardware is not None:
         import jax
 
-        note = missing_compiler(hardware)
-        if note is None:
+        reason = missing_compiler(hardware)
+        if reason is None:
             jax.config.update("jax_platforms", "cpu")
             try:
                 return mesh_for(hardware, sizes), compiler_version(hardware), None
             except CompilerError as error:
-                note = str(error)
+                reason = str(error)
     simulate_devices(sizes.devices)
-    return make_mesh(sizes), None, note
+    return make_mesh(sizes), None, reason
 
 
-def read_config(model: str) -> LlamaConfig:
+def read_model_config(model: str) -> LlamaConfig:
     """The configuration of a preset, or of a model's files without their weights."""
     from llama_jax.config.presets import PRESETS
     from llama_jax.formats import huggingface, orbax_format
@@ -319,7 +319,7 @@ def read_config(model: str) -> LlamaConfig:
     return open_checkpoint(path).config
 
 
-def kinds_in_files(model: str) -> tuple[str, Llama | None]:
+def formats_in_files(model: str) -> tuple[str, Llama | None]:
     """The kinds of the matrices that the files of a model hold, in words and by parameter; "none" and None of floats."""
     from llama_jax.config.presets import PRESETS
     from llama_jax.formats import huggingface
@@ -358,29 +358,33 @@ def simulate_devices(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def as_json(
-    about: dict[str, Any],
-    found: dict[str, CompiledProgram],
+def estimate_json(
+    request: dict[str, Any],
+    programs: dict[str, CompiledProgram],
     least: list[DeviceExchange],
     hardware: Hardware | None,
     bounds: dict[str, Roofline],
 ) -> str:
     """One object: the request, for each program the bytes per device and the communication, and the bounds."""
-    from llama_jax.analysis.collectives import add_up
+    from llama_jax.analysis.collectives import sum_traffic
 
-    peak = max((one.memory.total for one in found.values()), default=0)
-    result = about | {
-        "bytes_per_device": {name: asdict(one.memory) | {"total": one.memory.total} for name, one in found.items()},
+    peak = max((program.memory.total for program in programs.values()), default=0)
+    result = request | {
+        "bytes_per_device": {
+            name: asdict(program.memory) | {"total": program.memory.total} for name, program in programs.items()
+        },
         "peak_per_device": peak,
-        "peak_of_mesh": peak * about["devices"],
-        "exchanged": {name: [asdict(row) for row in add_up(one.collectives)] for name, one in found.items()},
+        "peak_of_mesh": peak * request["devices"],
+        "exchanged": {name: [asdict(row) for row in sum_traffic(program.collectives)] for name, program in programs.items()},
         "least_exchanged": [asdict(row) | {"sent": row.sent} for row in least],
-        "programs": {name: {"compile_seconds": one.seconds, "attention": one.attention} for name, one in found.items()},
+        "programs": {
+            name: {"compile_seconds": program.seconds, "attention": program.attention} for name, program in programs.items()
+        },
     }
     if hardware is not None:
         result |= {
             "hardware": asdict(hardware),
-            "fits": not about["refused"] and hardware.holds(peak),
+            "fits": not request["refused"] and hardware.holds(peak),
             "rooflines": {
                 name: asdict(bound)
                 | {"limit": bound.limit, "overlapped": bound.overlapped, "apart": bound.apart}
@@ -391,40 +395,42 @@ def as_json(
     return json.dumps(result)
 
 
-def _table(rows: list[list[str]]) -> str:
+def _numbers_table(rows: list[list[str]]) -> str:
     """Rows whose first cells are names and whose other cells are numbers."""
     return columns(rows, right=range(1, len(rows[0])))
 
 
-def as_table(about: dict[str, Any], found: dict[str, CompiledProgram], *, for_cpu: bool, own: bool) -> str:
+def estimate_table(
+    request: dict[str, Any], programs: dict[str, CompiledProgram], *, for_cpu: bool, has_compiler: bool
+) -> str:
     """A column for each program, and one for all devices together while the program that needs the most memory runs."""
     from llama_jax.parallel.mesh import MeshSizes
 
-    memory = {name: asdict(one.memory) | {"total": one.memory.total} for name, one in found.items()}
-    devices, mesh = about["devices"], MeshSizes(**about["mesh"])
-    if devices > 1 and found:
-        worst = max(found, key=lambda name: found[name].memory.total)
+    memory = {name: asdict(program.memory) | {"total": program.memory.total} for name, program in programs.items()}
+    devices, mesh = request["devices"], MeshSizes(**request["mesh"])
+    if devices > 1 and programs:
+        worst = max(programs, key=lambda name: programs[name].memory.total)
         memory[f"{worst}, all {devices}"] = {part: size * devices for part, size in memory[worst].items()}
     rows = [["GB per device", *memory]]
     for part, label in (LABELS | {"total": "total"}).items():
         if any(column[part] for column in memory.values()):
             rows.append([label, *(f"{column[part] / 1e9:,.3f}" for column in memory.values())])
 
-    words = [about["model"], about["mode"], f"batch {about['batch']} x {about['length']}", about["dtype"]]
-    words += [f"weights {about['quantize']}"] if about["quantize"] != "none" else []
-    words += [f"adapters of rank {about['lora']}"] if about["lora"] else []
-    words += [f"remat {about['remat']}"] if about["remat"] else []
-    words += ["packed"] if about["packed"] else []
-    words += [f"accumulate {about['accumulate']}"] if (about["accumulate"] or 1) > 1 else []
+    words = [request["model"], request["mode"], f"batch {request['batch']} x {request['length']}", request["dtype"]]
+    words += [f"weights {request['quantize']}"] if request["quantize"] != "none" else []
+    words += [f"adapters of rank {request['lora']}"] if request["lora"] else []
+    words += [f"remat {request['remat']}"] if request["remat"] else []
+    words += ["packed"] if request["packed"] else []
+    words += [f"accumulate {request['accumulate']}"] if (request["accumulate"] or 1) > 1 else []
     lines = [
         " · ".join([*words, str(mesh)]),
-        f"{about['parameter_count']:,} parameters · cache {about['cache_bytes_per_token']:,} bytes per token",
+        f"{request['parameter_count']:,} parameters · cache {request['cache_bytes_per_token']:,} bytes per token",
         "",
-        *([_table(rows), ""] if found else []),
-        *(f"The compiler reports that it does not fit: {message}" for message in about["refused"].values()),
+        *([_numbers_table(rows), ""] if programs else []),
+        *(f"The compiler reports that it does not fit: {message}" for message in request["refused"].values()),
     ]
-    if own:
-        return "\n".join([*lines, f"Compiled by {about['compiler']}: this is its plan."])
+    if has_compiler:
+        return "\n".join([*lines, f"Compiled by {request['compiler']}: this is its plan."])
     if mesh.context > 1:
         lines.append(
             "Where rows are divided over context, attention has the scores of a few hundred tokens in memory at once."
@@ -434,66 +440,80 @@ def as_table(about: dict[str, Any], found: dict[str, CompiledProgram], *, for_cp
             "Attention of long rows is planned by blocks, whose scores are never in memory at once; so are GPU kernels'."
         )
     lines.append("Temporaries are what XLA plans for CPU devices; GPU and TPU backends fuse differently.")
-    if about["note"]:
-        lines.append(f"The hardware's own compiler was not used: {about['note']}")
-    if about["dtype"] == "bfloat16" and for_cpu:
+    if request["note"]:
+        lines.append(f"The hardware's own compiler was not used: {request['note']}")
+    if request["dtype"] == "bfloat16" and for_cpu:
         lines.append("XLA for CPU keeps many bfloat16 arrays in float32 as well: --hardware NAME plans without that.")
     return "\n".join(lines)
 
 
-def programs_table(found: dict[str, CompiledProgram]) -> str:
+def programs_table(programs: dict[str, CompiledProgram]) -> str:
     """How long each program was compiled, and how it computes attention."""
-    attention = {name: f", attention: {'; '.join(one.attention)}" if one.attention else "" for name, one in found.items()}
-    return "\n".join(["", *(f"{name}: compiled in {one.seconds:.0f} s{attention[name]}" for name, one in found.items())])
+    attention = {
+        name: f", attention: {'; '.join(program.attention)}" if program.attention else ""
+        for name, program in programs.items()
+    }
+    return "\n".join(
+        ["", *(f"{name}: compiled in {program.seconds:.0f} s{attention[name]}" for name, program in programs.items())]
+    )
 
 
-def exchange_table(n_layers: int, found: dict[str, CompiledProgram], least: list[DeviceExchange], *, own: bool) -> str:
+def exchange_table(
+    n_layers: int, programs: dict[str, CompiledProgram], least: list[DeviceExchange], *, has_compiler: bool
+) -> str:
     """The communication of a device while each program runs once, and the least for comparison."""
     from llama_jax.inference.decode import STEPS_PER_CHUNK
 
-    exchanged = [one for program in found.values() for one in program.collectives]
-    tables = [_kinds(name, program.collectives, n_layers) for name, program in found.items() if program.collectives]
+    exchanged = [exchange for program in programs.values() for exchange in program.collectives]
+    tables = [
+        _collectives_table(name, program.collectives, n_layers) for name, program in programs.items() if program.collectives
+    ]
     if least:
         rows = [["the least that this strategy exchanges", "count", "GB sent"]]
-        for one in least:
-            name = f"  {','.join(one.axes)} {one.kind}: {one.what}"
-            rows.append([name, f"{one.count:,}", _gigabytes([one])])
-        sums = [["GB sent by a device along", "compiled", "scattered", "least"]]
-        for axes in sorted({one.axes for one in exchanged} | {one.axes for one in least}):
-            along = [one for one in exchanged if one.axes == axes]
-            needed = [one for one in least if one.axes == axes]
-            sums.append(
+        for exchange in least:
+            name = f"  {','.join(exchange.axes)} {exchange.opcode}: {exchange.what}"
+            rows.append([name, f"{exchange.count:,}", _gigabytes([exchange])])
+        totals = [["GB sent by a device along", "compiled", "scattered", "least"]]
+        for axes in sorted({exchange.axes for exchange in exchanged} | {exchange.axes for exchange in least}):
+            along = [exchange for exchange in exchanged if exchange.axes == axes]
+            needed = [exchange for exchange in least if exchange.axes == axes]
+            totals.append(
                 [f"  {','.join(axes)}", _gigabytes(along), _gigabytes(along, "sent_if_scattered"), _gigabytes(needed)]
             )
-        tables += [_table(rows), _table(sums)]
+        tables += [_numbers_table(rows), _numbers_table(totals)]
     backend = (
-        "reduce-scatter would send." if own else "backend sends that forms a reduce-scatter, which XLA for CPU does not."
+        "reduce-scatter would send."
+        if has_compiler
+        else "backend sends that forms a reduce-scatter, which XLA for CPU does not."
     )
-    note = f"""\
+    legend = f"""\
 Sent is what a device sends by a ring. Where an all-reduce is followed by a slice, `scattered` is what a
 {backend}"""
-    if any(not one.is_counted for one in exchanged):
-        note += f"\nA loop without a fixed number of iterations is counted once: {STEPS_PER_CHUNK} tokens of each row."
-    return "".join(f"\n{table}\n" for table in tables) + f"\n{note}"
+    if any(not exchange.is_counted for exchange in exchanged):
+        legend += f"\nA loop without a fixed number of iterations is counted once: {STEPS_PER_CHUNK} tokens of each row."
+    return "".join(f"\n{table}\n" for table in tables) + f"\n{legend}"
 
 
 def _gigabytes(exchanges: Iterable[Any], size: str = "sent") -> str:
-    return f"{sum(one.count * getattr(one, size) for one in exchanges) / 1e9:,.3f}"
+    return f"{sum(exchange.count * getattr(exchange, size) for exchange in exchanges) / 1e9:,.3f}"
 
 
-def _kinds(program: str, members: list[Collective], n_layers: int) -> str:
+def _collectives_table(program: str, collectives: list[Collective], n_layers: int) -> str:
     """A line for each kind, axes and type of elements."""
     phases = ("forward", "again", "backward")
     groups: dict[tuple[str, str, str], list[Collective]] = {}
-    for one in members:
-        groups.setdefault((",".join(one.axes), one.kind, "+".join(one.dtypes)), []).append(one)
+    for collective in collectives:
+        groups.setdefault((",".join(collective.axes), collective.opcode, "+".join(collective.dtypes)), []).append(collective)
     rows = [[f"{program}: exchanges in each layer, and others", *phases, "others", "GB result", "GB sent", "scattered"]]
     for names, group in sorted(groups.items()):
-        counts = [sum(one.count for one in group if n_layers in one.loops and one.phase == phase) for phase in phases]
-        others = sum(one.count for one in group) - sum(counts)
+        counts = [
+            sum(collective.count for collective in group if n_layers in collective.loops and collective.phase == phase)
+            for phase in phases
+        ]
+        outside = sum(collective.count for collective in group) - sum(counts)
         sizes = [_gigabytes(group, size) for size in ("bytes", "sent", "sent_if_scattered")]
-        rows.append([f"  {' '.join(names)}", *(f"{count / n_layers:g}" for count in counts), f"{others:,}", *sizes])
-    return _table(rows)
+        rows.append([f"  {' '.join(names)}", *(f"{count / n_layers:g}" for count in counts), f"{outside:,}", *sizes])
+    return _numbers_table(rows)
 
 
 def bound_table(hardware: Hardware, peak: int, bounds: dict[str, Roofline]) -> str:
@@ -513,4 +533,4 @@ def bound_table(hardware: Hardware, peak: int, bounds: dict[str, Roofline]) -> s
         rows.append([name, *(f"{getattr(bound, part):,.4g}" for part in names)])
         mfu = [f"{bound.utilization(seconds):.0%}" for seconds in (bound.overlapped, bound.apart)]
         rows.append(["  MFU at most", "", "", "", *mfu])
-    return "\n".join([*lines, *(["", _table(rows)] if bounds else [])])
+    return "\n".join([*lines, *(["", _numbers_table(rows)] if bounds else [])])

@@ -24,10 +24,10 @@ from llama_jax.cli.options import (
     unless_auto,
     with_rope,
 )
-from llama_jax.cli.terminal import as_json, columns, ending_in_order, printable
+from llama_jax.cli.terminal import as_json, clean_exit, columns, printable
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import UserError, shown
-from llama_jax.progress import progress_bar
+from llama_jax.runs.progress import progress_bar
 from llama_jax.settings import at_least
 from llama_jax.storage import Location
 from llama_jax.tokenizers import Format, Tokenizer, load_tokenizer
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from llama_jax.data.chat_tokens import ExampleCounts
     from llama_jax.evaluation.perplexity import PreferenceAccuracy
 
-Measure = Callable[["llama_jax.Llama", "llama_jax.Llama | None"], "Measured"]
+Measure = Callable[["llama_jax.Llama", "llama_jax.Llama | None"], "Measurement"]
 CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """A measurement: the numbers that must be finite, the facts for JSON, the tokens that were read, and the page."""
 
     finite: dict[str, float]
@@ -75,7 +75,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
     """Type of the ids in .bin and .array_record. auto is uint16 if the vocabulary fits."""
     json: bool = False
     """Print a JSON object; NaN and infinity become null."""
-    kind: Literal["auto", "text", "chats", "preferences"] = "auto"
+    data_type: Literal["auto", "text", "chats", "preferences"] = "auto"
     """Kind of the data. auto looks at the first line or row of a .jsonl, .json, .parquet or .arrow, which is text if it has
     --field."""
     format: Format = "auto"
@@ -112,18 +112,18 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
         compiling = CompileClock()
         # Quick checks come first: no mistake should be found after minutes of loading.
         config, tokenizer = self._open()
-        kind = kind_of_lines(self.data, self.field) if self.kind == "auto" else self.kind
-        self._check_kind(kind)
+        data_type = detect_data_type(self.data, self.field) if self.data_type == "auto" else self.data_type
+        self._check_options(data_type)
         reference = None if self.against is None else self._reference_config(self.against, config, tokenizer)
-        config, *others = self.with_parts(config, *([] if reference is None else [reference]))
-        reference = others[0] if others else None
-        for one in (config, *others):
-            check_parts(one, self.compute())
-        shorter = min([config, reference or config], key=lambda one: one.max_seq_len)
-        if kind == "preferences":
+        config, *references = self.with_parts(config, *([] if reference is None else [reference]))
+        reference = references[0] if references else None
+        for model_config in (config, *references):
+            check_parts(model_config, self.compute())
+        shorter = min([config, reference or config], key=lambda model_config: model_config.max_seq_len)
+        if data_type == "preferences":
             settings, measure = self._preferences(config, tokenizer, reference, shorter.max_seq_len)
         else:
-            corpus, settings = self._corpus(config, tokenizer, kind)
+            corpus, settings = self._corpus(config, tokenizer, data_type)
             sizes, measure = self._by_window(config, reference, shorter, corpus)
             settings |= {**sizes, "unknown_tokens": _unknown(tokenizer, corpus)}
         dtype = unless_auto(self.dtype)
@@ -167,16 +167,16 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
             **result.facts,
             **settings,
             "attention": " and ".join(attention),
-            "kind": kind,
+            "data_type": data_type,
         }
         if self.json:
             print(as_json(facts))
             return
         print(result.page(facts))
-        said = f" · attention {facts['attention']}" if attention else ""
+        attention_text = f" · attention {facts['attention']}" if attention else ""
         print(
             f"{facts['backend']} ({facts['device']}) · {facts['dtype']} · weights {facts['weights']},"
-            f" {facts['weight_bytes'] / 1e6:,.1f} MB{said} · compile {facts['compile_seconds']:.2f} s"
+            f" {facts['weight_bytes'] / 1e6:,.1f} MB{attention_text} · compile {facts['compile_seconds']:.2f} s"
             f" · {seconds:.2f} s, {facts['tokens_per_second']:,.1f} tokens/s",
             file=sys.stderr,
         )
@@ -195,7 +195,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
         config = with_rope(config, self.rope)
         return config, stored_tokenizer(self.path, opened) if self.tokenizer is None else load_tokenizer(self.tokenizer)
 
-    def _corpus(self, config: LlamaConfig, tokenizer: Tokenizer, kind: str) -> tuple[Corpus, dict[str, Any]]:
+    def _corpus(self, config: LlamaConfig, tokenizer: Tokenizer, data_type: str) -> tuple[Corpus, dict[str, Any]]:
         """Texts; or conversations whose targets are the assistant's messages, with the counts of examples."""
         import numpy as np
 
@@ -204,9 +204,9 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
         from llama_jax.data.corpus import check_corpus_rows
 
         settings: dict[str, Any] = {}
-        if kind == "text":
+        if data_type == "text":
             reading = self.document_format(unless_auto(self.token_type))
-            with ending_in_order("stopped"):
+            with clean_exit("stopped"):
                 corpus = open_corpus(self.data, tokenizer, reading=reading, progress=progress_bar("tokenizing", "MB"))
         else:
             chats = ChatReading(self.format, self.too_long, False, self.template_time, self.template_arg)
@@ -228,22 +228,31 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
     ) -> tuple[dict[str, Any], Measure]:
         """Through a sliding window, alone or against a reference."""
         from llama_jax.evaluation.measure import choose_sizes
-        from llama_jax.evaluation.perplexity import divergence, evaluate
+        from llama_jax.evaluation.perplexity import evaluate, kl_to_reference
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
         sizes = choose_sizes(shorter, corpus, length=self.length, stride=self.stride, batch=self.batch)._asdict()
         options: dict[str, Any] = {**sizes, "compute": self.compute(), "progress": progress_bar("evaluating", "batches")}
 
-        def measure(params: llama_jax.Llama, other: llama_jax.Llama | None) -> Measured:
+        def measure(params: llama_jax.Llama, other: llama_jax.Llama | None) -> Measurement:
             if reference is None or other is None:
                 alone = evaluate(config, params, corpus, **options)
-                return Measured({"loss": alone.loss}, asdict(alone), alone.tokens, partial(as_page, alone))
-            found = divergence(config, params, other, corpus, reference_config=reference, **options)
-            between = {name: value for name, value in asdict(found).items() if name not in ("model", "reference")}
-            held = {"weights": kinds_in_memory(other), "weight_bytes": bytes_in_memory(other)}
-            against = {"model": str(self.against), **held, **asdict(found.reference), **between}
-            finite = {"loss": found.model.loss, "reference's loss": found.reference.loss, "divergence": found.kl}
-            return Measured(finite, asdict(found.model) | {"against": against}, found.model.tokens, partial(as_page, found))
+                return Measurement({"loss": alone.loss}, asdict(alone), alone.tokens, partial(evaluation_page, alone))
+            comparison = kl_to_reference(config, params, other, corpus, reference_config=reference, **options)
+            between = {name: value for name, value in asdict(comparison).items() if name not in ("model", "reference")}
+            weight_facts = {"weights": kinds_in_memory(other), "weight_bytes": bytes_in_memory(other)}
+            against = {"model": str(self.against), **weight_facts, **asdict(comparison.reference), **between}
+            finite = {
+                "loss": comparison.model.loss,
+                "reference's loss": comparison.reference.loss,
+                "divergence": comparison.kl,
+            }
+            return Measurement(
+                finite,
+                asdict(comparison.model) | {"against": against},
+                comparison.model.tokens,
+                partial(evaluation_page, comparison),
+            )
 
         return sizes, measure
 
@@ -271,44 +280,40 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
         bar = progress_bar("evaluating", "batches")
         score = partial(pair_logprobs, pairs=pairs, length=length, batch=batch, compute=self.compute(), progress=bar)
 
-        def measure(params: llama_jax.Llama, other: llama_jax.Llama | None) -> Measured:
-            own, theirs, name = score(config, params), None, None
+        def measure(params: llama_jax.Llama, other: llama_jax.Llama | None) -> Measurement:
+            scores, theirs, name = score(config, params), None, None
             if reference is not None and other is not None:
                 name, theirs = str(self.against), score(reference, other)
             elif self.adapter is not None:
                 name, theirs = f"{self.path} without the adapter", score(config, base_of(params))
-            found = preference_accuracy(own, theirs)
-            page = partial(page_of_preferences, found, counts=counts)
-            return Measured({"margin": found.margin}, asdict(found) | {"against": name}, found.tokens, page)
+            accuracy = preference_accuracy(scores, theirs)
+            page = partial(preference_page, accuracy, counts=counts)
+            return Measurement({"margin": accuracy.margin}, asdict(accuracy) | {"against": name}, accuracy.tokens, page)
 
         return {"examples": asdict(counts), "length": length, "batch": batch}, measure
 
-    def _check_kind(self, kind: str) -> None:
+    def _check_options(self, data_type: str) -> None:
         """Raise UserError for options that do not apply to this kind of data."""
         texts = ("format", "too_long", "template_time", "template_arg")
-        unread = texts if kind == "text" else ("separator", "longest", "token_type", "stride")
+        unread = texts if data_type == "text" else ("separator", "longest", "token_type", "stride")
         for name in unread:
             value = getattr(self, name)
             if value != getattr(type(self), name):
-                raise UserError(f"{name}={shown(value, 40)} does not apply to {kind}, the kind of these data; omit it")
+                raise UserError(f"{name}={shown(value, 40)} does not apply to {data_type}, the kind of these data; omit it")
 
     def _reference_config(self, path: ModelPath, config: LlamaConfig, tokenizer: Tokenizer) -> LlamaConfig:
         """The configuration of the model at a path; UserError where its vocabulary is another."""
         from llama_jax.formats.loading import open_checkpoint
-        from llama_jax.verify.activations import TEXT
+        from llama_jax.verify.activations import SAMPLE_TEXT
 
         opened = open_checkpoint(path)
         size = opened.config.vocab_size
-        if size != config.vocab_size:
+        theirs = opened.tokenizer() if size == config.vocab_size else None
+        is_same = theirs is None or theirs.encode(SAMPLE_TEXT, bos=False) == tokenizer.encode(SAMPLE_TEXT, bos=False)
+        if size != config.vocab_size or not is_same:
             raise UserError(
-                f"against={path} has a vocabulary of {size}, but the model's has {config.vocab_size}: their predictions"
-                " cannot be compared; choose a model with the same vocabulary"
-            )
-        theirs = opened.tokenizer()
-        if theirs is not None and theirs.encode(TEXT, bos=False) != tokenizer.encode(TEXT, bos=False):
-            raise UserError(
-                f"against={path} has a different vocabulary: its tokens stand for other text; choose a model with the same"
-                " vocabulary"
+                f"against={path} has another vocabulary than the model ({size} and {config.vocab_size} tokens): their"
+                " predictions cannot be compared; choose a model with the same vocabulary"
             )
         return opened.config
 
@@ -326,28 +331,28 @@ def _plus_minus(error: float) -> str:
     return "" if math.isnan(error) else f" ± {error:.2g}"
 
 
-def as_page(result: llama_jax.Evaluation | llama_jax.Divergence, facts: dict[str, Any]) -> str:
+def evaluation_page(result: llama_jax.Evaluation | llama_jax.Divergence, facts: dict[str, Any]) -> str:
     """The three numbers, the data they are about, and their distance from a reference's."""
     compared = result if isinstance(result, llama_jax.Divergence) else None
-    found = result.model if isinstance(result, llama_jax.Divergence) else result
-    bits = "none, as the text has no bytes" if math.isnan(found.bits_per_byte) else f"{found.bits_per_byte:.4f}"
+    evaluation = result.model if isinstance(result, llama_jax.Divergence) else result
+    bits = "none, as the text has no bytes" if math.isnan(evaluation.bits_per_byte) else f"{evaluation.bits_per_byte:.4f}"
     rows = [
-        ["loss", f"{found.loss:.4f}{_plus_minus(found.standard_error)} nats per token"],
-        ["perplexity", f"{found.perplexity:.5g}"],
+        ["loss", f"{evaluation.loss:.4f}{_plus_minus(evaluation.standard_error)} nats per token"],
+        ["perplexity", f"{evaluation.perplexity:.5g}"],
         ["bits per byte", bits],
         *([] if compared is None else _rows_of_comparison(compared)),
-        ["read", f"{found.tokens:,} tokens, {found.bytes:,} bytes, {found.documents:,} documents"],
+        ["read", f"{evaluation.tokens:,} tokens, {evaluation.bytes:,} bytes, {evaluation.documents:,} documents"],
         ["window", f"{facts['length']:,} tokens, stride {facts['stride']:,}"],
     ]
     if "examples" in facts:
         rows.append(["chats", "{kept:,} of {read:,} examples, {cut:,} of them cut".format(**facts["examples"])])
     if facts["unknown_tokens"]:
-        share = f"{facts['unknown_tokens'] / found.tokens:.2%}"
+        share = f"{facts['unknown_tokens'] / evaluation.tokens:.2%}"
         rows.append(["unknown", f"{share} of the tokens are <unk>, so their text itself is not predicted"])
-    about = _model_of(facts)
+    heading = _model_of(facts)
     if compared is not None:
-        about += f" ({facts['weights']}) against {printable(facts['against']['model'])} ({facts['against']['weights']})"
-    return f"{about}\n\n{columns(rows)}"
+        heading += f" ({facts['weights']}) against {printable(facts['against']['model'])} ({facts['against']['weights']})"
+    return f"{heading}\n\n{columns(rows)}"
 
 
 def _model_of(facts: dict[str, Any]) -> str:
@@ -355,19 +360,22 @@ def _model_of(facts: dict[str, Any]) -> str:
     return printable(facts["model"]) + (f" with adapter {printable(facts['adapter'])}" if facts["adapter"] else "")
 
 
-def _rows_of_comparison(found: llama_jax.Divergence) -> list[list[str]]:
+def _rows_of_comparison(comparison: llama_jax.Divergence) -> list[list[str]]:
     """The distance of a model from a reference."""
-    difference = f"{found.loss_difference:+.4f}{_plus_minus(found.loss_difference_error)}"
-    spread = f"half of the tokens at most {found.kl_median:.1e}, 99 in 100 {found.kl_99:.1e}, largest {found.kl_max:.2g}"
+    difference = f"{comparison.loss_difference:+.4f}{_plus_minus(comparison.loss_difference_error)}"
+    spread = (
+        f"half of the tokens at most {comparison.kl_median:.1e}, 99 in 100 {comparison.kl_99:.1e},"
+        f" largest {comparison.kl_max:.2g}"
+    )
     return [
-        ["reference", f"loss {found.reference.loss:.4f}, perplexity {found.reference.perplexity:.5g}"],
-        ["difference", f"{difference} nats per token, perplexity times {found.perplexity_ratio:.5f}"],
-        ["divergence", f"KL {found.kl:.2e}{_plus_minus(found.kl_error)} nats per token; {spread}"],
-        ["top token", f"the same at {found.same_top:.2%} of the tokens"],
+        ["reference", f"loss {comparison.reference.loss:.4f}, perplexity {comparison.reference.perplexity:.5g}"],
+        ["difference", f"{difference} nats per token, perplexity times {comparison.perplexity_ratio:.5f}"],
+        ["divergence", f"KL {comparison.kl:.2e}{_plus_minus(comparison.kl_error)} nats per token; {spread}"],
+        ["top token", f"the same at {comparison.same_top:.2%} of the tokens"],
     ]
 
 
-def kind_of_lines(data: Sequence[Location], field: str) -> Literal["text", "chats", "preferences"]:
+def detect_data_type(data: Sequence[Location], field: str) -> Literal["text", "chats", "preferences"]:
     """The kind of the first record: text if it has `field`, or if no file has records."""
     from llama_jax.data.data_files import find_files
     from llama_jax.data.documents import first_fields
@@ -380,14 +388,14 @@ def kind_of_lines(data: Sequence[Location], field: str) -> Literal["text", "chat
     return "chats" if any(fields <= first for fields in CHATS) else "text"
 
 
-def page_of_preferences(found: PreferenceAccuracy, facts: dict[str, Any], counts: ExampleCounts) -> str:
+def preference_page(accuracy: PreferenceAccuracy, facts: dict[str, Any], counts: ExampleCounts) -> str:
     """How often the chosen answer is preferred, and by how much."""
     against = "" if facts["against"] is None else f" against {printable(facts['against'])}"
     rows = [
-        ["accuracy", f"{found.accuracy:.2%} ± {found.accuracy_error:.1%} of {found.pairs:,} pairs"],
-        ["margin", f"{found.margin:.4f}{_plus_minus(found.margin_error)} nats"],
-        ["per token", f"accuracy {found.accuracy_per_token:.2%}"],
-        ["log-probability", f"chosen {found.chosen_logprob:.3f}, rejected {found.rejected_logprob:.3f}"],
-        ["read", f"{found.tokens:,} tokens of answers; {counts}"],
+        ["accuracy", f"{accuracy.accuracy:.2%} ± {accuracy.accuracy_error:.1%} of {accuracy.pairs:,} pairs"],
+        ["margin", f"{accuracy.margin:.4f}{_plus_minus(accuracy.margin_error)} nats"],
+        ["per token", f"accuracy {accuracy.accuracy_per_token:.2%}"],
+        ["log-probability", f"chosen {accuracy.chosen_logprob:.3f}, rejected {accuracy.rejected_logprob:.3f}"],
+        ["read", f"{accuracy.tokens:,} tokens of answers; {counts}"],
     ]
     return f"{_model_of(facts)}{against}\n\n{columns(rows)}"

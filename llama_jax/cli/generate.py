@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BATCH = 8  # prompts that are continued at once
 STDIN = "-"
 MAX_PROMPT_BYTES = 256 << 20  # bytes of prompts; ten million tokens have 40
-EXAMPLE = "pass some text to continue, such as 'Once upon a time'"
+PROMPT_HINT = "pass some text to continue, such as 'Once upon a time'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Generate(ModelOptions, StopOptions):
         if self.batch is not None and not several:
             raise GenerationError(f"batch={self.batch} is only for the prompts of a .jsonl (--prompt-file); omit it")
         self.check_stops()
-        prompts = read_prompts(self.prompt, self.prompt_file)
+        prompts = read_prompt_texts(self.prompt, self.prompt_file)
 
         self.start_jax()
         compiling = CompileClock()
@@ -96,8 +96,8 @@ class Generate(ModelOptions, StopOptions):
                 settings = {"sampling": sampling.replace(seed=seeds), "cache": options, "draft": draft}
                 counts += self._continue(config, params, rows[part], limits[part], settings, clock)
                 if several:
-                    for row, own in zip(rows[part], seeds, strict=True):
-                        print(json.dumps(row.as_dict() | {"seed": own}, ensure_ascii=False), flush=True)
+                    for row, row_seed in zip(rows[part], seeds, strict=True):
+                        print(json.dumps(row.as_dict() | {"seed": row_seed}, ensure_ascii=False), flush=True)
 
         read, made = sum(map(len, encoded)), sum(len(row.tokens) for row in rows)
         longest = max(rows, key=lambda row: len(row.ids) + len(row.tokens))
@@ -169,7 +169,7 @@ class Generate(ModelOptions, StopOptions):
         clock.begin()
         try:
             for chunk in chunks:
-                clock.chunk(int(chunk.valid.sum()))
+                clock.record_chunk(int(chunk.valid.sum()))
                 counts.append(counts_of(chunk))
                 for row, tokens, logprobs, valid in zip(rows, *chunk, strict=True):
                     row.push(tokens[valid].tolist(), logprobs[valid].tolist())
@@ -257,7 +257,7 @@ def _errors_below(printed: str) -> Iterator[None]:
 
 def draft_statistics(text: str, tokens: int, counts: Sequence[DraftCounts]) -> dict[str, Any]:
     """The statistics of drafting for `tokens` generated after the first of each row, from the counts of each chunk."""
-    passes, drafted, accepted = (sum(int(each.sum()) for each in part) for part in zip(*counts, strict=True))
+    passes, drafted, accepted = (sum(int(array.sum()) for array in part) for part in zip(*counts, strict=True))
     return {
         "draft": text,
         "passes": passes,
@@ -283,7 +283,7 @@ class PromptLine(NamedTuple):
     adapter: str | None
 
 
-def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+def read_prompt_texts(prompt: str | None, file: Path | None) -> list[str]:
     """The prompts, checked: one, or those of a .jsonl.
 
     Args:
@@ -301,7 +301,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     if file is not None and str(file) != STDIN:
         where, content = str(file), _content(file)
         if file.suffix.lower() == ".jsonl":
-            lines = _of_lines(content, where)
+            lines = _parse_lines(content, where)
             adapter = next((line.adapter for line in lines if line.adapter is not None), None)
             if adapter is not None:
                 raise GenerationError(
@@ -314,11 +314,11 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     else:
         assert prompt is not None
         try:
-            content = prompt.encode()
+            prompt.encode()
         except UnicodeEncodeError:
             raise GenerationError("the prompt is not valid UTF-8; is the terminal's encoding (LANG) set?") from None
         if not prompt:
-            raise GenerationError(f"the prompt is empty; {EXAMPLE}")
+            raise GenerationError(f"the prompt is empty; {PROMPT_HINT}")
         return [prompt]
     try:
         text = content.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
@@ -326,15 +326,15 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
         line = 1 + content.count(b"\n", 0, error.start)
         raise GenerationError(f"{where}, line {line} is not valid UTF-8; save the text as UTF-8") from None
     if not text:
-        raise GenerationError(f"the prompt in {where} is empty; {EXAMPLE}")
+        raise GenerationError(f"the prompt in {where} is empty; {PROMPT_HINT}")
     return [text]
 
 
-def read_lines(file: Path) -> list[PromptLine]:
-    """The lines of a .jsonl; GenerationError for another file, or as `read_prompts`."""
+def read_prompt_lines(file: Path) -> list[PromptLine]:
+    """The lines of a .jsonl; GenerationError for another file, or as `read_prompt_texts`."""
     if file.suffix.lower() != ".jsonl":
         raise GenerationError(f"{file} is not a .jsonl; each line must be an object with a prompt")
-    return _of_lines(_content(file), str(file))
+    return _parse_lines(_content(file), str(file))
 
 
 def _content(file: Path) -> bytes:
@@ -350,24 +350,18 @@ def _bounded(where: str, file: BinaryIO) -> bytes:
     return content
 
 
-def _of_lines(content: bytes, where: str) -> list[PromptLine]:
+def _parse_lines(content: bytes, where: str) -> list[PromptLine]:
     from llama_jax.data.documents import json_objects
 
-    found = []
+    lines = []
     for value, number in json_objects(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), where):
         prompt = value.get("prompt")
         if not (isinstance(prompt, str) and prompt):
             raise GenerationError(f'{where}, line {number} must be an object like {{"prompt": "Once upon a time"}}')
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise GenerationError(
-                f"{where}, line {number}: the prompt has half a surrogate pair, which is not text"
-            ) from None
         adapter = value.get("adapter")
         if not (adapter is None or isinstance(adapter, str)):
             raise GenerationError(f"{where}, line {number}: adapter={shown(adapter, 40)} must be a name, or omitted")
-        found.append(PromptLine(prompt, adapter))
-    if not found:
-        raise GenerationError(f"{where} holds no prompt; {EXAMPLE}")
-    return found
+        lines.append(PromptLine(prompt, adapter))
+    if not lines:
+        raise GenerationError(f"{where} holds no prompt; {PROMPT_HINT}")
+    return lines

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llama_jax.formats.weight_format import OpenedCheckpoint
 
 CACHE_DTYPES = ("bfloat16", "float32")
-FLOATS = ("F64", "F32", "F16", "BF16")  # kinds whose names say their bits
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # kinds whose names say their bits
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ class Inspect:
 
         jax.config.update("jax_platforms", "cpu")  # nothing is computed: no accelerator need be there, or be free
         opened = open_checkpoint(self.path)
-        facts = describe(opened)
+        facts = inspect_checkpoint(opened)
         if self.tensors:
             facts["tensors"] = [
                 {"name": name, "kind": tensor.storage_type, "shape": tensor.shape, "bytes": tensor.nbytes}
                 for name, tensor in opened.tensors.items()
             ]
-        print(json.dumps(facts) if self.json else page(facts))
+        print(json.dumps(facts) if self.json else inspection_page(facts))
         if facts["problems"]:
             raise UserError(facts["problems"][0])
 
 
-def describe(opened: OpenedCheckpoint | OrbaxCheckpoint) -> dict[str, Any]:
+def inspect_checkpoint(opened: OpenedCheckpoint | OrbaxCheckpoint) -> dict[str, Any]:
     """The findings of `inspect`, as in its JSON."""
     import jax.numpy as jnp
 
@@ -71,34 +71,34 @@ def describe(opened: OpenedCheckpoint | OrbaxCheckpoint) -> dict[str, Any]:
     config = opened.config
     problems: list[str] = []
 
-    def found(look: Callable[[], Any]) -> Any:
+    def run_check(check: Callable[[], Any]) -> Any:
         try:
-            return look()
+            return check()
         except UserError as error:
             problems.append(str(error))
             return None
 
-    found(lambda: check_names(opened))
+    run_check(lambda: check_names(opened))
     before = len(problems)
-    tokenizer = found(opened.tokenizer)
+    tokenizer = run_check(opened.tokenizer)
     is_known = len(problems) == before
-    found(lambda: _check_sums(opened))
+    run_check(lambda: _check_sums(opened))
     return {
         "path": str(opened.path),
         "format": opened.format,
-        "files": {str(file): file.stat().st_size for file in _files(opened)},
+        "files": {str(file): file.stat().st_size for file in _checkpoint_files(opened)},
         "config": asdict(config),
         "presets": _presets(config),
         "parameters": parameter_count(config),
-        "kinds": _kinds(opened.tensors),
+        "kinds": _tensor_statistics(opened.tensors),
         "cache_bytes_per_token": {dtype: cache_bytes(config, 1, 1, jnp.dtype(dtype)) for dtype in CACHE_DTYPES},
-        "vocabulary": None if tokenizer is None else _vocabulary(tokenizer),
+        "vocabulary": None if tokenizer is None else _vocabulary_facts(tokenizer),
         "vocabulary_is_known": is_known,
         "problems": problems,
     }
 
 
-def page(facts: Mapping[str, Any]) -> str:
+def inspection_page(facts: Mapping[str, Any]) -> str:
     """The same as text, but for the first problem, which is the error that the command ends with."""
     parts = [f"{printable(facts['path'])}: {facts['format']}", columns(_rows(facts), indent="  ")]
     if "tensors" in facts:
@@ -109,10 +109,10 @@ def page(facts: Mapping[str, Any]) -> str:
 
 
 def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
-    c, files, kinds = facts["config"], facts["files"], facts["kinds"]
+    c, files, tensor_types = facts["config"], facts["files"], facts["kinds"]
     presets = [
-        f"the sizes of {one['name']}, but not {', '.join(one['differs'])}" if one["differs"] else one["name"]
-        for one in facts["presets"]
+        f"the sizes of {preset['name']}, but not {', '.join(preset['differs'])}" if preset["differs"] else preset["name"]
+        for preset in facts["presets"]
     ]
     stated = c["unscaled_max_seq_len"]
     unscaled = "" if stated is None else f", {stated:,} without the RoPE scaling"
@@ -136,13 +136,13 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
         ["parameters", f"{facts['parameters']:,}"],
         ["files", f"{len(files):,}, {size(sum(files.values()))}"],
     ]
-    for kind, each in kinds.items():
-        bits = "" if kind in FLOATS else f", {each['bits']:.4g} bits a number"
-        rows.append([f"{kind} tensors", f"{each['tensors']:,}, {size(each['bytes'])}{bits}"])
+    for tensor_type, counts in tensor_types.items():
+        bits = "" if tensor_type in FLOAT_TYPES else f", {counts['bits']:.4g} bits a number"
+        rows.append([f"{tensor_type} tensors", f"{counts['tensors']:,}, {size(counts['bytes'])}{bits}"])
     for dtype, count in facts["cache_bytes_per_token"].items():
         full = f"{size(count * c['max_seq_len'])} for the whole context"
         rows.append([f"{dtype} cache", f"{size(count)} per token, {full}"])
-    return [*rows, ["vocabulary", _in_words(facts["vocabulary"]) if facts["vocabulary_is_known"] else "unknown"]]
+    return [*rows, ["vocabulary", _vocabulary_words(facts["vocabulary"]) if facts["vocabulary_is_known"] else "unknown"]]
 
 
 def _check_sums(opened: OpenedCheckpoint | OrbaxCheckpoint) -> None:
@@ -156,7 +156,7 @@ def _check_sums(opened: OpenedCheckpoint | OrbaxCheckpoint) -> None:
         check_checksums(folder, {ABOUT, name} if isinstance(opened.path, StoredPath) else None)
 
 
-def _files(opened: OpenedCheckpoint | OrbaxCheckpoint) -> list[Location]:
+def _checkpoint_files(opened: OpenedCheckpoint | OrbaxCheckpoint) -> list[Location]:
     """The files that hold the model's tensors."""
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
 
@@ -166,39 +166,41 @@ def _files(opened: OpenedCheckpoint | OrbaxCheckpoint) -> list[Location]:
         within = folder if opened.of_run else folder.parent
         files = sorted(file for file in where.rglob("*") if file.is_file())
         return [opened.path / file.relative_to(within).as_posix() for file in files]
-    return sorted({file for tensor in opened.tensors.values() for file in _files_of(tensor)}, key=str)
+    return sorted({file for tensor in opened.tensors.values() for file in _tensor_files(tensor)}, key=str)
 
 
-def _files_of(tensor: Any) -> list[Location]:
+def _tensor_files(tensor: Any) -> list[Location]:
     from llama_jax.formats.hf_quantized import QuantizedTensor
     from llama_jax.formats.lazy_tensors import Combined, Derived
 
     if isinstance(tensor, QuantizedTensor):
         return [part.path for part in tensor.parts.values()]
     if isinstance(tensor, Combined):
-        return [file for part in tensor.parts for file in _files_of(part)]
-    return _files_of(tensor.tensor) if isinstance(tensor, Derived) else [tensor.path]
+        return [file for part in tensor.parts for file in _tensor_files(part)]
+    return _tensor_files(tensor.tensor) if isinstance(tensor, Derived) else [tensor.path]
 
 
-NORMS = {"post": "after attention and feed-forward", "both": "before and after attention and feed-forward"}
-QK_NORMS = {"head": "of each head", "all": "of all heads together", "l2": "of each head after RoPE, without weights"}
-BIASES = {"qkv_bias": "query, key and value biases", "out_bias": "output bias", "mlp_bias": "feed-forward biases"}
-MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+NORM_WORDS = {"post": "after attention and feed-forward", "both": "before and after attention and feed-forward"}
+QK_NORM_WORDS = {"head": "of each head", "all": "of all heads together", "l2": "of each head after RoPE, without weights"}
+BIAS_WORDS = {"qkv_bias": "query, key and value biases", "out_bias": "output bias", "mlp_bias": "feed-forward biases"}
+MULTIPLIER_FIELDS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
 
 def _only_in_siblings(c: Mapping[str, Any]) -> list[list[str]]:
     """The parts of a model that no Llama has."""
     rows = [["attention window", f"{c['window']:,} tokens"]] if c["window"] else []
-    rows += [[name, "yes"] for field, name in BIASES.items() if c[field]]
-    rows += [["query and key norms", QK_NORMS[c["qk_norm"]]]] if c["qk_norm"] else []
-    kinds = Counter(_attention_of(c["layers"][i % len(c["layers"])]) for i in range(c["n_layers"] if c["layers"] else 0))
-    rows += [["attention", f"{count:,} layers {words}"] for words, count in kinds.items()]
+    rows += [[name, "yes"] for field, name in BIAS_WORDS.items() if c[field]]
+    rows += [["query and key norms", QK_NORM_WORDS[c["qk_norm"]]]] if c["qk_norm"] else []
+    attention_counts = Counter(
+        _attention_of(c["layers"][i % len(c["layers"])]) for i in range(c["n_layers"] if c["layers"] else 0)
+    )
+    rows += [["attention", f"{count:,} layers {words}"] for words, count in attention_counts.items()]
     rows += [["rotated features", f"{c['rotary_dim']:,} of a head"]] if c["rotary_dim"] else []
     if c["query_scaling"]:
         rows.append(["query scaling", "beta {beta:g} beyond {context:,} tokens".format(**c["query_scaling"])])
-    rows += [["norms", NORMS[c["norm"]]]] if c["norm"] != "pre" else []
+    rows += [["norms", NORM_WORDS[c["norm"]]]] if c["norm"] != "pre" else []
     rows += [["activation", c["activation"]]] if c["activation"] != "silu" else []
-    rows += [[name.replace("_", " "), f"{c[name]:g}"] for name in MULTIPLIERS if c[name] not in (None, 1)]
+    rows += [[name.replace("_", " "), f"{c[name]:g}"] for name in MULTIPLIER_FIELDS if c[name] not in (None, 1)]
     shared = " and one for all" if c["shared_expert"] else ""
     return rows + (
         [["experts", f"{c['experts']:,}, {c['experts_per_token']:,} for a token{shared}"]] if c["experts"] else []
@@ -212,17 +214,17 @@ def _attention_of(layer: Mapping[str, Any]) -> str:
     return span + {"none": ", without RoPE", "unscaled": f", with unscaled RoPE{theta}", "model": ""}[layer["rope"]]
 
 
-def _kinds(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Any]]:
+def _tensor_statistics(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Any]]:
     """How many tensors, numbers and bytes there are of each kind, and bits for a number, the most bytes first."""
-    found: dict[str, dict[str, Any]] = {}
+    statistics: dict[str, dict[str, Any]] = {}
     for tensor in tensors.values():
-        each = found.setdefault(tensor.storage_type, {"tensors": 0, "numbers": 0, "bytes": 0})
-        each["tensors"] += 1
-        each["numbers"] += math.prod(tensor.shape)
-        each["bytes"] += tensor.nbytes
-    for each in found.values():
-        each["bits"] = round(8 * each["bytes"] / max(1, each["numbers"]), 3)
-    return dict(sorted(found.items(), key=lambda item: -item[1]["bytes"]))
+        counts = statistics.setdefault(tensor.storage_type, {"tensors": 0, "numbers": 0, "bytes": 0})
+        counts["tensors"] += 1
+        counts["numbers"] += math.prod(tensor.shape)
+        counts["bytes"] += tensor.nbytes
+    for counts in statistics.values():
+        counts["bits"] = round(8 * counts["bytes"] / max(1, counts["numbers"]), 3)
+    return dict(sorted(statistics.items(), key=lambda item: -item[1]["bytes"]))
 
 
 def _presets(config: LlamaConfig) -> list[dict[str, Any]]:
@@ -262,7 +264,7 @@ def _span(value: float | Sequence[float]) -> str:
     return f"{min(value):g}..{max(value):g}" if isinstance(value, Sequence) else f"{value:g}"
 
 
-def _vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
+def _vocabulary_facts(tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "kind": type(tokenizer).__name__.removesuffix("Tokenizer"),
         "size": tokenizer.vocab_size,
@@ -274,7 +276,7 @@ def _vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _in_words(vocabulary: Mapping[str, Any] | None) -> str:
+def _vocabulary_words(vocabulary: Mapping[str, Any] | None) -> str:
     if vocabulary is None:
         return "none"
     put = "" if vocabulary["add_bos"] or vocabulary["bos"] < 0 else " (not before a text)"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import jax
 
-from llama_jax.cli.terminal import note
+from llama_jax.cli.terminal import print_status
 from llama_jax.errors import UserError, reason_of
+from llama_jax.inference.xla_flags import keep_freed_memory, set_flags
 from llama_jax.storage.paths import cache_folder
-from llama_jax.xla_flags import keep_freed_memory, set_flags
 
 MIN_FREE_BYTES = 2**20  # bytes on the disk of the compilation cache; a program takes some hundred thousand
 
@@ -34,7 +34,7 @@ def use_compilation_cache(off: bool = False) -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
     problem = reason_unwritable(folder)
     if problem is not None:
-        note(
+        print_status(
             f"compiled programs are not cached: {folder} cannot be written ({problem}); set JAX_COMPILATION_CACHE_DIR to"
             " another folder"
         )
@@ -59,7 +59,7 @@ def reason_unwritable(cache: str) -> str | None:
 
 
 def start_backend(*, training: bool = False) -> None:
-    """Start JAX's device backend with the flags of its platform, see `llama_jax.xla_flags`.
+    """Start JAX's device backend with the flags of its platform, see `llama_jax.inference.xla_flags`.
 
     A missing backend is an error of one line, before anything is loaded; flags that this XLA does not have are reported.
     """
@@ -67,7 +67,7 @@ def start_backend(*, training: bool = False) -> None:
         keep_freed_memory()
     unknown = set_flags(training=training).unknown
     if unknown:
-        note(f"flags that this version of XLA does not have are omitted: {', '.join(unknown)}")
+        print_status(f"flags that this version of XLA does not have are omitted: {', '.join(unknown)}")
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # an assertion where the platform's plugin is not installed
@@ -77,7 +77,7 @@ def start_backend(*, training: bool = False) -> None:
 
 def loading_bar(layers: Sequence[int]) -> Iterable[int]:
     """A bar of layers being read, if that takes over a second and stderr is a terminal."""
-    from llama_jax.progress import progress_bar
+    from llama_jax.runs.progress import progress_bar
 
     return progress_bar("loading", "layers", delay=1.0)(layers)
 
@@ -123,7 +123,7 @@ class Clock:
         self._last = time.perf_counter(), self._compiling.seconds
         self._prefilled = False
 
-    def chunk(self, tokens: int) -> None:
+    def record_chunk(self, tokens: int) -> None:
         """Call for each chunk of a stream: the first ends the prefill."""
         now = time.perf_counter(), self._compiling.seconds
         elapsed, compiled = (b - a for a, b in zip(self._last, now, strict=True))
@@ -136,6 +136,6 @@ class Clock:
     @property
     def decode_rate(self) -> float:
         """Tokens per second. Chunks with a new program, which takes time to load, count only if there are no others."""
-        counted = [chunk for chunk in self._decoded if not chunk[2]] or self._decoded
-        seconds = sum(chunk[1] for chunk in counted)
-        return round(sum(chunk[0] for chunk in counted) / seconds, 1) if seconds > 0 else 0.0
+        counted = [record_chunk for record_chunk in self._decoded if not record_chunk[2]] or self._decoded
+        seconds = sum(record_chunk[1] for record_chunk in counted)
+        return round(sum(record_chunk[0] for record_chunk in counted) / seconds, 1) if seconds > 0 else 0.0

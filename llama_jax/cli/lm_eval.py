@@ -15,7 +15,7 @@ import tyro
 
 import llama_jax
 from llama_jax.cli.options import FormatOption, LoadOptions, ModelPath, SingleAdapterOption
-from llama_jax.cli.terminal import note, printable
+from llama_jax.cli.terminal import print_status, printable
 from llama_jax.errors import UserError, shown
 from llama_jax.settings import at_least
 from llama_jax.storage.atomic_write import write_atomically
@@ -77,7 +77,7 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
 
         texts = self._texts()
         try:
-            found = lm_eval.simple_evaluate(
+            results = lm_eval.simple_evaluate(
                 model=HarnessModel(texts, str(self.model)),
                 tasks=tasks,
                 task_manager=manager,
@@ -90,7 +90,7 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
             )
         finally:
             texts.close()
-        self._show(found, texts)
+        self._show(results, texts)
         print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
 
     def _check(self) -> None:
@@ -102,13 +102,13 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
             raise UserError(f"limit={self.limit} must be a number of questions, or a share of them between 0 and 1")
         if self.include_path is not None and not self.include_path.is_dir():
             raise UserError(f"--include-path {self.include_path} is not a folder; pass one with .yaml files of tasks")
-        for name, given in (
+        for name, is_set in (
             ("--format", self.format != "auto"),
             ("--chat-template", self.chat_template is not None),
             ("--template-arg", self.template_arg),
             ("--no-fewshot-as-multiturn", not self.fewshot_as_multiturn),
         ):
-            if given and not self.apply_chat_template:
+            if is_set and not self.apply_chat_template:
                 raise UserError(f"{name} needs --apply-chat-template")
         if self.output is None and (self.samples or self.overwrite):
             raise UserError(f"--{'samples' if self.samples else 'overwrite'} needs a file; set it with --output")
@@ -122,21 +122,21 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
         from lm_eval.tasks import TaskManager
 
         manager = TaskManager(include_path=None if self.include_path is None else str(self.include_path))
-        found: list[str] = []
+        task_names: list[str] = []
         for name in filter(None, (part.strip() for part in self.tasks.split(","))):
             names = manager.match_tasks([name])
             if not names:
                 where = "" if self.include_path is None else f" or of {self.include_path}"
                 raise UserError(f"--tasks: {shown(name)} is not a task of the lm-evaluation-harness{where}")
-            found += names
-        if not found:
+            task_names += names
+        if not task_names:
             raise UserError("--tasks names no task; list some, for example arc_easy,hellaswag")
-        return list(dict.fromkeys(found)), manager
+        return list(dict.fromkeys(task_names)), manager
 
     def _texts(self) -> TextModel:
         from llama_jax.evaluation.text_model import TextModel
 
-        config, params, tokenizer = self.load_beside(self.adapter)
+        config, params, tokenizer = self.load_with_tokenizer(self.adapter)
         tokenizer = self.with_template(tokenizer)
         if self.apply_chat_template:
             resolve_format(tokenizer, self.format)
@@ -152,11 +152,11 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
             options=llama_jax.EngineOptions(rows=self.batch or llama_jax.EngineOptions.rows, compute=self.compute()),
         )
 
-    def _show(self, found: dict[str, Any], texts: TextModel) -> None:
+    def _show(self, results: dict[str, Any], texts: TextModel) -> None:
         """The harness' own tables on stdout, and all in the file."""
         from lm_eval.utils import handle_non_serializable, make_table
 
-        about = {
+        settings = {
             "version": llama_jax.__version__,
             "model": str(self.model),
             "adapter": None if self.adapter is None else str(self.adapter),
@@ -166,12 +166,14 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
             "cut": texts.cut,
         }
         if self.output is not None:
-            whole = json.dumps({"llama_jax": about, **found}, indent=2, ensure_ascii=False, default=handle_non_serializable)
+            report = json.dumps(
+                {"llama_jax": settings, **results}, indent=2, ensure_ascii=False, default=handle_non_serializable
+            )
             with write_atomically(self.output) as target:
-                target.write_text(whole + "\n", encoding="utf-8")
+                target.write_text(report + "\n", encoding="utf-8")
         print(printable(str(self.model)))
-        print(make_table(found))
-        if found.get("groups"):
-            print(make_table(found, "groups"))
+        print(make_table(results))
+        if results.get("groups"):
+            print(make_table(results, "groups"))
         if texts.cut:
-            note(f"{texts.cut} texts were longer than the context and lost their beginning")
+            print_status(f"{texts.cut} texts were longer than the context and lost their beginning")

@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from llama_jax.formats.weight_format import OpenedCheckpoint
     from llama_jax.parallel.multihost import Processes
 
-DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
-BLOCKS = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]
-QUANTIZE = Literal["auto", "int8", "int4", "int4-pure", "fp8", "nf4", "nf4-pure", BLOCKS, "keep"]
+LOAD_DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
+BLOCK_FORMATS = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]
+QUANTIZE = Literal["auto", "int8", "int4", "int4-pure", "fp8", "nf4", "nf4-pure", BLOCK_FORMATS, "keep"]
 ATTENTION = Literal["auto", "reference", "dense", "blockwise", "cudnn", "splash"]
 PROMPT = "prompt"  # a draft that is no model
-PLACE: PrimitiveConstructorSpec[Location] = PrimitiveConstructorSpec(
+LOCATION_SPEC: PrimitiveConstructorSpec[Location] = PrimitiveConstructorSpec(
     nargs=1,
     metavar="PATH",
     instance_from_str=lambda texts: locate(texts[0]),
     is_instance=lambda value: isinstance(value, Path | StoredPath),
-    str_from_instance=lambda place: [os.fspath(place)],
+    str_from_instance=lambda location: [os.fspath(location)],
 )
-ModelPath = Annotated[Location, PLACE]
+ModelPath = Annotated[Location, LOCATION_SPEC]
 """A model or a vocabulary: a path on this machine, or a URL."""
 
 
@@ -101,8 +101,8 @@ class PartsOption:
             return configs
         if not any(config.parts.missing for config in configs):
             raise ConfigError(f"--parts {self.parts} is only for a model that names custom functions; omit it")
-        found = self.parts
-        return tuple(llama_jax.with_parts(config, found) if config.parts.missing else config for config in configs)
+        file = self.parts
+        return tuple(llama_jax.with_parts(config, file) if config.parts.missing else config for config in configs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,14 +207,9 @@ class StopOptions:
     def check_stops(self) -> None:
         """Raise GenerationError for a text of --stop that no text can contain."""
         for text in self.stop:
-            if not text:
-                raise GenerationError("--stop is empty; pass the text at which to end")
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise GenerationError(
-                    f"--stop {shown(text)} is not valid UTF-8; is the terminal's encoding (LANG) set?"
-                ) from None
+            is_valid = text.encode(errors="ignore").decode() == text
+            if not text or not is_valid:
+                raise GenerationError(f"--stop {shown(text)} must be a text, in the terminal's encoding (LANG)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +262,7 @@ class WeightOptions(PartsOption, CompileOptions):
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a Llama 3 tokenizer.model, a tokenizer.json or a GGUF. The default is the one stored with the
     model."""
-    dtype: DTYPES = "auto"
+    dtype: LOAD_DTYPES = "auto"
     """Type of weights, arithmetic and cache; quantized weights are dequantized. auto keeps quantized weights as they are in
     the file and takes the type of the stored embedding for the rest. If that is quantized, auto is float32 on a CPU and
     bfloat16 on accelerators; if it is float16, float32 on a CPU."""
@@ -323,15 +318,17 @@ class LoadOptions(AttentionOption, WeightOptions):
 
         dtype = unless_auto(self.dtype)
         if self.quantize not in ("auto", "keep"):
-            kinds = {self.quantize.removesuffix("-pure")}
+            quant_formats = {self.quantize.removesuffix("-pure")}
         else:
             keep = dtype is None or self.quantize == "keep"
-            kinds = {tensor.storage_type.lower() for tensor in opened.tensors.values() if keep and can_be_kept(tensor)}
+            quant_formats = {
+                tensor.storage_type.lower() for tensor in opened.tensors.values() if keep and can_be_kept(tensor)
+            }
         if not self.mesh:
             keys = jax.ShapeDtypeStruct((opened.config.head_dim,), planned_weights(opened, dtype)[0])
-            compile_native(kinds, keys, self.compute().exact)
+            compile_native(quant_formats, keys, self.compute().exact)
 
-    def load_beside(
+    def load_with_tokenizer(
         self, adapter: Location | None = None, adapters: Sequence[Location] = (), progress: LayerProgress | None = None
     ) -> tuple[LlamaConfig, llama_jax.Llama, Tokenizer]:
         """The model and its vocabulary; GenerationError where there is none.
@@ -349,13 +346,19 @@ class LoadOptions(AttentionOption, WeightOptions):
         # Invalid options end the command before minutes go into loading.
         mesh = self.mesh_sizes()
         opened = llama_jax.formats.open_checkpoint(path)
-        named = with_adapter_parts(with_rope(opened.config, self.rope), adapters if adapter is None else [adapter])
+        stored_config = with_adapter_parts(with_rope(opened.config, self.rope), adapters if adapter is None else [adapter])
         draft = self.draft_model()
-        own, *_ = self.with_parts(named, *([llama_jax.formats.open_checkpoint(draft).config] if draft else []))
-        check_parts(own, self.compute())
+        model_config, *_ = self.with_parts(
+            stored_config, *([llama_jax.formats.open_checkpoint(draft).config] if draft else [])
+        )
+        check_parts(model_config, self.compute())
         if self.compute().exact:
-            given = ("a mesh", mesh is not None), ("adapters by name", adapters), ("a mixture of experts", own.experts)
-            if refused := next((name for name, is_given in given if is_given), None):
+            features = (
+                ("a mesh", mesh is not None),
+                ("adapters by name", adapters),
+                ("a mixture of experts", model_config.experts),
+            )
+            if refused := next((name for name, is_given in features if is_given), None):
                 raise GenerationError(f"exact cannot be combined with {refused}; omit one of the two")
         self.compile_native(opened)
         config, params, tokenizer = llama_jax.load(
@@ -373,7 +376,7 @@ class LoadOptions(AttentionOption, WeightOptions):
             print(f"model: {BUNDLED_NAME} ({size:.1f}M parameters, TinyStories); pass another with --model", file=sys.stderr)
         if tokenizer is None:
             raise GenerationError(no_vocabulary(path))
-        return replace(with_rope(config, self.rope), parts=own.parts), params, tokenizer
+        return replace(with_rope(config, self.rope), parts=model_config.parts), params, tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,28 +385,26 @@ class AdapterOptions(LoadOptions):
     """NAME=PATH: a LoRA adapter that requests select by name, a PEFT folder or the folder of a run that trained one. Can be
     repeated; the model is not copied. A single PATH without a name applies to all requests."""
 
-    def for_all(self) -> Location | None:
+    def shared_adapter(self) -> Location | None:
         """The adapter without a name."""
         only = self.adapter[0] if len(self.adapter) == 1 else ""
         return locate(only) if only and ("=" not in only or Path(only).exists()) else None
 
-    def named(self) -> dict[str, Location]:
+    def named_adapters(self) -> dict[str, Location]:
         """The other adapters by name, in the order of their numbers; GenerationError for a missing or repeated name."""
-        found: dict[str, Location] = {}
-        for text in () if self.for_all() is not None else self.adapter:
+        adapters: dict[str, Location] = {}
+        for text in () if self.shared_adapter() is not None else self.adapter:
             name, _, path = text.partition("=")
-            if not name or not path:
-                raise GenerationError(f"adapter={shown(text)} must be NAME=PATH, or a single PATH for all requests")
-            if name in found:
+            if not name or not path or name in adapters:
                 raise GenerationError(
-                    f"adapter={shown(text)}: {shown(name)} is already the name of another; choose a different name"
+                    f"adapter={shown(text)} must be NAME=PATH with a name of its own, or a single PATH for all requests"
                 )
-            found[name] = locate(path)
-        return found
+            adapters[name] = locate(path)
+        return adapters
 
     def load(self, progress: LayerProgress | None = None) -> tuple[LlamaConfig, llama_jax.Llama, Tokenizer]:
-        """The model, with its adapters, and its vocabulary, see `load_beside`."""
-        return self.load_beside(self.for_all(), tuple(self.named().values()), progress)
+        """The model, with its adapters, and its vocabulary, see `load_with_tokenizer`."""
+        return self.load_with_tokenizer(self.shared_adapter(), tuple(self.named_adapters().values()), progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,14 +443,14 @@ class DraftOptions(ExactOption, LoadOptions):
 
     def parse_draft(self) -> tuple[str, int | None]:
         """What --draft names, and its number of tokens or None; GenerationError for an invalid number."""
-        found = re.fullmatch(r"(.+):(-?\d{1,18})", self.draft)
-        if not found:
+        match = re.fullmatch(r"(.+):(-?\d{1,18})", self.draft)
+        if not match:
             return self.draft, None
         from llama_jax.inference.drafter import MAX_DRAFT_TOKENS, check_number
 
-        number = int(found[2])
+        number = int(match[2])
         check_number("tokens", number, MAX_DRAFT_TOKENS)
-        return found[1], number
+        return match[1], number
 
     def draft_model(self) -> str:
         name, _ = self.parse_draft()
@@ -460,11 +461,11 @@ class DraftOptions(ExactOption, LoadOptions):
         name = self.draft_model()
         if not name:
             return
-        own, size = (llama_jax.formats.open_checkpoint(path).config.vocab_size for path in (self.model_path, name))
-        if size != own:
+        vocab_size, size = (llama_jax.formats.open_checkpoint(path).config.vocab_size for path in (self.model_path, name))
+        if size != vocab_size:
             raise GenerationError(
-                f"--draft {shown(name, 80)} has a vocabulary of {size}, but the model's has {own}; use a draft with the"
-                " model's tokenizer"
+                f"--draft {shown(name, 80)} has a vocabulary of {size}, but the model's has {vocab_size}; use a draft"
+                " with the model's tokenizer"
             )
 
     def drafter(self, tokenizer: Tokenizer) -> llama_jax.PromptLookup | llama_jax.DraftModel | None:
@@ -478,10 +479,10 @@ class DraftOptions(ExactOption, LoadOptions):
         if name == PROMPT:
             return llama_jax.PromptLookup(**limit)
         dtype = unless_auto(self.dtype)
-        config, params, own = llama_jax.load(name, dtype, mesh=self.mesh_sizes(), progress=loading_bar)
-        if own is not None:
+        config, params, draft_tokenizer = llama_jax.load(name, dtype, mesh=self.mesh_sizes(), progress=loading_bar)
+        if draft_tokenizer is not None:
             ids = range(config.vocab_size)
-            different = next((i for i in ids if tokenizer.token_bytes(i) != own.token_bytes(i)), None)
+            different = next((i for i in ids if tokenizer.token_bytes(i) != draft_tokenizer.token_bytes(i)), None)
             if different is not None:
                 raise GenerationError(
                     f"the vocabulary of --draft {shown(name, 80)} differs at token {different}; use a draft with the model's"
@@ -506,12 +507,12 @@ class ModelOptions(SingleAdapterOption, DraftOptions, CacheOption, SamplingOptio
     def load(self) -> tuple[LlamaConfig, llama_jax.Llama, Tokenizer]:
         """The model and its vocabulary; GenerationError as well for a draft of another vocabulary."""
         self.check_draft()
-        return self.load_beside(self.adapter)
+        return self.load_with_tokenizer(self.adapter)
 
 
 # -- rope ------------------------------------------------------------------------------------------------------------------
 
-SPLIT = re.compile(r",(?![^\[]*\])")  # commas outside of brackets
+FIELD_SEPARATOR = re.compile(r",(?![^\[]*\])")  # commas outside of brackets
 
 
 def with_rope(config: LlamaConfig, text: str) -> LlamaConfig:
@@ -530,29 +531,29 @@ def with_rope(config: LlamaConfig, text: str) -> LlamaConfig:
     original = config.base_context
     if text == "none":
         return replace(config, rope_scaling=None, max_seq_len=config.unscaled_max_seq_len or original)
-    first, *rest = SPLIT.split(text)
-    kind, colon, number = first.partition(":")
-    fields = ROPE_FIELDS.get(kind)
+    first, *rest = FIELD_SEPARATOR.split(text)
+    rope_type, colon, number = first.partition(":")
+    fields = ROPE_FIELDS.get(rope_type)
     if fields is None or not colon:
-        kinds = ", ".join(ROPE_FIELDS)
-        raise UserError(f"rope={shown(text)} must be none, or KIND:FACTOR such as yarn:4; the kinds are {kinds}")
+        rope_types = ", ".join(ROPE_FIELDS)
+        raise UserError(f"rope={shown(text)} must be none, or KIND:FACTOR such as yarn:4; the kinds are {rope_types}")
     values: dict[str, Any] = {}
     for part in rest:
         name, equals, value = part.partition("=")
         if name not in fields or not equals:
             has = ", ".join(fields) or "none"
             raise UserError(
-                f"rope={shown(text)} has {shown(part, 40)} after its factor; the other fields of {kind} are: {has}"
+                f"rope={shown(text)} has {shown(part, 40)} after its factor; the other fields of {rope_type} are: {has}"
             )
-        values[name] = _value(text, value)
+        values[name] = _parse_number(text, value)
     if "original_max_seq_len" in fields:
         values.setdefault("original_max_seq_len", original)
-    scaling = RopeScaling(cast("RopeScalingKind", kind), _value(text, number), **values)  # a key of the table
+    scaling = RopeScaling(cast("RopeScalingKind", rope_type), _parse_number(text, number), **values)  # a key of the table
     context = scaling.extended_max_seq_len or scaled_length(original, scaling.factor)
     return replace(config, rope_scaling=scaling, max_seq_len=context, unscaled_max_seq_len=None)
 
 
-def _value(text: str, value: str) -> Any:
+def _parse_number(text: str, value: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

@@ -23,9 +23,9 @@ from llama_jax.cli.options import (
     unless_auto,
     with_rope,
 )
-from llama_jax.cli.terminal import note
+from llama_jax.cli.terminal import print_status
 from llama_jax.errors import GenerationError, MeshError, UserError
-from llama_jax.progress import progress_counter
+from llama_jax.runs.progress import progress_counter
 from llama_jax.settings import Bounds, at_least, check_bounds
 from llama_jax.storage import StoredPath
 from llama_jax.tokenizers import Tokenizer, reply_ends, resolve_format
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from llama_jax.serving.http.service import Served, ServerOptions
     from llama_jax.serving.options import MemoryPlan
 
-KEY = "LLAMA_JAX_API_KEY"
-NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client")
+KEY_VARIABLE = "LLAMA_JAX_API_KEY"
+REQUIRED_MODULES = ("starlette", "uvicorn", "httptools", "prometheus_client")
 COMMAND_ONLY = ("host", "port", "most_connections", "distributed", "coordinator", "processes", "process_id")
-SECONDS = Bounds(0, 1e9)
+AMOUNT_BOUNDS = Bounds(0, 1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +95,13 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
     """Maximum number of continuations per request (prompts times n); never more than `most-waiting`."""
     most_connections: Annotated[int, at_least(0)] = 1024
     """Maximum number of open connections; others are answered with status 429. 0 means no limit."""
-    body_mb: Annotated[float, SECONDS] = 4.0
+    body_mb: Annotated[float, AMOUNT_BOUNDS] = 4.0
     """Maximum size of the body of a request, in megabytes."""
-    timeout: Annotated[float, SECONDS] = 0.0
+    timeout: Annotated[float, AMOUNT_BOUNDS] = 0.0
     """Maximum duration of a request in seconds, including waiting; 0 means no limit."""
-    drain: Annotated[float, SECONDS] = 30.0
+    drain: Annotated[float, AMOUNT_BOUNDS] = 30.0
     """Seconds that running requests may take to finish after SIGTERM or Ctrl-C."""
-    wedged: Annotated[float, SECONDS] = 120.0
+    wedged: Annotated[float, AMOUNT_BOUNDS] = 120.0
     """Let /health fail if the engine has work but finished no step for this many seconds."""
     open_metrics: bool = False
     """Let /metrics answer without the API key, for Prometheus and routers."""
@@ -141,9 +141,9 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
 
         use_compilation_cache(self.no_cache)
         begun = time.perf_counter()
-        found = self.start(Processes())
-        note(f"ready after {time.perf_counter() - begun:.1f} s")
-        return Mounted(*found, self._server_options(most_connections=0))
+        started = self.start(Processes())
+        print_status(f"ready after {time.perf_counter() - begun:.1f} s")
+        return Mounted(*started, self._server_options(most_connections=0))
 
     def _serve(self, listening: socket, started: float, joined: Processes) -> None:
         from llama_jax.serving.http.server import address_of, serve
@@ -151,13 +151,13 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         server, startup = self._server_options(self.most_connections), self._startup()
 
         def start() -> Started:
-            note(f"listening on {address_of(listening)} {'with' if server.access.api_key else 'without'} a key")
+            print_status(f"listening on {address_of(listening)} {'with' if server.access.api_key else 'without'} a key")
             return self.start(joined, startup)
 
-        ready = lambda: note(f"ready after {time.perf_counter() - started:.1f} s")
+        ready = lambda: print_status(f"ready after {time.perf_counter() - started:.1f} s")
         serve(start, startup, server, listening, ready)
         joined.broadcast(b"")
-        note("ended")
+        print_status("ended")
         if joined.count == 1:
             os._exit(0)  # in order, Python would wait for a step that still runs, and free array by array
 
@@ -172,13 +172,13 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         self._begin(joined, startup)
         config, params, tokenizer = self._load(joined, startup)
         options = self._engine_options(self.drafter(tokenizer))
-        note(f"process {joined.index} of {joined.count} follows process 0")
+        print_status(f"process {joined.index} of {joined.count} follows process 0")
         follow(ServedModel.of(config, params, options.cache, options.compute, options.draft), joined.receive)
 
     def _startup(self) -> Startup:
         from llama_jax.serving.http.server import Startup
 
-        return Startup(log=None if sys.stderr.isatty() else note)  # a terminal has a bar instead
+        return Startup(log=None if sys.stderr.isatty() else print_status)  # a terminal has a bar instead
 
     def _begin(self, joined: Processes, startup: Startup) -> None:
         """Start the devices' backend, and check that all processes have the same options."""
@@ -196,7 +196,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
                     " holds its part of the model"
                 )
             options = {name: getattr(self, name) for name in ("mesh", "dtype", "quantize", "rope", "draft")}
-            options["adapters"] = list(self.named())
+            options["adapters"] = list(self.named_adapters())
             joined.assert_equal("the options", {**options, "the engine": repr(self._engine_options())})
         self.check_draft()
 
@@ -223,7 +223,14 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         import jax
 
         from llama_jax.formats.loading import open_checkpoint, planned_weights
-        from llama_jax.serving.options import ACCELERATOR_SHARES, MACHINE_SHARES, MemoryPlan, fit, free_memory, program_bytes
+        from llama_jax.serving.options import (
+            ACCELERATOR_SHARES,
+            MACHINE_SHARES,
+            MemoryPlan,
+            fit_options,
+            free_memory,
+            program_bytes,
+        )
 
         dtype = unless_auto(self.dtype)
         opened = open_checkpoint(self.model_path)
@@ -232,9 +239,9 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         models = [(config, target)]
         if draft := self.draft_model():
             opened = open_checkpoint(draft)
-            target, more = planned_weights(opened, dtype)
+            target, draft_weights = planned_weights(opened, dtype)
             models.append((replace(opened.config, max_seq_len=config.max_seq_len), target))  # if it is shorter, see `Engine`
-            weights += more
+            weights += draft_weights
         (device, *_) = jax.local_devices()
         sizes, free = self.mesh_sizes(), free_memory(device)
         parts = 1 if sizes is None else sizes.devices  # of what is divided, one is on each device
@@ -244,13 +251,15 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
 
         def plan_of(options: llama_jax.EngineOptions) -> MemoryPlan:
             pool = sum(options.pool_bytes(*model) for model in models)
-            programs = options.programs * sum(program_bytes(each, device.platform) for each, _ in models)
-            programs += 4 * options.for_platform(device.platform).chunk * config.vocab_size  # logits of a scored prompt
+            programs = options.programs * sum(program_bytes(model_config, device.platform) for model_config, _ in models)
+            programs += (
+                4 * options.for_platform(device.platform).chunk_tokens * config.vocab_size
+            )  # logits of a scored prompt
             rest = {"weights": weights // parts, "programs": programs}
             return MemoryPlan(pool=pool // parts, free=free, **rest)
 
         chosen = [name for name in ("rows", "cache_tokens", "context") if getattr(self, name) is not None]
-        return fit(self._engine_options(), config, plan_of, chosen, shares)
+        return fit_options(self._engine_options(), config, plan_of, chosen, shares)
 
     def start(self, joined: Processes, startup: Startup | None = None) -> Started:
         """The engine, warm, and the model as clients see it; says what they are."""
@@ -268,7 +277,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         begun, startup = time.perf_counter(), startup or self._startup()
         self._begin(joined, startup)
         options, plan = self._planned(joined)
-        note(f"memory: {plan}")
+        print_status(f"memory: {plan}")
         config, params, tokenizer = self._load(joined, startup)
         memory = {"weights": plan.weights, "kv_cache": plan.pool, "programs": plan.programs}
         served = replace(self._served(tokenizer), memory=memory)
@@ -293,19 +302,19 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         ]
         if served.adapters:
             notes.append(f"adapters, chosen as the model: {', '.join(served.adapters)}")
-        note(*notes, f"loaded in {loaded - begun:.1f} s, compiled in {compiled:.1f}")
+        print_status(*notes, f"loaded in {loaded - begun:.1f} s, compiled in {compiled:.1f}")
         return Started(engine, served)
 
     def _check(self) -> None:
         check_bounds(self)
         self.parse_draft()
-        if self._name() in self.named():
+        if self._name() in self.named_adapters():
             raise GenerationError(f"adapter {self._name()!r} has the model's name; choose another, or set --name")
         if self._key() == "":
-            raise GenerationError(f"the API key is empty; set one, or omit --api-key and {KEY}")
+            raise GenerationError(f"the API key is empty; set one, or omit --api-key and {KEY_VARIABLE}")
 
     def _key(self) -> str | None:
-        return os.environ.get(KEY) if self.api_key is None else self.api_key
+        return os.environ.get(KEY_VARIABLE) if self.api_key is None else self.api_key
 
     def _engine_options(self, draft: llama_jax.PromptLookup | llama_jax.DraftModel | None = None) -> llama_jax.EngineOptions:
         return llama_jax.EngineOptions(
@@ -345,7 +354,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         """The model as clients see it; GenerationError for a --format that it cannot have."""
         from llama_jax.serving.http.service import Served
 
-        common: Any = {"name": self._name(), "tokenizer": tokenizer, "adapters": tuple(self.named())}
+        common: Any = {"name": self._name(), "tokenizer": tokenizer, "adapters": tuple(self.named_adapters())}
         try:
             chat = resolve_format(tokenizer, self.format)
             with closing(Renderer(template_args=self.template_args())) as renderer:
@@ -366,7 +375,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
 def _check_extra() -> None:
     from importlib.util import find_spec
 
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    missing = [name for name in REQUIRED_MODULES if find_spec(name) is None]
     if missing:
         raise UserError(f'serving needs {", ".join(missing)}; install it with pip install -e ".[serve]"')
 

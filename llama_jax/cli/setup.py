@@ -15,14 +15,14 @@ from typing import Annotated, Any, Literal, Union
 import tyro
 
 import llama_jax
-from llama_jax.cli.argv import MARKERS, RULES
+from llama_jax.cli.argv import MARKERS, OPTION_RULES
 from llama_jax.cli.options import ExactOption, LoadOptions, ModelPath
 from llama_jax.errors import GenerationError
 from llama_jax.settings import at_least
 
 # tyro's scripts complete file names only after options of type Path. Ours may be URLs, so they are texts: let the scripts
 # complete file names wherever they know no word.
-FILES = (
+COMPLETION_FIXES = (
     ('[[ "$completions" == ', '[[ -z "$completions" || "$completions" == '),  # bash and zsh
     (  # fish: the script prints all options, and fish filters them
         'if test "$results" = ',
@@ -115,7 +115,7 @@ class Compile(ExactOption, LoadOptions):
         """Generate a few tokens after prompts of every size; says each time which."""
         from llama_jax.inference.decode import STEPS_PER_CHUNK
 
-        config, params, tokenizer = self.load_beside()
+        config, params, tokenizer = self.load_with_tokenizer()
         longest, size = min(self.max_tokens, config.max_seq_len), 16
         while True:
             room = min(size, longest) - 1
@@ -162,15 +162,15 @@ class Completion:
 
         commands: list[Any] = []
         for group in COMMANDS.values():
-            for name, (_, about) in group.items():
-                named = tyro.conf.subcommand(name, description=about, prefix_name=False)
-                commands.append(Annotated[command_type(name), named])
+            for name, (_, summary) in group.items():
+                subcommand = tyro.conf.subcommand(name, description=summary, prefix_name=False)
+                commands.append(Annotated[command_type(name), subcommand])
         all_of_them: Any = Union[tuple(commands)]  # noqa: UP007
-        written, args = io.StringIO(), ["--tyro-print-completion", self.shell]
-        with redirect_stdout(written), suppress(SystemExit):
-            tyro.cli(all_of_them, prog="llama-jax", args=args, config=MARKERS, registry=RULES)
-        script = written.getvalue()
-        for plain, more in FILES:
-            script = script.replace(plain, more)
+        output, args = io.StringIO(), ["--tyro-print-completion", self.shell]
+        with redirect_stdout(output), suppress(SystemExit):
+            tyro.cli(all_of_them, prog="llama-jax", args=args, config=MARKERS, registry=OPTION_RULES)
+        script = output.getvalue()
+        for plain, replacement in COMPLETION_FIXES:
+            script = script.replace(plain, replacement)
         # An optional choice is not written as None.
-        print(re.sub(r"'choices': \[[^]]*\]", lambda found: re.sub(r"'None', |, 'None'", "", found[0]), script), end="")
+        print(re.sub(r"'choices': \[[^]]*\]", lambda match: re.sub(r"'None', |, 'None'", "", match[0]), script), end="")

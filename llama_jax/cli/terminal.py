@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from llama_jax.interrupts import ending_signals
+from llama_jax.runs.interrupts import ending_signals
 
 
-def note(*texts: str) -> None:
+def print_status(*texts: str) -> None:
     """Print lines for people on stderr."""
     for text in texts:
         print(f"llama-jax: {text}", file=sys.stderr, flush=True)
@@ -87,7 +87,7 @@ class _Stopped(KeyboardInterrupt):
 
 
 @contextmanager
-def ending_in_order(said: str) -> Iterator[None]:
+def clean_exit(message: str) -> Iterator[None]:
     """Turn Ctrl-C, SIGTERM and SIGHUP into an exception in the body, after which the process prints a line and exits.
 
     The exit code is 128 plus the number of the signal, as for a process that the signal kills.
@@ -96,7 +96,7 @@ def ending_in_order(said: str) -> Iterator[None]:
     def stop(number: int, _: FrameType | None) -> None:
         raise _Stopped(number)
 
-    def again(unraisable: Any) -> None:
+    def resend_signal(unraisable: Any) -> None:
         """Send a signal once more that came in a destructor, where Python prints what is raised, and goes on."""
         if isinstance(unraisable.exc_value, _Stopped):
             threading.Timer(0.02, os.kill, (os.getpid(), unraisable.exc_value.number)).start()
@@ -104,14 +104,14 @@ def ending_in_order(said: str) -> Iterator[None]:
             hook(unraisable)
 
     before: dict[signal.Signals, Any] = {}
-    hook, sys.unraisablehook = sys.unraisablehook, again
+    hook, sys.unraisablehook = sys.unraisablehook, resend_signal
     try:
         for number in ending_signals():
             before[number] = signal.signal(number, stop)
         yield
     except _Stopped as stopped:
         with suppress(OSError):  # a terminal that has hung up
-            print(f"\nllama-jax: {said}", file=sys.stderr, flush=True)
+            print(f"\nllama-jax: {message}", file=sys.stderr, flush=True)
         os._exit(128 + stopped.number)
     finally:
         sys.unraisablehook = hook

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from llama_jax.data.data_files import Data
     from llama_jax.runs.recipe import Recipe
 
-NAMED = re.compile(r"([\w.-]+)=(.+)")
-NAMED_WEIGHT = re.compile(NAMED.pattern + ":([^:/]+)")
-STEPS = re.compile(r"([0-9]{1,18}):([0-9]{1,18})")
-REPLACED = re.compile(r"(vocabulary|model)\b(?!\.(rope_scaling|rope_theta|max_seq_len)\b)")  # by what comes with weights
+NAMED_SOURCE = re.compile(r"([\w.-]+)=(.+)")
+WEIGHTED_SOURCE = re.compile(NAMED_SOURCE.pattern + ":([^:/]+)")
+STEP_RANGE = re.compile(r"([0-9]{1,18}):([0-9]{1,18})")
+WEIGHTS_SETTINGS = re.compile(
+    r"(vocabulary|model)\b(?!\.(rope_scaling|rope_theta|max_seq_len)\b)"
+)  # by what comes with weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,7 @@ class Train(PartsOption, CompileOptions, ProcessOptions):
 
         # orbax logs the traceback of a failed save, which then ends this command with a line of its own.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        replaced = [change for change in self.changes if REPLACED.match(change)]
+        replaced = [change for change in self.changes if WEIGHTS_SETTINGS.match(change)]
         if self.weights is not None and replaced:
             raise UserError(
                 f"{replaced[0]} and --weights exclude each other: the weights determine shape and tokenizer; only"
@@ -113,15 +115,15 @@ class Train(PartsOption, CompileOptions, ProcessOptions):
             result = train(
                 recipe,
                 self.workdir,
-                _sources(self.data, weighted=True),
-                validation_data=_sources(self.validation_data, weighted=False),
+                _parse_sources(self.data, weighted=True),
+                validation_data=_parse_sources(self.validation_data, weighted=False),
                 tokenizer=self.tokenizer,
                 weights=self.weights,
                 resume=self.resume,
                 reweigh=self.reweigh,
                 mesh=parse_mesh(self.mesh) if self.mesh else MeshSizes(data=jax.device_count()),
                 backend=self.backend,
-                trace=_steps(self.trace),
+                trace=_parse_trace(self.trace),
                 track=self.track,
                 save_timeout=self.save_timeout,
                 processes=joined,
@@ -136,7 +138,7 @@ class Train(PartsOption, CompileOptions, ProcessOptions):
         from llama_jax.runs.overrides import override
         from llama_jax.runs.recipes import check_weights, find
 
-        check_weights(self.recipe, given=self.weights is not None)
+        check_weights(self.recipe, has_weights=self.weights is not None)
         recipe = find(self.recipe)
         changes = [*self.changes, *([] if self.teacher is None else [f"distill.teacher={self.teacher}"])]
         if self.reward:
@@ -151,28 +153,28 @@ class Train(PartsOption, CompileOptions, ProcessOptions):
         return replace(recipe, parts=model.parts)
 
 
-def _sources(given: Sequence[str], *, weighted: bool) -> Data:
+def _parse_sources(texts: Sequence[str], *, weighted: bool) -> Data:
     """Paths, or the sources of a mixture: NAME=PATH:WEIGHT, or NAME=PATH if they have no weights."""
     from llama_jax.data.data_files import WeightedData
 
-    found: list[Any] = []
-    for one in given:
-        named = None
-        if not Path(one).exists():
-            named = (NAMED_WEIGHT if weighted else NAMED).fullmatch(one)
-            if named is None and NAMED.fullmatch(one):
-                raise UserError(f"--data {one} has no weight; write NAME=PATH:WEIGHT, for example --data {one}:0.5")
-        found.append(one if named is None else WeightedData(*named.groups()))
-    return found
+    sources: list[Any] = []
+    for text in texts:
+        match = None
+        if not Path(text).exists():
+            match = (WEIGHTED_SOURCE if weighted else NAMED_SOURCE).fullmatch(text)
+            if match is None and NAMED_SOURCE.fullmatch(text):
+                raise UserError(f"--data {text} has no weight; write NAME=PATH:WEIGHT, for example --data {text}:0.5")
+        sources.append(text if match is None else WeightedData(*match.groups()))
+    return sources
 
 
-def _steps(text: str) -> range | None:
+def _parse_trace(text: str) -> range | None:
     if not text:
         return None
-    found = STEPS.fullmatch(text)
-    if not found or int(found[1]) >= int(found[2]):
+    match = STEP_RANGE.fullmatch(text)
+    if not match or int(match[1]) >= int(match[2]):
         raise UserError(f"--trace {shown(text)} must be two steps, the first below the second, for example 20:25")
-    return range(int(found[1]), int(found[2]))
+    return range(int(match[1]), int(match[2]))
 
 
 FUNCTIONS = ("parts", "loss")  # settings of recipes in files, which no command line can set
@@ -184,40 +186,40 @@ def settings_page(name: str, changes: Sequence[str] = ()) -> str:
     from llama_jax.runs.recipes import BUILT_IN, find
 
     recipe = override(find(name), changes)
-    about = (BUILT_IN[name].__doc__ or "") if name in BUILT_IN else ""
+    description = (BUILT_IN[name].__doc__ or "") if name in BUILT_IN else ""
     return "\n".join(
         [
             f"usage: llama-jax train {name} [KEY=VALUE ...] --data PATH --workdir PATH [OPTIONS]",
             "",
-            *([filled(about), ""] if about else []),
+            *([filled(description), ""] if description else []),
             "KEY=VALUE changes these settings. llama-jax train --help lists the options.",
             "",
-            *_lines(recipe, ""),
+            *_setting_lines(recipe, ""),
         ]
     )
 
 
-def _lines(settings: Any, within: str) -> list[str]:
+def _setting_lines(settings: Any, within: str) -> list[str]:
     """A line for each setting with its meaning below; then the settings that are dataclasses, with their fields."""
     from llama_jax.runs.overrides import dataclass_of
 
-    kind: type = type(settings)
-    help_texts, types_, found, parts = help_of(kind), get_type_hints(kind), [], []
-    for field in (one for one in fields(settings) if one.name not in FUNCTIONS):
+    settings_type: type = type(settings)
+    help_texts, types_, lines, parts = help_of(settings_type), get_type_hints(settings_type), [], []
+    for field in (nested for nested in fields(settings) if nested.name not in FUNCTIONS):
         value, key, part = getattr(settings, field.name), within + field.name, dataclass_of(types_[field.name])
         meaning = help_texts.get(field.name, "").replace("`", "")
         if is_dataclass(value):
-            parts += ["", filled(f"{key}: {meaning}", indent=2), *_lines(value, f"{key}.")]
+            parts += ["", filled(f"{key}: {meaning}", indent=2), *_setting_lines(value, f"{key}.")]
             continue
         if part is not None:  # made of the changed settings alone
-            meaning = f"{meaning} Settings: {', '.join(f'{key}.{one.name}' for one in fields(part))}."
+            meaning = f"{meaning} Settings: {', '.join(f'{key}.{nested.name}' for nested in fields(part))}."
         elif get_origin(types_[field.name]) is Literal:
             meaning = f"{meaning} One of {', '.join(map(str, get_args(types_[field.name])))}."
-        found += [filled(f"{key}={_written(value)}", indent=2), *([filled(meaning, indent=8)] if meaning else [])]
-    return found + parts
+        lines += [filled(f"{key}={_setting_text(value)}", indent=2), *([filled(meaning, indent=8)] if meaning else [])]
+    return lines + parts
 
 
-def _written(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     """A value as a change is written."""
     if isinstance(value, tuple):
         return json.dumps(value, ensure_ascii=False)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llama_jax.verify.compare import ComparedPart, Comparison, Differences
     from llama_jax.verify.rounding_error import MatrixError, Origin
 
-TOKENS = 64
+DEFAULT_TOKENS = 64
 MAX_TEXT_LENGTH = 1 << 20  # characters
 
 
@@ -72,7 +72,7 @@ class Verify(PartsOption, CompileOptions):
         from llama_jax.formats.weight_format import OpenedCheckpoint
         from llama_jax.model.trees import param_shapes
         from llama_jax.model.trees import quantize as quantize_params
-        from llama_jax.verify.activations import check_room, read_oracle, run_transformers, trace, write_oracle
+        from llama_jax.verify.activations import check_oracle_path, read_oracle, run_transformers, trace, write_oracle
         from llama_jax.verify.compare import compare
         from llama_jax.verify.rounding_error import matrix_errors, rounding_of
 
@@ -96,7 +96,7 @@ class Verify(PartsOption, CompileOptions):
                 tokenizer = theirs if tokenizer is None else tokenizer
             tokens, read = self._tokens(config, tokenizer)
         if self.write_oracle is not None:
-            check_room(self.write_oracle, config, len(tokens))
+            check_oracle_path(self.write_oracle, config, len(tokens))
 
         # One model after the other, so that memory holds only one.
         quantize = unless_auto(self.quantize)
@@ -163,13 +163,13 @@ class Verify(PartsOption, CompileOptions):
         self._check_sizes(config, opened.config)
         return opened.tokenizer()
 
-    def _check_sizes(self, here: LlamaConfig, there: LlamaConfig) -> None:
+    def _check_sizes(self, config: LlamaConfig, reference_config: LlamaConfig) -> None:
         """Exit if the two models cannot be compared."""
         from llama_jax.verify.compare import comparable, differing_settings, in_words
 
-        settings = differing_settings(here, there)
+        settings = differing_settings(config, reference_config)
         if not comparable(settings):
-            self._end(False, f"NOT the same model: {in_words(settings)}", "", {"settings": _settings(settings)})
+            self._end(False, f"NOT the same model: {in_words(settings)}", "", {"settings": _setting_pairs(settings)})
 
     def _tokens(self, config: LlamaConfig, tokenizer: Tokenizer | None) -> tuple[np.ndarray, str]:
         """What to read, int32[T], and in words what it is."""
@@ -177,7 +177,7 @@ class Verify(PartsOption, CompileOptions):
 
         from llama_jax.tokenizers.interface import check_token_rows
 
-        count = min(TOKENS, config.max_seq_len) if self.tokens is None else self.tokens
+        count = min(DEFAULT_TOKENS, config.max_seq_len) if self.tokens is None else self.tokens
         if count > config.max_seq_len:
             raise UserError(f"tokens={count} exceed the model's context of {config.max_seq_len}")
         if tokenizer is None:
@@ -195,8 +195,8 @@ class Verify(PartsOption, CompileOptions):
         from llama_jax.verify import activations
 
         if self.text is None:
-            return activations.TEXT
-        if not self.text.is_file():
+            return activations.SAMPLE_TEXT
+        if not self.text.is_file():  # a pipe would be waited for
             raise UserError(f"{self.text} is not a file")
         try:
             with self.text.open(encoding="utf-8", newline="") as file:
@@ -221,43 +221,50 @@ class Verify(PartsOption, CompileOptions):
             why = "complete, and it predicts text; to be sure that it is right, compare it with --against or --oracle"
         else:
             why = f"complete; to check its predictions, use {MIN_TOKENS} tokens of text; to be sure, use a reference"
-        rows = [[check.name, printable(check.found)] for check in checks]
-        page = f"{_described(ours.origin)}\nread {printable(read)}\n\n{columns(rows)}\n"
+        rows = [[check.name, printable(check.detail)] for check in checks]
+        page = f"{_describe_origin(ours.origin)}\nread {printable(read)}\n\n{columns(rows)}\n"
         facts = {"here": _origin_facts(ours.origin), "read": read, "checks": [check._asdict() for check in checks]}
         self._end(not failed, why, page, facts)
 
     def _end_compared(
-        self, found: Comparison, here: Origin, there: Origin, read: str, errors: tuple[MatrixError, ...]
+        self, comparison: Comparison, origin: Origin, reference_origin: Origin, read: str, errors: tuple[MatrixError, ...]
     ) -> NoReturn:
-        agreeing = f"{found.agreeing} of {found.positions}"
-        if found.ties:
-            agreeing += f", {found.ties} more are ties"
-        ratio = _exp(found.loss - found.reference_loss)
+        agreeing = f"{comparison.agreeing} of {comparison.positions}"
+        if comparison.ties:
+            agreeing += f", {comparison.ties} more are ties"
+        ratio = _exp(comparison.loss - comparison.reference_loss)
         rows = [
-            ["logits", f"largest difference {found.max_abs:.2g}, the reference's largest {found.largest:.3g}"],
-            ["KL divergence", f"mean {found.kl:.2g} nats, largest {found.kl_max:.2g} at position {found.kl_max_at}"],
-            ["perplexity", f"{_exp(found.loss):.5g}, the reference's {_exp(found.reference_loss):.5g}: ratio {ratio:.5f}"],
+            ["logits", f"largest difference {comparison.max_abs:.2g}, the reference's largest {comparison.largest:.3g}"],
+            [
+                "KL divergence",
+                f"mean {comparison.kl:.2g} nats, largest {comparison.kl_max:.2g} at position {comparison.kl_max_at}",
+            ],
+            [
+                "perplexity",
+                f"{_exp(comparison.loss):.5g}, the reference's {_exp(comparison.reference_loss):.5g}: ratio {ratio:.5f}",
+            ],
             ["top-1 agreement", agreeing],
         ]
-        page = f"{_described(here)}\nagainst {_described(there)}\nread {printable(read)}\n\n{columns(rows)}\n"
+        against = _describe_origin(reference_origin)
+        page = f"{_describe_origin(origin)}\nagainst {against}\nread {printable(read)}\n\n{columns(rows)}\n"
         if self.per_layer:
-            page += f"\n{_table(found.parts)}\n"
-            page += f"\n{_table_of_matrices(errors)}\n" if errors else ""
+            page += f"\n{_parts_table(comparison.parts)}\n"
+            page += f"\n{_matrices_table(errors)}\n" if errors else ""
         facts = {
-            "here": _origin_facts(here),
-            "there": _origin_facts(there),
+            "here": _origin_facts(origin),
+            "there": _origin_facts(reference_origin),
             "read": read,
-            "settings": _settings(found.settings),
-            "rounding": found.rounding,
-            "logits": {"max_abs": found.max_abs, "largest": found.largest},
-            "kl": {"mean": found.kl, "max": found.kl_max, "position": found.kl_max_at},
-            "loss": {"here": found.loss, "there": found.reference_loss},
+            "settings": _setting_pairs(comparison.settings),
+            "rounding": comparison.rounding,
+            "logits": {"max_abs": comparison.max_abs, "largest": comparison.largest},
+            "kl": {"mean": comparison.kl, "max": comparison.kl_max, "position": comparison.kl_max_at},
+            "loss": {"here": comparison.loss, "there": comparison.reference_loss},
             "perplexity_ratio": ratio,
-            "top1": {"agreeing": found.agreeing, "ties": found.ties, "of": found.positions},
-            "parts": [part._asdict() for part in found.parts],
+            "top1": {"agreeing": comparison.agreeing, "ties": comparison.ties, "of": comparison.positions},
+            "parts": [part._asdict() for part in comparison.parts],
             "matrices": [error._asdict() for error in errors],
         }
-        self._end(found.same, found.why, page, facts)
+        self._end(comparison.same, comparison.why, page, facts)
 
     def _end(self, same: bool, why: str, page: str, facts: dict[str, Any]) -> NoReturn:
         """Print the page and the verdict, or all as JSON, and exit with the verdict's code."""
@@ -277,46 +284,50 @@ def _exp(nats: float) -> float:
         return float(np.exp(nats))
 
 
-def _described(origin: Origin) -> str:
+def _describe_origin(origin: Origin) -> str:
     quantized = f", quantized as {origin.quantized[0]}" if origin.quantized else ""
-    return f"{printable(origin.name)}: {', '.join(origin.kinds)}{quantized}, computed in {origin.dtype}"
+    return f"{printable(origin.name)}: {', '.join(origin.tensor_types)}{quantized}, computed in {origin.dtype}"
 
 
 def _origin_facts(origin: Origin) -> dict[str, Any]:
     quantized = None if origin.quantized is None else origin.quantized[0]
     return {
         "name": origin.name,
-        "kinds": origin.kinds,
+        "kinds": origin.tensor_types,
         "quantized": quantized,
         "dtype": origin.dtype,
         "versions": origin.versions,
     }
 
 
-def _settings(settings: Differences) -> dict[str, list[Any]]:
+def _setting_pairs(settings: Differences) -> dict[str, list[Any]]:
     return {name: [asdict(value) if isinstance(value, RopeScaling) else value for value in pair] for name, *pair in settings}
 
 
-def _table(parts: tuple[ComparedPart, ...]) -> str:
-    rows = [["", "max abs", "relative", "own", "roundings"]]
-    rows += [[p.name, f"{p.max_abs:.2g}", f"{p.relative:.2g}", f"{p.own:.2g}", f"{p.roundings:,.1f}"] for p in parts]
+def _parts_table(parts: tuple[ComparedPart, ...]) -> str:
+    rows = [["", "max abs", "relative", "alone", "roundings"]]
+    rows += [[p.name, f"{p.max_abs:.2g}", f"{p.relative:.2g}", f"{p.alone:.2g}", f"{p.roundings:,.1f}"] for p in parts]
     legend = """
   max abs, relative: of the residual stream after the part
-  own: of the part alone, given the reference's stream, relative to what it adds
+  alone: of the part by itself, given the reference's stream, relative to what it adds
   roundings: how many times what rounding explains of its own difference"""
     return columns(rows, right=(1, 2, 3, 4), indent="  ") + legend
 
 
-def _table_of_matrices(errors: tuple[MatrixError, ...]) -> str:
+def _matrices_table(errors: tuple[MatrixError, ...]) -> str:
     """A row for each layer, a column for each matrix in it; those outside of the layers before."""
     heads = ["", "kind", "bits", "error"]
-    outside = [[one.name, one.kind, f"{one.bits:.2f}", f"{one.relative:.2%}"] for one in errors if one.layer is None]
-    inside = [one for one in errors if one.layer is not None]
-    names = list(dict.fromkeys(one.name for one in inside))
-    kinds = [", ".join(dict.fromkeys(one.kind for one in inside if one.name == name)) for name in names]
-    rows = [["", *(name.split(".")[-1] for name in names)], ["", *kinds]]
-    for layer in dict.fromkeys(one.layer for one in inside):
-        of_layer = {one.name: f"{one.relative:.2%}" for one in inside if one.layer == layer}
+    outside = [
+        [error.name, error.quant_format, f"{error.bits:.2f}", f"{error.relative:.2%}"]
+        for error in errors
+        if error.layer is None
+    ]
+    inside = [error for error in errors if error.layer is not None]
+    names = list(dict.fromkeys(error.name for error in inside))
+    formats = [", ".join(dict.fromkeys(error.quant_format for error in inside if error.name == name)) for name in names]
+    rows = [["", *(name.split(".")[-1] for name in names)], ["", *formats]]
+    for layer in dict.fromkeys(error.layer for error in inside):
+        of_layer = {error.name: f"{error.relative:.2%}" for error in inside if error.layer == layer}
         rows.append([f"layer {layer}", *(of_layer.get(name, "") for name in names)])
     tables = [columns([heads, *outside], right=(2, 3), indent="  ")] if outside else []
     tables += [columns(rows, right=range(1, len(names) + 1), indent="  ")] if inside else []

@@ -20,8 +20,8 @@ from llama_jax.data.documents import DocumentFormat
 from llama_jax.data.load_corpus import open_corpus
 from llama_jax.errors import DataError
 
-# Making batches needs JAX, which the processes of `build_corpus` do not need: it is imported on first use.
-_LAZY_ATTRIBUTES = {
+# Making batches needs JAX, which the processes of `tokenize_files` do not need: it is imported on first use.
+_LAZY_MODULES = {
     "Batch": "llama_jax.training.batch",
     "Batches": "llama_jax.data.batches",
     "row_count": "llama_jax.data.batches",
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY_ATTRIBUTES:
+    if name not in _LAZY_MODULES:
         raise AttributeError(f"module 'llama_jax.data' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY_ATTRIBUTES[name]), name)
+    value = getattr(importlib.import_module(_LAZY_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -3,6 +3,7 @@ whole into rows: each row is determined by its index."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
@@ -17,7 +18,7 @@ from llama_jax.training.batch import Batch
 
 ENDLESS = 1 << 62
 PREFETCHED = 8  # batches prepared in advance
-OPEN = 64  # rows being filled: enough to fill them well, few enough to search
+OPEN_ROWS = 64  # rows being filled: enough to fill them well, few enough to search
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------------
@@ -84,15 +85,15 @@ def fill_row(batch: Batch, at: int, corpus: Corpus, epoch: Epoch, row: int) -> N
     breaks = epoch.ends[first:last] - start  # positions in the row where another document begins
     segments[breaks] = 1
     np.cumsum(segments, out=segments)
-    place = np.arange(stop - start)
+    position = np.arange(stop - start)
     # The offset from stream to corpus is the same for all tokens of a document.
     shift = corpus.stops[epoch.documents[within]] - epoch.ends[within] + start
-    batch.tokens[at, : stop - start] = corpus.tokens[shift[segments] + place]
+    batch.tokens[at, : stop - start] = corpus.tokens[shift[segments] + position]
     batch.segment_ids[at, : stop - start] = segments + 1
-    batch.position_ids[at, : stop - start] = place - np.concatenate([[0], breaks])[segments]
+    batch.position_ids[at, : stop - start] = position - np.concatenate([[0], breaks])[segments]
 
 
-def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
+def pack_documents(sizes: Sequence[int], length: int) -> list[list[int]]:
     """Best-fit packing: the documents, given by their sizes, that share each row of `length` tokens."""
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # open rows in order: free tokens, and the row
@@ -106,15 +107,15 @@ def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
         rows[row].append(run)
         if room > size:
             insort(rooms, (room - size, row))
-        if len(rooms) > OPEN:
+        if len(rooms) > OPEN_ROWS:
             del rooms[0]  # close the fullest
     return rows
 
 
 def pack_shuffled(sizes: np.ndarray, length: int, seed: int | None) -> list[list[int]]:
-    """`pack` documents into rows of T predicted tokens, in an order determined by the seed; None keeps their order."""
+    """`pack_documents` into rows of T predicted tokens, in an order determined by the seed; None keeps their order."""
     order = np.arange(len(sizes)) if seed is None else shuffled(len(sizes), seed, 0)
-    return [order[members].tolist() for members in pack(sizes[order].tolist(), length + 1)]
+    return [order[members].tolist() for members in pack_documents(sizes[order].tolist(), length + 1)]
 
 
 def whole_rows(corpus: Corpus, length: int, seed: int | None) -> list[list[int]]:
@@ -160,7 +161,7 @@ def fill_whole(batch: Any, at: tuple[int, ...], corpus: Corpus, members: Sequenc
 BatchT = TypeVar("BatchT")
 
 
-class HostBatches(Generic[BatchT]):
+class HostBatches(ABC, Generic[BatchT]):
     """The batches of one host by index, made of its rows: rows are numbered through all batches of all hosts.
 
     Args:
@@ -191,9 +192,9 @@ class HostBatches(Generic[BatchT]):
         begin = number * self.batch + self._first
         return range(begin, begin + self._share)
 
+    @abstractmethod
     def __getitem__(self, number: int) -> BatchT:
         """This host's rows of a global batch."""
-        raise NotImplementedError
 
 
 class Batches(Iterator[BatchT]):
@@ -289,8 +290,8 @@ class Rows(HostBatches[Batch]):
         rows = self.rows(number)
         batch = empty_batch(len(rows), self._length, masked=self._sources[0].masked)
         for at, row in enumerate(rows):
-            source, own = (0, row) if self._mixture is None else self._mixture.place(row)
-            self._sources[source].fill(batch, at, own)
+            source, source_row = (0, row) if self._mixture is None else self._mixture.source_row(row)
+            self._sources[source].fill(batch, at, source_row)
         return batch
 
 

@@ -19,16 +19,17 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from llama_jax.data.corpus import fingerprints
-from llama_jax.data.corpus_file import CorpusInfo, TokenBlock, blocks_of, read_corpus, write_corpus
-from llama_jax.data.data_files import UNFINISHED, Paths, describe, find_files, untouched
-from llama_jax.data.documents import TOKENS, DocumentFormat, Span, kind_of, spans_of
-from llama_jax.data.load_corpus import Vocabulary, examine, read_tokens
+from llama_jax.data.corpus_file import CorpusInfo, TokenBlock, corpus_blocks, read_corpus, write_corpus
+from llama_jax.data.data_files import UNFINISHED, Paths, check_untouched, describe_source, find_files
+from llama_jax.data.documents import TOKEN_SUFFIXES, DocumentFormat, Span, file_type, spans_of
+from llama_jax.data.load_corpus import VocabularyInfo, examine, read_tokens
 from llama_jax.errors import DataError, shown
+from llama_jax.settings import Bounds, check_bounds
 from llama_jax.storage import locate, on_disk, resolved
 from llama_jax.storage.atomic_write import cannot_write, lock_file, remove, write_atomically
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
@@ -59,12 +60,11 @@ class BuildOptions:
     """
 
     reading: DocumentFormat = DocumentFormat()
-    unit: int | None = None
+    unit: Annotated[int, Bounds(1)] | None = None
     drop_duplicates: bool = False
 
     def __post_init__(self) -> None:
-        if self.unit is not None and self.unit < 1:
-            raise DataError(f"unit={self.unit} must be at least 1 byte")
+        check_bounds(self, DataError)
 
 
 class PartJob(NamedTuple):
@@ -75,7 +75,7 @@ class PartJob(NamedTuple):
     reading: DocumentFormat
 
 
-def build(
+def tokenize_files(
     paths: Paths,
     out: str | os.PathLike[str],
     tokenizer: str | os.PathLike[str],
@@ -106,7 +106,7 @@ def build(
         if isinstance(path, Path) and path.is_dir() and folder.is_relative_to(resolved(path)):
             raise DataError(f"{folder} is inside {path}, so it would be read as data next time; use a folder elsewhere")
     for file in files:
-        if kind_of(file) in TOKENS:
+        if file_type(file) in TOKEN_SUFFIXES:
             raise DataError(f"{file} already holds token ids; build from text, JSONL, JSON, Parquet or Arrow")
     with (
         lock_file(folder / BUILD_LOCK, folder, DataError),
@@ -125,7 +125,7 @@ def _build(
 ) -> CorpusInfo:
     where, reading = os.fspath(resolved(locate(tokenizer))), options.reading
     vocabulary = examine(load_tokenizer(tokenizer))
-    sources = workers([(describe, file) for file in files], None)
+    sources = workers([(describe_source, file) for file in files], None)
     size = options.unit or min(max(sum(source.size for source in sources) // PART_COUNT, PART_BYTES[0]), PART_BYTES[1])
     plan: dict[str, Any] = {
         "files": [str(file) for file in files],
@@ -142,15 +142,14 @@ def _build(
         job = PartJob(str(folder), where, reading)
         workers([(make_part, job, number, *unit) for number, unit in enumerate(units)], progress)
         for file, source in zip(files, sources, strict=True):
-            if not untouched(file, source):
-                raise DataError(f"{file} changed while being read; remove {folder}, and build when nothing writes to it")
-        info = _join(folder / CORPUS_NAME, parts, vocabulary, plan | {"tokenizer": where})
+            check_untouched(file, source)
+        info = _join_parts(folder / CORPUS_NAME, parts, vocabulary, plan | {"tokenizer": where})
     for path in (*folder.glob(ALL_PARTS), folder / UNFINISHED):
         remove(path)
     if not info.documents:
         remove(folder / CORPUS_NAME)
-        named = f"{files[0]} holds" if len(files) == 1 else f"{files[0]} and {len(files) - 1} more hold"
-        raise DataError(f"{named} no document; are these the right files?")
+        subject = f"{files[0]} holds" if len(files) == 1 else f"{files[0]} and {len(files) - 1} more hold"
+        raise DataError(f"{subject} no document; are these the right files?")
     return info
 
 
@@ -165,26 +164,29 @@ def make_part(job: PartJob, number: int, path: str, span: Span | None) -> None:
 
 
 @lru_cache(maxsize=1)
-def _loaded(path: str) -> tuple[Tokenizer, Vocabulary]:
+def _loaded(path: str) -> tuple[Tokenizer, VocabularyInfo]:
     tokenizer = load_tokenizer(path)
     return tokenizer, examine(tokenizer)
 
 
-def _join(path: Path, parts: Sequence[Path], vocabulary: Vocabulary, origin: dict[str, Any]) -> CorpusInfo:
+def _join_parts(path: Path, parts: Sequence[Path], vocabulary: VocabularyInfo, origin: dict[str, Any]) -> CorpusInfo:
     """Write the documents of all parts in order; with `drop_duplicates`, only the first of those with the same tokens."""
     corpora = [read_corpus(part)[0] for part in parts]
     duplicates = 0
     if origin["drop_duplicates"] and corpora:
         marks = np.concatenate([fingerprints(corpus) for corpus in corpora])
-        kept = np.zeros(len(marks), bool)
-        kept[np.unique(marks, return_index=True)[1]] = True
-        duplicates = len(kept) - int(kept.sum())
+        is_first = np.zeros(len(marks), bool)
+        is_first[np.unique(marks, return_index=True)[1]] = True
+        duplicates = len(is_first) - int(is_first.sum())
         ends = np.cumsum([corpus.document_count for corpus in corpora])[:-1]
-        corpora = [one.select(np.flatnonzero(here)) for one, here in zip(corpora, np.split(kept, ends), strict=True)]
+        corpora = [
+            corpus.select(np.flatnonzero(selected))
+            for corpus, selected in zip(corpora, np.split(is_first, ends), strict=True)
+        ]
 
     def blocks() -> Iterator[TokenBlock]:
         for corpus in corpora:
-            yield from blocks_of(corpus)
+            yield from corpus_blocks(corpus)
 
     return write_corpus(path, blocks(), vocabulary.size, origin | {"duplicates": duplicates})
 
@@ -198,21 +200,21 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
     Raises:
       DataError: the folder holds something else, a damaged corpus, or a build with another plan.
     """
-    noted = folder / UNFINISHED
+    plan_file = folder / UNFINISHED
     if (folder / CORPUS_NAME).is_file():
         info = read_corpus(folder / CORPUS_NAME)[1]
         _check_plan(folder, info.origin, plan)
         return info
     plan = plan | {"unit": size}
-    if noted.is_file():
+    if plan_file.is_file():
         try:
-            found = json.loads(noted.read_bytes())
+            stored_plan = json.loads(plan_file.read_bytes())
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise DataError(f"{noted} is damaged; remove {folder}, and build again")
+            stored_plan = None
+        if not isinstance(stored_plan, dict):
+            raise DataError(f"{plan_file} is damaged; remove {folder}, and build again")
         if any(folder.glob(ALL_PARTS)):
-            _check_plan(folder, found, plan)
+            _check_plan(folder, stored_plan, plan)
             return None
     else:
         try:
@@ -221,13 +223,13 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
             raise DataError(cannot_write(folder, error)) from None
         if other is not None:
             raise DataError(f"{folder} holds {shown(other.name, 40)}, not a build; use an empty folder, or a new one")
-    with write_atomically(noted, raises=DataError) as target:
+    with write_atomically(plan_file, raises=DataError) as target:
         target.write_text(json.dumps(plan), "utf-8")
     return None
 
 
-def _check_plan(folder: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
-    changed = [name for name, value in plan.items() if found.get(name) != value]
+def _check_plan(folder: Path, stored_plan: dict[str, Any], plan: dict[str, Any]) -> None:
+    changed = [name for name, value in plan.items() if stored_plan.get(name) != value]
     if changed:
         raise DataError(f"{folder} was built with different {', '.join(changed)}; use another folder, or remove it")
 
@@ -253,12 +255,12 @@ def process_pool(processes: int) -> Iterator[Workers]:
 
 def call_serially(calls: Sequence[Call], progress: CallProgress | None = None) -> list[Any]:
     """Workers that run calls in this process."""
-    found = []
+    results = []
     for function, *args in calls:
-        found.append(function(*args))
+        results.append(function(*args))
         if progress is not None:
-            progress(len(found), len(calls))
-    return found
+            progress(len(results), len(calls))
+    return results
 
 
 def _call_in(pool: ProcessPoolExecutor, calls: Sequence[Call], progress: CallProgress | None = None) -> list[Any]:

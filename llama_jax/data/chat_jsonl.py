@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama_jax.data.documents import RECORD_UNITS, Record, kind_of, location, read_records
+from llama_jax.data.documents import RECORD_UNITS, Record, file_type, location, read_records
 from llama_jax.errors import DataError, shown
 from llama_jax.tokenizers import Message
 
@@ -19,7 +20,7 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
-MESSAGE_FIELDS = ("name", "tool_calls", "tool_call_id")
+OPTIONAL_MESSAGE_FIELDS = ("name", "tool_calls", "tool_call_id")
 # Without these fields, an example has another meaning; other unknown fields are ignored.
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 RECORD_UNSUPPORTED = (*MEDIA, "functions", "documents", "history", "chat_template_kwargs")
@@ -67,16 +68,16 @@ def read_chats(path: Path) -> Iterator[Example]:
       DataError: any other line; or fields without which it has another meaning, such as images. The message gives file, line
         and field.
     """
-    for line in _lines(path):
+    for line in _chat_lines(path):
         prompt: TextOrMessages = ()
         answer: TextOrMessages
-        if "messages" in line.found or "conversations" in line.found:
-            answer = line.with_system(line.chat("messages" if "messages" in line.found else "conversations"))
-        elif "prompt" in line.found and "completion" in line.found:
+        if "messages" in line.values or "conversations" in line.values:
+            answer = line.with_system(line.chat("messages" if "messages" in line.values else "conversations"))
+        elif "prompt" in line.values and "completion" in line.values:
             prompt, answer = line.completed()
-        elif "instruction" in line.found and "output" in line.found:
-            given = "\n\n".join(filter(None, (line.text("instruction"), line.text("input", optional=True))))
-            prompt = line.with_system(({"role": "user", "content": given},))
+        elif "instruction" in line.values and "output" in line.values:
+            instruction = "\n\n".join(filter(None, (line.text("instruction"), line.text("input", optional=True))))
+            prompt = line.with_system(({"role": "user", "content": instruction},))
             answer = ({"role": "assistant", "content": line.text("output")},)
         else:
             raise line.wrong(f"the fields are {line.fields()}; rename them to one of: {CHAT_FORMS}")
@@ -92,7 +93,7 @@ def read_prompts(path: Path) -> Iterator[Example]:
       DataError: any other line; the message gives file, line and field.
     """
     columns: list[str] | None = None
-    for line in _lines(path):
+    for line in _chat_lines(path):
         columns = list(line.columns) if columns is None else columns
         for name in sorted(set(columns) ^ set(line.columns)):
             where, other = ("the first line", "here") if name in columns else ("this line", "in the first")
@@ -111,12 +112,12 @@ def read_preferences(path: Path) -> Iterator[Example]:
     Raises:
       DataError: any other line; the message gives file, line and field.
     """
-    for line in _lines(path):
-        missing = [name for name in ("chosen", "rejected") if name not in line.found]
+    for line in _chat_lines(path):
+        missing = [name for name in ("chosen", "rejected") if name not in line.values]
         if missing:
             raise line.wrong(f"{missing[0]} is missing; write prompt, chosen and rejected; the fields are {line.fields()}")
         chosen, rejected = line.content("chosen"), line.content("rejected")
-        line.same_kind("chosen", chosen, "rejected", rejected)
+        line.check_same_form("chosen", chosen, "rejected", rejected)
         if chosen == rejected:
             raise line.wrong("chosen and rejected are the same, so neither is preferred; remove the line")
         prompt: TextOrMessages
@@ -136,19 +137,18 @@ def read_labeled(path: Path) -> Iterator[Example]:
     Raises:
       DataError: any other line; the message gives file, line and field.
     """
-    for line in _lines(path):
+    for line in _chat_lines(path):
         for name in ("prompt", "completion", "label"):
-            if name not in line.found:
+            if name not in line.values:
                 raise line.wrong(f"{name} is missing; write prompt, completion and label; the fields are {line.fields()}")
         prompt, answer = line.completed()
         line.check_answer(answer, "completion has no message of the role 'assistant'; remove the line")
         label = line.take("label")
-        if not isinstance(label, bool):
-            raise line.wrong(f"label={shown(label, 60)} must be true, for a good answer, or false")
+        line.require(isinstance(label, bool), "label", label, "true, for a good answer, or false")
         yield line.example(prompt, answer)._replace(desirable=label)
 
 
-def _lines(path: Path) -> Iterator[_Line]:
+def _chat_lines(path: Path) -> Iterator[_Line]:
     return (_Line(path, record) for record in read_records(path))
 
 
@@ -157,9 +157,9 @@ class _Line:
 
     def __init__(self, path: Path, record: Record) -> None:
         self._where, self._number = location(path, record.number), record.number
-        self._is_row = RECORD_UNITS[kind_of(path)] == "row"
+        self._is_row = RECORD_UNITS[file_type(path)] == "row"
         self.columns = record.fields
-        self.found = {name: value for name, value in record.fields.items() if value is not None}
+        self.values = {name: value for name, value in record.fields.items() if value is not None}
         self._taken: set[str] = set()
         self._ignored: set[str] = set()  # of messages
 
@@ -167,7 +167,7 @@ class _Line:
         """The line as an example; texts have no tools, and all fields of a prompt only are columns."""
         is_text = isinstance(answers[0] if answers else prompt, str)
         tools = () if is_text else self.tools()
-        unread = {name: value for name, value in self.found.items() if answers and name not in self._taken}
+        unread = {name: value for name, value in self.values.items() if answers and name not in self._taken}
         for name, value in unread.items():
             self.refuse_meaningful(name, value, RECORD_UNSUPPORTED)
         return Example(prompt, answers, tools, self.columns, self._number, ignored=(*unread, *sorted(self._ignored)))
@@ -180,6 +180,13 @@ class _Line:
     def wrong(self, what: str) -> DataError:
         return DataError(f"{self._where}: {what}")
 
+    def require(self, is_valid: bool, name: str, value: Any, requirement: str) -> None:
+        """Raise an error for a field with another value than is required, or for a missing one."""
+        if not is_valid and value is None:
+            raise self.wrong(f"{name}, {requirement}, is missing; the fields are {self.fields()}")
+        if not is_valid:
+            raise self.wrong(f"{name}={shown(value, 60)} must be {requirement}")
+
     def refuse_meaningful(self, name: str, value: Any, unsupported: Sequence[str]) -> None:
         """Raise an error for a field that is unsupported and not empty."""
         if name.rpartition(".")[2] in unsupported and value not in ("", [], {}, False):
@@ -189,42 +196,36 @@ class _Line:
             )
 
     def fields(self) -> str:
-        names = shown(list(self.found), 200) if self.found else "no fields"
-        null = [name for name in self.columns if name not in self.found]
+        names = shown(list(self.values), 200) if self.values else "no fields"
+        null = [name for name in self.columns if name not in self.values]
         return f"{names}, and as null {shown(null, 200)}" if null else names
 
     def take(self, name: str) -> Any:
         """The value of a field, which is then not ignored; None if it is missing."""
         self._taken.add(name)
-        return self.found.get(name)
+        return self.values.get(name)
 
     def text(self, name: str, *, optional: bool = False) -> str:
         value = self.take(name)
-        if isinstance(value, str) or (optional and value is None):
-            return value or ""
-        if value is None:
-            raise self.wrong(f"{name}, a text, is missing; the fields are {self.fields()}")
-        raise self.wrong(f"{name}={shown(value, 60)} must be a text")
+        self.require(isinstance(value, str) or (optional and value is None), name, value, "a text")
+        return value or ""
 
     def content(self, name: str) -> TextOrMessages:
         """A text, or messages."""
         value = self.take(name)
-        if value is None:
-            raise self.wrong(f"{name}, a text or messages, is missing; the fields are {self.fields()}")
-        if not isinstance(value, str | list):
-            raise self.wrong(f"{name}={shown(value, 60)} must be a text, or messages")
+        self.require(isinstance(value, str | list), name, value, "a text or messages")
         return value if isinstance(value, str) else self.chat(name)
 
     def completed(self) -> tuple[TextOrMessages, TextOrMessages]:
         """`prompt` and `completion`, both texts or both messages."""
         prompt, answer = self.content("prompt"), self.content("completion")
-        self.same_kind("prompt", prompt, "completion", answer)
+        self.check_same_form("prompt", prompt, "completion", answer)
         return self.with_system(prompt), answer
 
-    def same_kind(self, name: str, value: TextOrMessages, other: str, also: TextOrMessages) -> None:
+    def check_same_form(self, name: str, value: TextOrMessages, other: str, also: TextOrMessages) -> None:
         if isinstance(value, str) != isinstance(also, str):
-            kinds = [f"{n} {'a text' if isinstance(v, str) else 'messages'}" for n, v in ((name, value), (other, also))]
-            raise self.wrong(f"{kinds[0]}, but {kinds[1]}; write both as texts, or both as messages")
+            forms = [f"{n} {'a text' if isinstance(v, str) else 'messages'}" for n, v in ((name, value), (other, also))]
+            raise self.wrong(f"{forms[0]}, but {forms[1]}; write both as texts, or both as messages")
 
     def with_system(self, content: TextOrMessages) -> Any:
         """Messages, with the field `system` as the first, if it has a text and they have no such message."""
@@ -236,14 +237,12 @@ class _Line:
     def tools(self) -> tuple[dict[str, Any], ...]:
         value = self.take("tools")
         if isinstance(value, str):
-            try:
+            with suppress(ValueError, RecursionError):
                 value = json.loads(value) if value.strip() else None
-            except (ValueError, RecursionError):
-                raise self.wrong(f"tools={shown(value, 60)} is a text, but not JSON; write a list of objects") from None
         if value is None:
             return ()
-        if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-            raise self.wrong(f"tools={shown(value, 60)} must be a list of objects in OpenAI's format for functions")
+        are_tools = isinstance(value, list) and all(isinstance(tool, dict) for tool in value)
+        self.require(are_tools, "tools", value, "a list of objects in OpenAI's format for functions")
         return tuple(self._stored(value))
 
     def _stored(self, value: Any) -> Any:
@@ -254,21 +253,17 @@ class _Line:
 
     def chat(self, name: str) -> tuple[Message, ...]:
         value = self.take(name)
-        if not isinstance(value, list) or not value:
-            raise self.wrong(f"{name}={shown(value, 60)} must be a list with at least one message")
-        return tuple(self._message(name, i, each) for i, each in enumerate(value))
+        self.require(isinstance(value, list) and bool(value), name, value, "a list with at least one message")
+        return tuple(self._message(name, i, message) for i, message in enumerate(value))
 
     def _message(self, chat: str, number: int, value: Any) -> Message:
         name = f"{chat}[{number}]"
-        if not isinstance(value, dict):
-            raise self.wrong(f"{name}={shown(value, 60)} must be an object with role and content, or from and value")
+        self.require(isinstance(value, dict), name, value, "an object with role and content, or from and value")
         fields = {key: self._stored(entry) for key, entry in value.items() if entry is not None}
         plain = "role" in fields or "from" not in fields
         role_name, content_name = ("role", "content") if plain else ("from", "value")
         role, content = fields.pop(role_name, None), fields.pop(content_name, None)
-        if not isinstance(role, str) or role not in ROLES:
-            known = ", ".join(ROLES)
-            raise self.wrong(f"{name}.{role_name}={shown(role, 40)} is not a role; rename it to one of {known}")
+        self.require(isinstance(role, str) and role in ROLES, f"{name}.{role_name}", role, f"one of {', '.join(ROLES)}")
         message: dict[str, Any] = {"role": ROLES[role], "content": ""}
         for key, entry in fields.items():
             self.refuse_meaningful(f"{name}.{key}", entry, MESSAGE_UNSUPPORTED)
@@ -277,21 +272,21 @@ class _Line:
                     f"{name}.{key}={shown(entry, 40)} is not supported, as all of the assistant's messages are targets; to"
                     " train on the last one only, put those before it into `prompt`, and it into `completion`"
                 )
-            if key in MESSAGE_FIELDS and entry not in ("", []):
+            if key in OPTIONAL_MESSAGE_FIELDS and entry not in ("", []):
                 message[key] = entry
-            elif key not in MESSAGE_FIELDS:
+            elif key not in OPTIONAL_MESSAGE_FIELDS:
                 self._ignored.add(f"{chat}[].{shown(key, 40)[1:-1]}")
         if isinstance(content, list):
             content = self._joined(f"{name}.{content_name}", content)
-        if not isinstance(content, str) and (content is not None or "tool_calls" not in message):
-            raise self.wrong(f"{name}.{content_name}={shown(content, 60)} must be a text")
+        is_text = isinstance(content, str) or (content is None and "tool_calls" in message)
+        self.require(is_text, f"{name}.{content_name}", content, "a text")
         message["content"] = content or ""
         return message  # type: ignore[return-value]
 
     def _joined(self, name: str, parts: list[Any]) -> str:
         for i, part in enumerate(parts):
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise self.wrong(f"{name}[{i}]={shown(part, 60)} must be a part of type text; other parts are not supported")
+            is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            self.require(is_text, f"{name}[{i}]", part, "a part of type text; other parts are not supported")
         return "".join(part["text"] for part in parts)
 
     def answers(
@@ -299,20 +294,20 @@ class _Line:
     ) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
         """The prompt, and both answers to it."""
         prompt: tuple[Message, ...] = ()
-        given = self.take("prompt")
-        if given is not None:
+        prompt_field = self.take("prompt")
+        if prompt_field is not None:
             content = self.content("prompt")
             prompt = self.with_system(({"role": "user", "content": content},) if isinstance(content, str) else content)
             if chosen[0]["role"] not in ("system", "user"):
                 return prompt, chosen, rejected
         common = 0
-        for one, other in zip(chosen, rejected, strict=False):
-            if one != other:
+        for chosen_message, rejected_message in zip(chosen, rejected, strict=False):
+            if chosen_message != rejected_message:
                 break
             common += 1
         shared = chosen[:common]
-        if given is None and chosen[0]["role"] == "assistant":
-            raise self.wrong(f"prompt, a text or messages, is missing; the fields are {self.fields()}")
+        has_prompt = prompt_field is not None or chosen[0]["role"] != "assistant"
+        self.require(has_prompt, "prompt", None, "a text or messages")
         if (
             shared and prompt[-len(shared) :] == shared
         ):  # the prompt may have a system message that the answers do not repeat

@@ -15,9 +15,10 @@ import numpy as np
 
 from llama_jax.data.chat_jsonl import Example, read_chats, read_labeled, read_preferences
 from llama_jax.data.corpus import Corpus
-from llama_jax.data.data_files import Paths, describe, find_files, untouched
-from llama_jax.data.documents import RECORD_UNITS, kind_of, location
+from llama_jax.data.data_files import Paths, check_untouched, describe_source, find_files
+from llama_jax.data.documents import RECORD_UNITS, file_type, location
 from llama_jax.errors import DataError, GenerationError, TokenizerError, shown
+from llama_jax.settings import check_bounds
 from llama_jax.tokenizers import Format, Tokenizer
 from llama_jax.tokenizers.chat_targets import EncodedExample, ReplyEncoder
 from llama_jax.tokenizers.chat_template import parse_template_args
@@ -53,8 +54,7 @@ class ChatReading:
     def __post_init__(self) -> None:
         check_time(self.template_time)
         parse_template_args(self.template_args)
-        if self.too_long not in ("cut", "drop"):
-            raise DataError(f"too_long={self.too_long!r} must be cut or drop")
+        check_bounds(self, DataError)
 
 
 def check_time(template_time: str | None) -> None:
@@ -139,8 +139,8 @@ def open_chats(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatRea
     Warns if no target is a token that ends a reply, since a model trained on them would never end one; if texts contain the
     names of special tokens as plain text; and of fields that are ignored.
     """
-    found, counts, _ = _read(paths, tokenizer, length, reading, read_chats)
-    return Chats(found[0], counts)
+    corpora, counts, _ = _read_examples(paths, tokenizer, length, reading, read_chats)
+    return Chats(corpora[0], counts)
 
 
 def open_preferences(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Preferences:
@@ -149,14 +149,14 @@ def open_preferences(paths: Paths, tokenizer: Tokenizer, length: int, reading: C
     A pair is dropped if one of its answers is, or if both answers are the same after cutting. Token counts include both
     answers, each with the prompt.
     """
-    found, counts, _ = _read(paths, tokenizer, length, reading, read_preferences)
-    return Preferences(found[0], found[1], counts)
+    corpora, counts, _ = _read_examples(paths, tokenizer, length, reading, read_preferences)
+    return Preferences(corpora[0], corpora[1], counts)
 
 
 def open_labeled(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> LabeledAnswers:
     """Single answers as tokens and targets, with their labels; see `read_labeled`, and `open_chats` for the rest."""
-    found, counts, desirable = _read(paths, tokenizer, length, reading, read_labeled)
-    return LabeledAnswers(found[0], np.array(desirable, bool), counts)
+    corpora, counts, desirable = _read_examples(paths, tokenizer, length, reading, read_labeled)
+    return LabeledAnswers(corpora[0], np.array(desirable, bool), counts)
 
 
 def examples_of(paths: Paths, read: Callable[[Path], Iterator[Example]]) -> Iterator[tuple[Path, Example]]:
@@ -167,13 +167,12 @@ def examples_of(paths: Paths, read: Callable[[Path], Iterator[Example]]) -> Iter
     """
     files = find_files(paths)
     for file in files:
-        if kind_of(file) not in RECORD_UNITS:
+        if file_type(file) not in RECORD_UNITS:
             raise DataError(f"{file} has no chats or other examples; use files that end in {', '.join(RECORD_UNITS)}")
     for file in files:
-        source = describe(file)
+        source = describe_source(file)
         yield from ((file, example) for example in read(file))
-        if not untouched(file, source):
-            raise DataError(f"{file} changed while being read; try again when nothing writes to it")
+        check_untouched(file, source)
 
 
 def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = False) -> tuple[EncodedExample, ...]:
@@ -185,15 +184,15 @@ def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = F
     Raises:
       GenerationError, TokenizerError: see `ReplyEncoder`.
     """
-    found = []
+    sequences = []
     for answer in example.answers:
         if isinstance(example.prompt, str) and isinstance(answer, str):
-            found.append(encoder.pair(example.prompt, answer, special=special))
-        elif isinstance(answer, str) or (isinstance(example.prompt, str) and example.prompt):
-            raise GenerationError("prompt and answer must both be texts, or both messages")
-        else:
-            found.append(encoder.chat([*example.prompt, *answer], len(example.prompt), example.tools))
-    return tuple(found)
+            sequences.append(encoder.pair(example.prompt, answer, special=special))
+        else:  # the readers of examples refuse texts beside messages
+            assert not isinstance(answer, str)
+            assert not (isinstance(example.prompt, str) and example.prompt)
+            sequences.append(encoder.chat([*example.prompt, *answer], len(example.prompt), example.tools))
+    return tuple(sequences)
 
 
 def for_format(encoder: ReplyEncoder, example: Example) -> Example:
@@ -219,24 +218,22 @@ def warn_of_ignored(ignored: Collection[str], where: str) -> None:
         warnings.warn(f"{where}: ignored fields: {', '.join(sorted(ignored))}", stacklevel=4)
 
 
-def shortened(encoded: EncodedExample, length: int, too_long: TooLong) -> EncodedExample | None:
+def shorten_example(encoded: EncodedExample, length: int, too_long: TooLong) -> EncodedExample | None:
     """At most T + 1 tokens of an example; None if it is longer and `too_long` is "drop"."""
     if len(encoded.ids) <= length + 1:
         return encoded
     return None if too_long == "drop" else EncodedExample(encoded.ids[: length + 1], encoded.targets[: length + 1])
 
 
-def _read(
+def _read_examples(
     paths: Paths,
     tokenizer: Tokenizer,
     length: int,
     reading: ChatReading,
     read: Callable[[Path], Iterator[Example]],
 ) -> tuple[list[Corpus], ExampleCounts, list[bool | None]]:
-    if length < 1:
-        raise DataError(f"length={length} must be at least 1 token")
     counts = ExampleCounts()
-    sides: list[_CorpusBuilder] = []
+    builders: list[_CorpusBuilder] = []
     desirable: list[bool | None] = []
     special = special_pattern(tokenizer.special_tokens)
     spelled = ""  # the first text that spells a special token
@@ -248,47 +245,51 @@ def _read(
             example = for_format(encoder, example)  # a missing format is not the line's fault
             ignored.update(example.ignored)
             try:
-                found = encode_example(encoder, example, special=reading.special)
+                answers = encode_example(encoder, example, special=reading.special)
             except (GenerationError, TokenizerError) as error:
                 raise DataError(f"{where}: {error}") from None
             counts.read += 1
-            counts.longest = max(counts.longest, *(len(encoded.ids) for encoded in found))
+            counts.longest = max(counts.longest, *(len(encoded.ids) for encoded in answers))
             if not spelled and not reading.special:
                 texts = [text for text in (example.prompt, *example.answers) if isinstance(text, str)]
                 spelled = next((f"{where}: {shown(f[0])}" for text in texts if (f := special.search(text))), "")
-            sides = sides or [_CorpusBuilder(tokenizer.vocab_size) for _ in found]
-            if _take(sides, found, length, reading.too_long, counts):
+            builders = builders or [_CorpusBuilder(tokenizer.vocab_size) for _ in answers]
+            if _take(builders, answers, length, reading.too_long, counts):
                 desirable.append(example.desirable)
         if not counts.targets:
-            named = ", ".join(map(str, find_files(paths)))
+            file_names = ", ".join(map(str, find_files(paths)))
             raise DataError(
-                f"{named}: no example has a target ({counts}); are there `messages` of the assistant, is `length` large"
+                f"{file_names}: no example has a target ({counts}); are there `messages` of the assistant, is `length` large"
                 " enough, and does {% generation %} in the chat template enclose the assistant's text?"
             )
         lengths = np.array([len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)], np.int64)
-        corpora = [side.corpus(lengths) for side in sides]
+        corpora = [builder.corpus(lengths) for builder in builders]
         _warn(corpora, encoder, spelled)
     warn_of_ignored(ignored, ", ".join(map(str, find_files(paths))))
     return corpora, counts, desirable
 
 
 def _take(
-    sides: list[_CorpusBuilder], found: tuple[EncodedExample, ...], length: int, too_long: TooLong, counts: ExampleCounts
+    builders: list[_CorpusBuilder],
+    answers: tuple[EncodedExample, ...],
+    length: int,
+    too_long: TooLong,
+    counts: ExampleCounts,
 ) -> bool:
     """Add an example to the corpora unless it is dropped; count it, and return whether it was kept."""
-    kept = [shortened(encoded, length, too_long) for encoded in found]
-    whole = [encoded for encoded in kept if encoded is not None]
-    if len(whole) < len(kept):
+    shortened = [shorten_example(encoded, length, too_long) for encoded in answers]
+    remaining = [encoded for encoded in shortened if encoded is not None]
+    if len(remaining) < len(shortened):
         counts.too_long += 1
-    elif not all(any(encoded.targets[1:]) for encoded in whole):  # the first token is not predicted
+    elif not all(any(encoded.targets[1:]) for encoded in remaining):  # the first token is not predicted
         counts.without_targets += 1
-    elif len(whole) == 2 and whole[0].ids == whole[1].ids:
+    elif len(remaining) == 2 and remaining[0].ids == remaining[1].ids:
         counts.same += 1
     else:
         counts.kept += 1
-        counts.cut += any(len(one.ids) < len(encoded.ids) for one, encoded in zip(whole, found, strict=True))
-        for side, encoded in zip(sides, whole, strict=True):
-            side.add(encoded)
+        counts.cut += any(len(short.ids) < len(encoded.ids) for short, encoded in zip(remaining, answers, strict=True))
+        for builder, encoded in zip(builders, remaining, strict=True):
+            builder.add(encoded)
             counts.tokens += len(encoded.ids)
             counts.targets += sum(encoded.targets)
         return True

@@ -73,12 +73,12 @@ def check_corpus_rows(corpus: Corpus, rows: int, tokenizer: Tokenizer | None = N
     order = np.argsort(corpus.starts, kind="stable")
     starts, stops = corpus.starts[order], corpus.stops[order]
     for begin in range(0, len(corpus.tokens), BLOCK_TOKENS):
-        places = begin + np.flatnonzero(corpus.tokens[begin : begin + BLOCK_TOKENS] >= rows)
-        documents = np.searchsorted(starts, places, "right") - 1
-        is_inside = (documents >= 0) & (places < stops[documents])
+        positions = begin + np.flatnonzero(corpus.tokens[begin : begin + BLOCK_TOKENS] >= rows)
+        documents = np.searchsorted(starts, positions, "right") - 1
+        is_inside = (documents >= 0) & (positions < stops[documents])
         if is_inside.any():
             first = int(is_inside.argmax())
-            token = describe_missing_row(int(corpus.tokens[places[first]]), rows, tokenizer)
+            token = describe_missing_row(int(corpus.tokens[positions[first]]), rows, tokenizer)
             raise DataError(
                 f"document {order[documents[first]] + 1} contains {token}; remove it, or use the model's tokenizer"
             )
@@ -143,25 +143,25 @@ def hold_out(marks: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.n
         raise DataError(f"the corpus is one document {len(marks)} times, which cannot be split")
     order = shuffled(len(marks), seed, 0)
     _, first = np.unique(groups[order], return_index=True)
-    held, total = np.zeros(len(sizes), bool), 0
+    in_validation, total = np.zeros(len(sizes), bool), 0
     for group in np.argsort(first, kind="stable").tolist():
         if total == count:
             break
         if total + sizes[group] <= count:
-            held[group] = True
+            in_validation[group] = True
             total += int(sizes[group])
     if not total:  # each occurs more than `count` times
-        held[int(np.argmin(sizes))] = True
-    return np.flatnonzero(~held[groups]), np.flatnonzero(held[groups])
+        in_validation[int(np.argmin(sizes))] = True
+    return np.flatnonzero(~in_validation[groups]), np.flatnonzero(in_validation[groups])
 
 
-def unseen(marks: np.ndarray, others: np.ndarray, what: str = "document") -> np.ndarray:
+def unseen(marks: np.ndarray, validation_marks: np.ndarray, what: str = "document") -> np.ndarray:
     """Indices of the documents whose mark is not among those of the validation data.
 
     Raises:
       DataError: there are none; `what` names a document.
     """
-    left = np.flatnonzero(~np.isin(marks, others))
+    left = np.flatnonzero(~np.isin(marks, validation_marks))
     if not len(left):
         raise DataError(
             f"every {what} of the training data is also in the validation data; use different data for one of them"
@@ -215,28 +215,31 @@ def split(corpus: Corpus, validation: float, *, seed: int = 0, tokenizer: Tokeni
     beyond = parts.validation.token_count - round(validation * corpus.token_count)
     if tokenizer is None or isinstance(validation, int) or beyond <= (EXCESS - 1) * validation * corpus.token_count:
         return parts
-    return _divided(parts, beyond, tokenizer)
+    return _divide_longest(parts, beyond, tokenizer)
 
 
-def _divided(parts: Split, beyond: int, tokenizer: Tokenizer) -> Split:
+def _divide_longest(parts: Split, beyond: int, tokenizer: Tokenizer) -> Split:
     """`parts` with the last `beyond` tokens of the longest validation document as a training document."""
-    train, held = parts
-    sizes = held.stops - held.starts
+    train, validation = parts
+    sizes = validation.stops - validation.starts
     longest = int(sizes.argmax())
-    kept = max(int(sizes[longest]) - beyond, 2)  # a single token predicts nothing
-    if sizes[longest] < kept + 2:
+    prefix = max(int(sizes[longest]) - beyond, 2)  # a single token predicts nothing
+    if sizes[longest] < prefix + 2:
         return parts
-    where = held.starts[longest] + kept
-    tokens = held.document(longest)[:kept]
+    where = validation.starts[longest] + prefix
+    tokens = validation.document(longest)[:prefix]
     spelled = sum(len(tokenizer.token_bytes(token)) for token in tokens.tolist()) - tokenizer.space_prefix
-    held_bytes = min(max(spelled, 0), int(held.byte_counts[longest]))
+    held_bytes = min(max(spelled, 0), int(validation.byte_counts[longest]))
     at = int(np.searchsorted(train.starts, where))
     rest = replace(
         train,
         starts=np.insert(train.starts, at, where),
-        stops=np.insert(train.stops, at, held.stops[longest]),
-        byte_counts=np.insert(train.byte_counts, at, held.byte_counts[longest] - held_bytes),
+        stops=np.insert(train.stops, at, validation.stops[longest]),
+        byte_counts=np.insert(train.byte_counts, at, validation.byte_counts[longest] - held_bytes),
     )
-    here = np.arange(len(sizes)) == longest
-    stops, byte_counts = np.where(here, where, held.stops), np.where(here, held_bytes, held.byte_counts)
-    return Split(rest, replace(held, stops=stops, byte_counts=byte_counts))
+    is_longest = np.arange(len(sizes)) == longest
+    stops, byte_counts = (
+        np.where(is_longest, where, validation.stops),
+        np.where(is_longest, held_bytes, validation.byte_counts),
+    )
+    return Split(rest, replace(validation, stops=stops, byte_counts=byte_counts))

@@ -30,7 +30,7 @@ from llama_jax.storage.atomic_write import write_atomically
 CORPUS_SUFFIX = ".corpus"
 CORPUS_MAGIC = b"llamajx2"
 CORPUS_HEADER = struct.Struct("<8sQ32s")
-REMEDY = "remove it, and build again"
+REBUILD_REMEDY = "remove it, and build again"
 
 
 class TokenBlock(NamedTuple):
@@ -128,27 +128,27 @@ def read_info(path: Path) -> CorpusInfo:
             file.seek(-length, 2)
             text = file.read()
             if hashlib.sha256(text).digest() == checksum:
-                return _checked(path, text)
-    raise DataError(f"{path} is not a whole corpus of tokens; {REMEDY}")
+                return _parse_info(path, text)
+    raise DataError(f"{path} is not a whole corpus of tokens; {REBUILD_REMEDY}")
 
 
-def _checked(path: Path, text: bytes) -> CorpusInfo:
+def _parse_info(path: Path, text: bytes) -> CorpusInfo:
     """Parse and check a description; raises DataError."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict) or fields.keys() != set(CorpusInfo._fields):
-        raise DataError(f"{path} has no description of a corpus; {REMEDY}")
-    info = CorpusInfo(**fields)
-    for name in ("documents", "tokens", "text_bytes", "vocab_size"):
-        if type(fields[name]) is not int or fields[name] < 0:
-            raise DataError(f"{path} has {name}={shown(fields[name], 40)}, which must be a number of at least 0; {REMEDY}")
-    if info.token_type not in ("uint16", "uint32"):
-        raise DataError(f"{path} has token_type={shown(info.token_type, 40)}, which must be uint16 or uint32; {REMEDY}")
-    if not isinstance(info.sha256, str) or not isinstance(info.origin, dict):
-        raise DataError(f"{path} has no description of a corpus; {REMEDY}")
-    return info
+        raise DataError(f"{path} has no description of a corpus; {REBUILD_REMEDY}")
+    counts = [fields[name] for name in ("documents", "tokens", "text_bytes", "vocab_size")]
+    if (
+        not all(type(count) is int and count >= 0 for count in counts)
+        or fields["token_type"] not in ("uint16", "uint32")
+        or not isinstance(fields["sha256"], str)
+        or not isinstance(fields["origin"], dict)
+    ):
+        raise DataError(f"{path} has an invalid description, {shown(fields, 200)}; {REBUILD_REMEDY}")
+    return CorpusInfo(**fields)
 
 
 def read_corpus(path: Path) -> tuple[Corpus, CorpusInfo]:
@@ -161,24 +161,21 @@ def read_corpus(path: Path) -> tuple[Corpus, CorpusInfo]:
     mapped = np.asarray(np.memmap(path, np.uint8, "r"))
     length = CORPUS_HEADER.unpack(mapped[: CORPUS_HEADER.size].tobytes())[1]
     data = mapped[CORPUS_HEADER.size : len(mapped) - length]
-    if hashlib.sha256(data.data).hexdigest() != info.sha256:
-        raise DataError(f"{path} is not a whole corpus of tokens; {REMEDY}")
     dtype = np.dtype(info.token_type).newbyteorder("<")
     size = info.tokens * dtype.itemsize
     padded = -(-size // 8) * 8
-    if len(data) != padded + 8 * (2 * info.documents + 1):
-        raise DataError(f"{path} has sizes that differ from its description; {REMEDY}")
-    numbers = np.frombuffer(data[padded:].tobytes(), "<i8")
+    is_whole = len(data) == padded + 8 * (2 * info.documents + 1)
+    if not is_whole or hashlib.sha256(data.data).hexdigest() != info.sha256:
+        raise DataError(f"{path} is not a whole corpus of tokens; {REBUILD_REMEDY}")
+    tokens, numbers = data[:size].view(dtype), np.frombuffer(data[padded:].tobytes(), "<i8")
     starts, byte_counts = numbers[: info.documents + 1], numbers[info.documents + 1 :]
-    if starts[0] != 0 or starts[-1] != info.tokens or (starts[1:] < starts[:-1]).any():
-        raise DataError(f"{path} has documents that are not consecutive in its {info.tokens} tokens; {REMEDY}")
-    if (byte_counts < 0).any() or byte_counts.sum() != info.text_bytes:
-        raise DataError(f"{path} has byte counts that differ from its description; {REMEDY}")
-    largest = int(data[:size].view(dtype).max(initial=0))
-    if info.tokens and largest >= info.vocab_size:
-        raise DataError(f"{path} has the token {largest}, outside its vocabulary of {info.vocab_size}; {REMEDY}")
+    are_consecutive = starts[0] == 0 and starts[-1] == info.tokens and (starts[1:] >= starts[:-1]).all()
+    have_bytes = (byte_counts >= 0).all() and byte_counts.sum() == info.text_bytes
+    have_rows = not info.tokens or int(tokens.max()) < info.vocab_size
+    if not (are_consecutive and have_bytes and have_rows):
+        raise DataError(f"{path} has documents or tokens that differ from its description; {REBUILD_REMEDY}")
     corpus = Corpus(
-        tokens=data[:size].view(dtype),
+        tokens=tokens,
         starts=starts[:-1],
         stops=starts[1:],
         byte_counts=byte_counts,
@@ -188,7 +185,7 @@ def read_corpus(path: Path) -> tuple[Corpus, CorpusInfo]:
     return corpus, info
 
 
-def blocks_of(corpus: Corpus) -> Iterator[TokenBlock]:
+def corpus_blocks(corpus: Corpus) -> Iterator[TokenBlock]:
     """The documents of a corpus as blocks, one for each run of documents that are consecutive in its tokens."""
     breaks = np.flatnonzero(corpus.starts[1:] != corpus.stops[:-1]) + 1
     for documents in np.split(np.arange(corpus.document_count), breaks):

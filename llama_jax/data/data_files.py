@@ -21,13 +21,13 @@ from llama_jax.storage.object_cache import fetch_to_cache, objects_below
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 SOURCE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-DATA_KINDS = (".txt", ".jsonl", ".parquet", ".arrow", ".bin", ".array_record", ".corpus")
-DATA_SUFFIXES = (*DATA_KINDS, *(kind + packed for kind in (".txt", ".jsonl") for packed in (".gz", ".zst")))
-SPLIT_NAME = r"(?P<split>(?:train|test|validation|valid|val|dev|eval)\w*)"
+DATA_TYPES = (".txt", ".jsonl", ".parquet", ".arrow", ".bin", ".array_record", ".corpus")
+DATA_SUFFIXES = (*DATA_TYPES, *(suffix + packed for suffix in (".txt", ".jsonl") for packed in (".gz", ".zst")))
+SPLIT_PATTERN = r"(?P<split>(?:train|test|validation|valid|val|dev|eval)\w*)"
 SHARD_NUMBERS = r"-\d{5}-of-\d{5}(?:-[0-9a-f]+)?"
 # On the Hub data/train-00000-of-00002.parquet; in the library's cache name-train.arrow or name-train-00000-of-00002.arrow.
-HUB_FILE = re.compile(rf"{SPLIT_NAME}{SHARD_NUMBERS}\.(?:parquet|jsonl|txt)(?:\.gz|\.zst)?")
-DATASETS_CACHE_FILE = re.compile(rf"\w+-{SPLIT_NAME}(?:{SHARD_NUMBERS})?\.arrow")
+HUB_FILE = re.compile(rf"{SPLIT_PATTERN}{SHARD_NUMBERS}\.(?:parquet|jsonl|txt)(?:\.gz|\.zst)?")
+DATASETS_CACHE_FILE = re.compile(rf"\w+-{SPLIT_PATTERN}(?:{SHARD_NUMBERS})?\.arrow")
 CORPORA = "corpora"  # in the cache
 SAVED_SPLITS = "dataset_dict.json"  # next to a folder per split, by DatasetDict.save_to_disk
 SAVED_STATE = "state.json"  # next to the files of one, by Dataset.save_to_disk
@@ -53,7 +53,7 @@ class WeightedData:
 Data = Paths | Sequence[WeightedData]
 
 
-class FoundData(NamedTuple):
+class SourceFiles(NamedTuple):
     """The files of a source; the name is empty and the share 1 if the data is not a mixture."""
 
     name: str
@@ -61,29 +61,29 @@ class FoundData(NamedTuple):
     share: Fraction
 
 
-def find_data(data: Data) -> list[FoundData]:
+def find_data(data: Data) -> list[SourceFiles]:
     """The files of each source of a mixture, with its name and share; a single source for plain paths.
 
     Raises:
       DataError: see `find_files` and `mixture.shares`; a duplicate or invalid name; or both paths and sources.
     """
-    given = [data] if isinstance(data, str | os.PathLike) else list(data)
-    named = [source for source in given if isinstance(source, WeightedData)]
-    plain = [path for path in given if not isinstance(path, WeightedData)]
-    if not named:
-        return [FoundData("", find_files(plain), Fraction(1))]
+    entries = [data] if isinstance(data, str | os.PathLike) else list(data)
+    weighted = [source for source in entries if isinstance(source, WeightedData)]
+    plain = [path for path in entries if not isinstance(path, WeightedData)]
+    if not weighted:
+        return [SourceFiles("", find_files(plain), Fraction(1))]
     if plain:
         raise DataError(f"{plain[0]} has no name and weight, but others do: write all as SOURCE_NAME=PATH:WEIGHT, or none")
-    for name, times in Counter(source.name for source in named).items():
+    for name, times in Counter(source.name for source in weighted).items():
         if not SOURCE_NAME.fullmatch(name):
             raise DataError(f"the name {shown(name, 40)} of a source must be letters, digits, dots, dashes and underscores")
         if times > 1:
             raise DataError(f"two sources are named {name}; put their files into one folder, or use two names")
-    parts = shares({source.name: source.weight for source in named})
-    named.sort(key=lambda source: source.name)  # independent of the order given
-    found = [FoundData(source.name, find_files(source.paths), parts[source.name]) for source in named]
-    _check_once([file for source in found for file in source.files])
-    return found
+    parts = shares({source.name: source.weight for source in weighted})
+    weighted.sort(key=lambda source: source.name)  # independent of the order given
+    sources = [SourceFiles(source.name, find_files(source.paths), parts[source.name]) for source in weighted]
+    _check_once([file for source in sources for file in source.files])
+    return sources
 
 
 class Source(NamedTuple):
@@ -104,41 +104,40 @@ def find_files(paths: Paths) -> list[Path]:
       DataError: nothing at a path, nothing to read in a folder, an empty file, a duplicate file, or a folder with several
         splits of a dataset or with an unfinished build.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        given = resolved(local_copy(path, DATA_SUFFIXES))
-        if not given.exists():
-            raise DataError(f"{path} does not exist; pass files of text, or a folder of them")
-        if given.is_dir():
-            check_finished(given)
+        location = resolved(local_copy(path, DATA_SUFFIXES))
+        if location.is_dir():
+            check_finished(location)
             inside = sorted(
                 file
-                for file in given.rglob("[!.]*")
+                for file in location.rglob("[!.]*")
                 if file.name.lower().endswith(DATA_SUFFIXES)
-                and not any(part.startswith(".") for part in file.relative_to(given).parts)
+                and not any(part.startswith(".") for part in file.relative_to(location).parts)
                 and file.is_file()
             )
             if not inside:
-                raise DataError(f"{path} holds no file that ends in {', '.join(DATA_KINDS)}; pass the files by name")
-            found += _one_split(given, inside)
-        elif given.is_file():
-            found.append(given)
+                raise DataError(f"{path} holds no file that ends in {', '.join(DATA_TYPES)}; pass the files by name")
+            files += _one_split(location, inside)
+        elif location.is_file():
+            files.append(location)
         else:
-            raise DataError(f"{path} is neither a file nor a folder; pass files of text, or a folder of them")
-    if not found:
+            state = "is neither a file nor a folder" if location.exists() else "does not exist"
+            raise DataError(f"{path} {state}; pass files of text, or a folder of them")
+    if not files:
         raise DataError("no data files given; pass files of text, or a folder of them (--data PATH)")
-    _check_once(found)
-    for file in found:
+    _check_once(files)
+    for file in files:
         if not file.stat().st_size:
             raise DataError(f"{file} is empty; is it the right file?")
-    return found
+    return files
 
 
 def check_finished(folder: Path) -> None:
     """Raise DataError for an unfinished build in a folder, or below it."""
-    for found in folder.rglob(UNFINISHED):
-        if not any(part.startswith(".") for part in found.parent.relative_to(folder).parts):
-            raise DataError(f"{found.parent} holds an unfinished build; the same `llama-jax data build` resumes it")
+    for plan_file in folder.rglob(UNFINISHED):
+        if not any(part.startswith(".") for part in plan_file.parent.relative_to(folder).parts):
+            raise DataError(f"{plan_file.parent} holds an unfinished build; the same `llama-jax data build` resumes it")
 
 
 def _one_split(folder: Path, files: Sequence[Path]) -> list[Path]:
@@ -154,15 +153,15 @@ def _one_split(folder: Path, files: Sequence[Path]) -> list[Path]:
                 raise _several(folder, names, f"{above}/{names[0] if names else 'SOURCE_NAME'}")
             if above == folder:
                 break
-    found = [file for file in files if file.suffix != ".arrow" or _is_saved(file)]
+    data_files = [file for file in files if file.suffix != ".arrow" or _is_saved(file)]
     splits: dict[str, Path] = {}
-    for file in found:
+    for file in data_files:
         if (match := HUB_FILE.fullmatch(file.name) or DATASETS_CACHE_FILE.fullmatch(file.name)) is not None:
             splits.setdefault(match["split"], file)
     if len(splits) > 1:
         name, file = next((pair for pair in splits.items() if pair[0] == "train"), next(iter(splits.items())))
         raise _several(folder, sorted(splits), f"{file.parent}/*{name}*")
-    return found
+    return data_files
 
 
 def _is_saved(file: Path) -> bool:
@@ -191,11 +190,17 @@ def _check_once(files: Sequence[Path]) -> None:
             raise DataError(f"{file} is given twice; its documents could be in both parts of a split")
 
 
-def describe(path: Path) -> Source:
+def describe_source(path: Path) -> Source:
     """The file as it is now."""
     stat = path.stat()
     with path.open("rb") as file:
         return Source(stat.st_size, stat.st_mtime_ns, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def check_untouched(path: Path, source: Source) -> None:
+    """Raise DataError for a file that was written to."""
+    if not untouched(path, source):
+        raise DataError(f"{path} changed while being read; try again when nothing writes to it")
 
 
 def untouched(path: Path, source: Source) -> bool:
@@ -206,7 +211,7 @@ def untouched(path: Path, source: Source) -> bool:
 
 def unchanged(path: Path, source: Source) -> bool:
     """Whether a file has the same content, which is read only if the file was written to."""
-    return untouched(path, source) or (path.stat().st_size == source.size and describe(path).sha256 == source.sha256)
+    return untouched(path, source) or (path.stat().st_size == source.size and describe_source(path).sha256 == source.sha256)
 
 
 # --- files in a store ----------------------------------------------------------------------------------------------------
@@ -228,21 +233,21 @@ def local_copy(path: str | os.PathLike[str], suffixes: tuple[str, ...]) -> Path:
         return _fetched(where.resolve(), suffixes)
 
 
-def _fetched(place: StoredPath, suffixes: tuple[str, ...]) -> Path:
-    if place.is_dir():
-        base, single = place, ""
-        found = {
+def _fetched(location: StoredPath, suffixes: tuple[str, ...]) -> Path:
+    if location.is_dir():
+        base, single = location, ""
+        objects = {
             name: listed
-            for name, listed in objects_below(place)
+            for name, listed in objects_below(location)
             if name.lower().endswith(suffixes) or name.rpartition("/")[2] in DESCRIPTIONS
         }
-        if not any(name.lower().endswith(suffixes) for name in found):
-            raise DataError(f"{place} holds no file that ends in {', '.join(suffixes)}; pass the files by name")
-    elif (alone := place.view.lookup(place.key)) is not None:
-        base, single, found = place.parent, place.name, {place.name: alone}
+        if not any(name.lower().endswith(suffixes) for name in objects):
+            raise DataError(f"{location} holds no file that ends in {', '.join(suffixes)}; pass the files by name")
+    elif (stored_object := location.view.lookup(location.key)) is not None:
+        base, single, objects = location.parent, location.name, {location.name: stored_object}
     else:
-        raise DataError(f"{place}: nothing is stored there; pass files of text, or a folder of them")
-    folder = fetch_to_cache(base, found, cannot_cache)
+        raise DataError(f"{location}: nothing is stored there; pass files of text, or a folder of them")
+    folder = fetch_to_cache(base, objects, cannot_cache)
     return folder / single
 
 

@@ -12,15 +12,16 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypeVar, cast
+from typing import IO, Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 from llama_jax.errors import DataError, reason_of, shown
+from llama_jax.settings import at_least, check_bounds
 
-READ_BYTES = 1 << 20  # bytes of a text file to read at a time
+TEXT_READ_BYTES = 1 << 20  # bytes of a text file to read at a time
 TABLE_ROWS = 1024  # rows of a table to read at a time
 SEARCH_BYTES = 1 << 20  # bytes to read at a time to find the end of a document
-COMPRESSED = (".gz", ".zst")
-TOKENS = (".bin", ".array_record", ".corpus")  # files of token ids
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+TOKEN_SUFFIXES = (".bin", ".array_record", ".corpus")  # files of token ids
 RECORD_UNITS = {".jsonl": "line", ".json": "record", ".parquet": "row", ".arrow": "row"}  # a record by the type of its file
 ARROW_MAGIC = b"ARROW1"  # begins Arrow's file format, which has an index
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # ends Arrow's streaming format
@@ -30,8 +31,8 @@ ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # ends Arrow's streaming format
 class DocumentFormat:
     """Settings for reading documents.
 
-    A file is text unless its name ends in one of `RECORD_UNITS` or `TOKENS`; ``.txt``, ``.jsonl`` and ``.json`` may be
-    followed by ``.gz`` or ``.zst``.
+    A file is text unless its name ends in one of `RECORD_UNITS` or `TOKEN_SUFFIXES`; ``.txt``, ``.jsonl`` and ``.json`` may
+    be followed by ``.gz`` or ``.zst``.
 
     Attributes:
       separator: the text between documents of a text file. White space around documents is removed.
@@ -47,17 +48,14 @@ class DocumentFormat:
     """
 
     separator: str = "<|endoftext|>"
-    longest: int = 1 << 17
+    longest: Annotated[int, at_least(1)] = 1 << 17
     field: str = "text"
     token_type: Literal["uint16", "uint32"] | None = None
 
     def __post_init__(self) -> None:
         if not self.separator:
             raise DataError("separator='' separates every two characters; for texts without separators set only `longest`")
-        if self.longest < 1:
-            raise DataError(f"longest={self.longest} must be at least 1 character")
-        if self.token_type not in (None, "uint16", "uint32"):
-            raise DataError(f"token_type={self.token_type!r} is not one of uint16, uint32")
+        check_bounds(self, DataError)
 
 
 class Document(NamedTuple):
@@ -116,7 +114,7 @@ def read_records(path: Path, span: Span | None = None, columns: list[str] | None
     Raises:
       DataError: a record that is not an object; a damaged file; pyarrow is missing, or a table has no such column.
     """
-    match kind_of(path):
+    match file_type(path):
         case ".jsonl":
             return _complete(path, _jsonl_records(path, span))
         case ".json":
@@ -127,7 +125,7 @@ def read_records(path: Path, span: Span | None = None, columns: list[str] | None
 
 def location(path: Path, number: int) -> str:
     """The file and the line, record or row, for messages."""
-    return f"{path}, {RECORD_UNITS.get(kind_of(path), 'line')} {number}"
+    return f"{path}, {RECORD_UNITS.get(file_type(path), 'line')} {number}"
 
 
 def _jsonl_records(path: Path, span: Span | None) -> Iterator[Record]:
@@ -171,7 +169,7 @@ def _json_records(path: Path) -> Iterator[Record]:
 
 def first_fields(files: Sequence[Path]) -> set[str]:
     """The fields of the first record in the first file of records; empty if there is no such file."""
-    records = (record for file in files if kind_of(file) in RECORD_UNITS for record in read_records(file))
+    records = (record for file in files if file_type(file) in RECORD_UNITS for record in read_records(file))
     return {name for record in islice(records, 1) for name in record.fields}
 
 
@@ -191,15 +189,15 @@ def json_objects(lines: Iterable[bytes], where: str) -> Iterator[tuple[dict[str,
         if number == 1 and line.lstrip().startswith(b"["):
             remedy += f"; if this is an array, jq -c '.[]' {Path(where).name} converts it"
         try:
-            found = json.loads(line)
+            record = json.loads(line)
         except UnicodeDecodeError:
             raise DataError(f"{where}, line {number} is not UTF-8; save the file as UTF-8") from None
         except (ValueError, RecursionError) as error:
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
             raise DataError(f"{where}, line {number} is not JSON ({reason}); {remedy}") from None
-        if not isinstance(found, dict):
-            raise DataError(f"{where}, line {number} is a {type(found).__name__}; {remedy}")
-        yield found, number
+        if not isinstance(record, dict):
+            raise DataError(f"{where}, line {number} is a {type(record).__name__}; {remedy}")
+        yield record, number
 
 
 def record_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
@@ -222,7 +220,7 @@ def record_documents(path: Path, reading: DocumentFormat, span: Span | None = No
 
 def _table_records(path: Path, span: Span | None, columns: list[str] | None) -> Iterator[Record]:
     """The rows of a table in Parquet, or in Arrow as written by the datasets library."""
-    batches = (_parquet_batches if kind_of(path) == ".parquet" else _arrow_batches)(path, span, columns)
+    batches = (_parquet_batches if file_type(path) == ".parquet" else _arrow_batches)(path, span, columns)
     rows = ((fields, read) for batch, read in batches for fields in batch)
     return (Record(fields, number, read) for number, (fields, read) in enumerate(rows, 1))
 
@@ -230,10 +228,10 @@ def _table_records(path: Path, span: Span | None, columns: list[str] | None) -> 
 def _parquet_batches(path: Path, span: Span | None, columns: list[str] | None) -> Iterator[tuple[list[Any], int]]:
     """Rows, at most TABLE_ROWS at a time, and the number of bytes of the file read after their group."""
     file, size = open_parquet(path), path.stat().st_size
-    _check_columns(path, columns, file.schema_arrow.names)
+    _check_column_names(path, columns, file.schema_arrow.names)
     groups = range(file.num_row_groups) if span is None else range(*span)
     for done, group in enumerate(groups, 1):
-        batches = map(_rows_of, file.iter_batches(TABLE_ROWS, row_groups=[group], columns=columns))
+        batches = map(_batch_rows, file.iter_batches(TABLE_ROWS, row_groups=[group], columns=columns))
         for rows in _damage_named(path, f"row group {group}", batches):
             yield rows, size * done // len(groups)
 
@@ -241,14 +239,14 @@ def _parquet_batches(path: Path, span: Span | None, columns: list[str] | None) -
 def _arrow_batches(path: Path, span: Span | None, columns: list[str] | None) -> Iterator[tuple[list[Any], int]]:
     """Like `_parquet_batches`, for each batch of the file."""
     for number, batch, read in arrow_batches(path, span):
-        _check_columns(path, columns, batch.schema.names)
+        _check_column_names(path, columns, batch.schema.names)
         chosen = batch if columns is None else batch.select(columns)
-        batches = (_rows_of(chosen.slice(at, TABLE_ROWS)) for at in range(0, len(chosen), TABLE_ROWS))
+        batches = (_batch_rows(chosen.slice(at, TABLE_ROWS)) for at in range(0, len(chosen), TABLE_ROWS))
         for rows in _damage_named(path, f"batch {number}", batches):
             yield rows, min(read, path.stat().st_size)
 
 
-def _rows_of(batch: Any) -> list[dict[str, Any]]:
+def _batch_rows(batch: Any) -> list[dict[str, Any]]:
     """The rows of a batch; faster than its own `to_pylist`."""
     names, columns = batch.schema.names, [column.to_pylist() for column in batch.columns]
     return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
@@ -284,7 +282,7 @@ def arrow_batches(path: Path, span: Span | None = None) -> Iterator[tuple[int, A
     return _damage_named(path, "its batches", batches())
 
 
-def _check_columns(path: Path, columns: list[str] | None, names: list[str]) -> None:
+def _check_column_names(path: Path, columns: list[str] | None, names: list[str]) -> None:
     for name in columns or ():
         if name not in names:
             raise DataError(
@@ -307,11 +305,9 @@ def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None
     """The documents of a file: JSONL, JSON, Parquet or Arrow by its name, otherwise text.
 
     Raises:
-      DataError: a file that is damaged, or of another kind, such as token ids.
+      DataError: a file that is damaged.
     """
-    if kind_of(path) in TOKENS:
-        raise DataError(f"{path} already holds token ids; use text, JSONL, JSON, Parquet or Arrow")
-    if kind_of(path) in RECORD_UNITS:
+    if file_type(path) in RECORD_UNITS:
         return record_documents(path, reading, span)
     return _complete(path, text_documents(path, reading, span))
 
@@ -332,16 +328,16 @@ def spans_of(path: Path, reading: DocumentFormat, size: int) -> list[Span | None
 
 
 def _spans_of(path: Path, reading: DocumentFormat, size: int) -> Iterator[Span | None]:
-    if is_compressed(path) or kind_of(path) == ".json":
+    if is_compressed(path) or file_type(path) == ".json":
         yield None
-    elif kind_of(path) == ".parquet":
+    elif file_type(path) == ".parquet":
         description = open_parquet(path).metadata
         groups = range(description.num_row_groups)
-        yield from _joined((description.row_group(group).total_byte_size for group in groups), size)
-    elif kind_of(path) == ".arrow":
-        yield from _joined((batch.nbytes for _, batch, _ in arrow_batches(path)), size)
+        yield from _join_spans((description.row_group(group).total_byte_size for group in groups), size)
+    elif file_type(path) == ".arrow":
+        yield from _join_spans((batch.nbytes for _, batch, _ in arrow_batches(path)), size)
     else:
-        mark = b"\n" if kind_of(path) == ".jsonl" else reading.separator.encode()
+        mark = b"\n" if file_type(path) == ".jsonl" else reading.separator.encode()
         start, end = 0, path.stat().st_size
         while start < end:
             stop = _end_after(path, mark, start + size, end)
@@ -349,7 +345,7 @@ def _spans_of(path: Path, reading: DocumentFormat, size: int) -> Iterator[Span |
             start = stop
 
 
-def _joined(sizes: Iterable[int], least: int) -> Iterator[Span]:
+def _join_spans(sizes: Iterable[int], least: int) -> Iterator[Span]:
     """Runs of parts with a total of at least `least` bytes; the last may have fewer."""
     start = stop = total = 0
     for stop, size in enumerate(sizes, 1):
@@ -366,24 +362,24 @@ def _end_after(path: Path, mark: bytes, start: int, size: int) -> int:
     with path.open("rb") as opened:
         while start < size:
             opened.seek(start)
-            found = opened.read(SEARCH_BYTES + len(mark)).find(mark)
-            if found >= 0:
-                return start + found + len(mark)
+            offset = opened.read(SEARCH_BYTES + len(mark)).find(mark)
+            if offset >= 0:
+                return start + offset + len(mark)
             start += SEARCH_BYTES
     return size
 
 
-def kind_of(path: Path) -> str:
+def file_type(path: Path) -> str:
     """The suffix of a file's type, without that of compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
+    if suffixes and suffixes[-1] in COMPRESSED_SUFFIXES:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
 
 
 def is_compressed(path: Path) -> bool:
     """Whether a file can only be read from its beginning."""
-    return path.suffix.lower() in COMPRESSED
+    return path.suffix.lower() in COMPRESSED_SUFFIXES
 
 
 def open_bytes(path: Path) -> IO[bytes]:
@@ -423,26 +419,26 @@ def _separated(path: Path, separator: str, longest: int, span: Span | None) -> I
     """Pieces whose concatenation is the file, each with the separator that ends it, and the bytes read so far."""
     rest = ""
     read = 0
-    for chunk, read in _decoded(path, span):
-        *whole, rest = (rest + chunk).split(separator)
-        for text in whole:
-            last = yield from _cut(text, longest, longest, read)
+    for block, read in _decoded(path, span):
+        *pieces, rest = (rest + block).split(separator)
+        for text in pieces:
+            last = yield from _cut_text(text, longest, longest, read)
             yield last + separator, read
         # The rest of a separator may follow: cut only where no part of one can be within reach.
-        rest = yield from _cut(rest, longest, longest + len(separator), read)
-    last = yield from _cut(rest, longest, longest, read)
+        rest = yield from _cut_text(rest, longest, longest + len(separator), read)
+    last = yield from _cut_text(rest, longest, longest, read)
     yield last, read
 
 
-def _cut(text: str, longest: int, keep: int, read: int) -> Generator[tuple[str, int], None, str]:
+def _cut_text(text: str, longest: int, keep: int, read: int) -> Generator[tuple[str, int], None, str]:
     """Pieces of at most `longest` characters from the front, until at most `keep` are left, which it returns."""
     start = 0
     while len(text) - start > keep:
         end = start + longest
         for mark in ("\n\n", "\n", " "):
-            found = text.rfind(mark, start + longest // 2, end)
-            if found >= 0:
-                end = found + len(mark)
+            mark_at = text.rfind(mark, start + longest // 2, end)
+            if mark_at >= 0:
+                end = mark_at + len(mark)
                 break
         yield text[start:end], read
         start = end
@@ -458,24 +454,24 @@ def _decoded(path: Path, span: Span | None) -> Iterator[tuple[str, int]]:
         if span is not None:
             file.seek(span.start)
         while True:
-            chunk = file.read(READ_BYTES if span is None else min(READ_BYTES, span.stop - span.start - read))
-            read += len(chunk)
-            binary = chunk.find(b"\0")
+            block = file.read(TEXT_READ_BYTES if span is None else min(TEXT_READ_BYTES, span.stop - span.start - read))
+            read += len(block)
+            binary = block.find(b"\0")
             if binary >= 0:
-                at = line + chunk.count(b"\n", 0, binary)
+                at = line + block.count(b"\n", 0, binary)
                 raise DataError(
                     f"{path}, line {at} has a zero byte, so it is not text; use text in UTF-8, or files that end in"
                     " .jsonl, .bin or .array_record"
                 )
             try:
-                text = decoder.decode(chunk, final=not chunk)
+                text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 # What the decoder kept of the previous chunk is part of a character, without an end of line.
                 at = line + error.object.count(b"\n", 0, error.start)
                 raise DataError(
                     f"{path}, line {at} is not UTF-8 (byte {error.object[error.start]:#04x}); save the text as UTF-8"
                 ) from None
-            line += chunk.count(b"\n")
+            line += block.count(b"\n")
             yield text, read
-            if not chunk:
+            if not block:
                 return

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 
 from llama_jax.data.corpus import Corpus
-from llama_jax.data.corpus_file import CORPUS_SUFFIX, CorpusInfo, TokenBlock, blocks_of, read_corpus, write_corpus
+from llama_jax.data.corpus_file import CORPUS_SUFFIX, CorpusInfo, TokenBlock, corpus_blocks, read_corpus, write_corpus
 from llama_jax.data.data_files import (
     CORPORA,
     Paths,
     Source,
     cannot_cache,
-    describe,
+    check_untouched,
+    describe_source,
     find_files,
     unchanged,
-    untouched,
 )
-from llama_jax.data.documents import Document, DocumentFormat, Span, kind_of, location, read_documents
+from llama_jax.data.documents import Document, DocumentFormat, Span, file_type, location, read_documents
 from llama_jax.errors import DataError, TokenizerError, reason_of
 from llama_jax.storage.object_cache import cache_limit as limit_of_environment
 from llama_jax.storage.object_cache import make_room, note_use
@@ -34,7 +34,7 @@ from llama_jax.storage.paths import cache_folder
 from llama_jax.tokenizers import Tokenizer
 
 MEGABYTE = 1 << 20
-Progress = Callable[[range], Iterable[int]]
+MegabyteProgress = Callable[[range], Iterable[int]]
 BIN_TOKENS = 1 << 20  # tokens of a .bin to read at a time
 BATCH_CHARACTERS = 1 << 18  # characters of documents to encode at a time
 BATCH_DOCUMENTS = 1024  # documents to encode at a time
@@ -49,7 +49,7 @@ def open_corpus(
     reading: DocumentFormat = DocumentFormat(),
     cache: str | os.PathLike[str] | None = None,
     cache_limit: int | None = None,
-    progress: Progress | None = None,
+    progress: MegabyteProgress | None = None,
 ) -> Corpus:
     """The documents of files as tokens: tokenized the first time, mapped from a corpus file later.
 
@@ -71,7 +71,7 @@ def open_corpus(
     """
     files = find_files(paths)
     vocabulary = examine(tokenizer)
-    if len(files) == 1 and kind_of(files[0]) == CORPUS_SUFFIX:
+    if len(files) == 1 and file_type(files[0]) == CORPUS_SUFFIX:
         corpus, info = read_corpus(files[0])
         check_corpus(files[0], info, vocabulary, reading)
         return corpus
@@ -79,14 +79,15 @@ def open_corpus(
     folder = cache_folder() / CORPORA if cache is None else Path(cache)
     limit = limit_of_environment() if cache_limit is None else cache_limit
     path = folder / f"{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]}{CORPUS_SUFFIX}"
-    found = _cached(path, files, recipe)
-    if found is None:
-        sources = [describe(file) for file in files]
-        blocks = _read_all(files, sources, tokenizer, vocabulary, reading, progress)
-        write_corpus(path, blocks, vocabulary.size, recipe | {"sources": sources}, raises=cannot_cache)
-        found = read_corpus(path)[0]
-        make_room(folder, limit, path)
-    return found
+    cached = _cached(path, files, recipe)
+    if cached is not None:
+        return cached
+    sources = [describe_source(file) for file in files]
+    blocks = _read_all(files, sources, tokenizer, vocabulary, reading, progress)
+    write_corpus(path, blocks, vocabulary.size, recipe | {"sources": sources}, raises=cannot_cache)
+    corpus = read_corpus(path)[0]
+    make_room(folder, limit, path)
+    return corpus
 
 
 def _cached(path: Path, files: list[Path], recipe: dict[str, Any]) -> Corpus | None:
@@ -109,9 +110,9 @@ def _read_all(
     files: list[Path],
     sources: list[Source],
     tokenizer: Tokenizer,
-    vocabulary: Vocabulary,
+    vocabulary: VocabularyInfo,
     reading: DocumentFormat,
-    progress: Progress | None,
+    progress: MegabyteProgress | None,
 ) -> Iterator[TokenBlock]:
     """The tokens of all files, reporting each megabyte to `progress`."""
     megabytes = range(-(-sum(source.size for source in sources) // MEGABYTE))
@@ -126,8 +127,7 @@ def _read_all(
                 done += 1
         if block is None:
             raise DataError(f"{file} holds no document; is it the right file?")
-        if not untouched(file, source):
-            raise DataError(f"{file} changed while being read; try again when nothing writes to it")
+        check_untouched(file, source)
         before += source.size
     for _ in walk:  # lets a progress bar see its end
         pass
@@ -137,7 +137,7 @@ def _read_all(
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularyInfo:
     """A tokenizer described by its behavior.
 
     Attributes:
@@ -157,7 +157,7 @@ class Vocabulary:
     fingerprint: str
 
 
-def examine(tokenizer: Tokenizer) -> Vocabulary:
+def examine(tokenizer: Tokenizer) -> VocabularyInfo:
     """The vocabulary of a tokenizer, and a fingerprint from its behavior.
 
     The fingerprint covers the bytes of every token, the special tokens, and the ids of a text in which all tokens occur, so
@@ -177,7 +177,7 @@ def examine(tokenizer: Tokenizer) -> Vocabulary:
     digest = hashlib.sha256(json.dumps(shape).encode())
     for part in (lengths.astype("<i8").tobytes(), b"".join(tokens), np.array(probe, "<i8").tobytes()):
         digest.update(part)
-    return Vocabulary(
+    return VocabularyInfo(
         size=len(tokens),
         bos=bos,
         eos=tokenizer.eos_id,
@@ -188,18 +188,18 @@ def examine(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def read_tokens(
-    path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary, reading: DocumentFormat, span: Span | None = None
+    path: Path, tokenizer: Tokenizer, vocabulary: VocabularyInfo, reading: DocumentFormat, span: Span | None = None
 ) -> Iterator[TokenBlock]:
     """The tokens of a file, or of a span of a text.
 
-    Text becomes BOS, its tokens, EOS, if the vocabulary has them (`Vocabulary`). Ids in ``.bin`` (only ids, as nanoGPT and
-    llama2.c write them), in ``.array_record`` (the ids of one document per record) and in ``.corpus`` (from `build`) are
-    used as they are; in a ``.bin`` a document begins with every BOS and after every EOS.
+    Text becomes BOS, its tokens, EOS, if the vocabulary has them (`VocabularyInfo`). Ids in ``.bin`` (only ids, as nanoGPT
+    and llama2.c write them), in ``.array_record`` (the ids of one document per record) and in ``.corpus`` (from
+    `tokenize_files`) are used as they are; in a ``.bin`` a document begins with every BOS and after every EOS.
 
     Raises:
       DataError: a file is damaged or of another kind; the message gives the line or the token's position.
     """
-    match kind_of(path):
+    match file_type(path):
         case ".bin":
             return _from_bin(path, vocabulary, reading)
         case ".array_record":
@@ -208,20 +208,16 @@ def read_tokens(
             corpus, info = read_corpus(path)
             check_corpus(path, info, vocabulary, reading)
             size = path.stat().st_size
-            return (block._replace(read=size) for block in blocks_of(corpus))
+            return (block._replace(read=size) for block in corpus_blocks(corpus))
         case _:
             return _from_text(path, tokenizer, vocabulary, reading, span)
 
 
-def check_corpus(path: Path, info: CorpusInfo, vocabulary: Vocabulary, reading: DocumentFormat) -> None:
+def check_corpus(path: Path, info: CorpusInfo, vocabulary: VocabularyInfo, reading: DocumentFormat) -> None:
     """Raise DataError for a corpus of another vocabulary, or with other ids than `reading.token_type`."""
     made, name = str(info.origin.get("fingerprint", "")), info.origin.get("tokenizer", "that made it")
     if reading.token_type not in (None, info.token_type):
         raise DataError(f"{path} has ids of {info.token_type}, not token_type='{reading.token_type}'; omit that")
-    if made == vocabulary.fingerprint and info.vocab_size > vocabulary.size:
-        raise DataError(
-            f"{path} was built for {info.vocab_size} tokens, but its vocabulary has {vocabulary.size}; build again"
-        )
     if made != vocabulary.fingerprint:
         raise DataError(
             f"{path} was built with the tokenizer {name} (fingerprint {made[:12]}), but is read with another one"
@@ -230,19 +226,19 @@ def check_corpus(path: Path, info: CorpusInfo, vocabulary: Vocabulary, reading: 
 
 
 def _from_text(
-    path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary, reading: DocumentFormat, span: Span | None
+    path: Path, tokenizer: Tokenizer, vocabulary: VocabularyInfo, reading: DocumentFormat, span: Span | None
 ) -> Iterator[TokenBlock]:
     begin, end = (array("I", [token] if token >= 0 else []) for token in (vocabulary.bos, vocabulary.eos))
-    for documents in _batches(read_documents(path, reading, span)):
+    for documents in _document_batches(read_documents(path, reading, span)):
         tokens, starts = array("I"), []  # the array type that is fastest to extend by a list of ints
-        for ids in _encode(path, tokenizer, documents, span):
+        for ids in _encode_documents(path, tokenizer, documents, span):
             starts.append(len(tokens))
             tokens += begin + array("I", ids) + end
         byte_counts = np.array([len(document.text.encode()) for document in documents])
         yield TokenBlock(np.frombuffer(tokens, np.uint32), np.array(starts), byte_counts, documents[-1].read)
 
 
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+def _document_batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     """Group documents into lists of about BATCH_CHARACTERS."""
     some: list[Document] = []
     size = 0
@@ -256,7 +252,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield some
 
 
-def _encode(path: Path, tokenizer: Tokenizer, documents: list[Document], span: Span | None) -> list[list[int]]:
+def _encode_documents(path: Path, tokenizer: Tokenizer, documents: list[Document], span: Span | None) -> list[list[int]]:
     try:
         return tokenizer.encode_batch([document.text for document in documents])
     except TokenizerError:
@@ -269,7 +265,7 @@ def _encode(path: Path, tokenizer: Tokenizer, documents: list[Document], span: S
         raise
 
 
-def _from_bin(path: Path, vocabulary: Vocabulary, reading: DocumentFormat) -> Iterator[TokenBlock]:
+def _from_bin(path: Path, vocabulary: VocabularyInfo, reading: DocumentFormat) -> Iterator[TokenBlock]:
     dtype = _token_type(vocabulary, reading)
     size = path.stat().st_size
     if size % dtype.itemsize:
@@ -300,7 +296,7 @@ def _from_bin(path: Path, vocabulary: Vocabulary, reading: DocumentFormat) -> It
             yield TokenBlock(block, starts, byte_counts, offset * dtype.itemsize)
 
 
-def _from_records(path: Path, vocabulary: Vocabulary, reading: DocumentFormat) -> Iterator[TokenBlock]:
+def _from_records(path: Path, vocabulary: VocabularyInfo, reading: DocumentFormat) -> Iterator[TokenBlock]:
     from array_record.python.array_record_module import ArrayRecordReader
 
     dtype = _token_type(vocabulary, reading)
@@ -325,12 +321,12 @@ def _from_records(path: Path, vocabulary: Vocabulary, reading: DocumentFormat) -
         yield TokenBlock(ids, np.array([0]), np.array([text_bytes]), size * (number + 1) // count)
 
 
-def _token_type(vocabulary: Vocabulary, reading: DocumentFormat) -> np.dtype:
+def _token_type(vocabulary: VocabularyInfo, reading: DocumentFormat) -> np.dtype:
     name = reading.token_type or ("uint16" if vocabulary.size <= 1 << 16 else "uint32")
     return np.dtype(name).newbyteorder("<")
 
 
-def _check_ids(where: str, ids: np.ndarray, offset: int, vocabulary: Vocabulary) -> None:
+def _check_ids(where: str, ids: np.ndarray, offset: int, vocabulary: VocabularyInfo) -> None:
     """Check that ids are within the vocabulary and of the dtype they were written with.
 
     Raises:

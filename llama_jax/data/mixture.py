@@ -22,23 +22,23 @@ def shares(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]
     Raises:
       DataError: a weight is not a positive number, or the shares' denominator exceeds MAX_PERIOD.
     """
-    found = dict[str, Fraction]()
+    fractions = dict[str, Fraction]()
     for name, weight in weights.items():
         try:
-            found[name] = Fraction(str(weight))
+            fractions[name] = Fraction(str(weight))
         except (ValueError, ZeroDivisionError):  # also for inf and nan
-            found[name] = Fraction(0)
-        if found[name] <= 0:
+            fractions[name] = Fraction(0)
+        if fractions[name] <= 0:
             raise DataError(f"the weight of {name}, {weight}, must be a number above 0; to exclude it, remove its data")
-    whole = sum(found.values())
-    found = {name: weight / whole for name, weight in found.items()}
-    period = math.lcm(*(share.denominator for share in found.values()))
+    total = sum(fractions.values())
+    fractions = {name: weight / total for name, weight in fractions.items()}
+    period = math.lcm(*(share.denominator for share in fractions.values()))
     if period > MAX_PERIOD:
         raise DataError(
-            f"the shares of {', '.join(found)} repeat only after {period:,} rows, but the maximum is {MAX_PERIOD:,}; use"
+            f"the shares of {', '.join(fractions)} repeat only after {period:,} rows, but the maximum is {MAX_PERIOD:,}; use"
             " weights of fewer digits"
         )
-    return found
+    return fractions
 
 
 @lru_cache(maxsize=16)
@@ -56,14 +56,14 @@ def interleave(parts: tuple[int, ...]) -> np.ndarray:
     if k == 1:
         return np.zeros(period, np.int32)
     slack = 2 * k - 2
-    order, given = np.empty(period, np.int32), [0] * k
+    order, assigned = np.empty(period, np.int32), [0] * k
     for n in range(1, period + 1):
         # Each source's deficit if the n-th row is another's, times the period so that all are integers.
-        deficits = [n * part - count * period for part, count in zip(parts, given, strict=True)]
+        deficits = [n * part - count * period for part, count in zip(parts, assigned, strict=True)]
         eligible = [at for at in range(k) if slack * deficits[at] >= period]
         chosen = min(eligible, key=lambda at: (Fraction((slack - 1) * period - slack * deficits[at], parts[at]), at))
         order[n - 1] = chosen
-        given[chosen] += 1
+        assigned[chosen] += 1
     return order
 
 
@@ -114,7 +114,7 @@ class Mixture:
     def _span(self, row: int) -> _Span:
         return self._spans[max(bisect_right(self._spans, row, key=lambda span: span.first) - 1, 0)]
 
-    def place(self, row: int) -> tuple[int, int]:
+    def source_row(self, row: int) -> tuple[int, int]:
         """The source of a row, as an index into `names`, and the number of earlier rows of that source."""
         span = self._span(row)
         periods, at = divmod(row - span.first, len(span.order))

@@ -58,10 +58,10 @@ class Pairs:
 def prompt_ends(corpus: Corpus) -> np.ndarray:
     """int64[N]: the position in `tokens` of each document's first target, where its prompt ends."""
     assert corpus.targets is not None
-    places = np.flatnonzero(corpus.targets)
-    at = np.searchsorted(places, corpus.starts)
-    found = places[np.minimum(at, len(places) - 1)]
-    return np.minimum(np.where(at < len(places), found, corpus.stops), corpus.stops)
+    target_positions = np.flatnonzero(corpus.targets)
+    at = np.searchsorted(target_positions, corpus.starts)
+    first_targets = target_positions[np.minimum(at, len(target_positions) - 1)]
+    return np.minimum(np.where(at < len(target_positions), first_targets, corpus.stops), corpus.stops)
 
 
 def prompts_of(corpus: Corpus) -> Corpus:
@@ -81,18 +81,18 @@ def split_pairs(pairs: Pairs, validation: float, *, seed: int) -> tuple[Pairs, P
     marks = fingerprints(prompts_of(pairs.first))
     if len(np.unique(marks)) < 2:
         marks = fingerprints(pairs.first)
-    train, held = map(pairs.select, hold_out(marks, max(1, round(validation * pairs.count)), seed))
-    return train, held
+    train, validation_pairs = map(pairs.select, hold_out(marks, max(1, round(validation * pairs.count)), seed))
+    return train, validation_pairs
 
 
-def without_pairs(pairs: Pairs, others: Pairs) -> Pairs:
+def without_pairs(pairs: Pairs, validation: Pairs) -> Pairs:
     """The pairs that are not among others; DataError if all are."""
 
-    def marks(found: Pairs) -> np.ndarray:
+    def marks(examples: Pairs) -> np.ndarray:
         with np.errstate(over="ignore"):
-            return fingerprints(found.first) * np.uint64(31) + fingerprints(found.second)
+            return fingerprints(examples.first) * np.uint64(31) + fingerprints(examples.second)
 
-    left = unseen(marks(pairs), marks(others), "pair")
+    left = unseen(marks(pairs), marks(validation), "pair")
     return pairs if len(left) == pairs.count else pairs.select(left)
 
 
@@ -131,12 +131,12 @@ def mismatched_answers(answers: Corpus, length: int) -> Corpus:
     tokens, targets = np.zeros(int(sizes.sum()), answers.tokens.dtype), np.zeros(int(sizes.sum()), bool)
     for number in range(count):
         begin, prompt = int(starts[number]), int(prompts[number])
-        said = int(sizes[number]) - prompt
+        answer_size = int(sizes[number]) - prompt
         source = int(ends[partner[number]])
         tokens[begin : begin + prompt] = answers.tokens[answers.starts[number] : ends[number]]
-        tokens[begin + prompt : begin + prompt + said] = answers.tokens[source : source + said]
+        tokens[begin + prompt : begin + prompt + answer_size] = answers.tokens[source : source + answer_size]
         assert answers.targets is not None
-        targets[begin + prompt : begin + prompt + said] = answers.targets[source : source + said]
+        targets[begin + prompt : begin + prompt + answer_size] = answers.targets[source : source + answer_size]
     return replace(
         answers, tokens=tokens, targets=targets, starts=starts, stops=stops, byte_counts=np.zeros(count, np.int64)
     )
@@ -144,16 +144,16 @@ def mismatched_answers(answers: Corpus, length: int) -> Corpus:
 
 def concatenate(corpora: tuple[Corpus, ...]) -> Corpus:
     """The documents of several corpora with targets as one corpus, in order."""
-    offsets = np.cumsum([0, *(len(one.tokens) for one in corpora)])
-    shifted = [(one.starts + by, one.stops + by) for one, by in zip(corpora, offsets, strict=False)]
+    offsets = np.cumsum([0, *(len(corpus.tokens) for corpus in corpora)])
+    shifted = [(corpus.starts + by, corpus.stops + by) for corpus, by in zip(corpora, offsets, strict=False)]
     return replace(
         corpora[0],
-        tokens=np.concatenate([one.tokens for one in corpora]),
-        targets=np.concatenate([np.asarray(one.targets) for one in corpora]),
+        tokens=np.concatenate([corpus.tokens for corpus in corpora]),
+        targets=np.concatenate([np.asarray(corpus.targets) for corpus in corpora]),
         starts=np.concatenate([starts for starts, _ in shifted]),
         stops=np.concatenate([stops for _, stops in shifted]),
-        byte_counts=np.concatenate([one.byte_counts for one in corpora]),
-        digest="-".join(one.digest for one in corpora),
+        byte_counts=np.concatenate([corpus.byte_counts for corpus in corpora]),
+        digest="-".join(corpus.digest for corpus in corpora),
     )
 
 
@@ -193,26 +193,26 @@ class PairRows(HostBatches[PairBatch]):
         rows = self.rows(number)
         share, most, pairs = len(rows), self.most, self._pairs
         tokens, segment_ids, positions = (np.zeros((share, 2, self._length + 1), np.int32) for _ in range(3))
-        there = np.zeros((share, most), bool)
-        made = PairBatch(
+        is_pair = np.zeros((share, most), bool)
+        batch = PairBatch(
             tokens,
             segment_ids,
             positions,
             np.zeros(tokens.shape, bool),
-            there,
-            None if pairs.desirable is None else np.zeros_like(there),
+            is_pair,
+            None if pairs.desirable is None else np.zeros_like(is_pair),
             None if self._reference is None else np.zeros((share, 2, most), np.float32),
         )
         for at in range(share):
             members = self.row(number, at)
-            for side, corpus in enumerate((pairs.first, pairs.second)):
-                fill_whole(made, (at, side), corpus, members)
-            there[at, : len(members)] = True
-            if made.desirable is not None and pairs.desirable is not None:
-                made.desirable[at, : len(members)] = pairs.desirable[members]
-            if made.reference is not None and self._reference is not None:
-                made.reference[at, :, : len(members)] = self._reference[members].T
-        return made
+            for index, corpus in enumerate((pairs.first, pairs.second)):
+                fill_whole(batch, (at, index), corpus, members)
+            is_pair[at, : len(members)] = True
+            if batch.desirable is not None and pairs.desirable is not None:
+                batch.desirable[at, : len(members)] = pairs.desirable[members]
+            if batch.reference is not None and self._reference is not None:
+                batch.reference[at, :, : len(members)] = self._reference[members].T
+        return batch
 
     def row(self, number: int, at: int) -> list[int]:
         """Indices of the pairs in row `at` of this host's share of a batch."""

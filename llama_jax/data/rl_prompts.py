@@ -20,7 +20,7 @@ from llama_jax.errors import DataError, GenerationError, TokenizerError
 from llama_jax.tokenizers import Format, ReplyEncoder, Tokenizer
 from llama_jax.tokenizers.chat_template import parse_template_args
 
-ANSWERS, HELD = 1 << 62, (1 << 62) + 1  # random streams in addition to those that shuffle data
+ANSWER_STREAM, VALIDATION_STREAM = 1 << 62, (1 << 62) + 1  # random streams in addition to those that shuffle data
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class PromptSet:
         """The prompts with these indices, in this order."""
         columns = {name: [values[i] for i in numbers] for name, values in self.columns.items()}
         ids = tuple(self.ids[i] for i in numbers)
-        return replace(self, ids=ids, columns=columns, digest=_digest(ids, columns), dropped=0)
+        return replace(self, ids=ids, columns=columns, digest=_prompts_digest(ids, columns), dropped=0)
 
 
 class PromptBatch(NamedTuple):
@@ -121,27 +121,27 @@ def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: Prom
             example = for_format(encoder, example)  # a missing format is not the line's fault
             ignored.update(example.ignored)
             try:
-                found = encoder.prompt(example.prompt, example.tools, special=reading.special)
+                tokens = encoder.prompt(example.prompt, example.tools, special=reading.special)
             except (GenerationError, TokenizerError) as error:
                 raise DataError(f"{location(file, example.line)}: {error}") from None
-            if not found:
+            if not tokens:
                 raise DataError(f"{location(file, example.line)}: prompt='' has no token; write at least one")
             columns = columns or {name: [] for name in example.columns}
             if set(columns) != set(example.columns):
-                others = ", ".join(sorted(set(columns) ^ set(example.columns)))
-                raise DataError(f"{file} has other fields than the files before it ({others}); use the same in all")
-            sizes.append(len(found))
-            if len(found) <= longest:
-                ids.append(tuple(found))
+                differing = ", ".join(sorted(set(columns) ^ set(example.columns)))
+                raise DataError(f"{file} has other fields than the files before it ({differing}); use the same in all")
+            sizes.append(len(tokens))
+            if len(tokens) <= longest:
+                ids.append(tuple(tokens))
                 for name, value in example.columns.items():
                     columns[name].append(value)
         stops = encoder.ends
-    named = ", ".join(map(str, find_files(paths)))
-    warn_of_ignored(ignored, named)
+    file_names = ", ".join(map(str, find_files(paths)))
+    warn_of_ignored(ignored, file_names)
     if not ids:
         short = f": the shortest of {len(sizes)} has {min(sizes)}" if sizes else ""
-        raise DataError(f"{named}: no prompt has at most {longest} tokens{short}; use longer rows, or shorter answers")
-    return PromptSet(tuple(ids), columns, stops, _digest(ids, columns), len(sizes) - len(ids))
+        raise DataError(f"{file_names}: no prompt has at most {longest} tokens{short}; use longer rows, or shorter answers")
+    return PromptSet(tuple(ids), columns, stops, _prompts_digest(ids, columns), len(sizes) - len(ids))
 
 
 def split_prompts(prompts: PromptSet, share: float, seed: int) -> tuple[PromptSet, PromptSet]:
@@ -156,13 +156,13 @@ def split_prompts(prompts: PromptSet, share: float, seed: int) -> tuple[PromptSe
         raise DataError(
             "the data has a single prompt, which cannot be held out; add more, or pass others with --validation-data"
         )
-    train, held = map(prompts.select, hold_out(marks, max(round(share * len(marks)), 1), seed))
-    return replace(train, dropped=prompts.dropped), held
+    train, validation = map(prompts.select, hold_out(marks, max(round(share * len(marks)), 1), seed))
+    return replace(train, dropped=prompts.dropped), validation
 
 
-def without_prompts(prompts: PromptSet, others: PromptSet) -> PromptSet:
+def without_prompts(prompts: PromptSet, validation: PromptSet) -> PromptSet:
     """The prompts that are not among others; DataError if all are."""
-    return replace(prompts.select(unseen(prompts.marks, others.marks, "prompt")), dropped=prompts.dropped)
+    return replace(prompts.select(unseen(prompts.marks, validation.marks, "prompt")), dropped=prompts.dropped)
 
 
 def prompt_batch(count: int, prompts: int, group: int, *, seed: int, number: int) -> PromptBatch:
@@ -183,28 +183,30 @@ def prompt_batch(count: int, prompts: int, group: int, *, seed: int, number: int
     places = number * prompts + np.arange(prompts)
     epochs, at = np.divmod(places, count)
     numbers = np.array([_order(count, seed, int(epoch))[i] for epoch, i in zip(epochs, at, strict=True)])
-    return PromptBatch(numbers, _seeds(places, group, seed, ANSWERS))
+    return PromptBatch(numbers, _seeds(places, group, seed, ANSWER_STREAM))
 
 
-def held_prompt_batch(numbers: np.ndarray, group: int, seed: int) -> PromptBatch:
+def validation_prompt_batch(numbers: np.ndarray, group: int, seed: int) -> PromptBatch:
     """Prompts with the indices int64[P], with the same random streams at every evaluation."""
-    return PromptBatch(numbers, _seeds(numbers, group, seed, HELD))
+    return PromptBatch(numbers, _seeds(numbers, group, seed, VALIDATION_STREAM))
 
 
 _order = lru_cache(maxsize=2)(row_order)
 
 
-def _seeds(places: np.ndarray, group: int, seed: int, stream: int) -> np.ndarray:
+def _seeds(positions: np.ndarray, group: int, seed: int, stream: int) -> np.ndarray:
     """uint32[P * group]; different within a group."""
     key = np.array([seed, stream], np.uint64)
-    drawn = [np.random.Philox(key=key, counter=np.array([place, 0, 0, 0], np.uint64)).random_raw() for place in places]
+    drawn = [
+        np.random.Philox(key=key, counter=np.array([position, 0, 0, 0], np.uint64)).random_raw() for position in positions
+    ]
     of_prompts = (np.array(drawn, np.uint64) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     return (of_prompts[:, None] + np.arange(group, dtype=np.uint32)).reshape(-1)
 
 
-def _digest(ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]) -> str:
-    found = hashlib.sha256()
+def _prompts_digest(ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]) -> str:
+    digest = hashlib.sha256()
     for row in ids:
-        found.update(np.array([len(row), *row], "<u4").tobytes())
-    found.update(json.dumps(columns, sort_keys=True, default=str).encode())  # tables have dates, among others
-    return found.hexdigest()
+        digest.update(np.array([len(row), *row], "<u4").tobytes())
+    digest.update(json.dumps(columns, sort_keys=True, default=str).encode())  # tables have dates, among others
+    return digest.hexdigest()

@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from llama_jax.errors import GenerationError, shown
 from llama_jax.evaluation.loglikelihood import Continuation
 from llama_jax.evaluation.text_model import TextModel, generation_settings
-from llama_jax.progress import progress_bar
+from llama_jax.runs.progress import progress_bar
 from llama_jax.tokenizers import Message
 
 
@@ -45,11 +45,11 @@ class HarnessModel(LM):
           GenerationError: a continuation without tokens, or longer than the context.
         """
         pairs = [self.texts.pair(*request.args) for request in requests]
-        found = [
+        scores = [
             (score.logprob, score.greedy)
             for score in self.texts.score(pairs, progress_bar("loglikelihood", "batches", quiet=disable_tqdm))
         ]
-        return self._cached("loglikelihood", requests, found)
+        return self._cached("loglikelihood", requests, scores)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """For each (text,) the log-probability in nats, computed in windows; only the last one overlaps.
@@ -68,12 +68,12 @@ class HarnessModel(LM):
             )
             pairs += [Continuation(*make_disjoint_window(window)) for window in windows]
             owners += [number] * (len(pairs) - len(owners))
-        found = [0.0] * len(requests)
+        totals = [0.0] * len(requests)
         for owner, score in zip(
             owners, self.texts.score(pairs, progress_bar("rolling", "batches", quiet=disable_tqdm)), strict=True
         ):
-            found[owner] += score.logprob
-        return self._cached("loglikelihood_rolling", requests, found)
+            totals[owner] += score.logprob
+        return self._cached("loglikelihood_rolling", requests, totals)
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each (context, settings), see `text_model.generation_settings`.
@@ -108,8 +108,8 @@ class HarnessModel(LM):
         """The name of the harness's cache of requests."""
         return self.name.replace("/", "__")
 
-    def _cached(self, kind: str, requests: Sequence[Instance], found: list[Any]) -> list[Any]:
+    def _cached(self, request_type: str, requests: Sequence[Instance], answers: list[Any]) -> list[Any]:
         """The answers, after adding them to the harness's cache."""
-        for request, answer in zip(requests, found, strict=True):
-            self.cache_hook.add_partial(kind, request.args, answer)
-        return found
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial(request_type, request.args, answer)
+        return answers

@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data.batches import pack
-from llama_jax.data.load_corpus import Progress
+from llama_jax.data.batches import pack_documents
+from llama_jax.data.load_corpus import MegabyteProgress
 from llama_jax.errors import ConfigError, GenerationError
-from llama_jax.evaluation.measure import LOGIT_CHUNK, default_batch, run_ahead, target_logprobs
+from llama_jax.evaluation.measure import LOGIT_BLOCK, check_batch, default_batch, run_ahead, target_logprobs
 from llama_jax.inference.checks import to_token_ids
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.checks import check_tokens
@@ -50,8 +50,8 @@ class PackedRows(NamedTuple):
 
     Attributes:
       tokens, segment_ids, positions: int32[B, T]: packed texts, with segments numbered from 1 in each row; 0 is padding.
-      places: int32[N], where N is B * T rounded up to a multiple of `LOGIT_CHUNK`: position of each prediction, row * T +
-        column.
+      target_positions: int32[N], where N is B * T rounded up to a multiple of `LOGIT_BLOCK`: position of each prediction,
+        row * T + column.
       targets: int32[N], the predicted tokens. One position may have several.
       count: int32[], the number of valid entries of the N.
     """
@@ -59,7 +59,7 @@ class PackedRows(NamedTuple):
     tokens: Any
     segment_ids: Any
     positions: Any
-    places: Any
+    target_positions: Any
     targets: Any
     count: Any
 
@@ -71,11 +71,11 @@ class _Run(NamedTuple):
     """Input tokens, and the continuations (index of the pair, its tokens) that end one token after them."""
 
     read: np.ndarray
-    wanted: list[tuple[int, np.ndarray]]
+    continuations: list[tuple[int, np.ndarray]]
 
     @property
     def targets(self) -> int:
-        return sum(len(continuation) for _, continuation in self.wanted)
+        return sum(len(continuation) for _, continuation in self.continuations)
 
     @property
     def size(self) -> int:
@@ -92,7 +92,7 @@ def score_pairs(
     batch: int | None = None,
     compute: Compute = Compute(),
     measure: ContinuationMeasure | None = None,
-    progress: Progress | None = None,
+    progress: MegabyteProgress | None = None,
 ) -> list[Score]:
     """The log-probability of each continuation after its context, in the order of `pairs`.
 
@@ -114,9 +114,8 @@ def score_pairs(
     """
     context = config.max_seq_len if context is None else context
     batch = default_batch() if batch is None else batch
-    if batch < 1:
-        raise GenerationError(f"batch={batch} must be at least 1 row")
-    runs = _runs(config, pairs, context)
+    check_batch(batch, context)
+    runs = _group_pairs(config, pairs, context)
     measure = compiled_measure(config, params, compute) if measure is None else measure
     logprobs, greedy = np.zeros(len(pairs)), np.ones(len(pairs), bool)
 
@@ -124,8 +123,8 @@ def score_pairs(
         packed, owner = _pack_batch([[runs[member] for member in row] for row in rows[1]], batch, rows[0])
         return measure(params, packed), owner
 
-    for _, (found, owner) in run_ahead(_batches(runs, context, batch), launch, progress):
-        of_tokens, best = (np.asarray(one)[: len(owner)] for one in found)
+    for _, (results, owner) in run_ahead(_plan_batches(runs, context, batch), launch, progress):
+        of_tokens, best = (np.asarray(array)[: len(owner)] for array in results)
         np.add.at(logprobs, owner, of_tokens.astype(np.float64))
         np.logical_and.at(greedy, owner, best)
     if np.isnan(logprobs).any():
@@ -151,29 +150,29 @@ def score_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probability of each target, float32[N], and whether it is the most probable token, bool[N].
 
-    Logits are computed only at `rows.places`, `LOGIT_CHUNK` positions at a time.
+    Logits are computed only at `rows.places`, `LOGIT_BLOCK` positions at a time.
     """
-    tokens, segment_ids, positions, places, targets, count = map(jnp.asarray, rows)
+    tokens, segment_ids, positions, target_positions, targets, count = map(jnp.asarray, rows)
     where = Positions(position_ids=positions, segment_ids=segment_ids)
     hidden, _ = forward(config, params, tokens, positions=where, compute=compute, sharding=sharding)
     hidden = hidden.reshape(-1, hidden.shape[-1])
 
-    def measure(number: Any, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        start = number * LOGIT_CHUNK
-        here, wanted = (lax.dynamic_slice_in_dim(one, start, LOGIT_CHUNK) for one in (places, targets))
-        logits = unembed(config, params, hidden[here])  # [LOGIT_CHUNK, V]
-        made = target_logprobs(logits, wanted).astype(jnp.float32), logits.argmax(axis=-1) == wanted
-        both = zip(found, made, strict=True)
+    def measure(number: Any, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        start = number * LOGIT_BLOCK
+        positions, tokens = (lax.dynamic_slice_in_dim(array, start, LOGIT_BLOCK) for array in (target_positions, targets))
+        logits = unembed(config, params, hidden[positions])  # [LOGIT_CHUNK, V]
+        made = target_logprobs(logits, tokens).astype(jnp.float32), logits.argmax(axis=-1) == tokens
+        both = zip(results, made, strict=True)
         first, second = (lax.dynamic_update_slice_in_dim(all_, new, start, 0) for all_, new in both)
         return first, second
 
     with sharding.context():
         empty = jnp.zeros(targets.shape, jnp.float32), jnp.zeros(targets.shape, jnp.bool_)
-        logprobs, best = lax.fori_loop(0, (count + LOGIT_CHUNK - 1) // LOGIT_CHUNK, measure, empty)
+        logprobs, best = lax.fori_loop(0, (count + LOGIT_BLOCK - 1) // LOGIT_BLOCK, measure, empty)
     return logprobs, best
 
 
-def _runs(config: LlamaConfig, pairs: Sequence[Continuation], most: int) -> list[_Run]:
+def _group_pairs(config: LlamaConfig, pairs: Sequence[Continuation], most: int) -> list[_Run]:
     """The input texts, each once if a row has room for all of its continuations."""
     shortest = min(MIN_ROW_LENGTH, most)
     runs: list[_Run] = []
@@ -194,30 +193,30 @@ def _runs(config: LlamaConfig, pairs: Sequence[Continuation], most: int) -> list
         if run is None or run.targets + len(continuation) > max(len(read), shortest):
             run = last[key] = _Run(read, [])
             runs.append(run)
-        run.wanted.append((number, continuation.astype(np.int32)))
+        run.continuations.append((number, continuation.astype(np.int32)))
     return runs
 
 
-def _batches(runs: Sequence[_Run], context: int, batch: int) -> list[tuple[int, list[list[int]]]]:
+def _plan_batches(runs: Sequence[_Run], context: int, batch: int) -> list[tuple[int, list[list[int]]]]:
     """For each batch, the longest first: the length of its rows, and the indices of the runs in each row."""
     lengths = [min(MIN_ROW_LENGTH, context)]
     while lengths[-1] < context:
         lengths.append(min(4 * lengths[-1], context))
     sizes = np.array([run.size for run in runs], np.int64)
     of_length = np.searchsorted(lengths, sizes)
-    found = []
+    batches = []
     for number in reversed(range(len(lengths))):
         members = np.flatnonzero(of_length == number)
         members = members[np.argsort(-sizes[members], kind="stable")]
-        rows = [members[row].tolist() for row in pack(sizes[members].tolist(), lengths[number])]
-        found += [(lengths[number], rows[start : start + batch]) for start in range(0, len(rows), batch)]
-    return found
+        rows = [members[row].tolist() for row in pack_documents(sizes[members].tolist(), lengths[number])]
+        batches += [(lengths[number], rows[start : start + batch]) for start in range(0, len(rows), batch)]
+    return batches
 
 
 def _pack_batch(rows: Sequence[Sequence[_Run]], batch: int, length: int) -> tuple[PackedRows, np.ndarray]:
     """The packed rows, with padding, and int64[count], the index of each target's pair."""
     tokens, segment_ids, positions = np.zeros((3, batch, length), np.int32)
-    places, targets = np.zeros((2, -(-batch * length // LOGIT_CHUNK) * LOGIT_CHUNK), np.int32)
+    target_positions, targets = np.zeros((2, -(-batch * length // LOGIT_BLOCK) * LOGIT_BLOCK), np.int32)
     owner: list[int] = []
     for row, members in enumerate(rows):
         begin = 0
@@ -226,10 +225,12 @@ def _pack_batch(rows: Sequence[Sequence[_Run]], batch: int, length: int) -> tupl
             tokens[row, begin:end] = run.read
             segment_ids[row, begin:end] = segment
             positions[row, begin:end] = np.arange(end - begin)
-            for number, continuation in run.wanted:
-                here = slice(len(owner), len(owner) + len(continuation))
-                places[here] = row * length + np.arange(end - len(continuation), end)
-                targets[here] = continuation
+            for number, continuation in run.continuations:
+                span = slice(len(owner), len(owner) + len(continuation))
+                target_positions[span] = row * length + np.arange(end - len(continuation), end)
+                targets[span] = continuation
                 owner += [number] * len(continuation)
             begin += run.size
-    return PackedRows(tokens, segment_ids, positions, places, targets, np.int32(len(owner))), np.array(owner, np.int64)
+    return PackedRows(tokens, segment_ids, positions, target_positions, targets, np.int32(len(owner))), np.array(
+        owner, np.int64
+    )

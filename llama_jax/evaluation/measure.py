@@ -16,9 +16,9 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig, suggest_context
 from llama_jax.data import Corpus, DataError
-from llama_jax.data.batches import pack
+from llama_jax.data.batches import pack_documents
 from llama_jax.data.corpus import check_corpus_rows
-from llama_jax.data.load_corpus import Progress
+from llama_jax.data.load_corpus import MegabyteProgress
 from llama_jax.inference.compiled_decode import decoding_compute
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.checks import check_exact_devices, check_exact_length
@@ -28,7 +28,7 @@ from llama_jax.model.logits import exact_logprobs
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import Constrain
 
-LOGIT_CHUNK = 64  # positions per row with logits in memory at a time
+LOGIT_BLOCK = 64  # positions per row with logits in memory at a time
 MAX_PADDED_ROWS = 1024  # rows to which shorter texts are padded, so that all use one program
 MAX_BATCH_TOKENS = 2**31 - 1  # tokens of a batch: indices are int32
 MAX_DEFAULT_WINDOW = 4096  # tokens: a layer's attention scores grow with its square
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 def run_ahead(
-    jobs: Sequence[Job], launch: Callable[[Job], Result], progress: Progress | None = None
+    jobs: Sequence[Job], launch: Callable[[Job], Result], progress: MegabyteProgress | None = None
 ) -> Iterator[tuple[Job, Result]]:
     """Launch jobs in order and yield each with its result after the next one is launched, so that the caller's processing
     of a result overlaps with the device's computation of the next.
@@ -148,7 +148,7 @@ def measure_windows(
     windows: Windows,
     batch: int,
     measure: Callable[[WindowRows], Any],
-    progress: Progress | None,
+    progress: MegabyteProgress | None,
     packed: bool = True,
 ) -> Iterator[tuple[Any, np.ndarray]]:
     """The results of `measure` for all predicted tokens of the windows, one batch of B rows at a time.
@@ -161,16 +161,16 @@ def measure_windows(
       The tree of float64[n] for n predicted tokens, and int64[n], the window of each.
     """
     length = int(windows.read.max())  # if no document fills a window, rows are shorter
-    rows = pack(windows.read.tolist(), length) if packed else [[window] for window in range(len(windows.read))]
+    rows = pack_documents(windows.read.tolist(), length) if packed else [[window] for window in range(len(windows.read))]
     batch = min(batch, max(len(rows), MAX_PADDED_ROWS))
 
     def launch(first: int) -> tuple[Any, np.ndarray]:
         batched, owner = pack_rows(corpus, windows, rows[first : first + batch], batch, length)
         return measure(batched), owner
 
-    for _, (found, owner) in run_ahead(range(0, len(rows), batch), launch, progress):
+    for _, (results, owner) in run_ahead(range(0, len(rows), batch), launch, progress):
         predicted = owner >= 0
-        yield jax.tree.map(lambda array, at=predicted: np.asarray(array, np.float64)[at], found), owner[predicted]
+        yield jax.tree.map(lambda array, at=predicted: np.asarray(array, np.float64)[at], results), owner[predicted]
 
 
 def sum_windows(
@@ -178,14 +178,14 @@ def sum_windows(
     windows: Windows,
     batch: int,
     measure: Callable[[WindowRows], Any],
-    progress: Progress | None = None,
+    progress: MegabyteProgress | None = None,
     packed: bool = True,
 ) -> Any:
     """The sums of the results of `measure_windows` over the tokens of each window: a tree of float64[windows]."""
     sums: Any = None
-    for found, owner in measure_windows(corpus, windows, batch, measure, progress, packed):
-        sums = jax.tree.map(lambda _: np.zeros(len(windows.read)), found) if sums is None else sums
-        jax.tree.map(lambda total, one, at=owner: np.add.at(total, at, one), sums, found)
+    for results, owner in measure_windows(corpus, windows, batch, measure, progress, packed):
+        sums = jax.tree.map(lambda _: np.zeros(len(windows.read)), results) if sums is None else sums
+        jax.tree.map(lambda total, values, at=owner: np.add.at(total, at, values), sums, results)
     return sums
 
 
@@ -232,16 +232,17 @@ def token_nats(
     rows: WindowRows,
     *,
     compute: Compute = Compute(),
-    chunk: int = LOGIT_CHUNK,
+    logit_block: int = LOGIT_BLOCK,
     sharding: Sharding = Sharding(),
 ) -> jax.Array:
     """Negative log-likelihood of each target in nats: float32[B, T], 0 where there is none.
 
     Args:
       compute: options of the forward pass. Logits and their sum are at least float32.
-      chunk: positions of each row with logits [B, chunk, V] in memory at a time; no logits are computed for chunks without
-        targets, which are only context.
-      sharding: see `forward`; `constrain` is called with "hidden", the result of `forward`, and "logits" [B, chunk, V].
+      logit_block: positions of each row with logits [B, logit_block, V] in memory at a time; no logits are
+        computed for blocks without targets, which are only context.
+      sharding: see `forward`; `constrain` is called with "hidden", the result of `forward`, and "logits"
+        [B, logit_block, V].
 
     Raises:
       ConfigError: an exact `compute`, and RoPE frequencies that depend on the length within T tokens.
@@ -253,7 +254,9 @@ def token_nats(
         positions = Positions(rope_lengths=jnp.sum(segment_ids > 0, axis=1, dtype=jnp.int32))
     hidden, _ = forward(config, params, tokens, positions=positions, compute=compute, sharding=sharding)
     hidden = sharding.constrain(hidden, "hidden")
-    return target_nats(config, params, hidden, targets, compute=compute, chunk=chunk, constrain=sharding.constrain)
+    return target_nats(
+        config, params, hidden, targets, compute=compute, logit_block=logit_block, constrain=sharding.constrain
+    )
 
 
 def evaluation_compute(params: Llama, compute: Compute) -> Compute:
@@ -275,7 +278,7 @@ def target_nats(
     targets: jax.Array,
     *,
     compute: Compute = Compute(),
-    chunk: int = LOGIT_CHUNK,
+    logit_block: int = LOGIT_BLOCK,
     constrain: Constrain = unconstrained,
 ) -> jax.Array:
     """Negative log-likelihood in nats of the targets int32[B, T] that follow hidden states [B, T, D]: float32[B, T].
@@ -283,7 +286,7 @@ def target_nats(
     Args:
       targets: -1 where nothing is predicted; the result is 0 there.
       compute: that of the pass.
-      chunk, constrain: see `token_nats`.
+      logit_block, constrain: see `token_nats`.
     """
     if compute.exact:
         return -exact_logprobs(config, params, hidden, targets, compute=compute)
@@ -292,7 +295,7 @@ def target_nats(
         logits = constrain(unembed(config, params, hidden, compute), "logits")  # of V tokens, or more on a mesh: see there
         return jnp.where(targets >= 0, -target_logprobs(logits, targets), 0)
 
-    return map_in_chunks(predict, hidden, targets, chunk)
+    return map_in_blocks(predict, hidden, targets, logit_block)
 
 
 def target_logprobs(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -302,11 +305,11 @@ def target_logprobs(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-def map_in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets: jax.Array, chunk: int) -> Any:
-    """Apply a function of hidden states and targets that computes logits, to `chunk` positions of each row at a time.
+def map_in_blocks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets: jax.Array, logit_block: int) -> Any:
+    """Apply a function of hidden states and targets that computes logits, to `logit_block` positions of each row at a time.
 
     Args:
-      predict: from a tree of [B, chunk, D] and targets [B, chunk] to a tree of [B, chunk].
+      predict: from a tree of [B, logit_block, D] and targets [B, logit_block] to a tree of [B, logit_block].
       hidden: a tree of [B, T, D].
       targets: int32[B, T]. Chunks with only negative targets are skipped; their result is 0.
 
@@ -314,21 +317,21 @@ def map_in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets
       The tree of [B, T].
     """
     batch, length = targets.shape
-    chunk = min(chunk, length)
-    missing = -length % chunk
+    logit_block = min(logit_block, length)
+    missing = -length % logit_block
 
     def parts(x: jax.Array, padding: int) -> jax.Array:
         x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)], constant_values=padding)
-        return x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(batch, -1, logit_block, *x.shape[2:]).swapaxes(0, 1)
 
     def nothing(*part: Any) -> Any:
-        return jax.tree.map(lambda found: jnp.zeros(found.shape, found.dtype), jax.eval_shape(predict, *part))
+        return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(predict, *part))
 
     def measure(part: tuple[Any, jax.Array]) -> Any:
         return lax.cond(jnp.any(part[1] >= 0), predict, nothing, *part)
 
-    found = lax.map(measure, (jax.tree.map(lambda x: parts(x, 0), hidden), parts(targets, -1)))
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(batch, -1)[:, :length], found)
+    mapped = lax.map(measure, (jax.tree.map(lambda x: parts(x, 0), hidden), parts(targets, -1)))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(batch, -1)[:, :length], mapped)
 
 
 def token_mean(windows: Windows, sums: np.ndarray) -> tuple[float, float]:

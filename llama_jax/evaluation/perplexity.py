@@ -13,18 +13,18 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
-from llama_jax.data.load_corpus import Progress
+from llama_jax.data.load_corpus import MegabyteProgress
 from llama_jax.data.preference_batches import Pairs, concatenate
 from llama_jax.errors import ConfigError
 from llama_jax.evaluation.measure import (
-    LOGIT_CHUNK,
+    LOGIT_BLOCK,
     WindowRows,
     Windows,
     check_batch,
     choose_sizes,
     cut_windows,
     evaluation_compute,
-    map_in_chunks,
+    map_in_blocks,
     measure_windows,
     sum_windows,
     token_mean,
@@ -74,7 +74,7 @@ def evaluate(
     batch: int | None = None,
     compute: Compute = Compute(),
     measure: TokenMeasure | None = None,
-    progress: Progress | None = None,
+    progress: MegabyteProgress | None = None,
 ) -> Evaluation:
     """Loss, perplexity and bits per byte of a model on documents, with a sliding window.
 
@@ -132,7 +132,7 @@ def summary(corpus: Corpus, windows: Windows, sums: np.ndarray) -> Evaluation:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The result of `divergence`; nan if a model's outputs are not finite.
+    """The result of `kl_to_reference`; nan if a model's outputs are not finite.
 
     Standard errors are computed from the spread between windows, see `evaluate`; nan for a single window.
 
@@ -160,7 +160,7 @@ class Divergence:
     same_top: float
 
 
-def divergence(
+def kl_to_reference(
     config: LlamaConfig,
     params: Llama,
     reference: Llama,
@@ -172,7 +172,7 @@ def divergence(
     batch: int | None = None,
     compute: Compute = Compute(),
     measure: Callable[..., tuple[jax.Array, ...]] | None = None,
-    progress: Progress | None = None,
+    progress: MegabyteProgress | None = None,
 ) -> Divergence:
     """Compare two models' predictions of every token of documents, with the same sliding window.
 
@@ -197,22 +197,22 @@ def divergence(
             f"the reference has a vocabulary of {reference_config.vocab_size}, but the model one of {config.vocab_size}:"
             " their predictions cannot be compared"
         )
-    shorter = min(config, reference_config, key=lambda one: one.max_seq_len)
+    shorter = min(config, reference_config, key=lambda model_config: model_config.max_seq_len)
     length, stride, batch = choose_sizes(shorter, corpus, length=length, stride=stride, batch=batch)
     windows = cut_windows(corpus, length, stride)
     if measure is None:
         measure = jax.jit(partial(compare_tokens, config, reference_config, compute=compute))
-    losses, others, kls, same = (np.zeros(len(windows.read)) for _ in range(4))
+    losses, reference_losses, kls, same = (np.zeros(len(windows.read)) for _ in range(4))
     token_kls = []
     bound = partial(measure, params, reference)
     with tracing_for(params):
-        for (nats, theirs, kl, top), owner in measure_windows(corpus, windows, batch, bound, progress):
-            for sums, found in ((losses, nats), (others, theirs), (kls, kl), (same, top)):
-                np.add.at(sums, owner, found)
+        for (nats, reference_nats, kl, top), owner in measure_windows(corpus, windows, batch, bound, progress):
+            for sums, values in ((losses, nats), (reference_losses, reference_nats), (kls, kl), (same, top)):
+                np.add.at(sums, owner, values)
             token_kls.append(kl)
     kl = np.concatenate(token_kls)
-    model, dense = (summary(corpus, windows, sums) for sums in (losses, others))
-    difference, difference_error = token_mean(windows, losses - others)
+    model, dense = (summary(corpus, windows, sums) for sums in (losses, reference_losses))
+    difference, difference_error = token_mean(windows, losses - reference_losses)
     mean, error = token_mean(windows, kls)
     with np.errstate(over="ignore", invalid="ignore"):
         ratio = float(np.exp(difference))
@@ -248,16 +248,16 @@ def compare_tokens(
     hidden = tuple(forward(*model, tokens, positions=positions, compute=compute)[0] for model in models)
 
     def predict(hidden: tuple[jax.Array, ...], targets: jax.Array) -> tuple[jax.Array, ...]:
-        logits = [unembed(*model, one) for model, one in zip(models, hidden, strict=True)]
-        q, p = (jax.nn.log_softmax(one) for one in logits)
+        logits = [unembed(*model, array) for model, array in zip(models, hidden, strict=True)]
+        q, p = (jax.nn.log_softmax(array) for array in logits)
         target = jnp.maximum(targets, 0)[..., None]
-        nats = [-jnp.take_along_axis(one, target, axis=-1)[..., 0] for one in (q, p)]
+        nats = [-jnp.take_along_axis(array, target, axis=-1)[..., 0] for array in (q, p)]
         # Negative only by rounding; a token with p = 0 contributes nothing.
         kl = jnp.maximum(jnp.sum(jnp.where(p == -jnp.inf, 0, jnp.exp(p) * (p - q)), axis=-1), 0)
         top = (q.argmax(-1) == p.argmax(-1)).astype(q.dtype)
-        return tuple(jnp.where(targets >= 0, one, 0) for one in (*nats, kl, top))
+        return tuple(jnp.where(targets >= 0, array, 0) for array in (*nats, kl, top))
 
-    return map_in_chunks(predict, hidden, targets, LOGIT_CHUNK)
+    return map_in_blocks(predict, hidden, targets, LOGIT_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def pair_logprobs(
     batch: int,
     compute: Compute = Compute(),
     measure: TokenMeasure | None = None,
-    progress: Progress | None = None,
+    progress: MegabyteProgress | None = None,
 ) -> AnswerLogprobs:
     """The log-probability of each answer after its prompt.
 
@@ -326,16 +326,16 @@ def pair_logprobs(
     measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
     with tracing_for(params):
         sums = sum_windows(texts, windows, batch, partial(measure, params), progress, not compute.exact)
-    found = np.zeros((2, texts.document_count))
-    found[:, texts.stops - texts.starts > 1] = -sums, windows.predicted  # such a text has one window
-    logprobs, tokens = found.reshape(2, 2, -1).swapaxes(1, 2)
+    scores = np.zeros((2, texts.document_count))
+    scores[:, texts.stops - texts.starts > 1] = -sums, windows.predicted  # such a text has one window
+    logprobs, tokens = scores.reshape(2, 2, -1).swapaxes(1, 2)
     return AnswerLogprobs(logprobs, tokens.astype(np.int64))
 
 
 def preference_accuracy(answers: AnswerLogprobs, reference: AnswerLogprobs | None = None) -> PreferenceAccuracy:
     """How often a model prefers the chosen answer, relative to a reference if there is one."""
-    own = answers.logprobs
-    ratios = own if reference is None else own - reference.logprobs
+    logprobs = answers.logprobs
+    ratios = logprobs if reference is None else logprobs - reference.logprobs
     margins, count = ratios[:, 0] - ratios[:, 1], len(ratios)
     per_token = ratios / np.maximum(answers.tokens, 1)
     accuracy = float((margins > 0).mean())
@@ -345,8 +345,8 @@ def preference_accuracy(answers: AnswerLogprobs, reference: AnswerLogprobs | Non
         margin=float(margins.mean()),
         margin_error=float(margins.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan,
         accuracy_per_token=float((per_token[:, 0] > per_token[:, 1]).mean()),
-        chosen_logprob=float(own[:, 0].mean()),
-        rejected_logprob=float(own[:, 1].mean()),
+        chosen_logprob=float(logprobs[:, 0].mean()),
+        rejected_logprob=float(logprobs[:, 1].mean()),
         pairs=count,
         tokens=int(answers.tokens.sum()),
     )

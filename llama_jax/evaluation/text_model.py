@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data.load_corpus import Progress
+from llama_jax.data.load_corpus import MegabyteProgress
 from llama_jax.errors import GenerationError, shown
 from llama_jax.evaluation.loglikelihood import Continuation, Score, compiled_measure, score_pairs
 from llama_jax.inference.sampling import Sampling
@@ -21,7 +21,12 @@ from llama_jax.tokenizers.chat import chat_parts, check_messages
 from llama_jax.tokenizers.chat_template import Renderer
 from llama_jax.tokenizers.interface import Text, check_token_rows
 
-LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # if several are set, the first counts
+LIMIT_SETTINGS = (
+    "max_gen_toks",
+    "max_new_tokens",
+    "max_tokens",
+    "max_completion_tokens",
+)  # if several are set, the first counts
 USUAL_LIMIT = 256  # tokens of a continuation, if the task sets none
 
 
@@ -49,7 +54,7 @@ def generation_settings(settings: Mapping[str, Any]) -> GenerationSettings:
       GenerationError: an unknown setting, or an invalid value.
     """
     left = dict(settings)
-    limits = [left.pop(name, None) for name in LIMITS]
+    limits = [left.pop(name, None) for name in LIMIT_SETTINGS]
     limit = next((limit for limit in limits if limit is not None), USUAL_LIMIT)
     until = left.pop("until", None)
     stop = [until] if isinstance(until, str) else until or []
@@ -70,7 +75,7 @@ def generation_settings(settings: Mapping[str, Any]) -> GenerationSettings:
     sampling = Sampling(temperature=temperature, **chosen)
     sampling.per_row(1)
     if isinstance(limit, bool) or int(limit) != limit or limit < 1:
-        raise GenerationError(f"{LIMITS[0]}={shown(limit, 40)} must be a positive integer")
+        raise GenerationError(f"{LIMIT_SETTINGS[0]}={shown(limit, 40)} must be a positive integer")
     return GenerationSettings(int(limit), tuple(filter(None, stop)), sampling)
 
 
@@ -159,16 +164,16 @@ class TextModel:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
         if context:
             before = self.encode(context)
-            found = Continuation(before, self.encode(context + continuation)[len(before) :])
+            pair = Continuation(before, self.encode(context + continuation)[len(before) :])
         else:
-            found = Continuation([self.prefix], self.alone(continuation))
-        if not found.continuation:
+            pair = Continuation([self.prefix], self.alone(continuation))
+        if not pair.continuation:
             raise GenerationError(
                 f"the continuation {shown(continuation)} adds no token to {shown(context[-40:])}; pass a longer one"
             )
-        return found
+        return pair
 
-    def score(self, pairs: Sequence[Continuation], progress: Progress | None = None) -> list[Score]:
+    def score(self, pairs: Sequence[Continuation], progress: MegabyteProgress | None = None) -> list[Score]:
         """See `score_pairs`."""
         self.cut += sum(len(context) + len(continuation) > self.context + 1 for context, continuation in pairs)
         return score_pairs(
@@ -194,12 +199,12 @@ class TextModel:
             self._engine = Engine(self._config, self._params, self._options)
         longest_first = sorted(range(len(texts)), key=lambda number: -len(texts[number][0]))
         jobs = run_jobs(self._engine, (self._job(number, *texts[number]) for number in longest_first))
-        found = [""] * len(texts)
+        replies = [""] * len(texts)
         for job in jobs if progress is None else progress(jobs):
             assert job.text is not None
-            found[job.number] = job.text.shown
+            replies[job.number] = job.text.shown
         self._seed += len(texts)
-        return found
+        return replies
 
     def _job(self, number: int, context: str, settings: GenerationSettings) -> Job:
         room = self.context - settings.max_new_tokens

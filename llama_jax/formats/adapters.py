@@ -52,7 +52,6 @@ from llama_jax.formats.step_dirs import (
     retry_with_newest_step,
 )
 from llama_jax.formats.weight_format import TensorPart, parts_of, parts_with_columns
-from llama_jax.gguf_header import is_gguf
 from llama_jax.model.lora import TARGETS, Lora, adapted, adapter_shapes, build_adapters, precompute_dora_scale
 from llama_jax.model.multi_lora import attach_adapter_table, stack_adapters
 from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, shape_of
@@ -62,6 +61,7 @@ from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import pad_params, unpad_params
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.storage.paths import read_object
+from llama_jax.tokenizers.gguf_header import is_gguf
 
 _log = logging.getLogger("llama_jax.formats")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

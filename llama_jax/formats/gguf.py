@@ -38,12 +38,12 @@ from llama_jax.formats.model_folder import config_errors, metadata_from_fields, 
 from llama_jax.formats.quantize_on_load import ENCODED_AT_ONCE
 from llama_jax.formats.rope_conversion import ROPE_TENSORS, settings_and_tensors, with_scaling
 from llama_jax.formats.weight_format import TENSOR_NAMES, OpenedCheckpoint, WeightFormat, describe_ignored, ignored_tensors
-from llama_jax.gguf_header import MAX_ENTRIES, Header, is_gguf, open_header, short_decimal
 from llama_jax.model.mixtures import base_format, format_of_part
 from llama_jax.ops.weights.format_spec import blocks_from_planes
 from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
+from llama_jax.tokenizers.gguf_header import MAX_ENTRIES, Header, is_gguf, open_header, short_decimal
 from llama_jax.tokenizers.load import warn_of_size
 
 # Tensor types by number: name, values per block, bytes per block.

@@ -19,12 +19,12 @@ from typing import Any
 
 from llama_jax.data.load_corpus import examine
 from llama_jax.errors import CheckpointError, ConfigError, reading, shown
-from llama_jax.gguf_header import short_decimal
 from llama_jax.storage import Location, StoredPath, resolved
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.storage.paths import read_object, read_text
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.gguf import STRIPS_RIGHT_MODELS
+from llama_jax.tokenizers.gguf_header import short_decimal
 from llama_jax.tokenizers.tokenizer_config import PER_FILE_SETTINGS, Settings, pad_id_of
 
 VOCABULARIES = ("tokenizer.model", "tokenizer.json")

@@ -21,9 +21,9 @@ from llama_jax.errors import ConfigError, shown
 from llama_jax.formats.gguf_families import refuse_to_store
 from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.lazy_tensors import Tensor
-from llama_jax.gguf_header import short_decimal
 from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
 from llama_jax.ops.rotary import inverse_frequencies
+from llama_jax.tokenizers.gguf_header import short_decimal
 
 NOTE = "llama_jax"  # the key of our note in a config.json, and the prefix of our keys in a GGUF
 

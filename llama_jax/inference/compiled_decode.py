@@ -196,7 +196,7 @@ def prefill_chunk_size(options: CacheOptions, prompt_length: int) -> int:
 def _decode_for(platform: str) -> Callable[..., tuple[DecodeState, PackedChunk]]:
     options = None
     if platform == "tpu":
-        from llama_jax.xla_flags import decode_options_on_tpu
+        from llama_jax.inference.xla_flags import decode_options_on_tpu
 
         options = decode_options_on_tpu()
     return jax.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=options)

@@ -87,12 +87,8 @@ class CheckpointManager:
           mirror: uploads complete steps.
 
         Raises:
-          ConfigError: an invalid number of checkpoints to keep, or an invalid time.
-          CheckpointError: the folder cannot be used.
+          ConfigError: an invalid time.
         """
-        for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
-            if value < least:
-                raise ConfigError(f"{name}={value} must be at least {least}")
         if not 0 < timeout <= 1e7:
             raise ConfigError(f"save_timeout={timeout:g} must be above 0 and at most 1e7 seconds")
         self.folder = folder.absolute()
@@ -102,11 +98,8 @@ class CheckpointManager:
         self._check = check
         self._mirror = mirror
         self._pending: _Save | None = None
-        try:
-            if _is_first() and self.folder.exists():
-                self._clear_up()
-        except OSError as error:
-            raise CheckpointError(f"{self.folder} cannot be used for checkpoints ({error}); use another folder") from None
+        if _is_first() and self.folder.exists():
+            self._clear_up()
         _wait_for_all("opened")
         self._latest = self.latest()  # as last known
 
@@ -147,8 +140,8 @@ class CheckpointManager:
         added = {"step": step, "validation_loss": validation_loss, "versions": versions}
         text = json.dumps({**metadata, **added}, indent=2) + "\n"
         self.wait()
-        write_about = partial(_write_about, self.folder / str(step) / ABOUT, text, config, tokenizer)
-        self._pending = _Save(step, partial(self._write, step, state, write_about), self._upload, self._timeout)
+        write_metadata = partial(_write_metadata, self.folder / str(step) / ABOUT, text, config, tokenizer)
+        self._pending = _Save(step, partial(self._write, step, state, write_metadata), self._upload, self._timeout)
         self._pending.start()
         self._wait_for(self._pending.copied)
         if self._pending.ended.is_set():
@@ -209,27 +202,25 @@ class CheckpointManager:
 
     def _restore(self, shapes: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
         folder = self.folder / str(step)
-        wanted = {name: jax.tree.map(_described, part) for name, part in _parts(shapes).items()}
+        targets = {name: jax.tree.map(_shape_struct, part) for name, part in _split_state(shapes).items()}
         self._verify(folder)
         metadata = read_metadata(folder.parent, int(folder.name))
         stored = {name: describe_arrays(folder, name) for name in (PARAMS, EMA, REST) if (folder / name).is_dir()}
-        for name in (PARAMS, REST):
-            if name not in stored:
-                raise CheckpointError(f"{folder / name} is missing; copy the whole step again, or resume without it")
-        held = {f"{part}.{name}": (a.shape, str(a.dtype)) for part in stored for name, a in stored[part].items()}
-        needed = {
+        stored_arrays = {f"{part}.{name}": (a.shape, str(a.dtype)) for part in stored for name, a in stored[part].items()}
+        target_arrays = {
             f"{part}.{array_name(path)}": (leaf.shape, str(leaf.dtype))
-            for part in wanted
-            for path, leaf in jax.tree.leaves_with_path(wanted[part])
+            for part in targets
+            for path, leaf in jax.tree.leaves_with_path(targets[part])
         }
-        for name in sorted(held.keys() | needed.keys()):
-            if held.get(name) != needed.get(name):
+        for name in sorted(stored_arrays.keys() | target_arrays.keys()):
+            if stored_arrays.get(name) != target_arrays.get(name):
                 raise CheckpointError(
-                    f"{folder}: array {name!r} is {_in_words(held.get(name))} in the checkpoint and"
-                    f" {_in_words(needed.get(name))} in this run; resume with the settings it was trained with"
+                    f"{folder}: array {name!r} is {_array_words(stored_arrays.get(name))} in the checkpoint and"
+                    f" {_array_words(target_arrays.get(name))} in this run; resume with the settings it was trained with"
                 )
         loaded = {
-            name: with_short_errors(folder / name, partial(read_arrays, folder, name, part)) for name, part in wanted.items()
+            name: with_short_errors(folder / name, partial(read_arrays, folder, name, part))
+            for name, part in targets.items()
         }
         return loaded[REST].replace(params=loaded[PARAMS], ema=loaded.get(EMA)), metadata
 
@@ -249,17 +240,17 @@ class CheckpointManager:
             raise problem or CheckpointError(f"{folder} cannot be read by another process")
 
     @without_tracebacks()  # until the writers of a failed save have ended
-    def _write(self, step: int, state: TrainState, write_about: Callable[[], None], copied: threading.Event) -> None:
+    def _write(self, step: int, state: TrainState, write_metadata: Callable[[], None], copied: threading.Event) -> None:
         """In the thread: write a step, then delete those that are not kept."""
         folder = self.folder / str(step)
         try:
             with _orbax_settings():
-                saving = ocp.save_checkpointables_async(folder, _parts(state))
+                saving = ocp.save_checkpointables_async(folder, _split_state(state))
                 copied.set()
                 saving.result()
             if _is_first():
                 self._check()
-                write_about()
+                write_metadata()
                 write_checksums(folder)
             self._latest = step
         except UserError:  # the files may belong to another run now
@@ -269,23 +260,23 @@ class CheckpointManager:
         if not _is_first():
             return
         try:
-            for old in set(self.steps()) - {step, *self._choose_kept(self.folder)}:
+            for old in set(self.steps()) - {step, *self._choose_steps(self.folder)}:
                 remove_step(self.folder / str(old))
         except OSError as error:
             raise CheckpointError(f"step {step} is saved, but an older checkpoint cannot be removed ({error})") from None
 
-    def _choose_kept(self, folder: Location) -> set[int]:
+    def _choose_steps(self, folder: Location) -> set[int]:
         """The steps to keep of those in a folder."""
         return {*steps_in(folder)[-self._keep_last :], *by_loss(folder)[: self._keep_best]}
 
     def _upload(self) -> None:
         if self._mirror is not None:
-            self._mirror.upload(self._choose_kept)
+            self._mirror.upload(self._choose_steps)
 
     def finish_mirror(self) -> None:
         """At the end of the run: upload the rest; raises TrainingError if that fails."""
         if self._mirror is not None:
-            self._mirror.finish(self._choose_kept)
+            self._mirror.finish(self._choose_steps)
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Clean up after a failed save; return the error, which names the last good checkpoint."""
@@ -364,7 +355,7 @@ class _Save(threading.Thread):
             self.copied.set()
 
 
-def _write_about(folder: Path, metadata: str, config: LlamaConfig, tokenizer: Tokenizer | None) -> None:
+def _write_metadata(folder: Path, metadata: str, config: LlamaConfig, tokenizer: Tokenizer | None) -> None:
     """Write the files of a step other than arrays."""
     folder.mkdir()
     write_config_json(folder, config, scaled_context=True)
@@ -373,7 +364,7 @@ def _write_about(folder: Path, metadata: str, config: LlamaConfig, tokenizer: To
         tokenizer.save(folder)
 
 
-def _parts(state: TrainState) -> dict[str, Any]:
+def _split_state(state: TrainState) -> dict[str, Any]:
     """The parts of a state that orbax writes, by folder name; `rest` has None in place of the others."""
     average = {} if state.ema is None else {EMA: state.ema}
     return {PARAMS: state.params, **average, REST: state.replace(params=None, ema=None)}
@@ -391,12 +382,12 @@ def _orbax_settings() -> ocp.Context:
     return context
 
 
-def _described(leaf: Any) -> jax.ShapeDtypeStruct:
+def _shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _in_words(array: tuple[tuple[int, ...], str] | None) -> str:
+def _array_words(array: tuple[tuple[int, ...], str] | None) -> str:
     return "absent" if array is None else f"{array[1]}{list(array[0])}"
 
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.analysis.hardware import find_hardware
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError, TrainingError
+from llama_jax.inference.xla_flags import return_large_blocks
 from llama_jax.model.forward_options import Sharding, identity
 from llama_jax.model.lora import adapted, init_adapters, precompute_dora_scale, with_base
 from llama_jax.model.params import Llama
@@ -42,7 +43,6 @@ from llama_jax.training.flops import step_flops
 from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
-from llama_jax.xla_flags import return_large_blocks
 
 MAX_UNROLLED_LAYERS = 32
 MIN_UNROLLED_SECONDS = 600.0  # estimated time of a run
@@ -124,8 +124,8 @@ def repays_unrolling(recipe: Recipe, device: jax.Device, devices: int) -> bool:
 def fits(compiled: Any, device: jax.Device) -> bool:
     """Whether a compiled program fits, by XLA's plan, into the memory of a device; True if its type is unknown."""
     plan, hardware = compiled.memory_analysis(), find_hardware(device.device_kind)
-    kept = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
-    return hardware is None or hardware.holds(kept + plan.temp_size_in_bytes)
+    resident = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return hardware is None or hardware.holds(resident + plan.temp_size_in_bytes)
 
 
 def _init_state(recipe: Recipe, params: Llama) -> TrainState:
@@ -143,10 +143,11 @@ def _init_random_state(recipe: Recipe, dora_base: Llama | None = None) -> TrainS
 
 def check_mesh(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> None:
     """Raise the errors of `make_program` about a mesh without compiling: too few devices, or sizes that do not divide."""
-    if backend == "pmap" and recipe.lora is not None:
-        raise TrainingError("pmap trains whole models; train adapters with the backend jit")
-    if backend == "pmap" and sizes.devices != sizes.data:
-        raise TrainingError(f"pmap copies the whole model to every device and cannot have mesh {sizes}; use the backend jit")
+    if backend == "pmap" and (recipe.lora is not None or sizes.devices != sizes.data):
+        raise TrainingError(
+            f"pmap copies the whole model to every device: it trains no adapters, and cannot have mesh {sizes}; use the"
+            " backend jit"
+        )
     make_mesh(sizes)  # raises if there are too few devices
     if recipe.exact_shards:
         check_exact_mesh(dict(sizes.items()), recipe.exact_shards)

@@ -27,7 +27,7 @@ from llama_jax.runs.checkpoint_manager import SAVE_TIMEOUT, CheckpointManager
 from llama_jax.runs.compiled_step import make_program
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import Metrics, Track, Tracking, check_trackers
-from llama_jax.runs.preflight import choose_tokenizer, describe_plan, task_kind
+from llama_jax.runs.preflight import choose_tokenizer, describe_plan, find_task_type
 from llama_jax.runs.pretrained import describe_weights, load_weights
 from llama_jax.runs.recipe import Recipe, to_dict
 from llama_jax.runs.recipes import check_weights, find
@@ -119,7 +119,7 @@ def train(
     processes.assert_equal("devices", {"devices": jax.local_device_count()})
     log = Log(quiet=True) if log is None else log
     if isinstance(recipe, str):
-        check_weights(recipe, given=weights is not None)
+        check_weights(recipe, has_weights=weights is not None)
         recipe = find(recipe)
     location = locate(workdir)
     pretrained = open_checkpoint(weights) if weights is not None else None
@@ -131,7 +131,7 @@ def train(
     if reweigh and not resume:
         raise TrainingError("--reweigh (reweigh=True) changes the weights of a run's data; it needs --resume")
     # Quick checks come first, so that no mistake is found after minutes of reading data or training a tokenizer.
-    preflight.check(recipe, location, trace, mesh, backend)
+    preflight.check_run(recipe, location, trace, mesh, backend)
     if not processes.first_of_host:  # the first process fetches data from object stores
         processes.barrier("data fetched")
     sources = find_data(data)
@@ -161,8 +161,8 @@ def train(
         run_tokenizer = choose_tokenizer(
             recipe,
             [file for source in sources for file in source.files],
-            given=tokenizer,
-            pretrained=task_kind(recipe).tokenizer(recipe) if pretrained is None else pretrained.tokenizer(),
+            tokenizer_path=tokenizer,
+            pretrained=find_task_type(recipe).tokenizer(recipe) if pretrained is None else pretrained.tokenizer(),
             resumed_run=folder if metadata else None,
         )
         recipe = preflight.fix_template_time(recipe, run_tokenizer, metadata, processes)
@@ -171,7 +171,7 @@ def train(
             processes.barrier("text tokenized")
         with preflight.explain_changed_data(metadata):
             inputs = TaskInputs(sources, validation_sources, run_tokenizer, mesh, log, weights)
-            task = task_kind(recipe).open(recipe, inputs)
+            task = find_task_type(recipe).open(recipe, inputs)
         given_recipe, recipe = recipe, task.recipe
         preflight.check_data(metadata, task, reweigh=reweigh)
         if metadata is not None:
@@ -183,7 +183,7 @@ def train(
         compile_seconds = preflight.estimate_compile_seconds(folder)
         done = 0 if metadata is None else metadata["step"]
         plan = describe_plan(given_recipe, task, mesh.devices, compile_seconds, done)
-        preflight.describe(log, recipe, (*facts, *task.facts, plan))
+        preflight.log_model(log, recipe, (*facts, *task.facts, plan))
         preflight.check_same_arguments(processes, run_folder, recipe, mesh, backend, task, metadata)
         if task.load is not None:
             task = task.load()
@@ -191,8 +191,8 @@ def train(
         initial_params, base = load_weights(recipe, weights, mesh, metadata)
         base_params = None if base is None else base.params
         if backend == "jit":  # under pmap the first step compiles
-            about = "" if compile_seconds is None else f", about {duration(compile_seconds)}"
-            log.progress(f"compiling the training step{about}")
+            estimate = "" if compile_seconds is None else f", about {duration(compile_seconds)}"
+            log.progress(f"compiling the training step{estimate}")
         program = make_program(recipe, task.objective, mesh, backend, base_params)
         processes.barrier("compiled")  # compilation times differ
         if metadata is None:
@@ -399,7 +399,7 @@ class _TrainingRun:
         parts = [
             f"step {step:,}/{self.recipe.steps:,}",
             f"loss {loss:.4f}",
-            *(f"{name} {task_values[name]:.4g}" for name in self.task.shown if name in task_values),
+            *(f"{name} {task_values[name]:.4g}" for name in self.task.logged_metrics if name in task_values),
             f"lr {learning_rate:.2e}",
             f"grad norm {grad_norm:.3f}",
             f"{tokens_per_second:,.0f} tokens/s",
@@ -450,11 +450,11 @@ class _TrainingRun:
             text += f"; the best was step {best}, in {self.folder.location / CHECKPOINTS / str(best)}"
         self.log.line(text)
 
-    def _write(self, kind: str, step: int, **values: Any) -> None:
+    def _write(self, line_type: str, step: int, **values: Any) -> None:
         if self.metrics is not None:
-            self.metrics.write(kind, step, **values)
+            self.metrics.write(line_type, step, **values)
         if self.tracking is not None:
-            self.tracking.write(kind, step, values)
+            self.tracking.write(line_type, step, values)
 
 
 class Profile:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 from llama_jax.errors import TrainingError
 from llama_jax.runs.log import Log
@@ -33,7 +33,7 @@ class Metrics:
         if broken:
             self._file.write("\n")
 
-    def write(self, kind: str, step: int, **values: Any) -> None:
+    def write(self, line_type: str, step: int, **values: Any) -> None:
         """Write a line. Non-finite numbers become null, since JSON cannot express them.
 
         Raises:
@@ -41,7 +41,7 @@ class Metrics:
         """
         values = finite(values)
         try:
-            self._file.write(json.dumps({"kind": kind, "step": step, **values}, ensure_ascii=False) + "\n")
+            self._file.write(json.dumps({"kind": line_type, "step": step, **values}, ensure_ascii=False) + "\n")
             self._file.flush()
         except OSError as error:
             raise TrainingError(
@@ -58,9 +58,9 @@ class Metrics:
 def finite(value: Any) -> Any:
     """A value for JSON, with None for each non-finite number in it."""
     if isinstance(value, dict):
-        return {name: finite(each) for name, each in value.items()}
+        return {name: finite(member) for name, member in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
+        return [finite(member) for member in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -79,7 +79,7 @@ TRACKER_PACKAGES: dict[Track, str] = {
     "mlflow": "mlflow",
 }  # imported modules
 TRACKER_NAMES = "trackers.json"  # in the folder of a run: its name in each service, so that a resumed run continues there
-SENT_KINDS = ("train", "validation")  # kinds of lines that are sent
+SENT_LINE_TYPES = ("train", "validation")  # kinds of lines that are sent
 
 
 class Tracker(Protocol):
@@ -99,10 +99,8 @@ class Tracker(Protocol):
 
 
 def check_trackers(track: Sequence[Track]) -> None:
-    """Raise TrainingError for an unknown name, or a package that is not installed."""
+    """Raise TrainingError for a package that is not installed."""
     for name in track:
-        if name not in TRACKER_PACKAGES:
-            raise TrainingError(f"track={name!r} must be one of {', '.join(get_args(Track))}")
         try:
             importlib.import_module(TRACKER_PACKAGES[name])
         except ImportError as error:
@@ -127,18 +125,18 @@ class Tracking:
             try:
                 self._trackers[name] = tracker = TRACKERS[name](folder, recipe, step, known.get(name))
             except Exception as error:  # services may raise anything
-                raise TrainingError(f"{name} cannot record this run: {_first_line(error)}") from None
+                raise TrainingError(f"{name} cannot record this run: {_error_line(error)}") from None
             known[name] = tracker.name
         if self._trackers:
             with write_atomically(path, raises=TrainingError) as target:
                 target.write_text(json.dumps(known, indent=2) + "\n", "utf-8")
 
-    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    def write(self, line_type: str, step: int, values: dict[str, Any]) -> None:
         """Send the finite numbers of a training or validation line of metrics.jsonl."""
-        if kind not in SENT_KINDS:
+        if line_type not in SENT_LINE_TYPES:
             return
         numbers = {
-            f"{kind}/{name}": float(value)
+            f"{line_type}/{name}": float(value)
             for name, value in values.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
@@ -155,7 +153,7 @@ class Tracking:
             use(self._trackers[name])
         except Exception as error:  # services may raise anything, and no run should end because of its curves
             del self._trackers[name]
-            self._log.line(f"{name} failed and gets no more metrics; metrics.jsonl has all of them: {_first_line(error)}")
+            self._log.line(f"{name} failed and gets no more metrics; metrics.jsonl has all of them: {_error_line(error)}")
 
 
 class _TensorBoard:
@@ -205,9 +203,9 @@ class _MLflow:
         if known is not None:
             self._client.update_run(known, status="RUNNING")
         else:
-            wanted = os.environ.get("MLFLOW_EXPERIMENT_NAME", "llama_jax")
-            experiment = self._client.get_experiment_by_name(wanted)
-            of = self._client.create_experiment(wanted) if experiment is None else experiment.experiment_id
+            experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "llama_jax")
+            experiment = self._client.get_experiment_by_name(experiment_name)
+            of = self._client.create_experiment(experiment_name) if experiment is None else experiment.experiment_id
             known = str(self._client.create_run(of, run_name=folder.resolve().name).info.run_id)
             params = [entities.Param(name, str(value)[:500]) for name, value in recipe.items()]
             self._client.log_batch(known, params=params)
@@ -225,5 +223,5 @@ class _MLflow:
 TRACKERS: dict[str, Callable[..., Tracker]] = {"tensorboard": _TensorBoard, "wandb": _WandB, "mlflow": _MLflow}
 
 
-def _first_line(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -34,32 +34,32 @@ def override(settings: Settings, changes: Sequence[str]) -> Settings:
         key, equals, value = change.partition("=")
         if not equals:
             raise TrainingError(f"{change!r} is not key=value; write a change such as steps=100")
-        place = nested
+        section = nested
         *outer, last = key.strip().split(".")
         for part in outer:
-            place = place.setdefault(part, {})
-            if not isinstance(place, dict):
-                raise TrainingError(f"{change!r} comes after {part}=, which sets all of it; set only parts of it")
-        if isinstance(place.get(last), dict):
-            raise TrainingError(f"{key}= is set both as a whole and in parts; use only one")
-        place[last] = value
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                break
+        if not isinstance(section, dict) or isinstance(section.get(last), dict):
+            raise TrainingError(f"{change!r}: a setting is set both as a whole and in parts; use only one")
+        section[last] = value
     return _apply(settings, type(settings), nested, "", keys_of(settings))
 
 
-def _apply(settings: Any, kind: Any, changes: dict[str, Any], within: str, known: list[str]) -> Any:
+def _apply(settings: Any, dataclass_type: Any, changes: dict[str, Any], within: str, known: list[str]) -> Any:
     """Apply all changes of one dataclass at once, so that values that are only valid together may come in any order; None
     for the settings builds a new dataclass from only the changes."""
-    types_, fields = get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
+    types_, fields = get_type_hints(dataclass_type), {f.name: f for f in dataclasses.fields(dataclass_type)}
     values = {}
     for name, value in changes.items():
         key = f"{within}{name}"
         if name not in fields:
             raise TrainingError(f"{key!r} is not a setting of the recipe; {_suggest(key, within, known)}")
         if isinstance(value, dict):
-            inner, inner_kind = getattr(settings, name, None), dataclass_of(types_[name])
-            if inner_kind is None:
+            inner, inner_type = getattr(settings, name, None), dataclass_of(types_[name])
+            if inner_type is None:
                 raise TrainingError(f"{key!r} has no parts; write {key}=VALUE")
-            values[name] = _apply(None if "kind" in value else inner, inner_kind, value, f"{key}.", known)
+            values[name] = _apply(None if "kind" in value else inner, inner_type, value, f"{key}.", known)
         else:
             values[name] = _parse(value, types_[name], key)
     if settings is not None:
@@ -69,12 +69,12 @@ def _apply(settings: Any, kind: Any, changes: dict[str, Any], within: str, known
     ]
     if missing:
         raise TrainingError(f"{within}{next(iter(values))} needs {within}{missing[0]} as well; set both")
-    return kind(**values)
+    return dataclass_type(**values)
 
 
-def dataclass_of(kind: Any) -> Any:
+def dataclass_of(field_type: Any) -> Any:
     """The dataclass that a field of this type contains, possibly as an alternative to None; None for any other type."""
-    options = [option for option in get_args(kind) or (kind,) if option is not type(None)]
+    options = [option for option in get_args(field_type) or (field_type,) if option is not type(None)]
     return options[0] if len(options) == 1 and dataclasses.is_dataclass(options[0]) else None
 
 
@@ -89,54 +89,60 @@ def _suggest(key: str, within: str, known: list[str]) -> str:
     return f"{within.rstrip('.') or 'it'} has {', '.join(beside)}"
 
 
-def _parse(text: str, kind: Any, key: str) -> Any:
+def _parse(text: str, field_type: Any, key: str) -> Any:
     """Parse a text as a value for a field of this type."""
-    origin = get_origin(kind)
-    if kind in (Parts, PartFunction) or origin is Callable:
+    origin = get_origin(field_type)
+    if field_type in (Parts, PartFunction) or origin is Callable:
         raise TrainingError(f"{key} must be set to functions in a recipe file (FILE.py:FUNCTION)")
     if origin in (Union, types.UnionType):
-        if text.lower() in ("none", "null") and type(None) in get_args(kind):
+        if text.lower() in ("none", "null") and type(None) in get_args(field_type):
             return None
-        kind = next(option for option in get_args(kind) if option is not type(None))
-        return _parse(text, kind, key)
-    if origin is Literal:
-        if text not in get_args(kind):
-            raise TrainingError(f"{key}={text!r} must be one of {', '.join(get_args(kind))}")
-        return text
-    if kind is LlamaConfig:
+        field_type = next(option for option in get_args(field_type) if option is not type(None))
+        return _parse(text, field_type, key)
+    if field_type is LlamaConfig:
         return preset(text)
-    if kind is str:
+    if field_type is str:
         return text.replace("\\n", "\n").replace("\\t", "\t")
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise TrainingError(f"{key}={text!r} must be true or false")
-        return text.lower() == "true"
-    if kind in (int, float):
-        try:
-            return kind(text.replace("_", "")) if kind is float else int(text, 10)
-        except ValueError:
-            raise TrainingError(f"{key}={text!r} must be {'an integer' if kind is int else 'a number'}") from None
+    value: Any
     if origin is tuple:
-        return _items(text, get_args(kind)[0], key)
-    raise TrainingError(f"{key} cannot be set as a whole on the command line; set its parts with {key}.NAME=VALUE")
+        value, requirement = _parse_items(text, get_args(field_type)[0])
+    elif origin is Literal:
+        value, requirement = text if text in get_args(field_type) else None, f"one of {', '.join(get_args(field_type))}"
+    elif field_type is bool:
+        value, requirement = {"true": True, "false": False}.get(text.lower()), "true or false"
+    elif field_type in (int, float):
+        value, requirement = _number_or_none(text, field_type), "an integer" if field_type is int else "a number"
+    else:
+        raise TrainingError(f"{key} cannot be set as a whole on the command line; set its parts with {key}.NAME=VALUE")
+    if value is None:
+        raise TrainingError(f"{key}={text!r} must be {requirement}")
+    return value
 
 
-def _items(text: str, kind: Any, key: str) -> tuple[Any, ...]:
-    """The items of a tuple: texts, or a single one without brackets; numbers; or dataclasses as JSON objects."""
-    if kind is str and not text.startswith("["):
-        return (text,) if text else ()
-    found = _json(text)
-    needed = 'a text, or several, such as ["one", "two"]' if kind is str else "numbers, such as [1.0, 1.5]"
-    dataclass_type = dataclass_of(kind)
+def _number_or_none(text: str, number_type: type[int] | type[float]) -> float | None:
+    try:
+        return int(text, 10) if number_type is int else float(text.replace("_", ""))
+    except ValueError:
+        return None
+
+
+def _parse_items(text: str, item_type: Any) -> tuple[tuple[Any, ...] | None, str]:
+    """The items of a tuple: texts, or a single one without brackets; numbers; or dataclasses as JSON objects. None if the
+    text is something else; and what it must be."""
+    requirement = 'a text, or several, such as ["one", "two"]' if item_type is str else "numbers, such as [1.0, 1.5]"
+    if item_type is str and not text.startswith("["):
+        return (text,) if text else (), requirement
+    items = _json(text)
+    dataclass_type = dataclass_of(item_type)
     if dataclass_type:
         names = [f.name for f in dataclasses.fields(dataclass_type)]
-        needed = f"a JSON list of objects with {', '.join(names)}"
+        requirement = f"a JSON list of objects with {', '.join(names)}"
         fits: Any = lambda item: isinstance(item, dict) and item.keys() <= set(names)
     else:
-        fits = lambda item: isinstance(item, str if kind is str else int | float)
-    if not isinstance(found, list) or not all(map(fits, found)):
-        raise TrainingError(f"{key}={text!r} must be {needed}")
-    return tuple(dataclass_type(**item) for item in found) if dataclass_type else tuple(found)
+        fits = lambda item: isinstance(item, str if item_type is str else int | float)
+    if not isinstance(items, list) or not all(map(fits, items)):
+        return None, requirement
+    return tuple(dataclass_type(**item) for item in items) if dataclass_type else tuple(items), requirement
 
 
 def _json(text: str) -> Any:
@@ -149,14 +155,14 @@ def _json(text: str) -> Any:
 
 def keys_of(settings: Any, within: str = "") -> list[str]:
     """Every key that `override` accepts, with dots for nested dataclasses."""
-    found, types_ = [], get_type_hints(type(settings))
+    keys, types_ = [], get_type_hints(type(settings))
     for f in dataclasses.fields(settings):
         inner = getattr(settings, f.name)
         if isinstance(inner, Parts):  # not settable on the command line
             continue
-        found.append(f"{within}{f.name}")
+        keys.append(f"{within}{f.name}")
         if inner is None and (made := dataclass_of(types_[f.name])):
-            found += [f"{within}{f.name}.{part.name}" for part in dataclasses.fields(made)]
+            keys += [f"{within}{f.name}.{part.name}" for part in dataclasses.fields(made)]
         elif dataclasses.is_dataclass(inner):
-            found += keys_of(inner, f"{within}{f.name}.")
-    return found
+            keys += keys_of(inner, f"{within}{f.name}.")
+    return keys

@@ -20,8 +20,8 @@ import numpy as np
 from llama_jax.analysis.hardware import find_hardware
 from llama_jax.config import LlamaConfig
 from llama_jax.data import ChatReading
-from llama_jax.data.data_files import FoundData
-from llama_jax.data.documents import TOKENS, kind_of, read_documents
+from llama_jax.data.data_files import SourceFiles
+from llama_jax.data.documents import TOKEN_SUFFIXES, file_type, read_documents
 from llama_jax.data.load_corpus import examine
 from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, shown
 from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, check_checksums, existing_step, read_metadata
@@ -36,9 +36,9 @@ from llama_jax.runs.compiled_step import UTILIZATION, check_mesh
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import METRICS
 from llama_jax.runs.recipe import FITTED_SETTINGS, RECIPE_FILE, Recipe, RewardSettings, differences, to_dict
-from llama_jax.runs.run_folder import RunFolder
+from llama_jax.runs.run_folder import RunFolder, check_resume
 from llama_jax.runs.tasks import distillation, grpo, language_modeling, preferences
-from llama_jax.runs.tasks.interface import Backend, Task, TaskKind
+from llama_jax.runs.tasks.interface import Backend, Task, TaskType
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
@@ -48,7 +48,7 @@ from llama_jax.tokenizers.sentencepiece import byte_tokenizer, train_bpe
 from llama_jax.training.optimizer import OptimizerSettings, learning_rate_schedule
 
 # CPU seconds to compile a step: 2.3 to 5.5 for models of 0.3M to 1.1B parameters, at any depth, since the layers are a scan.
-COMPILE_SECONDS = 5.0
+DEFAULT_COMPILE_SECONDS = 5.0
 MARK_SECONDS = 30  # until the others see what one host writes: network file systems cache missing files
 
 
@@ -101,33 +101,31 @@ def _mark_of(run: RunFolder, processes: Processes) -> str:
     while processes.index and not mark.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     try:
-        found = mark.read_text()
+        text = mark.read_text()
     except OSError:
         remedy = " (LLAMA_JAX_CACHE must be on a disk that all hosts share)" if isinstance(run.location, StoredPath) else ""
-        found = f"{folder.resolve()} on {platform.node()}, which is not the same folder{remedy}"
+        text = f"{folder.resolve()} on {platform.node()}, which is not the same folder{remedy}"
     processes.barrier("mark read")
     if processes.index == 0:
         mark.unlink(missing_ok=True)
-    return found
+    return text
 
 
-def check_sources(recipe: Recipe, training: Sequence[FoundData], validation: Sequence[FoundData]) -> None:
+def check_sources(recipe: Recipe, training: Sequence[SourceFiles], validation: Sequence[SourceFiles]) -> None:
     """Raise TrainingError for a mixture in a kind of training without mixtures, or validation files of other sources."""
-    kind = task_kind(recipe)
-    if len(training) > 1 and not kind.mixes:
-        raise TrainingError(f"mixtures are not supported for {kind.name}; pass the files without names and weights")
-    names, held = ([source.name for source in sources] for sources in (training, validation))
-    if held and held != [""] and sorted(held) != sorted(names):
+    task_type = find_task_type(recipe)
+    if len(training) > 1 and not task_type.mixes:
+        raise TrainingError(f"mixtures are not supported for {task_type.name}; pass the files without names and weights")
+    names, validation_names = ([source.name for source in sources] for sources in (training, validation))
+    if validation_names and validation_names != [""] and sorted(validation_names) != sorted(names):
         raise TrainingError(
-            f"the validation data have the sources {', '.join(filter(None, held))}, but the data"
+            f"the validation data have the sources {', '.join(filter(None, validation_names))}, but the data"
             f" {', '.join(filter(None, names)) or 'no named source'}; pass files for each of these, or without names"
         )
 
 
-def check(recipe: Recipe, folder: Location, trace: range | None, mesh: MeshSizes, backend: Backend) -> None:
+def check_run(recipe: Recipe, folder: Location, trace: range | None, mesh: MeshSizes, backend: Backend) -> None:
     """Checks that need no data; raises TrainingError, ConfigError, MeshError."""
-    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
-        raise TrainingError(f"{folder} is a file; pass a folder for the run with --workdir")
     check_trace(recipe, trace)
     check_parts_found(recipe.model)
     check_task(recipe, mesh, backend)
@@ -147,12 +145,9 @@ def resume_metadata(
     If the recipe has no `warmup_steps`, it gets those of the resumed run.
     """
     latest = checkpoints.latest()
+    check_resume(folder, latest, resume)
     if latest is None:
         return None, recipe
-    if not resume:
-        raise TrainingError(
-            f"{folder} holds a run that is at step {latest}; continue with --resume, or use another --workdir"
-        )
     step = folder / CHECKPOINTS / str(latest)
     try:
         check_checksums(step, {ABOUT})
@@ -175,7 +170,7 @@ def check_recipe(metadata: dict[str, Any], folder: Path, recipe: Recipe) -> None
     """Raise TrainingError if a run is resumed by another recipe; sizes from the data are compared once they are known."""
     changed = differences(metadata["recipe"], json.loads(json.dumps(to_dict(recipe))))
     if not recipe.steps:
-        changed = [one for one in changed if one.partition(":")[0] not in FITTED_SETTINGS]
+        changed = [difference for difference in changed if difference.partition(":")[0] not in FITTED_SETTINGS]
     if changed and not (recipe.steps and _prolongs(recipe, metadata["recipe"], metadata["step"], changed)):
         longer = ""
         if any(difference.startswith("steps:") for difference in changed):
@@ -197,13 +192,15 @@ def _prolongs(recipe: Recipe, before: dict[str, Any], done: int, changed: Sequen
     return bool(np.array_equal(old(updates) + 0 * updates, new(updates) + 0 * updates))
 
 
-def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
+def log_model(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
     """Print what is trained, before the compilation, which may take minutes."""
     r = recipe
     learned = ""
     if r.lora is not None:
-        kept = "" if r.quantize == "none" else f" in {r.quantize}"
-        learned = f"{kept} that stay as they are, {adapter_count(r.model, r.lora):,} of adapters of rank {r.lora.rank}"
+        quantization = "" if r.quantize == "none" else f" in {r.quantize}"
+        learned = (
+            f"{quantization} that stay as they are, {adapter_count(r.model, r.lora):,} of adapters of rank {r.lora.rank}"
+        )
     log.line(f"model: {parameter_count(r.model):,} parameters{learned}, computed in {r.dtype}, remat {r.remat}")
     for fact in facts:
         log.line(fact)
@@ -211,7 +208,7 @@ def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
 
 def estimate_compile_seconds(folder: Path) -> float | None:
     """Estimated seconds to compile the step: those of this run's last start, else a constant on CPUs, else None."""
-    seconds = COMPILE_SECONDS if jax.default_backend() == "cpu" else None
+    seconds = DEFAULT_COMPILE_SECONDS if jax.default_backend() == "cpu" else None
     if (folder / METRICS).exists():
         for line in (folder / METRICS).read_bytes().splitlines():
             with suppress(ValueError, RecursionError, AttributeError):  # a killed run may leave an incomplete line
@@ -239,8 +236,8 @@ def check_data(metadata: dict[str, Any] | None, task: Task, *, reweigh: bool) ->
     for name, digest in task.digests.items():
         if metadata["data"].get(name) != digest:
             what = f"{name} data" if name in ("train", "validation") else name
-            more = _other_template_time(metadata, task.recipe)
-            raise TrainingError(f"the {what} is not what this run began with; resume with the same files{more}")
+            time_hint = _other_template_time(metadata, task.recipe)
+            raise TrainingError(f"the {what} is not what this run began with; resume with the same files{time_hint}")
     before = metadata["data"].get("mixture", [[0, None]])[-1][1]
     if before != task.mixture and not reweigh:
         old, new = (", ".join(f"{name} {share}" for name, share in (of or {}).items()) for of in (before, task.mixture))
@@ -295,16 +292,16 @@ def _other_template_time(metadata: dict[str, Any], recipe: Recipe) -> str:
 
 def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
     """The prompts as tokens that leave room for an answer: checked now rather than hours later at the first evaluation."""
-    found = [tokenizer.encode(prompt, eos=False) for prompt in recipe.prompts]
+    encoded = [tokenizer.encode(prompt, eos=False) for prompt in recipe.prompts]
     context = recipe.model.max_seq_len
-    for prompt, ids in zip(recipe.prompts, found, strict=True):
+    for prompt, ids in zip(recipe.prompts, encoded, strict=True):
         if not 0 < len(ids) < context:
             raise TrainingError(
                 f"prompts: {shown(prompt, 40)} is {len(ids)} tokens; a sample needs at least 1 and fewer than the model's"
                 f" context of {context}"
             )
         check_token_rows(tokenizer, ids, recipe.model.vocab_size, f"prompts: {shown(prompt, 40)}")
-    return found
+    return encoded
 
 
 def write_recipe(folder: Path, recipe: Recipe) -> None:
@@ -318,7 +315,7 @@ def choose_tokenizer(
     recipe: Recipe,
     data: Sequence[Path],
     *,
-    given: str | os.PathLike[str] | None,
+    tokenizer_path: str | os.PathLike[str] | None,
     pretrained: Tokenizer | None,
     resumed_run: Path | None,
 ) -> Tokenizer:
@@ -326,7 +323,7 @@ def choose_tokenizer(
 
     Args:
       data: the training files, from which a BPE vocabulary is learned.
-      given: the file or folder of a tokenizer.
+      tokenizer_path: the file or folder of a tokenizer.
       pretrained: the tokenizer of the pretrained model or of the teacher.
       resumed_run: the folder of the run that is resumed.
 
@@ -334,26 +331,28 @@ def choose_tokenizer(
       TrainingError: none of them, or two that differ.
       TokenizerError, DataError: files that cannot be used.
     """
-    if given is not None and recipe.vocabulary != "given":
+    if tokenizer_path is not None and recipe.vocabulary != "given":
         raise TrainingError(
             f"the recipe makes its own vocabulary ({recipe.vocabulary}); add vocabulary=given to train with"
-            f" {os.fspath(given)}"
+            f" {os.fspath(tokenizer_path)}"
         )
     if resumed_run is not None:
         folder = resumed_run / CHECKPOINTS
-        found = find_tokenizer(folder / str(existing_step(folder, None)) / ABOUT, recipe.model.vocab_size)
-        if found is None:
-            raise TrainingError(f"the newest checkpoint in {folder} has no tokenizer; resume from a copy that has one")
-        if given is not None and examine(load_tokenizer(given)).fingerprint != examine(found).fingerprint:
+        tokenizer = find_tokenizer(folder / str(existing_step(folder, None)) / ABOUT, recipe.model.vocab_size)
+        assert tokenizer is not None  # every run saves its tokenizer, and `verify` finds a missing file
+        if (
+            tokenizer_path is not None
+            and examine(load_tokenizer(tokenizer_path)).fingerprint != examine(tokenizer).fingerprint
+        ):
             raise TrainingError(
-                f"{os.fspath(given)} is not the tokenizer that the run in {resumed_run} began with; resume without"
+                f"{os.fspath(tokenizer_path)} is not the tokenizer that the run in {resumed_run} began with; resume without"
                 " --tokenizer"
             )
-        return found
-    if given is not None:
-        found = load_tokenizer(given)
-        warn_of_size(found, recipe.model.vocab_size, given)
-        return found
+        return tokenizer
+    if tokenizer_path is not None:
+        tokenizer = load_tokenizer(tokenizer_path)
+        warn_of_size(tokenizer, recipe.model.vocab_size, tokenizer_path)
+        return tokenizer
     if pretrained is not None:
         return pretrained
     match recipe.vocabulary:
@@ -374,7 +373,7 @@ def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
     def texts() -> Iterator[str]:
         try:
             for path in data:
-                if kind_of(path) in TOKENS:
+                if file_type(path) in TOKEN_SUFFIXES:
                     raise TrainingError(
                         f"{path} holds tokens, not text to learn a vocabulary from; pass their tokenizer with --tokenizer"
                     )
@@ -392,50 +391,52 @@ def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
         raise
 
 
-def task_kind(recipe: Recipe) -> TaskKind:
+def find_task_type(recipe: Recipe) -> TaskType:
     """The kind of training of a recipe, by its settings."""
     if recipe.preference is not None:
-        return preferences.KIND
+        return preferences.PREFERENCES
     if recipe.distill is not None:
-        return distillation.KIND
+        return distillation.DISTILLATION
     if recipe.rewards is not None:
-        return grpo.KIND
-    return language_modeling.KIND
+        return grpo.REWARDS
+    return language_modeling.TEXT
 
 
 def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
     """Checks that need no data; raises TrainingError, MeshError."""
-    kind = task_kind(recipe)
+    task_type = find_task_type(recipe)
     check_mesh(recipe, mesh, backend)
-    if backend not in kind.backends:
-        raise TrainingError(f"the backend {backend} does not train on {kind.name}; use {' or '.join(kind.backends)}")
-    if mesh.context > 1 and not kind.divides_rows:
+    if backend not in task_type.backends:
         raise TrainingError(
-            f"mesh {mesh} divides rows over context, but {kind.name} need whole rows; use data, fsdp and tensor"
+            f"the backend {backend} does not train on {task_type.name}; use {' or '.join(task_type.backends)}"
         )
-    if recipe.exact and not kind.exact:
-        raise TrainingError(f"exact=true supports text, chats and rewards, but not {kind.name}; omit it")
-    kind.check(recipe, mesh)
+    if mesh.context > 1 and not task_type.divides_rows:
+        raise TrainingError(
+            f"mesh {mesh} divides rows over context, but {task_type.name} need whole rows; use data, fsdp and tensor"
+        )
+    if recipe.exact and not task_type.exact:
+        raise TrainingError(f"exact=true supports text, chats and rewards, but not {task_type.name}; omit it")
+    task_type.check(recipe, mesh)
 
 
-def describe_plan(given: Recipe, task: Task, devices: int, compiling: float | None = None, done: int = 0) -> str:
+def describe_plan(original: Recipe, task: Task, devices: int, compiling: float | None = None, done: int = 0) -> str:
     """A line with the steps of a run, its settings that follow from the data, and how long it will take.
 
     The time is estimated from the FLOPs of the task; for sampled answers also from the speed of a matmul with as many rows
     as there are answers.
 
     Args:
-      given: the recipe before it was fitted to the data; `task.recipe` is the fitted one.
+      original: the recipe before it was fitted to the data; `task.recipe` is the fitted one.
       compiling: seconds to compile the step, if known; a sampler takes about as long again.
       done: steps that a resumed run has taken.
     """
     recipe = task.recipe
     fitted = [
         f"{name}={now} of at most {bound}"
-        for name, now, bound in (("batch", recipe.batch, given.batch), ("length", recipe.length, given.length))
+        for name, now, bound in (("batch", recipe.batch, original.batch), ("length", recipe.length, original.length))
         if now != bound
     ]
-    optimizer = given.optimizer
+    optimizer = original.optimizer
     if optimizer.warmup_steps is None and recipe.optimizer.warmup_steps != optimizer.max_warmup_steps:
         fitted.append(f"warm-up {recipe.optimizer.warmup_steps} of at most {optimizer.max_warmup_steps}")
     hardware = find_hardware(jax.devices()[0].device_kind)
@@ -452,13 +453,13 @@ def describe_plan(given: Recipe, task: Task, devices: int, compiling: float | No
             seconds += task.decoded * weights * jnp.dtype(recipe.dtype).itemsize / hardware.memory_bandwidth
     steps = f"plan: {recipe.steps:,} steps of {task.tokens:,} tokens" + (f" ({', '.join(fitted)})" if fitted else "")
     left = f"{recipe.steps - done:,} left, " if done else ""
-    each = f"{seconds:.2g} s" if seconds < 10 else duration(seconds)
+    step_time = f"{seconds:.2g} s" if seconds < 10 else duration(seconds)
     total = duration((recipe.steps - done) * seconds + (compiling or 0.0))
-    others = (
+    exclusions = (
         f"with {duration(compiling)} to compile, besides evaluations" if compiling else "besides compiling and evaluations"
     )
     return (
-        f"{steps}: {left}about {each} each, {total} in all {others}; estimated at {UTILIZATION:.0%} of"
+        f"{steps}: {left}about {step_time} each, {total} in all {exclusions}; estimated at {UTILIZATION:.0%} of"
         f" {peak / 1e9:,.0f} GFLOP/s"
     )
 

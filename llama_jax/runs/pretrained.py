@@ -59,17 +59,17 @@ def load_weights(
     if recipe.lora is None:
         if weights is None or metadata is not None:
             return None, None
-        places = param_shardings(recipe.model, mesh, padded=False)
-        return load(weights, "float32", shardings=places).params, None
+        shardings = param_shardings(recipe.model, mesh, padded=False)
+        return load(weights, "float32", shardings=shardings).params, None
     assert weights is not None
-    params, found = load_frozen(weights, recipe.model, mesh, recipe.dtype, recipe.quantize)
+    params, origin = load_frozen(weights, recipe.model, mesh, recipe.dtype, recipe.quantize)
     before = {} if metadata is None else metadata.get("base", {})
-    if metadata is not None and before.get("digest") != found["digest"]:
+    if metadata is not None and before.get("digest") != origin["digest"]:
         raise TrainingError(
-            f"{found['path']} is not the base model that this run began with, {before.get('path')}: its weights"
+            f"{origin['path']} is not the base model that this run began with, {before.get('path')}: its weights"
             " differ; resume with the same --weights"
         )
-    return None, FrozenBase(params, found)
+    return None, FrozenBase(params, origin)
 
 
 def load_frozen(
@@ -80,25 +80,25 @@ def load_frozen(
     Args:
       quantize: quantization format of its matrices; "none" keeps quantized tensors of the files; None is floats.
     """
-    kind: Any = quantize
+    load_format: Any = quantize
     if quantize == "none":
-        kind = "keep" if describe_quantized_types(open_checkpoint(path).tensors, can_be_kept) else None
-    params = load(path, dtype, quantize=kind, shardings=param_shardings(config, mesh, padded=False)).params
+        load_format = "keep" if describe_quantized_types(open_checkpoint(path).tensors, can_be_kept) else None
+    params = load(path, dtype, quantize=load_format, shardings=param_shardings(config, mesh, padded=False)).params
     return params, {"path": os.fspath(path), "digest": digest(params)}
 
 
 def describe_weights(recipe: Recipe, tensors: Mapping[str, TensorInfo]) -> list[str]:
     """A line about how quantized weights are used."""
-    kinds = describe_quantized_types(tensors)
-    if not kinds:
+    quantization = describe_quantized_types(tensors)
+    if not quantization:
         return []
     if recipe.lora is None:
-        return [f"weights: {kinds}, dequantized to float32 for training"]
+        return [f"weights: {quantization}, dequantized to float32 for training"]
     if recipe.quantize != "none":
-        return [f"weights: {kinds}, requantized as {recipe.quantize}"]
-    others = describe_quantized_types(tensors, lambda tensor: not can_be_kept(tensor))
-    dequantized = f" ({others} dequantized to {recipe.dtype})" if others else ""
-    return [f"weights: {kinds}, kept as they are under the adapters{dequantized}"]
+        return [f"weights: {quantization}, requantized as {recipe.quantize}"]
+    dequantized_formats = describe_quantized_types(tensors, lambda tensor: not can_be_kept(tensor))
+    dequantized = f" ({dequantized_formats} dequantized to {recipe.dtype})" if dequantized_formats else ""
+    return [f"weights: {quantization}, kept as they are under the adapters{dequantized}"]
 
 
 def digest(params: Any) -> str:
@@ -107,16 +107,18 @@ def digest(params: Any) -> str:
     Sums of integers do not depend on their order, so the digest is the same for any sharding, and for packed and unpacked
     4-bit integers. It detects a wrong file, not a forged one.
     """
-    sums = {}
+    hashes = {}
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
-        kind = leaf.quant_format if isinstance(leaf, QuantizedWeight) else ""
+        quant_format = leaf.quant_format if isinstance(leaf, QuantizedWeight) else ""
         dtypes = [plane.dtype for plane in leaf.form.planes] if isinstance(leaf, QuantizedWeight) else [None]
         for (rest, array), dtype in zip(jax.tree.leaves_with_path(leaf), dtypes, strict=True):
             is_packed = dtype == INT4 and array.dtype != INT4
             shape = (*array.shape[:-1], 2 * array.shape[-1]) if is_packed else array.shape
-            found = int(_hash_of_bits(array, is_packed))
-            sums[jax.tree_util.keystr((*path, *rest))] = f"{kind} {INT4 if is_packed else array.dtype}{list(shape)} {found}"
-    return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:32]
+            hash_value = int(_hash_of_bits(array, is_packed))
+            hashes[jax.tree_util.keystr((*path, *rest))] = (
+                f"{quant_format} {INT4 if is_packed else array.dtype}{list(shape)} {hash_value}"
+            )
+    return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()[:32]
 
 
 @partial(jax.jit, static_argnums=1)
@@ -133,12 +135,12 @@ def _hash_of_bits(array: jax.Array, is_packed: bool) -> jax.Array:
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[min(array.dtype.itemsize, 4)]
     bits = lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)  # two for 8 bytes
     while bits.ndim:
-        place = lax.broadcasted_iota(jnp.uint32, bits.shape, bits.ndim - 1)
-        bits = jnp.sum(_mixed(bits ^ (place * jnp.uint32(0x9E3779B1))), axis=-1, dtype=jnp.uint32)
+        positions = lax.broadcasted_iota(jnp.uint32, bits.shape, bits.ndim - 1)
+        bits = jnp.sum(_mix_bits(bits ^ (positions * jnp.uint32(0x9E3779B1))), axis=-1, dtype=jnp.uint32)
     return bits
 
 
-def _mixed(x: jax.Array) -> jax.Array:
+def _mix_bits(x: jax.Array) -> jax.Array:
     """The finalizer of MurmurHash3 (Appleby), a bijection: each bit of uint32 changes about half of the result's bits."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)

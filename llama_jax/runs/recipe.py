@@ -14,7 +14,7 @@ from llama_jax.config.parts import function_name
 from llama_jax.config.validation import require_number
 from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.data.chat_tokens import check_time
-from llama_jax.errors import TrainingError, shown
+from llama_jax.errors import TrainingError
 from llama_jax.model.checks import check_parts
 from llama_jax.model.forward_options import Compute, Remat
 from llama_jax.model.lora import Lora, adapter_shapes
@@ -211,10 +211,6 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_bounds(self, TrainingError)
-        if not isinstance(self.parts, Parts):
-            raise TrainingError(f"parts={shown(self.parts, 80)} must be Parts, such as parts=Parts(norm=my_norm)")
-        if not (self.loss is None or callable(self.loss)):
-            raise TrainingError(f"loss={shown(self.loss, 80)} must be a function; set it in your own recipe function")
         # The forward pass reads them from the model; this copy keeps them when the model is replaced.
         object.__setattr__(self, "parts", self.parts.over(self.model.parts))
         object.__setattr__(self, "model", replace(self.model, parts=self.parts))
@@ -223,10 +219,11 @@ class Recipe:
             if self.optimizer.name == "muon":
                 raise TrainingError("optimizer.name='muon' is for whole matrices; train adapters with adamw")
             adapter_shapes(self.model, self.lora)  # raises for targets that the model does not have
-        elif self.optimizer.lora_plus != 1:
-            raise TrainingError(f"optimizer.lora_plus={self.optimizer.lora_plus} is for adapters; set lora.rank, too")
-        elif self.quantize != "none":
-            raise TrainingError(f"quantize={self.quantize!r} is for the frozen model under adapters; set lora.rank, too")
+        elif self.optimizer.lora_plus != 1 or self.quantize != "none":
+            raise TrainingError(
+                f"optimizer.lora_plus={self.optimizer.lora_plus} and quantize={self.quantize!r} are for adapters and the"
+                " frozen model under them; set lora.rank, too"
+            )
         check_parts(self.model, Compute(attention=self.attention, exact=self.exact and self.rewards is not None))
         if not 0 <= self.ema_decay < 1:
             raise TrainingError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
@@ -242,8 +239,8 @@ class Recipe:
         losses = [name for name in ("loss", "preference", "distill", "rewards") if getattr(self, name) is not None]
         if len(losses) > 1:
             raise TrainingError(f"{' and '.join(losses)} exclude each other: each is a loss; omit one of them")
-        for name, others in (("neftune", losses), ("z_loss", set(losses) - {"loss"})):
-            if getattr(self, name) and others:
+        for name, conflicts in (("neftune", losses), ("z_loss", set(losses) - {"loss"})):
+            if getattr(self, name) and conflicts:
                 raise TrainingError(
                     f"{name}={getattr(self, name)} is a part of the default loss, which {losses[0]} replaces; omit one"
                 )

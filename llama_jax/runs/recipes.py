@@ -165,9 +165,9 @@ BUILT_IN: dict[str, Callable[[], Recipe]] = {
 FINE_TUNING = ("sft", "dpo", "grpo")  # they start from the model of --weights
 
 
-def check_weights(name: str, *, given: bool) -> None:
+def check_weights(name: str, *, has_weights: bool) -> None:
     """Raise TrainingError if a built-in recipe needs a model to begin with and there is none."""
-    if name in FINE_TUNING and not given:
+    if name in FINE_TUNING and not has_weights:
         raise TrainingError(f"the recipe {name} fine-tunes a model; pass it with --weights, also when resuming")
 
 

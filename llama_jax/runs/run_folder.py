@@ -79,6 +79,12 @@ def open_run(location: Location, processes: Processes, log: Log, *, resume: bool
         yield RunFolder(location, path, check, mirror)
 
 
+def check_resume(folder: Location, step: int | None, resume: bool) -> None:
+    """Raise TrainingError if the folder holds a run, whose newest step this is, that is not resumed."""
+    if step is not None and not resume:
+        raise TrainingError(f"{folder} holds a run that is at step {step}; continue with --resume, or use another --workdir")
+
+
 @contextmanager
 def lock_run(folder: Path) -> Iterator[Callable[[], None]]:
     """Lock the folder of a run: two runs in it would delete each other's checkpoints.
@@ -125,10 +131,7 @@ class Mirror:
         try:
             store = self._location.resolve()
             newest = max(steps_in(store / CHECKPOINTS), default=None)
-            if newest is not None and not resume:
-                raise TrainingError(
-                    f"{store} holds a run that is at step {newest}; continue with --resume, or use another --workdir"
-                )
+            check_resume(store, newest, resume)
             if newest is None or newest <= max(steps_in(self._folder / CHECKPOINTS), default=-1):
                 return
             beside = store.view.names(store.key).items()
@@ -145,14 +148,14 @@ class Mirror:
         except OSError as error:
             raise TrainingError(f"{self._location} cannot be fetched to {self._folder} ({_reason(error)})") from None
 
-    def upload(self, choose_kept: Callable[[Location], set[int]]) -> None:
+    def upload(self, choose_steps: Callable[[Location], set[int]]) -> None:
         """Upload what is new, and remove steps that are not kept. A failure is logged; the next call tries again.
 
         Args:
-          choose_kept: returns the steps to keep of those in a folder of checkpoints.
+          choose_steps: returns the steps to keep of those in a folder of checkpoints.
         """
         try:
-            self._upload(choose_kept)
+            self._upload(choose_steps)
             self._error = None
         except (OSError, CheckpointError) as error:
             self._error = error
@@ -163,20 +166,20 @@ class Mirror:
                 self._folder,
             )
 
-    def finish(self, choose_kept: Callable[[Location], set[int]]) -> None:
+    def finish(self, choose_steps: Callable[[Location], set[int]]) -> None:
         """Upload what is new at the end of the run, as `upload`.
 
         Raises:
           TrainingError: it cannot be uploaded.
         """
-        self.upload(choose_kept)
+        self.upload(choose_steps)
         if self._error is not None:
             raise TrainingError(
                 f"{self._location} does not have all of this run ({_reason(self._error)}), which is complete in"
                 f" {self._folder}; run the same command with --resume to upload it"
             )
 
-    def _upload(self, choose_kept: Callable[[Location], set[int]]) -> None:
+    def _upload(self, choose_steps: Callable[[Location], set[int]]) -> None:
         store = self._location.resolve()
         checkpoints = self._folder / CHECKPOINTS
         newest = max(steps_in(store / CHECKPOINTS), default=-1)
@@ -190,13 +193,13 @@ class Mirror:
             if self._uploaded.get(file) != mark:
                 store.view.write((store / name).key, file)
                 self._uploaded[file] = mark
-        for step in sorted(choose_kept(checkpoints)):
+        for step in sorted(choose_steps(checkpoints)):
             if not _is_uploaded(checkpoints / str(step), store / CHECKPOINTS / str(step)):
                 _upload_step(checkpoints / str(step), store / CHECKPOINTS / str(step))
         stored = store.resolve() / CHECKPOINTS
-        kept = choose_kept(stored)
+        kept_steps = choose_steps(stored)
         for name in stored.view.names(stored.key):
-            if name.isdecimal() and int(name) not in kept:
+            if name.isdecimal() and int(name) not in kept_steps:
                 _remove_step(stored / name)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NoReturn
 
-from llama_jax.interrupts import end_command, end_if_command, ending_signals, say, watch_signals
 from llama_jax.parallel.stop_signal import StopVote
+from llama_jax.runs.interrupts import end_command, end_if_command, ending_signals, say, watch_signals
 from llama_jax.runs.log import duration
 
 MAX_STEPS_BETWEEN_VOTES = 250

@@ -40,11 +40,11 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py") or not function:
         raise TrainingError(f"{what} {name!r} is not FILE.py:FUNCTION")
-    found = getattr(_run_file(file, name, what), function, None)
-    if not callable(found):
-        there = "is not a function" if found is not None else "does not exist"
-        raise TrainingError(f"{what} {name!r}: {resolved(Path(file))} has no function {function!r}: it {there}")
-    return found
+    loaded = getattr(_run_file(file, name, what), function, None)
+    if not callable(loaded):
+        problem = "is not a function" if loaded is not None else "does not exist"
+        raise TrainingError(f"{what} {name!r}: {resolved(Path(file))} has no function {function!r}: it {problem}")
+    return loaded
 
 
 def _run_file(file: str, name: str, what: str) -> ModuleType:
@@ -83,26 +83,26 @@ def with_parts(config: LlamaConfig, source: str | os.PathLike[str] | ModuleType 
         if not where.endswith(".py"):
             raise ConfigError(f"parts={shown(where)} is not a Python file, FILE.py")
         source = _run_file(where, where, "parts")
-    found = {part: _find(source, where, part, name) for part, name in config.parts.missing.items()}
-    return replace(config, parts=Parts(**found).over(config.parts))
+    functions = {part: _find(source, where, part, name) for part, name in config.parts.missing.items()}
+    return replace(config, parts=Parts(**functions).over(config.parts))
 
 
 def _find(source: ModuleType | Parts, where: str, part: str, name: str) -> Callable[..., Any]:
     """The function with this name."""
     module, _, qualified = name.partition(":")
-    found: Any = source
+    member: Any = source
     for step in [part] if isinstance(source, Parts) else qualified.split("."):
-        found = getattr(found, step, None)
-    if not callable(found):
+        member = getattr(member, step, None)
+    if not callable(member):
         raise ConfigError(f"{where} has no function {qualified!r}, which the model uses as its {part} ({name})")
-    its_module, _, its_name = str(function_name(part, found)).partition(":")
+    its_module, _, its_name = str(function_name(part, member)).partition(":")
     # A file that is imported by a package, or run as a script, has another name there than by itself.
-    modules = {each.rpartition(".")[2] for each in (module, its_module)} - {"__main__"}
+    modules = {module_name.rpartition(".")[2] for module_name in (module, its_module)} - {"__main__"}
     if its_name != qualified or len(modules) > 1:
         raise ConfigError(
             f"{where} has {its_module}:{its_name} as {qualified!r}, but the model's {part} is {name}; pass the file of that"
         )
-    return found
+    return member
 
 
 def call_function(name: str, what: str) -> Any:
@@ -128,19 +128,19 @@ def _errors_of_user_code(name: str, what: str, own_errors: tuple[type[BaseExcept
         )  # otherwise `exit()` would end a run as if it were complete
         if not is_caught or (isinstance(error, UserError) and not own_errors):
             raise
-        said = f"{type(error).__name__}: {reason_of(error)}" if str(error) else type(error).__name__
+        message = f"{type(error).__name__}: {reason_of(error)}" if str(error) else type(error).__name__
         path = str(resolved(Path(name.rpartition(":")[0] or name)))
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        own = [frame for frame in frames if frame.filename == path]
+        file_frames = [frame for frame in frames if frame.filename == path]
         if isinstance(error, SyntaxError) and error.filename == path:
-            said += f" ({path}, line {error.lineno})"
+            message += f" ({path}, line {error.lineno})"
         elif frames:
-            last = (own or frames)[-1]
+            last = (file_frames or frames)[-1]
             line = f": {last.line}" if last.line else ""
-            said += f" ({last.filename}, line {last.lineno}, in {last.name}{line})"
+            message += f" ({last.filename}, line {last.lineno}, in {last.name}{line})"
         elif own_errors:  # in the call itself
-            said += "; call it as function(completions, **columns)"
-        raise TrainingError(f"{what} {name!r} failed with {said}") from None
+            message += "; call it as function(completions, **columns)"
+        raise TrainingError(f"{what} {name!r} failed with {message}") from None
 
 
 @dataclass(frozen=True)
@@ -162,24 +162,25 @@ class Reward:
     digest: str
 
     def __call__(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
-        """The rewards of answers: float64[B]; see `judge` for the errors."""
+        """The rewards of answers: float64[B]; see `compute_rewards` for the errors."""
         names = [name for name in columns if name != STOPPED or self.accepts(STOPPED)]
         with _errors_of_user_code(self.name, "reward", (KeyboardInterrupt,)):
             # Copies: changes by one function do not affect others.
-            given: Any = self.function(list(completions), **{name: list(columns[name]) for name in names})
-            if inspect.isgenerator(given):  # it may never end
-                given = list(islice(given, len(completions) + 1))
-        if inspect.iscoroutine(given):
-            given.close()  # otherwise Python warns that the coroutine was never awaited
-        need = f"it must return a list of {len(completions)} numbers, one for each answer"
-        try:
-            values = None if isinstance(given, (str, bytes, Mapping, Set)) else list(given)  # have no order, or no numbers
+            returned: Any = self.function(list(completions), **{name: list(columns[name]) for name in names})
+            if inspect.isgenerator(returned):  # it may never end
+                returned = list(islice(returned, len(completions) + 1))
+        if inspect.iscoroutine(returned):
+            returned.close()  # otherwise Python warns that the coroutine was never awaited
+        try:  # texts have no numbers, mappings and sets no order
+            values = None if isinstance(returned, (str, bytes, Mapping, Set)) else list(returned)
         except TypeError:
             values = None
-        if values is None:
-            raise TrainingError(f"reward {self.name} returned {shown(given, 40)}; {need}")
-        if len(values) != len(completions):
-            raise TrainingError(f"reward {self.name} returned {len(values)} values for {len(completions)} answers; {need}")
+        if values is None or len(values) != len(completions):
+            answer = shown(returned, 40) if values is None else f"{len(values)} values for {len(completions)} answers"
+            raise TrainingError(
+                f"reward {self.name} returned {answer}; it must return a list of {len(completions)} numbers, one for each"
+                " answer"
+            )
         for value, completion in zip(values, completions, strict=True):
             if not _is_number(value):
                 raise TrainingError(
@@ -194,9 +195,9 @@ class Reward:
             parameters = inspect.signature(self.function).parameters
         except (TypeError, ValueError):  # builtins have no signature
             return False
-        kind = parameters[name].kind if name in parameters else None
-        return kind not in (None, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL) or any(
-            one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()
+        parameter_kind = parameters[name].kind if name in parameters else None
+        return parameter_kind not in (None, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL) or any(
+            parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
         )
 
 
@@ -213,20 +214,20 @@ def find_rewards(names: Sequence[str], weights: Sequence[float] = ()) -> tuple[R
         raise TrainingError("rewards need a function; pass one with --reward FILE.py:FUNCTION")
     if weights and len(weights) != len(names):
         raise TrainingError(f"weights={list(weights)} has {len(weights)} for {len(names)} rewards; pass one for each")
-    found = []
+    rewards = []
     for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
         function = load_function(name, "reward")
         digest = hashlib.sha256(Path(name.rpartition(":")[0]).read_bytes()).hexdigest()
-        found.append(Reward(name, function, float(weight), digest))
-    return tuple(found)
+        rewards.append(Reward(name, function, float(weight), digest))
+    return tuple(rewards)
 
 
 def rewards_digest(rewards: Sequence[Reward]) -> str:
     """A digest of their names and files, wherever these are, by which a resumed run recognizes the rewards."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for reward in rewards:
-        found.update(f"{reward.name.rpartition(':')[2]} {reward.digest}\n".encode())
-    return found.hexdigest()
+        digest.update(f"{reward.name.rpartition(':')[2]} {reward.digest}\n".encode())
+    return digest.hexdigest()
 
 
 def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
@@ -243,15 +244,17 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
             also = [STOPPED] if reward.accepts(STOPPED) else []
             signature.bind([], **{name: [] for name in (*columns, *also)})
         except TypeError as error:
-            given = ", ".join(f"{name}=..." for name in columns)
+            arguments = ", ".join(f"{name}=..." for name in columns)
             raise TrainingError(
-                f"reward {reward.name} cannot be called as ({COMPLETIONS}, {given}), with the fields of the data"
+                f"reward {reward.name} cannot be called as ({COMPLETIONS}, {arguments}), with the fields of the data"
                 f" ({reason_of(error)}); write it as def f({COMPLETIONS}, **columns), and add to"
                 " the data the fields that it uses"
             ) from None
 
 
-def judge(rewards: Sequence[Reward], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
+def compute_rewards(
+    rewards: Sequence[Reward], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+) -> np.ndarray:
     """The rewards of each function for each answer: float64[functions, B].
 
     Raises:
@@ -260,13 +263,13 @@ def judge(rewards: Sequence[Reward], completions: Sequence[str], columns: Mappin
     return np.array([reward(completions, columns) for reward in rewards])
 
 
-def weighted(rewards: Sequence[Reward], found: np.ndarray) -> np.ndarray:
+def weighted_sum(rewards: Sequence[Reward], values: np.ndarray) -> np.ndarray:
     """The sum of all rewards, each times its weight: float64[B].
 
     Answers with the same terms, in any order, have the same sum: else their group would seem to differ. A matrix product
     rounds differently by the position in the batch.
     """
-    terms = np.array([[reward.weight] for reward in rewards]) * found
+    terms = np.array([[reward.weight] for reward in rewards]) * values
     return np.sum(np.sort(terms, axis=0), axis=0)
 
 

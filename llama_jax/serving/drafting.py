@@ -15,7 +15,7 @@ from llama_jax.inference.speculation.prompt_lookup import HostLookup
 CATCHING_UP = -1  # in place of a number of drafts: an iteration in which the draft model only prefilled missing tokens
 
 Shape = tuple[int, int]  # rows and tokens
-StepKind = tuple[Any, int]  # what determines the time of an iteration: its shape and the number of drafts per row
+StepProfile = tuple[Any, int]  # what determines the time of an iteration: its shape and the number of drafts per row
 
 
 class Drafting(ABC):
@@ -67,9 +67,9 @@ class Drafting(ABC):
         self.accepted += sum(max(count - 1, 0) for count in counts)
         self._tokens_per_row = sum(counts) / len(counts)
 
-    def observe(self, kind: StepKind, seconds: float | None) -> None:
+    def observe(self, profile: StepProfile, seconds: float | None) -> None:
         """Record an iteration and its time; None if it includes other work."""
-        shape, number = kind
+        shape, number = profile
         if number == CATCHING_UP:  # costs as much as drafts that are all wrong
             number, seconds = self.tokens, None
         state = self._draft_lengths.get(shape, self._start)

@@ -26,9 +26,9 @@ from llama_jax.model.params import Llama
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.programs import BURST
 from llama_jax.serving.requests import BusyError, ClosedError, FinishReason, GenerationRequest, Ticket, Update
-from llama_jax.serving.row_sampling import ChosenTokens, unpack
-from llama_jax.serving.rows import LaunchedStep, ServedRow, digests_of, scored_token, scores_of
-from llama_jax.serving.scheduler import Queue, Scheduler, checked
+from llama_jax.serving.row_sampling import ChosenTokens, unpack_choices
+from llama_jax.serving.rows import LaunchedStep, ServedRow, digests_of, prompt_scores, scored_token
+from llama_jax.serving.scheduler import Queue, Scheduler, validate_request
 from llama_jax.serving.served_model import ServedModel
 from llama_jax.serving.thread_pool import DaemonThreadPool
 from llama_jax.serving.warmup import warm
@@ -100,12 +100,12 @@ class Engine:
           BusyError: the queue is full.
           ClosedError: the engine is shutting down.
         """
-        arrays = checked(request, self.model, self.context)
+        arrays = validate_request(request, self.model, self.context)
         digests: list[bytes] = []
         if not request.score_prompt:  # the program that scores prompts does not use the prefix cache
             lengths = len(request.prompt), request.max_new_tokens
             roots = *(model.rope_root(*lengths) for model in self.model.models), request.adapter
-            digests = digests_of(np.asarray(request.prompt, np.int32), self.options.chunk, roots)
+            digests = digests_of(np.asarray(request.prompt, np.int32), self.options.chunk_tokens, roots)
         with self._changed:
             self._check_room(len(request.prompt))
             ticket = Ticket(request, arrays, deliver, self._cancel, digests)
@@ -162,7 +162,7 @@ class Engine:
         begun, scheduler = time.monotonic(), self.scheduler
         if not self.busy:
             return False
-        kind = None if self._pending is None else self._pending.kind
+        profile = None if self._pending is None else self._pending.profile
         if (
             self._pending is not None and self._pending.settle is not None
         ):  # the next step depends on the number of accepted drafts
@@ -184,11 +184,11 @@ class Engine:
         self._last_iteration = time.monotonic()
         self._iterations += 1
         self._iteration_seconds += self._last_iteration - begun
-        if one_row and before is not None and before.kind[0] == self.options.steps[0]:
+        if one_row and before is not None and before.profile[0] == self.options.steps[0]:
             self._token_seconds = (self._last_iteration - begun) / before.steps
-        if scheduler.drafting is not None and kind is not None:
-            steady = alone and launched is not None and kind[0] == launched.kind[0]
-            scheduler.drafting.observe(kind, self._last_iteration - begun if steady else None)
+        if scheduler.drafting is not None and profile is not None:
+            steady = alone and launched is not None and profile[0] == launched.profile[0]
+            scheduler.drafting.observe(profile, self._last_iteration - begun if steady else None)
         return True
 
     def stats(self) -> EngineStats:
@@ -237,7 +237,7 @@ class Engine:
         pending, self._pending = self._pending, None
         if pending is None:
             return False
-        choice = unpack(pending.packed)
+        choice = unpack_choices(pending.packed)
         if pending.settle is not None:
             pending.settle(choice.valid.sum(axis=1).tolist())
         for at in zip(*(axis.tolist() for axis in choice.valid.nonzero()), strict=True):
@@ -251,7 +251,7 @@ class Engine:
         update = Update()
         if row.count == 0:
             update.cached = row.cached
-            update.prompt = scores_of(row) if request.score_prompt else None
+            update.prompt = prompt_scores(row) if request.score_prompt else None
             row.scores = []
         token = scored_token(choice, at, request.alternatives)
         if token.logprob != token.logprob:  # NaN

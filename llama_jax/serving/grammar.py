@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from llama_jax.child_process import ChildProcess
 from llama_jax.errors import UserError, reason_of
-from llama_jax.serving.thread_pool import LOW
+from llama_jax.serving.thread_pool import LOW_NICENESS
 from llama_jax.tokenizers import Tokenizer
+from llama_jax.tokenizers.child_process import ChildProcess
 
 # White space is fixed, because small models can fill a whole answer with optional white space.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -53,7 +53,9 @@ class Grammars:
     def _prepare(self) -> None:
         if self._tables is None and self._ends:
             _library()
-            self._vocabulary = _vocabulary(self._tokenizer, min(self._tokenizer.vocab_size, self._vocab_size), self._ends)
+            self._vocabulary = _build_vocabulary(
+                self._tokenizer, min(self._tokenizer.vocab_size, self._vocab_size), self._ends
+            )
             self._tables = self._vocabulary.tables()
 
     def json_schema(self, schema: dict[str, Any]) -> GrammarConstraint:
@@ -92,12 +94,14 @@ class Grammars:
                 vocabulary = self._vocabulary
                 tokens = [token.decode("latin-1") for token in vocabulary.tokens]
                 initial = tokens, vocabulary.special_token_ids, vocabulary.ends
-                self._child = ChildProcess(Path(check.__file__), check.SECONDS, check.MEMORY, initial, LOW)
+                self._child = ChildProcess(
+                    Path(check.__file__), check.GRAMMAR_SECONDS, check.GRAMMAR_BYTES, initial, LOW_NICENESS
+                )
         answer = self._child.ask(grammar)
         if answer is None:
             raise UserError(
-                f"the {what} takes over {check.SECONDS} s or {check.MEMORY >> 20} MB to compile; use fewer or smaller"
-                " repetitions and alternatives"
+                f"the {what} takes over {check.GRAMMAR_SECONDS} s or {check.GRAMMAR_BYTES >> 20} MB to compile; use fewer or"
+                " smaller repetitions and alternatives"
             )
         if "error" in answer:
             raise UserError(f"the {what} {answer['error']}")
@@ -149,7 +153,7 @@ class GrammarConstraint:
         return words
 
 
-def _vocabulary(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> Any:
+def _build_vocabulary(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> Any:
     """The first `size` tokens as a vocabulary for llguidance, which encodes text like the tokenizer if it can."""
     from llama_jax.serving.grammar_check import GrammarVocabulary
 

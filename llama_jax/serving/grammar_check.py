@@ -11,9 +11,9 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-SECONDS = 2  # limit of CPU time for a grammar and its first mask
-MEMORY = 256 << 20  # bytes for a grammar, in addition to the tables of the vocabulary
-LIMITS = LLParserLimits(
+GRAMMAR_SECONDS = 2  # limit of CPU time for a grammar and its first mask
+GRAMMAR_BYTES = 256 << 20  # bytes for a grammar, in addition to the tables of the vocabulary
+PARSER_LIMITS = LLParserLimits(
     initial_lexer_fuel=100_000,  # expressions of the whole grammar, before its first mask
     step_lexer_fuel=50_000,  # expressions per mask, about 4 ms
     step_max_items=50_000,
@@ -72,7 +72,7 @@ def compile_grammar(tables: Any, grammar: str, tried: bool = False) -> tuple[Any
     Raises:
       GrammarError: the message is the rest of a sentence that begins with the grammar.
     """
-    matcher = LLMatcher(tables, grammar, log_level=0, limits=LIMITS)
+    matcher = LLMatcher(tables, grammar, log_level=0, limits=PARSER_LIMITS)
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     last = matcher
     if not tried and not matcher.is_error():

@@ -67,12 +67,12 @@ def run_jobs(engine: Engine, jobs: Iterable[Job]) -> Iterator[Job]:
     Raises:
       GenerationError: a prompt that cannot be continued.
     """
-    coming, open_jobs, more = iter(jobs), list[Job](), True
-    while more or open_jobs:
+    coming, open_jobs, has_more = iter(jobs), list[Job](), True
+    while has_more or open_jobs:
         # Twice the number of rows: rows are always filled, and a generator of jobs is consumed lazily.
-        while more and len(open_jobs) < 2 * engine.options.rows:
+        while has_more and len(open_jobs) < 2 * engine.options.rows:
             job = next(coming, None)
-            more = job is not None
+            has_more = job is not None
             if job is not None:
                 job.submit(engine)
                 open_jobs.append(job)
@@ -83,7 +83,7 @@ def run_jobs(engine: Engine, jobs: Iterable[Job]) -> Iterator[Job]:
             yield from ended
 
 
-def batch(
+def complete_requests(
     config: LlamaConfig,
     params: Llama,
     prompts: Sequence[Sequence[int]],
@@ -121,12 +121,12 @@ def batch(
     if not len(prompts):
         return
     limits = checked_limits(max_new_tokens, len(prompts)).tolist()
-    each = sampling.per_row(len(prompts))
+    row_settings = sampling.per_row(len(prompts))
     if len(adapters) not in (0, len(prompts)):
         raise GenerationError(f"{len(adapters)} adapters for {len(prompts)} prompts; pass one for each prompt, or none")
 
     def job(number: int) -> Job:
-        row_sampling = jax.tree.map(lambda values: values[number].item(), each)
+        row_sampling = jax.tree.map(lambda values: values[number].item(), row_settings)
         request = GenerationRequest(
             prompt=prompts[number],
             max_new_tokens=limits[number],

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from llama_jax.errors import GenerationError, UserError, shown
 from llama_jax.inference.speculation import DraftModel, PromptLookup
 from llama_jax.model.cache import PAGE_SIZE, CacheOptions, cache_bytes
 from llama_jax.model.forward_options import Compute
+from llama_jax.settings import Bounds, at_least, check_bounds
 
 CPU_CHUNK, CHUNK = 32, 256  # tokens of a prefill chunk
 TOKENS_OF_ROW = 512  # default capacity per row
@@ -62,26 +63,19 @@ class EngineOptions:
       GenerationError: an invalid value.
     """
 
-    rows: int = 16
-    cache_tokens: int | None = None
-    context: int | None = None
-    prefill_chunk: int | None = None
-    most_waiting: int = 256
-    most_waiting_tokens: int = 2**18
-    prefix_bytes: int = 2**28
+    rows: Annotated[int, at_least(1)] = 16
+    cache_tokens: Annotated[int, at_least(1)] | None = None
+    context: Annotated[int, at_least(2)] | None = None
+    prefill_chunk: Annotated[int, at_least(PAGE_SIZE)] | None = None
+    most_waiting: Annotated[int, at_least(0)] = 256
+    most_waiting_tokens: Annotated[int, at_least(0)] = 2**18
+    prefix_bytes: Annotated[int, Bounds(0)] = 2**28
     cache: CacheOptions = CacheOptions()
     draft: PromptLookup | DraftModel | None = None
     compute: Compute = field(default_factory=Compute)
 
     def __post_init__(self) -> None:
-        least: dict[str, int] = {"rows": 1, "prefix_bytes": 0, "most_waiting": 0, "most_waiting_tokens": 0}
-        for name, lowest in (("context", 2), ("cache_tokens", 1), ("prefill_chunk", PAGE_SIZE)):
-            if getattr(self, name) is not None:
-                least[name] = lowest
-        for name, lowest in least.items():
-            value: Any = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                raise GenerationError(f"{name}={value!r} must be an integer of at least {lowest}")
+        check_bounds(self, GenerationError)
         if self.prefill_chunk is not None and self.prefill_chunk % PAGE_SIZE:
             raise GenerationError(
                 f"prefill_chunk={self.prefill_chunk} must be a multiple of {PAGE_SIZE}, the tokens of a page"
@@ -154,9 +148,9 @@ class EngineOptions:
         return replace(self, prefill_chunk=self.prefill_chunk or (CPU_CHUNK if platform == "cpu" else CHUNK))
 
     @property
-    def chunk(self) -> int:
+    def chunk_tokens(self) -> int:
         """`prefill_chunk`, or the default for the devices of this process."""
-        return self.prefill_chunk or self.for_platform(jax.default_backend()).chunk
+        return self.prefill_chunk or self.for_platform(jax.default_backend()).chunk_tokens
 
     @property
     def steps(self) -> tuple[tuple[int, int], ...]:
@@ -164,7 +158,7 @@ class EngineOptions:
         sizes = [1]
         while sizes[-1] < self.rows:
             sizes.append(min(4 * sizes[-1], self.rows))
-        with_prefill = ((self.rows, self.rows + count) for count in sorted({PAGE_SIZE, self.chunk}))
+        with_prefill = ((self.rows, self.rows + count) for count in sorted({PAGE_SIZE, self.chunk_tokens}))
         return (*((size, size) for size in sizes), *with_prefill)
 
 
@@ -204,7 +198,7 @@ class MemoryPlan:
         return f"{', '.join(f'{name} {size / 1e6:,.0f}' for name, size in parts.items())} MB{free}"
 
 
-def fit(
+def fit_options(
     options: EngineOptions,
     config: LlamaConfig,
     plan_of: Callable[[EngineOptions], MemoryPlan],

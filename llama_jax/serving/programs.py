@@ -20,6 +20,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.inference.decode import DecodeState, compute_logits, planned_rope_length
 from llama_jax.inference.sampling import sample
 from llama_jax.inference.speculation.verify import choose_each
+from llama_jax.inference.xla_flags import decode_options_on_tpu
 from llama_jax.model.cache import KVCache, init_pages
 from llama_jax.model.forward import forward, lm_head_of, unembed
 from llama_jax.model.forward_options import Compute, Positions, Sharding
@@ -31,10 +32,9 @@ from llama_jax.serving.row_sampling import (
     RowSettings,
     choose_packed,
     most_probable,
-    pack,
+    pack_choices,
     packed_width,
 )
-from llama_jax.xla_flags import decode_options_on_tpu
 
 BURST = 8  # maximum number of tokens of a row in a turn without drafts
 
@@ -107,11 +107,11 @@ def step(
 ) -> tuple[ServingState, jax.Array]:
     """Run the model on the tokens of all rows, and sample a token of each live row: packed `ChosenTokens` [R, 1, n]."""
     sharding = model.sharding
-    state, hidden = _read(model, params, state, batch, settings)
+    state, hidden = _read_batch(model, params, state, batch, settings)
     with sharding.context():
         last = hidden[jnp.maximum(batch.starts[1:] - 1, 0)]
         logits = compute_logits(model.config, params, last, model.compute, sharding)
-        rows = _rows_of(state, batch, settings, sharding)
+        rows = _rows_to_decode(state, batch, settings, sharding)
         rows, packed = choose_packed(settings, model.compute.exact, rows, logits, sharding)
     return _with_chosen(state, batch, rows, sharding), packed[:, None]
 
@@ -146,12 +146,12 @@ def verify_drafts(
     """
     width, sharding = drafts.shape[1] + 1, model.sharding
     tokens = jnp.concatenate([batch.tokens[:, None], jnp.maximum(drafts, 0)], axis=1)
-    whole = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * width)
-    state, hidden = _read(model, params, state, whole, settings)
+    expanded = batch._replace(tokens=tokens.reshape(-1), starts=batch.starts * width)
+    state, hidden = _read_batch(model, params, state, expanded, settings)
     with sharding.context():
         logits = unembed(model.config, params, hidden, model.compute).astype(jnp.float32).reshape(*tokens.shape, -1)
         choose = partial(choose_packed, settings, model.compute.exact)
-        rows, chosen = choose_each(_rows_of(state, batch, settings, sharding), logits, drafts, sharding, choose)
+        rows, chosen = choose_each(_rows_to_decode(state, batch, settings, sharding), logits, drafts, sharding, choose)
     seats = jnp.where(batch.live, batch.seats, len(state.token))
     seen = sharding.constrain(state.seen.at[seats].set(rows.seen, mode="drop"), "logits")
     packed = sharding.constrain(chosen.logprobs, "replicated")
@@ -215,7 +215,7 @@ def score(
     Args:
       targets: int32[T], the next token of each token.
     """
-    state, hidden = _read(model, params, state, batch, settings)
+    state, hidden = _read_batch(model, params, state, batch, settings)
     with model.sharding.context():
         logits = unembed(model.config, params, hidden, model.compute).astype(jnp.float32)  # [T, V]
         choice = ChosenTokens(
@@ -224,7 +224,7 @@ def score(
             jnp.arange(len(targets)) < batch.starts[1],
             *most_probable(model.compute.exact, logits, settings.alternatives[0] > 0, batch.starts[1]),
         )
-        return state, model.sharding.constrain(pack(choice), "replicated")
+        return state, model.sharding.constrain(pack_choices(choice), "replicated")
 
 
 def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, adapter: Any = None) -> tuple[Any, jax.Array]:
@@ -246,7 +246,7 @@ def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, ada
     return _constrained(cache.pages, sharding), hidden[:, 0]
 
 
-def _read(
+def _read_batch(
     model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings
 ) -> tuple[ServingState, jax.Array]:
     row, _ = KVCache(state.pages, batch.table, batch.lengths).view(1, batch.starts).rows_and_positions(len(batch.tokens))
@@ -256,7 +256,7 @@ def _read(
     return state.replace(pages=pages), hidden
 
 
-def _rows_of(state: ServingState, batch: StepBatch, settings: RowSettings, sharding: Sharding) -> DecodeState:
+def _rows_to_decode(state: ServingState, batch: StepBatch, settings: RowSettings, sharding: Sharding) -> DecodeState:
     """The rows of a batch as a `DecodeState`; rows that are not live are done."""
     seen = sharding.constrain(state.seen[jnp.minimum(batch.seats, len(state.token) - 1)], "logits")
     token = jnp.zeros(len(batch.seats), jnp.int32)

@@ -77,7 +77,7 @@ def _choose_without_cache(
     chosen, logprob = sample_next(state, logits, sharding, mask, is_exact=is_exact)
     ids, logprobs = most_probable(is_exact, logits, jnp.any(settings.alternatives > 0), exact.rows_in_use(state.done))
     choice = ChosenTokens(chosen.token, logprob, valid, ids, logprobs)
-    return chosen, sharding.constrain(pack(choice), "replicated")
+    return chosen, sharding.constrain(pack_choices(choice), "replicated")
 
 
 def _permitted(state: DecodeState, settings: RowSettings, barred: jax.Array, vocab: int) -> jax.Array:
@@ -90,8 +90,12 @@ def _permitted(state: DecodeState, settings: RowSettings, barred: jax.Array, voc
     return allowed & ~(stops & barred[:, None])
 
 
-def most_probable(is_exact: bool, logits: jax.Array, wanted: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The `MAX_ALTERNATIVES` most probable tokens of each row [B, V] and their log-probabilities; zeros if not `wanted`.
+def most_probable(
+    is_exact: bool, logits: jax.Array, is_requested: jax.Array, rows: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The `MAX_ALTERNATIVES` most probable tokens of each row [B, V] and their log-probabilities.
+
+    Zeros if not `is_requested`.
 
     Args:
       rows: int32[], number of rows that are needed.
@@ -105,7 +109,7 @@ def most_probable(is_exact: bool, logits: jax.Array, wanted: jax.Array, rows: ja
     def skip() -> tuple[jax.Array, jax.Array]:
         return jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count), jnp.float32)
 
-    return lax.cond(wanted, lambda: exact.map_row_blocks(is_exact, find, rows, logits), skip)
+    return lax.cond(is_requested, lambda: exact.map_row_blocks(is_exact, find, rows, logits), skip)
 
 
 def packed_width(vocab: int) -> int:
@@ -113,15 +117,15 @@ def packed_width(vocab: int) -> int:
     return 3 + 2 * min(MAX_ALTERNATIVES, vocab)
 
 
-def pack(choice: ChosenTokens) -> jax.Array:
+def pack_choices(choice: ChosenTokens) -> jax.Array:
     """`ChosenTokens` as one array, int32[B, 3 + 2 A], for a single transfer."""
     as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
     columns = [choice.token[:, None], as_bits(choice.logprob)[:, None], choice.valid[:, None].astype(jnp.int32)]
     return jnp.concatenate([*columns, choice.ids, as_bits(choice.logprobs)], axis=1)
 
 
-def unpack(packed: jax.Array) -> ChosenTokens:
-    """The inverse of `pack`: NumPy arrays, with any leading axes; waits for the device."""
+def unpack_choices(packed: jax.Array) -> ChosenTokens:
+    """The inverse of `pack_choices`: NumPy arrays, with any leading axes; waits for the device."""
     array = np.asarray(packed)
     floats, ends = array.view(np.float32), 3 + (array.shape[-1] - 3) // 2
     return ChosenTokens(array[..., 0], floats[..., 1], array[..., 2].astype(bool), array[..., 3:ends], floats[..., ends:])

@@ -15,10 +15,10 @@ import numpy as np
 from llama_jax.inference.decode import DecodeSettings
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import PAGE_SIZE
-from llama_jax.serving.drafting import StepKind
+from llama_jax.serving.drafting import StepProfile
 from llama_jax.serving.programs import StepBatch
 from llama_jax.serving.requests import GenerationRequest, ScoredToken, Ticket
-from llama_jax.serving.row_sampling import ChosenTokens, RowSettings, unpack
+from llama_jax.serving.row_sampling import ChosenTokens, RowSettings, unpack_choices
 from llama_jax.serving.served_model import STOPS
 
 
@@ -96,14 +96,14 @@ class LaunchedStep(NamedTuple):
 
     Attributes:
       packed: packed `ChosenTokens` [R, any, any]; those after the end of a row or after a wrong draft are invalid.
-      kind: kind of the step.
+      profile: kind of the step.
       steps: number of forward passes.
       settle: called with the number of tokens of each row after a step with drafts.
     """
 
     packed: jax.Array
     rows: Sequence[ServedRow]
-    kind: StepKind
+    profile: StepProfile
     steps: int = 1
     settle: Callable[[list[int]], None] | None = None
 
@@ -141,14 +141,14 @@ def batch_of(parts: Sequence[RowPart], shape: tuple[int, int], width: int, seats
     return StepBatch(tokens, starts, seat, table, lengths, prompts, limits, counts, live)
 
 
-def settings_of(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSettings:
+def settings_of_rows(rows: Sequence[ServedRow], count: int, vocab: int) -> RowSettings:
     """The settings of `rows`, padded to `count` rows."""
     numbers, allowed = np.zeros((2, count), np.int32), np.zeros((count, -(-vocab // 32)), np.uint32)
     decode = DecodeSettings(Sampling().per_row(count), np.ones(count, np.int32), np.full((count, STOPS), -1, np.int32))
     constrained, adapter = np.zeros(count, bool), np.full(count, -1, np.int32)
     settings = RowSettings(decode, numbers[0], numbers[1], constrained, allowed, adapter)
     for r, row in enumerate(rows):
-        jax.tree.map(lambda whole, one, r=r: whole.__setitem__(r, one[0]), decode, row.ticket.arrays)
+        jax.tree.map(lambda array, values, r=r: array.__setitem__(r, values[0]), decode, row.ticket.arrays)
         settings.min_tokens[r] = row.request.min_new_tokens
         settings.alternatives[r] = row.request.alternatives
         settings.adapter[r] = row.request.adapter
@@ -166,14 +166,14 @@ def scored_token(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -
     return ScoredToken(int(choice.token[at]), float(choice.logprob[at]), tuple(alternative_tokens) if alternatives else ())
 
 
-def scores_of(row: ServedRow) -> list[ScoredToken]:
+def prompt_scores(row: ServedRow) -> list[ScoredToken]:
     """The tokens of a prompt, each with its log-probability given the preceding ones."""
     scored = [ScoredToken(row.tokens[0], None)]
     for packed in row.scores:  # by whole columns, because all requests wait for this
-        choice = unpack(packed)
+        choice = unpack_choices(packed)
         ids, logprobs = (x[:, : row.request.alternatives].tolist() for x in (choice.ids, choice.logprobs))
-        others = [tuple(zip(*both, strict=True)) for both in zip(ids, logprobs, strict=True)]
-        rows = zip(choice.token.tolist(), choice.logprob.tolist(), others, strict=True)
+        alternatives = [tuple(zip(*both, strict=True)) for both in zip(ids, logprobs, strict=True)]
+        rows = zip(choice.token.tolist(), choice.logprob.tolist(), alternatives, strict=True)
         scored += [ScoredToken(*row) for row in rows][: int(choice.valid.sum())]
     return scored[: len(row.request.prompt)]  # the token after the last is not part of the prompt
 

@@ -21,13 +21,12 @@ from llama_jax.inference.checks import (
     checked_stop_tokens,
 )
 from llama_jax.inference.decode import DecodeSettings
-from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.serving.drafting import CATCHING_UP, drafting_by
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import MAX_ALTERNATIVES, BusyError, GenerationRequest, Ticket
 from llama_jax.serving.row_sampling import RowSettings
-from llama_jax.serving.rows import LaunchedStep, PagePool, RowPart, ServedRow, batch_of, pages_of, settings_of
+from llama_jax.serving.rows import LaunchedStep, PagePool, RowPart, ServedRow, batch_of, pages_of, settings_of_rows
 from llama_jax.serving.served_model import STOPS, ServedModel
 
 
@@ -84,7 +83,7 @@ class Queue:
         return waiting
 
 
-def checked(request: GenerationRequest, model: ServedModel, context: int) -> DecodeSettings:
+def validate_request(request: GenerationRequest, model: ServedModel, context: int) -> DecodeSettings:
     """Validate a request, and return its settings for a single row.
 
     Raises:
@@ -107,8 +106,6 @@ def checked(request: GenerationRequest, model: ServedModel, context: int) -> Dec
             f"a prompt of {len(prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed the context of {context};"
             f" shorten the prompt or generate at most {room}{suggest_context(model.config, total)}"
         )
-    if not isinstance(request.sampling, Sampling):
-        raise GenerationError(f"sampling={shown(request.sampling, 40)} must be a Sampling")
     ends = checked_stop_tokens(model.config, request.stop_tokens)
     if len(ends) > STOPS:
         raise GenerationError(f"{len(ends)} stop tokens are too many; a request may have at most {STOPS}")
@@ -155,22 +152,22 @@ class Scheduler:
         """
         oldest = min((row.ticket for row in self.rows), key=_age, default=None)
         reading = [row.ticket for row in self.rows if row.reads and row.accepting is None]
-        there = [one for one in reading if one.row.pages or one is oldest or self._fits(one)]
-        waiting = list(queue) if self._seats and len(there) == len(reading) else []
-        waiting = [one for one in waiting if self._fits(one)] if waiting and self._fits(waiting[0]) else []
-        found: list[Ticket] = []
-        left = self._options.chunk
-        for one in sorted([*there, *waiting], key=lambda one: (0 if oldest_first else one.left, _age(one))):
-            if found and (one.left > left or one.request.score_prompt):
+        runnable = [ticket for ticket in reading if ticket.row.pages or ticket is oldest or self._fits(ticket)]
+        waiting = list(queue) if self._seats and len(runnable) == len(reading) else []
+        waiting = [ticket for ticket in waiting if self._fits(ticket)] if waiting and self._fits(waiting[0]) else []
+        chosen: list[Ticket] = []
+        left = self._options.chunk_tokens
+        for ticket in sorted([*runnable, *waiting], key=lambda ticket: (0 if oldest_first else ticket.left, _age(ticket))):
+            if chosen and (ticket.left > left or ticket.request.score_prompt):
                 continue
-            begin = [each for each in found if each.row is None]
-            if one.row is None and (len(begin) == len(self._seats) or (begin and not self._fits(one, begin))):
+            begin = [ticket for ticket in chosen if ticket.row is None]
+            if ticket.row is None and (len(begin) == len(self._seats) or (begin and not self._fits(ticket, begin))):
                 continue
-            found.append(one)
-            left -= min(one.left, left)
-            if not left or one.request.score_prompt:  # scoring uses another program
+            chosen.append(ticket)
+            left -= min(ticket.left, left)
+            if not left or ticket.request.score_prompt:  # scoring uses another program
                 break
-        return found
+        return chosen
 
     def _fits(self, ticket: Ticket, others: Sequence[Ticket] = ()) -> bool:
         """Whether there are pages for all tokens of a request, of older rows and of others, and one more token of each."""
@@ -210,14 +207,14 @@ class Scheduler:
 
     def _find_prefix(self, row: ServedRow) -> None:
         """Use the pages of the row's next chunks that are in the prefix cache."""
-        size, digests = self._options.chunk, row.ticket.digests
+        size, digests = self._options.chunk_tokens, row.ticket.digests
         while not row.read % size and row.read // size < len(digests):
             pages = self.pages.find(digests[row.read // size])
             if pages is None:
                 break
-            own = slice(row.read // PAGE_SIZE, (row.read + size) // PAGE_SIZE)
-            self.pages.release(row.pages[own])
-            row.pages[own] = pages
+            page_range = slice(row.read // PAGE_SIZE, (row.read + size) // PAGE_SIZE)
+            self.pages.release(row.pages[page_range])
+            row.pages[page_range] = pages
             row.read += size
             row.read_by_draft = row.read
             row.cached += size
@@ -230,7 +227,11 @@ class Scheduler:
             if pages is not None:
                 row.pages += pages
             elif not self._collect():  # collecting may end rows, and so free pages
-                youngest = max((one for one in self.rows if one.pages), key=lambda one: _age(one.ticket), default=row)
+                youngest = max(
+                    (candidate for candidate in self.rows if candidate.pages),
+                    key=lambda candidate: _age(candidate.ticket),
+                    default=row,
+                )
                 if _age(youngest.ticket) <= _age(row.ticket):
                     return
                 self._preempt(youngest)
@@ -251,14 +252,14 @@ class Scheduler:
             many = max(min(most, able[0].left), 1)
         for row in readers:
             self._find_prefix(row)
-        wanted = [(row, min(row.unread, self._options.chunk)) for row in readers] + [(row, many) for row in able]
-        begins = {id(row): row.read for row, _ in wanted}
+        planned = [(row, min(row.unread, self._options.chunk_tokens)) for row in readers] + [(row, many) for row in able]
+        begins = {id(row): row.read for row, _ in planned}
         # A row that is preempted while others reserve pages must be prefilled again, and is not part of this step.
         stays = lambda row: row.read == begins[id(row)] and (row in readers or not row.reads) and not row.ended
-        for row, count in sorted(wanted, key=lambda one: _age(one[0].ticket)):
+        for row, count in sorted(planned, key=lambda plan: _age(plan[0].ticket)):
             if stays(row):
                 self._reserve(row, count)
-        parts = [RowPart(row, row.read, count) for row, count in wanted if stays(row) and not row.lacks(count)]
+        parts = [RowPart(row, row.read, count) for row, count in planned if stays(row) and not row.lacks(count)]
         self._read_draft([part for part in parts if part.row in readers])
         if parts and parts[0].row.scoring:
             self._score(parts.pop(0))
@@ -271,34 +272,34 @@ class Scheduler:
         return self._step(parts, CATCHING_UP if number else 0)
 
     def _step(self, parts: list[RowPart], number: int) -> LaunchedStep:
-        rows, tokens, chunk = len(parts), sum(part.size for part in parts), self._options.chunk
-        whole = any(row.reads and count == chunk for row, _, count in parts)
+        rows, tokens, chunk = len(parts), sum(part.size for part in parts), self._options.chunk_tokens
+        has_full_chunk = any(row.reads and count == chunk for row, _, count in parts)
         shapes = self._options.steps
         if rows == 1 and parts[0].row.unread == 1:  # a burst
             shape, count = shapes[0], tokens
             parts = [parts[0]._replace(size=1)]
         else:
-            shape, count = next(one for one in shapes if one[0] >= rows and one[1] >= tokens), 0
-            shape = shapes[-1] if whole else shape
+            shape, count = next(shape for shape in shapes if shape[0] >= rows and shape[1] >= tokens), 0
+            shape = shapes[-1] if has_full_chunk else shape
         batch, settings = batch_of(parts, shape, self.width, self._options.rows), self._settings_of(parts, shape[0])
         if count:
             self.state, packed = self._model.burst(self.state, batch, settings, count)
         else:
             self.state, packed = self._model.step(self.state, batch, settings)
-        for row, begin, own in parts:
-            live, digests = own == row.unread, row.ticket.digests
+        for row, begin, size in parts:
+            live, digests = size == row.unread, row.ticket.digests
             if live and not row.chosen:
                 self.counts["prompt_tokens"] += len(row.request.prompt)
                 self.pages.used(digests)
-            row.read, row.chosen = begin + (count or own), row.chosen + (count or live)
-            if own == chunk and not begin % own and begin // own < len(digests):
-                self.pages.keep(digests[begin // own], row.pages[begin // PAGE_SIZE : (begin + own) // PAGE_SIZE])
+            row.read, row.chosen = begin + (count or size), row.chosen + (count or live)
+            if size == chunk and not begin % size and begin // size < len(digests):
+                self.pages.keep(digests[begin // size], row.pages[begin // PAGE_SIZE : (begin + size) // PAGE_SIZE])
         return LaunchedStep(packed, [part.row for part in parts], (shape, number), max(count, 1))
 
     def _score(self, part: RowPart) -> None:
         """Prefill a chunk of a prompt, and score its tokens."""
         row, begin, count = part
-        size = self._options.chunk
+        size = self._options.chunk_tokens
         targets = np.zeros(size, np.int32)
         following = row.tokens[begin + 1 : begin + 1 + count]
         targets[: len(following)] = following
@@ -315,7 +316,7 @@ class Scheduler:
             old, settings = self._settings
             if len(old) == len(made_of) and all(x is y for x, y in zip(old, made_of, strict=True)):
                 return settings
-        settings = jax.device_put(settings_of([part.row for part in parts], rows, self._model.config.vocab_size))
+        settings = jax.device_put(settings_of_rows([part.row for part in parts], rows, self._model.config.vocab_size))
         self._settings = made_of, settings
         return settings
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from llama_jax.serving.requests import BusyError
 
-LOW = 10  # niceness of work with lower priority than the engine: on a busy machine it gets a tenth of a core
+LOW_NICENESS = 10  # niceness of work with lower priority than the engine: on a busy machine it gets a tenth of a core
 IDLE_SECONDS = 1.0  # time that an idle thread waits for more work before it ends
 T = TypeVar("T")
 
@@ -77,9 +77,9 @@ class DaemonThreadPool:
                     return
                 future, run = self._work.popleft()
                 self._busy += 1
-            wanted = future.set_running_or_notify_cancel()
+            is_active = future.set_running_or_notify_cancel()
             try:
-                set_result = partial(future.set_result, run()) if wanted else None
+                set_result = partial(future.set_result, run()) if is_active else None
             except BaseException as error:
                 set_result = partial(future.set_exception, error)
             with self._changed:

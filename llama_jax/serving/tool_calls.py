@@ -44,8 +44,8 @@ class ToolCall(NamedTuple):
 AT_END = re.compile(r"\s*(?:```)?\s*")
 SPACE, SEPARATOR = re.compile(r"\s*"), re.compile(r"\s*[;,]")
 NAME_KEYS, ARGUMENT_KEYS = ("name", "tool_name", "function"), ("arguments", "parameters")
-FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
-PARAMETER = re.compile(
+FUNCTION_TAG = re.compile(r"<function=([^>\n]+)>\s*")
+PARAMETER_TAG = re.compile(
     r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>|$))", re.DOTALL
 )
 # Between a name and its arguments, with and without the special tokens; at most AFTER_NAME characters.
@@ -187,7 +187,7 @@ def find_calls(text: str, tools: Mapping[str, Any]) -> tuple[str, list[ToolCall]
 
 def _text_beside(pieces: Sequence[tuple[str, str]]) -> str:
     """The text that is neither a call nor a tag of one: closing tags are of what is before them, others of what follows."""
-    kept: list[str] = []
+    texts: list[str] = []
     tags: list[str] = []
     before = "call"
     for piece, piece_type in (*pieces, ("", "text")):
@@ -195,10 +195,10 @@ def _text_beside(pieces: Sequence[tuple[str, str]]) -> str:
             tags.append(piece)
         elif piece_type == "call" or piece.strip() or piece == "":
             first = next((i for i, tag in enumerate(tags) if not CLOSING_TAG.match(tag)), len(tags))
-            kept += [*(tags[:first] if before == "text" else []), *(tags[first:] if piece_type == "text" else [])]
-            kept += [piece] if piece_type == "text" else []
+            texts += [*(tags[:first] if before == "text" else []), *(tags[first:] if piece_type == "text" else [])]
+            texts += [piece] if piece_type == "text" else []
             before, tags = piece_type, []
-    text = "".join(kept)
+    text = "".join(texts)
     return text if text.strip() else ""
 
 
@@ -226,13 +226,13 @@ def _read_calls(
             return end, [call for call in calls if call is not None]
     if text[at] == "[":
         return _python_calls(text, at, tools, tagged)
-    if function := FUNCTION.match(text, at):
+    if function := FUNCTION_TAG.match(text, at):
         return _tagged_call(text, function, tools)
-    if named := pattern.match(text, at):
-        if named[2]:
+    if match := pattern.match(text, at):
+        if match[2]:
             return _python_calls(text, at, tools, tagged)
-        value, end = _json_at(text, named.end())
-        return (end, [_new_call(named[1], value)]) if isinstance(value, dict) else None
+        value, end = _json_at(text, match.end())
+        return (end, [_new_call(match[1], value)]) if isinstance(value, dict) else None
     return None
 
 
@@ -284,7 +284,7 @@ def _tagged_call(text: str, function: re.Match[str], tools: Mapping[str, Any]) -
     arguments: Any = {}
     if text[end : end + 1] == "{":
         arguments, end = _json_at(text, end)
-    while parameter := PARAMETER.match(text, end):
+    while parameter := PARAMETER_TAG.match(text, end):
         arguments[parameter[1].strip()] = _typed(parameter[2], tools[name], parameter[1].strip())
         end = parameter.end()
     closing = re.compile(r"\s*(?:</function>|(?=</tool_call>)|$)").match(text, end)
@@ -379,5 +379,5 @@ def _new_call(name: str, arguments: dict[str, Any]) -> ToolCall:
       TypeError, ValueError: arguments that JSON cannot express.
     """
     call_id = "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
-    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return ToolCall(call_id, name, written.encode(errors="replace").decode())
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return ToolCall(call_id, name, text.encode(errors="replace").decode())

@@ -41,8 +41,11 @@ def grammar_of_calls(
         return " ".join(json.dumps(part, ensure_ascii=False) if isinstance(part, str) else f"<[{part}]>" for part in parts)
 
     called = [(i, tool["function"]) for i, tool in enumerate(tools) if tool["function"]["name"] in names]
-    more = f"({literal(dialect.between + dialect.before)} call)*" if several else ""
-    lines = [f"calls: call {more} {literal(dialect.closing)}", "call: " + " | ".join(f"call_{i}" for i, _ in called)]
+    further_calls = f"({literal(dialect.between + dialect.before)} call)*" if several else ""
+    lines = [
+        f"calls: call {further_calls} {literal(dialect.closing)}",
+        "call: " + " | ".join(f"call_{i}" for i, _ in called),
+    ]
     write = {"json": _json_arguments, "tags": _tagged_arguments, "python": _python_arguments}[dialect.arguments]
     is_object = dialect.before.endswith('"')
     for i, function in called:
@@ -66,10 +69,13 @@ def grammar_of_calls(
         text = r"/\s*[^\s{\[](?s:.)*/"
     else:
         text = rf"/(?s:.)+/ & ~/\s*({'|'.join(_escaped(function['name']) for _, function in called)})\s*\{{(?s:.)*/"
-    others = [f"<[{token}]>" for name, token in special_tokens.items() if not CALL_TOKEN.fullmatch(name)]
+    special_ids = [f"<[{token}]>" for name, token in special_tokens.items() if not CALL_TOKEN.fullmatch(name)]
     lines.append(f"TEXT: {text}")
-    if others:  # never two texts in a row, which could divide a tag
-        lines += ["text: TEXT (special TEXT)* special? | special (TEXT special)* TEXT?", f"special: ({' | '.join(others)})+"]
+    if special_ids:  # never two texts in a row, which could divide a tag
+        lines += [
+            "text: TEXT (special TEXT)* special? | special (TEXT special)* TEXT?",
+            f"special: ({' | '.join(special_ids)})+",
+        ]
     else:
         lines.append("text: TEXT")
     if not tag:
@@ -132,13 +138,13 @@ def _python_arguments(rule: str, schema: dict[str, Any], literal: Callable[[str]
             raise UserError(
                 f"the parameter {shown(name, 40)} is no name of Python, which this model's calls need; rename it"
             )
-    written = [f"{json.dumps(name + '=')} {value}" for name, value, _, _ in parameters]
+    rules = [f"{json.dumps(name + '=')} {value}" for name, value, _, _ in parameters]
     count = sum(required for *_, required in parameters)
-    later = lambda begin: " ".join(f'(", " {text})?' for text in written[begin:])
+    later = lambda begin: " ".join(f'(", " {text})?' for text in rules[begin:])
     if count:
-        yield f"{rule}: " + ' ", " '.join(written[:count]) + " " + later(count)
+        yield f"{rule}: " + ' ", " '.join(rules[:count]) + " " + later(count)
     else:
-        yield f"{rule}: " + " | ".join(['""', *(f"{text} {later(i + 1)}" for i, text in enumerate(written))])
+        yield f"{rule}: " + " | ".join(['""', *(f"{text} {later(i + 1)}" for i, text in enumerate(rules))])
     for _, value, parameter, _ in parameters:
         yield f"{value}: %json {json.dumps(parameter)}"
 

@@ -11,7 +11,7 @@ import numpy as np
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.programs import ServingState, StepBatch
 from llama_jax.serving.row_sampling import RowSettings
-from llama_jax.serving.rows import batch_of, settings_of
+from llama_jax.serving.rows import batch_of, settings_of_rows
 from llama_jax.serving.served_model import ServedModel
 
 
@@ -30,7 +30,7 @@ def warm(
       numbers: possible numbers of drafts.
       progress: called after each program with the number of finished programs and the total.
     """
-    calls = list(_calls(model, options, width, numbers))
+    calls = list(_warmup_calls(model, options, width, numbers))
     for done, (method, args) in enumerate(calls, 1):
         result = method(state, *args)
         state = jax.block_until_ready(result if isinstance(result, ServingState) else result[0])
@@ -38,20 +38,20 @@ def warm(
     return state
 
 
-def _calls(
+def _warmup_calls(
     model: ServedModel, options: EngineOptions, width: int, numbers: tuple[int, ...]
 ) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Methods of a `ServedModel`, and their arguments after the state."""
 
     def batch(shape: tuple[int, int]) -> tuple[StepBatch, RowSettings]:
-        settings = jax.device_put(settings_of([], shape[0], model.config.vocab_size))
+        settings = jax.device_put(settings_of_rows([], shape[0], model.config.vocab_size))
         return batch_of([], shape, width, options.rows), settings
 
-    one, *others = options.steps
-    burst = model.burst, (*batch(one), 1)
+    single_row, *larger_steps = options.steps
+    burst = model.burst, (*batch(single_row), 1)
     yield from (burst, burst)  # the second on a state that comes from a program, whose layout may differ
-    yield from ((model.step, batch(shape)) for shape in others)
-    yield model.score, (*batch((1, options.chunk)), np.zeros(options.chunk, np.int32))
+    yield from ((model.step, batch(shape)) for shape in larger_steps)
+    yield model.score, (*batch((1, options.chunk_tokens)), np.zeros(options.chunk_tokens, np.int32))
     yield model.enter, (0, np.zeros(model.vocab, bool))
     if model.draft is not None:
         yield model.read_draft, batch(options.steps[-1])[:1]

@@ -14,8 +14,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama_jax.child_process import ChildProcess
 from llama_jax.errors import GenerationError, reason_of, shown
+from llama_jax.tokenizers.child_process import ChildProcess
 from llama_jax.tokenizers.interface import TextPart, Tokenizer, special_pattern, split_special
 from llama_jax.tokenizers.tool_dialects import (
     BEGIN_OF_THOUGHT,

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama_jax.errors import TokenizerError, reading, shown
-from llama_jax.gguf_header import is_gguf, open_header
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.storage.paths import read_object, read_whole
 from llama_jax.tokenizers.gguf import from_metadata
+from llama_jax.tokenizers.gguf_header import is_gguf, open_header
 from llama_jax.tokenizers.huggingface import from_json, is_tokenizer_json
 from llama_jax.tokenizers.interface import Tokenizer, token_name
 from llama_jax.tokenizers.sentencepiece import SentencePieceTokenizer, is_sentencepiece

@@ -33,7 +33,7 @@ from llama_jax.model.params import Block, Llama
 from llama_jax.model.trees import stack
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer
-from llama_jax.verify.rounding_error import KIND, ROUNDING, Origin, origin_of
+from llama_jax.verify.rounding_error import ROUNDING, TENSOR_TYPE_OF_DTYPE, Origin, origin_of
 
 ORACLE_FORMAT = "llama_jax oracle 1"
 ORACLE_DTYPES = {"tokens": "<i4", "logits": "<f4", "streams": "<f4", "about": "u1"}
@@ -60,14 +60,14 @@ class Trace:
 def trace(params: Llama, tokens: np.ndarray, origin: Origin) -> Trace:
     """Run a model over int32[T] tokens as one sequence from position 0."""
     with jax.default_matmul_precision("highest"):  # by default GPU and TPU multiply float32 with fewer bits
-        logits, streams = _run(origin.config, params, jnp.asarray(tokens)[None])
+        logits, streams = _run_model(origin.config, params, jnp.asarray(tokens)[None])
     return Trace(origin, tokens, np.asarray(logits, np.float32), np.asarray(streams, np.float32))
 
 
 def nats_per_token(tokens: np.ndarray, logits: np.ndarray) -> float:
     """Mean negative log-likelihood of the tokens int[T] of a text except the first, under logits [T, V]; T >= 2."""
-    each = [-log_softmax(row)[token] for row, token in zip(logits[:-1], tokens[1:], strict=True)]
-    return float(np.mean(each))
+    nats = [-log_softmax(row)[token] for row, token in zip(logits[:-1], tokens[1:], strict=True)]
+    return float(np.mean(nats))
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:
@@ -78,17 +78,17 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnums=0)
-def _run(config: LlamaConfig, params: Llama, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _run_model(config: LlamaConfig, params: Llama, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Logits [T, V] and streams [L + 1, T, D] of int32[1, T] tokens."""
-    logits, _, kept = observe(config, params, tokens, {"embedded": _keep_row, "residual_after": _keep_row})
-    return logits[0], jnp.concatenate([kept["embedded"][None], kept["residual_after"]])
+    logits, _, observed = observe(config, params, tokens, {"embedded": _keep_row, "residual_after": _keep_row})
+    return logits[0], jnp.concatenate([observed["embedded"][None], observed["residual_after"]])
 
 
 def _keep_row(value: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
     return value, value[0]
 
 
-def of_layer(config: LlamaConfig, index: int) -> LlamaConfig:
+def layer_config(config: LlamaConfig, index: int) -> LlamaConfig:
     """The configuration of a model with all layers like layer `index` of this one."""
     return replace(config, window=None, layers=(config.layer(index),))
 
@@ -98,7 +98,7 @@ def run_layer(config: LlamaConfig, block: Block, stream: jax.Array) -> jax.Array
     """The residual stream [T, D] after a layer, computed by a model with only this layer and the stream as its embedding.
 
     Args:
-      config: configuration of the layer, see `of_layer`.
+      config: configuration of the layer, see `layer_config`.
     """
     alone = replace(config, n_layers=1, vocab_size=len(stream), tie_embeddings=True, embedding_multiplier=1.0)
     params = Llama(
@@ -115,7 +115,7 @@ def run_output(config: LlamaConfig, params: Llama, stream: jax.Array) -> jax.Arr
 
 
 # Simple enough for a model that was trained only on children's stories, and not from any book.
-TEXT = """\
+SAMPLE_TEXT = """\
 One day, a little girl named Anna went to the lake with her father. The sun was warm and the water was blue. Anna saw a \
 small brown duck near the shore. The duck could not swim because its foot was stuck under a big stone. "Can we help it?" \
 she asked. Her father smiled and said, "Yes, but we must be very gentle." Together they lifted the stone, and the duck was \
@@ -126,7 +126,7 @@ of the duck and gave it to her mother.
 # Largest loss, relative to a uniform guess, of a model that works. Measured on the first 64 tokens of the text with the
 # trained 260K stories model: 0.22 unchanged, 0.23 in Q4_0, 0.60 and 0.69 with the rotary layout wrong either way, 0.94 with
 # transposed output projections. With 50 times the theta it is still 0.26: only an indication.
-SPEAKS = 0.5
+MAX_LOSS_RATIO = 0.5
 MIN_TOKENS = 32  # of a text to judge by: the first words of any text are hard to predict
 
 
@@ -135,16 +135,16 @@ class Check(NamedTuple):
 
     name: str
     passed: bool
-    found: str
+    detail: str
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, text: str) -> Check:
     """Check that a text round-trips through its tokens, and count the tokens and the rows of the embedding."""
     pieces = tokenizer.vocab_size
-    back = tokenizer.decode(tokenizer.encode(text, bos=False, eos=False)) == text
+    is_same = tokenizer.decode(tokenizer.encode(text, bos=False, eos=False)) == text
     sizes = f"{pieces:,} pieces for {vocab_size:,} rows of the embedding"
-    whole = "the text round-trips through its tokens" if back else "the text does NOT round-trip through its tokens"
-    return Check("vocabulary", back, f"{sizes}; {whole}")
+    outcome = "the text round-trips through its tokens" if is_same else "the text does NOT round-trip through its tokens"
+    return Check("vocabulary", is_same, f"{sizes}; {outcome}")
 
 
 def check_logits(trace: Trace) -> Check:
@@ -162,8 +162,8 @@ def check_speech(trace: Trace) -> Check:
     damage goes unnoticed, and a model that was not trained on such text fails.
     """
     nats, guessing = nats_per_token(trace.tokens, trace.logits), math.log(trace.logits.shape[-1])
-    found = f"{nats:.2f} nats per token, against {guessing:.2f} for a uniform guess"
-    return Check("text", nats <= SPEAKS * guessing, found)
+    detail = f"{nats:.2f} nats per token, against {guessing:.2f} for a uniform guess"
+    return Check("text", nats <= MAX_LOSS_RATIO * guessing, detail)
 
 
 # --- references ----------------------------------------------------------------------------------------------------------
@@ -219,12 +219,10 @@ def run_transformers(folder: Path, tokens: np.ndarray) -> Trace:
     return Trace(origin, tokens, logits, np.stack(streams))
 
 
-def check_room(path: Path, config: LlamaConfig, tokens: int) -> None:
+def check_oracle_path(path: Path, config: LlamaConfig, tokens: int) -> None:
     """Raise UserError unless an oracle of this many tokens can be written to the path."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written; name a file in a folder that exists")
-    if path.exists():
-        raise UserError(f"{path} already exists; remove it, or choose another name for the oracle")
+    if path.exists() or not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written; name a file that does not exist yet, in a folder that does")
     size = 4 * tokens * (1 + config.vocab_size + (config.n_layers + 1) * config.dim)
     if size > MAX_ORACLE_BYTES:
         raise UserError(
@@ -235,11 +233,11 @@ def check_room(path: Path, config: LlamaConfig, tokens: int) -> None:
 def write_oracle(path: Path, trace: Trace) -> None:
     """Store a trace: an uncompressed .npz of tokens, logits, streams and, as bytes of JSON, their origin."""
     origin = trace.origin
-    about = {
+    metadata = {
         "format": ORACLE_FORMAT,
         "name": origin.name,
         "config": config_to_dict(origin.config),
-        "kinds": origin.kinds,
+        "kinds": origin.tensor_types,
         "dtype": origin.dtype,
         "versions": origin.versions,
     }
@@ -249,7 +247,7 @@ def write_oracle(path: Path, trace: Trace) -> None:
             tokens=trace.tokens.astype(ORACLE_DTYPES["tokens"]),
             logits=trace.logits.astype(ORACLE_DTYPES["logits"]),
             streams=trace.streams.astype(ORACLE_DTYPES["streams"]),
-            about=np.frombuffer(json.dumps(about).encode(), ORACLE_DTYPES["about"]),
+            about=np.frombuffer(json.dumps(metadata).encode(), ORACLE_DTYPES["about"]),
         )
 
 
@@ -282,36 +280,32 @@ def _array(archive: zipfile.ZipFile, name: str, dtype: str) -> np.ndarray:
     content = io.BytesIO(archive.read(info))
     if (version := np.lib.format.read_magic(content)) != (1, 0):
         raise ValueError(f"{name} has version {version}")
-    shape, columns_first, found = np.lib.format.read_array_header_1_0(content)
-    if columns_first or found != np.dtype(dtype):
-        raise ValueError(f"{name} holds {found}, not rows of {dtype}")
+    shape, columns_first, stored_dtype = np.lib.format.read_array_header_1_0(content)
+    if columns_first or stored_dtype != np.dtype(dtype):
+        raise ValueError(f"{name} holds {stored_dtype}, not rows of {dtype}")
     return np.frombuffer(content.getbuffer()[content.tell() :], dtype).reshape(shape)
 
 
 def _trace(arrays: dict[str, np.ndarray]) -> Trace:
-    about = json.loads(arrays.pop("about").tobytes())
-    if not isinstance(about, dict) or about.get("format") != ORACLE_FORMAT:
+    metadata = json.loads(arrays.pop("about").tobytes())
+    if not isinstance(metadata, dict) or metadata.get("format") != ORACLE_FORMAT:
         raise ValueError("it is of another version")
-    kinds, dtype, versions = about["kinds"], about["dtype"], about["versions"]
-    if not _texts(kinds) or not set(kinds) <= ROUNDING.keys() or dtype not in KIND:
-        raise ValueError(f"unknown kinds of weights {shown(kinds)} or dtype {shown(dtype)}")
-    if not isinstance(versions, dict) or not _texts([about["name"], *versions, *versions.values()]):
-        raise ValueError("its name or versions are not strings")
-    config = config_from_dict(about["config"])
+    tensor_types, dtype, versions = metadata["kinds"], metadata["dtype"], metadata["versions"]
+    if not _are_texts([*tensor_types, metadata["name"], *versions, *versions.values()]):
+        raise ValueError("its name, versions or types of tensors are not strings")
+    if not set(tensor_types) <= ROUNDING.keys() or dtype not in TENSOR_TYPE_OF_DTYPE:
+        raise ValueError(f"unknown types of tensors {shown(tensor_types)} or dtype {shown(dtype)}")
+    config = config_from_dict(metadata["config"])
     tokens, logits, streams = arrays["tokens"], arrays["logits"], arrays["streams"]
     count = tokens.size
-    if (tokens.shape, logits.shape, streams.shape) != (
-        (count,),
-        (count, config.vocab_size),
-        (config.n_layers + 1, count, config.dim),
-    ):
-        raise ValueError("the shapes of its arrays do not match its configuration")
-    if not count or tokens.min() < 0 or tokens.max() >= config.vocab_size:
-        raise ValueError("it has tokens outside its vocabulary")
+    shapes = (count,), (count, config.vocab_size), (config.n_layers + 1, count, config.dim)
+    has_rows = count and tokens.min() >= 0 and tokens.max() < config.vocab_size
+    if (tokens.shape, logits.shape, streams.shape) != shapes or not has_rows:
+        raise ValueError("its arrays do not match its configuration")
     if not np.isfinite(logits).all() or not np.isfinite(streams).all():
         raise ValueError("it holds numbers that are not finite")
-    return Trace(Origin(about["name"], config, tuple(kinds), dtype, versions), tokens, logits, streams)
+    return Trace(Origin(metadata["name"], config, tuple(tensor_types), dtype, versions), tokens, logits, streams)
 
 
-def _texts(found: Sequence[object]) -> bool:
-    return isinstance(found, list) and all(isinstance(each, str) for each in found)
+def _are_texts(values: Sequence[object]) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)

@@ -20,15 +20,15 @@ from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.config.presets import SHAPE_FIELDS
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import layers_of
-from llama_jax.verify.activations import Trace, log_softmax, nats_per_token, of_layer, run_layer, run_output
+from llama_jax.verify.activations import Trace, layer_config, log_softmax, nats_per_token, run_layer, run_output
 from llama_jax.verify.rounding_error import EXACT, Rounding, rounding_between
 
 # Largest difference of a part in multiples of the rounding error. Measured on the 260K stories model and small random
 # ones: 1.7 to 3 for every kind of quantization (a layer is two or three rounded matmuls in a row), up to 2.4 for 16-bit
 # arithmetic, up to 3.2 in float32. The margin is for outliers of larger models. With a wrong rotary layout, or exchanged or
 # transposed weights, a layer differs by at least 0.7 of what it adds: 8 times the rounding error of Q4_0, 60 of bfloat16.
-TIMES = 6.0
-COARSE = 0.7 / TIMES  # with a rounding error above this, such a mistake would pass
+MAX_ROUNDINGS = 6.0
+COARSE = 0.7 / MAX_ROUNDINGS  # with a rounding error above this, such a mistake would pass
 # Tolerance of float32 logits: absolute, and relative to the largest logit if logits are large. Measured: 1.4e-5 of 21 for
 # the stories model, 2e-3 of 29 for a random model with extreme activations.
 LOGITS_ABSOLUTE, LOGITS_RELATIVE = 1e-3, 1e-4
@@ -46,14 +46,14 @@ class ComparedPart(NamedTuple):
       name: "embedding", "layer 0", ..., "output".
       max_abs: largest difference of the part's output, including the differences of all earlier parts.
       relative: norm of that difference divided by the reference's norm, root mean square over positions.
-      own: the same for this part only, with the reference's input, relative to what the reference's part adds.
-      roundings: `own` in multiples of the rounding error, at most `TIMES` if the parts are the same.
+      alone: the same for this part only, with the reference's input, relative to what the reference's part adds.
+      roundings: `alone` in multiples of the rounding error, at most `MAX_ROUNDINGS` if the parts are the same.
     """
 
     name: str
     max_abs: float
     relative: float
-    own: float
+    alone: float
     roundings: float
 
 
@@ -93,19 +93,21 @@ class Comparison:
     parts: tuple[ComparedPart, ...]
 
 
-def differing_settings(here: LlamaConfig, there: LlamaConfig) -> Differences:
+def differing_settings(config: LlamaConfig, reference: LlamaConfig) -> Differences:
     """Name, value here and value there of the fields that differ, except those without effect on the results."""
-    here, there = (replace(config, parts=config.parts.names) for config in (here, there))
-    pairs = ((f.name, getattr(here, f.name), getattr(there, f.name)) for f in fields(LlamaConfig) if f.name not in NO_EFFECT)
-    return tuple((name, a, b) for name, a, b in pairs if not _alike(a, b))
+    config, reference = (replace(model_config, parts=model_config.parts.names) for model_config in (config, reference))
+    pairs = (
+        (f.name, getattr(config, f.name), getattr(reference, f.name)) for f in fields(LlamaConfig) if f.name not in NO_EFFECT
+    )
+    return tuple((name, a, b) for name, a, b in pairs if not _settings_equal(a, b))
 
 
-def _alike(a: object, b: object) -> bool:
+def _settings_equal(a: object, b: object) -> bool:
     """Whether two settings are equal in float32, in which some formats store them."""
     if isinstance(a, RopeScaling) and isinstance(b, RopeScaling):
-        return all(map(_alike, astuple(a), astuple(b)))
+        return all(map(_settings_equal, astuple(a), astuple(b)))
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
+        return len(a) == len(b) and all(map(_settings_equal, a, b))
     return a == b or (isinstance(a, float) and isinstance(b, float) and np.float32(a) == np.float32(b))
 
 
@@ -168,18 +170,18 @@ def compare(params: Llama, ours: Trace, reference: Trace) -> Comparison:
 
 def _differing(settings: Differences, parts: Sequence[ComparedPart], rounding: Rounding) -> list[str]:
     """The reasons to call it a different model, regardless of its logits."""
-    found = [in_words(settings)] if settings else []
-    departing = [part for part in parts if not part.roundings <= TIMES]
+    reasons = [in_words(settings)] if settings else []
+    departing = [part for part in parts if not part.roundings <= MAX_ROUNDINGS]
     if departing:
         first = departing[0]
         where = (
-            f"{first.name} differs by {first.own:.2g} of what it adds, {first.roundings:,.1f} times the rounding error of"
-            f" {rounding.name}, which explains up to {TIMES:g} times"
+            f"{first.name} differs by {first.alone:.2g} of what it adds, {first.roundings:,.1f} times the rounding error of"
+            f" {rounding.name}, which explains up to {MAX_ROUNDINGS:g} times"
         )
-        if not math.isfinite(first.own):
+        if not math.isfinite(first.alone):
             where = f"the outputs of {first.name} are not finite"
-        found.append(where + (f"; {len(departing) - 1} of the later parts too" if departing[1:] else ""))
-    return found
+        reasons.append(where + (f"; {len(departing) - 1} of the later parts too" if departing[1:] else ""))
+    return reasons
 
 
 def _loss(kl: float) -> str:
@@ -202,36 +204,36 @@ class _Measured:
         """The part with its difference in multiples of the rounding error: at the worst position if numbers should be equal,
         so that nothing is missed; at the median one if they are rounded, since cancellation amplifies a few positions."""
         roundings = _ratio(self.difference, rounding.explains(self.added, self.left))
-        own = _ratio(self.difference, self.added)
+        ratio = _ratio(self.difference, self.added)
         return ComparedPart(
             self.name,
             self.max_abs,
             self.relative,
-            own=_root_mean_square(own),
+            alone=_root_mean_square(ratio),
             roundings=float(roundings.max() if rounding == EXACT else np.median(roundings)),
         )
 
 
 def _measure(params: Llama, ours: Trace, reference: Trace) -> Iterator[_Measured]:
-    config, there = ours.origin.config, reference.streams
+    config, streams = ours.origin.config, reference.streams
     blocks = layers_of(params)
     with jax.default_matmul_precision("highest"):
         for i in range(config.n_layers + 2):
             if i == 0:
-                name, before, found = "embedding", np.zeros_like(there[0]), ours.streams[0]
+                name, before, output = "embedding", np.zeros_like(streams[0]), ours.streams[0]
             elif i <= config.n_layers:
-                given = jnp.asarray(there[i - 1], params.embedding.dtype)
-                found = run_layer(of_layer(config, i - 1), blocks[i - 1], given)
-                name, before = f"layer {i - 1}", there[i - 1]
+                stream = jnp.asarray(streams[i - 1], params.embedding.dtype)
+                output = run_layer(layer_config(config, i - 1), blocks[i - 1], stream)
+                name, before = f"layer {i - 1}", streams[i - 1]
             else:
-                given = jnp.asarray(there[-1], params.embedding.dtype)
-                name, before, found = "output", np.zeros_like(reference.logits), run_output(config, params, given)
-            carried, left = (ours.logits, reference.logits) if i > config.n_layers else (ours.streams[i], there[i])
+                stream = jnp.asarray(streams[-1], params.embedding.dtype)
+                name, before, output = "output", np.zeros_like(reference.logits), run_output(config, params, stream)
+            carried, left = (ours.logits, reference.logits) if i > config.n_layers else (ours.streams[i], streams[i])
             yield _Measured(
                 name=name,
                 max_abs=float(np.abs(carried - left).max()),
                 relative=_root_mean_square(_ratio(_norms(carried - left), _norms(left))),
-                difference=_norms(np.asarray(found, np.float32) - left),
+                difference=_norms(np.asarray(output, np.float32) - left),
                 added=_norms(left - before),
                 left=_norms(left),
             )
@@ -251,17 +253,17 @@ def _root_mean_square(x: np.ndarray) -> float:
     return math.sqrt(np.mean(np.square(x)))
 
 
-def _kl_divergence(reference: np.ndarray, found: np.ndarray) -> np.ndarray:
+def _kl_divergence(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
     """KL divergence of the distribution at each position from the reference's, in nats: [T]."""
     divergences = []
-    for p, q in zip(map(log_softmax, reference), map(log_softmax, found), strict=True):
+    for p, q in zip(map(log_softmax, reference), map(log_softmax, logits), strict=True):
         divergences.append(float(np.dot(np.exp(p), p - q)))
     return np.maximum(divergences, 0.0)  # negative only by rounding
 
 
-def _top1(found: np.ndarray, reference: np.ndarray, tie: float) -> tuple[int, int]:
+def _top1(logits: np.ndarray, reference: np.ndarray, tie: float) -> tuple[int, int]:
     """The number of positions with the reference's most probable token, and of others where the reference has a tie."""
-    rows = np.arange(len(found))
-    chosen, best = found.argmax(axis=-1), reference.argmax(axis=-1)
+    rows = np.arange(len(logits))
+    chosen, best = logits.argmax(axis=-1), reference.argmax(axis=-1)
     gap = reference[rows, best] - reference[rows, chosen]
     return int((chosen == best).sum()), int(((chosen != best) & (gap <= tie)).sum())

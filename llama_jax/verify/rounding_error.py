@@ -61,10 +61,10 @@ ROUNDING = {
     "IQ1_S": 0.49,
     **dict.fromkeys(("TQ1_0", "TQ2_0"), 0.81),  # ternary: for models that were trained this way
 }
-KIND = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by dtype
+TENSOR_TYPE_OF_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by dtype
 # Difference of two float32 programs in a part, relative to its numbers: 0.2e-6 to 1.5e-6 were measured between XLA and
 # torch. The angles of RoPE are products with the position, so that their error grows by one rounding per position.
-FLOAT32 = 1e-6
+FLOAT32_ERROR = 1e-6
 FLOAT32_PER_POSITION = 2.0**-24
 # Largest KL divergence that rounding explains, in multiples of its square: 5 to 80 were measured, for the stories model here
 # and for Llama 3 8B by llama.cpp (tools/perplexity/README.md: Q8_0 0.0014 nats, Q6_K 0.0057, Q4_K_M 0.031, Q4_0 0.072,
@@ -80,7 +80,7 @@ class Origin:
     Attributes:
       name: description of the model.
       config: configuration of the model.
-      kinds: storage types of its weights: F32, BF16, Q4_K ...
+      tensor_types: storage types of its weights: F32, BF16, Q4_K ...
       dtype: dtype of the computation.
       versions: versions of the programs, by name.
       quantized: if its matrices were quantized while reading: name of the quantization, and its RMS error relative to the
@@ -89,7 +89,7 @@ class Origin:
 
     name: str
     config: LlamaConfig
-    kinds: tuple[str, ...]
+    tensor_types: tuple[str, ...]
     dtype: str
     versions: dict[str, str]
     quantized: tuple[str, float] | None = None
@@ -105,7 +105,7 @@ class Rounding:
 
     def explains(self, added: np.ndarray, left: np.ndarray) -> np.ndarray:
         """Norm [T] of the difference that it explains, from the norms of the part's addition and of its output."""
-        floor = FLOAT32 + FLOAT32_PER_POSITION * np.arange(len(added))
+        floor = FLOAT32_ERROR + FLOAT32_PER_POSITION * np.arange(len(added))
         weights, activations = np.maximum(self.weights, floor), np.maximum(self.activations, floor)
         return (weights + activations) * added + activations * left
 
@@ -124,51 +124,51 @@ def origin_of(name: str, config: LlamaConfig, tensors: Sequence[TensorInfo], dty
     Raises:
       CheckpointError: a tensor of a kind with unknown rounding error.
     """
-    kinds = tuple(sorted({tensor.storage_type for tensor in tensors}))
-    unknown = sorted(set(kinds) - ROUNDING.keys())
+    tensor_types = tuple(sorted({tensor.storage_type for tensor in tensors}))
+    unknown = sorted(set(tensor_types) - ROUNDING.keys())
     if unknown:
         raise CheckpointError(
             f"{name} has tensors of kind {unknown[0]}, with unknown rounding error; known are {', '.join(ROUNDING)}"
         )
-    return Origin(name, config, kinds, dtype, versions)
+    return Origin(name, config, tensor_types, dtype, versions)
 
 
 def rounding_between(a: Origin, b: Origin) -> Rounding:
     """The rounding by which two models made from the same weights may differ; `EXACT` if their numbers should be equal."""
-    stored = [[kind for kind in origin.kinds if ROUNDING[kind]] for origin in (a, b)]
-    kinds = stored[0] + stored[1] if stored[0] != stored[1] else []
-    computed = [KIND[origin.dtype] for origin in (a, b)]
+    stored = [[tensor_type for tensor_type in origin.tensor_types if ROUNDING[tensor_type]] for origin in (a, b)]
+    differing = stored[0] + stored[1] if stored[0] != stored[1] else []
+    computed = [TENSOR_TYPE_OF_DTYPE[origin.dtype] for origin in (a, b)]
     if computed[0] != computed[1]:
-        kinds += computed
-    of_weights = {kind: ROUNDING[kind] for kind in kinds}
+        differing += computed
+    of_weights = {tensor_type: ROUNDING[tensor_type] for tensor_type in differing}
     if a.quantized != b.quantized:
         of_weights |= dict(origin.quantized for origin in (a, b) if origin.quantized)
-    of_activations = {kind: ROUNDING[kind] for kind in computed}
+    of_activations = {tensor_type: ROUNDING[tensor_type] for tensor_type in computed}
     weights, activations = max(of_weights.values(), default=0.0), max(of_activations.values())
     if not weights and not activations:
         return EXACT
     everything = of_weights | of_activations
-    return Rounding(max(everything, key=lambda kind: everything[kind]), weights, activations)
+    return Rounding(max(everything, key=lambda tensor_type: everything[tensor_type]), weights, activations)
 
 
-def rounding_of(kind: str, columns: int) -> float:
+def rounding_of(quant_format: str, columns: int) -> float:
     """The relative RMS error of quantizing normally distributed weights while reading; `ROUNDING` has that of stored ones.
 
     Args:
-      kind: a kind of `ops.weights`, or "keep": weights stay as stored, and the CPU kernel rounds activations to 8 bits with
-        one scale per 32, as Q8_0 rounds weights.
+      quant_format: a kind of `ops.weights`, or "keep": weights stay as stored, and the CPU kernel rounds activations to 8
+        bits with one scale per 32, as Q8_0 rounds weights.
       columns: length of the longest rows, a multiple of the kind's block.
     """
-    if kind == "keep":
+    if quant_format == "keep":
         return ROUNDING["Q8_0"]
-    form = with_fallback(base_format(kind), columns)
+    form = with_fallback(base_format(quant_format), columns)
     assert form.encode is not None  # `formats.quantize_on_load.check_quantize` refuses the others
     weights = np.random.default_rng(0).standard_normal((16, columns), np.float32)
     error = np.asarray(form.decode(*form.encode(weights)), np.float32) - weights
     return max(float(np.sqrt(np.mean(error**2) / np.mean(weights**2))), ROUNDING["Q8_0"])
 
 
-RUN = 1 << 22  # numbers compared at a time
+BLOCK_NUMBERS = 1 << 22  # numbers compared at a time
 
 
 class MatrixError(NamedTuple):
@@ -177,14 +177,14 @@ class MatrixError(NamedTuple):
     Attributes:
       name: such as "embedding" or "attention.qkv".
       layer: index of the layer; None outside the layers.
-      kind: such as "int8", or "q4_k and q6_k" if its parts have several kinds.
+      quant_format: such as "int8", or "q4_k and q6_k" if its parts have several kinds.
       bits: bits per number in memory, including scales.
       relative: RMS of the differences divided by the RMS of the original.
     """
 
     name: str
     layer: int | None
-    kind: str
+    quant_format: str
     bits: float
     relative: float
 
@@ -197,34 +197,34 @@ def matrix_errors(params: Llama, reference: Llama) -> tuple[MatrixError, ...]:
       reference: the same parameters in floats; or, to save memory, the plan of a checkpoint's parameters from
         `formats.build_params.plan`, which is then read in blocks of rows.
     """
-    found = []
+    errors = []
     is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, LoraWeight)
-    given = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_leaf)
-    for (path, leaf), dense in zip(given, jax.tree.leaves(reference), strict=True):
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_leaf)
+    for (path, leaf), dense in zip(leaves, jax.tree.leaves(reference), strict=True):
         weights, row = leaf.base if isinstance(leaf, LoraWeight) else leaf, spec_at(path)
         for layer in range(weights.shape[0]) if row.in_blocks else [None]:
             weight = weights if layer is None else get_layer(weights, layer)
             if isinstance(weight, QuantizedWeight | JoinedWeight):
                 exact = dense if layer is None else dense.layers[layer] if isinstance(dense, StackedSource) else dense[layer]
                 name = row.path.removeprefix("blocks.")
-                found.append(MatrixError(name, layer, _kind(weight), _bits(weight), _relative(weight, exact)))
-    return tuple(sorted(found, key=lambda error: -1 if error.layer is None else error.layer))
+                errors.append(MatrixError(name, layer, _format_name(weight), _bits(weight), _relative(weight, exact)))
+    return tuple(sorted(errors, key=lambda error: -1 if error.layer is None else error.layer))
 
 
 def _relative(weight: Any, dense: Any) -> float:
-    step = max(1, RUN // math.prod(weight.shape[1:]))
-    wrong = whole = 0.0
+    step = max(1, BLOCK_NUMBERS // math.prod(weight.shape[1:]))
+    error_total = total = 0.0
     for start in range(0, weight.shape[0], step):
         stop = min(start + step, weight.shape[0])
         exact = dense.rows(start, stop, np.dtype(np.float32)) if isinstance(dense, ArraySource) else dense[start:stop]
         exact = np.asarray(exact, np.float64)
-        kept = jax.tree.map(lambda plane, start=start, stop=stop: plane[start:stop], weight)
-        wrong += float(np.square(np.asarray(kept.to_dense(), np.float64) - exact).sum())
-        whole += float(np.square(exact).sum())
-    return math.sqrt(wrong / whole) if whole else 0.0
+        part = jax.tree.map(lambda plane, start=start, stop=stop: plane[start:stop], weight)
+        error_total += float(np.square(np.asarray(part.to_dense(), np.float64) - exact).sum())
+        total += float(np.square(exact).sum())
+    return math.sqrt(error_total / total) if total else 0.0
 
 
-def _kind(weight: Any) -> str:
+def _format_name(weight: Any) -> str:
     if isinstance(weight, QuantizedWeight):
         return weight.quant_format
     parts = [part.quant_format if isinstance(part, QuantizedWeight) else str(part.dtype) for part in weight.parts]

@@ -9,16 +9,16 @@ from family_models import FAMILY_MODELS
 
 from llama_jax.analysis import aot_compile
 from llama_jax.analysis.aot_compile import CompilerError, devices_of, gpu_target, missing_compiler, tpu_topology
-from llama_jax.analysis.hardware import BY_NAME, named_hardware
+from llama_jax.analysis.hardware import BY_NAME, hardware_by_name
 from llama_jax.errors import MeshError
 from llama_jax.ops.weights.formats import QUANT_FORMATS
 
 
-@pytest.mark.parametrize("name", aot_compile.NAMES)
+@pytest.mark.parametrize("name", aot_compile.COMPILABLE_HARDWARE)
 def test_every_compiler_has_its_hardware(name):
     assert name in BY_NAME
     if name in aot_compile.GPUS:
-        gpu, published = aot_compile.GPUS[name], named_hardware(name)
+        gpu, published = aot_compile.GPUS[name], hardware_by_name(name)
         assert gpu.bandwidth == pytest.approx(published.memory_bandwidth, rel=0.05)
         assert gpu.memory == pytest.approx(published.memory, rel=0.03)
         assert f"core_count: {gpu.cores} " in gpu_target(name)
@@ -54,7 +54,7 @@ def test_what_cannot_be_had():
 
 def test_a_missing_compiler_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(aot_compile.util, "find_spec", lambda name: None)
-    for name in aot_compile.NAMES:
+    for name in aot_compile.COMPILABLE_HARDWARE:
         assert "pip install" in (missing_compiler(name) or "")
 
 
@@ -258,7 +258,7 @@ config = replace(llama_jax.preset("tinyllama-1.1b"), n_layers=6)
     config, mesh_for(sys.argv[1], parse_mesh("fsdp=2,tensor=4")), 8, 2048, dtype="bfloat16", packed=True
 )
 found = find_collectives(program.compile(flags=False).as_text(), program.mesh)  # flags unroll the loop of a GPU
-print(json.dumps([[x.kind, x.dtypes, x.bytes] for x in found if x.loops == (6,) and x.axes == ("tensor",)]))
+print(json.dumps([[x.opcode, x.dtypes, x.bytes] for x in found if x.loops == (6,) and x.axes == ("tensor",)]))
 """
 
 

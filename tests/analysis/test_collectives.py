@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from llama_jax import parameter_count, preset
-from llama_jax.analysis.collectives import add_up, find_collectives, ring_bytes
+from llama_jax.analysis.collectives import find_collectives, ring_bytes, sum_traffic
 from llama_jax.analysis.memory import decode_programs, train_programs
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
 
@@ -40,7 +40,7 @@ def find(function, mesh, spec, *shapes):
 )
 def test_every_kind_along_its_axes(mesh, function, kind, axes, size):
     (found,) = find(function, mesh, P(("data", "fsdp", "tensor")), (64,))
-    assert (found.kind, found.axes, found.bytes) == (kind, axes, size)
+    assert (found.opcode, found.axes, found.bytes) == (kind, axes, size)
     assert found.group == 2 ** len(axes)
     assert (found.count, found.loops, found.dtypes, found.phase) == (1, (), ("f32",), "rest")
     assert sum(int(np.prod([int(n) for n in s[4:-1].split(",")])) for s in found.shapes) * 4 == size
@@ -49,7 +49,7 @@ def test_every_kind_along_its_axes(mesh, function, kind, axes, size):
 def test_a_sum_of_which_each_device_takes_its_part_is_a_scatter(mesh):
     """XLA for CPU writes lax.psum_scatter as an all-reduce and a slice."""
     (found,) = find(lambda x: lax.psum_scatter(x, "fsdp", tiled=True), mesh, P(), (64,))
-    if found.kind == "all-reduce":
+    if found.opcode == "all-reduce":
         assert (found.bytes, found.sliced) == (256, 256)
     assert found.sent_if_scattered == ring_bytes("reduce-scatter", 128, 2) == 128
     (whole,) = find(lambda x: lax.psum(x, "fsdp"), mesh, P(), (64,))
@@ -63,7 +63,7 @@ def test_loops_multiply(mesh):
 
     found = find(lambda x: lax.scan(step, x, length=3)[0], mesh, P(), (16,))
     assert {c.axes: (c.loops, c.count) for c in found} == {("tensor",): ((3, 5), 15), ("data",): ((3,), 3)}
-    traffic = {t.axes: t for t in add_up(found)}
+    traffic = {t.axes: t for t in sum_traffic(found)}
     assert (traffic["tensor",].count, traffic["tensor",].bytes, traffic["tensor",].sent) == (15, 15 * 64, 15 * 64)
     assert traffic["tensor",].instructions == 1
     assert traffic["tensor",].is_counted
@@ -75,7 +75,7 @@ def test_a_loop_of_unknown_length_is_said_and_not_guessed(mesh):
 
     (found,) = find(run, mesh, P(), (16,))
     assert (found.loops, found.count, found.is_counted) == ((None,), 1, False)
-    assert not add_up([found])[0].is_counted
+    assert not sum_traffic([found])[0].is_counted
 
 
 def test_branches_count_as_if_taken(mesh):
@@ -142,7 +142,7 @@ ALONG_DATA = [
 
 @pytest.mark.parametrize("groups", ALONG_DATA)
 def test_forms_of_groups_and_of_asynchronous_instructions(mesh, groups):
-    found = {c.kind: c for c in find_collectives(PROGRAM.replace("GROUPS", groups), mesh)}
+    found = {c.opcode: c for c in find_collectives(PROGRAM.replace("GROUPS", groups), mesh)}
     assert [*found] == ["reduce-scatter", "all-gather", "all-reduce", "collective-permute"]
     gather, scatter = found["all-gather"], found["reduce-scatter"]
     assert (gather.bytes, gather.dtypes, gather.loops) == (16 * 4 * 2, ("bf16",), (6,))
@@ -169,7 +169,7 @@ def test_forms_of_groups_and_of_asynchronous_instructions(mesh, groups):
     ],
 )
 def test_groups_as_axes_of_the_mesh(mesh, groups, axes):
-    found = [c for c in find_collectives(PROGRAM.replace("GROUPS", groups), mesh) if c.kind == "all-gather"]
+    found = [c for c in find_collectives(PROGRAM.replace("GROUPS", groups), mesh) if c.opcode == "all-gather"]
     assert found[0].axes == axes
     assert found[0].group == 2 ** len(axes)
 
@@ -197,8 +197,8 @@ def steps():
 
 @pytest.mark.slow
 def test_data_parallel_training_sums_all_gradients(steps):
-    (traffic,) = add_up(steps["data=8"])
-    assert (traffic.kind, traffic.axes, traffic.is_counted) == ("all-reduce", ("data",), True)
+    (traffic,) = sum_traffic(steps["data=8"])
+    assert (traffic.opcode, traffic.axes, traffic.is_counted) == ("all-reduce", ("data",), True)
     gradients = 4 * parameter_count(CONFIG)
     # The embedding is the output projection too, and what they get may be summed apart.
     assert gradients <= traffic.bytes < 1.5 * gradients
@@ -208,9 +208,9 @@ def test_data_parallel_training_sums_all_gradients(steps):
 def test_layers_run_in_loops_of_as_many_trips(steps):
     found = steps["fsdp=4,tensor=2"]
     assert {c.loops for c in found if c.loops} == {(CONFIG.n_layers,)}
-    gathered = [c for c in found if c.kind == "all-gather" and c.axes == ("fsdp",) and c.loops]
+    gathered = [c for c in found if c.opcode == "all-gather" and c.axes == ("fsdp",) and c.loops]
     assert {c.phase for c in gathered} >= {"forward", "backward"}
-    scattered = [c for c in found if c.kind == "all-reduce" and c.axes == ("fsdp",) and c.loops]
+    scattered = [c for c in found if c.opcode == "all-reduce" and c.axes == ("fsdp",) and c.loops]
     assert sum(c.sliced for c in scattered) > 0.9 * sum(c.bytes for c in scattered)
     assert all(c.group == {"fsdp": 4, "tensor": 2}[c.axes[0]] for c in found if len(c.axes) == 1)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llama_jax.analysis.hardware import BY_DEVICE_KIND, BY_NAME, GIB, find_hardware, named_hardware
+from llama_jax.analysis.hardware import BY_DEVICE_KIND, BY_NAME, GIB, find_hardware, hardware_by_name
 from llama_jax.errors import ConfigError
 
 
@@ -69,7 +69,7 @@ def test_jax_knows_the_same_tpus():
     ],
 )
 def test_hardware_by_name_and_what_connects_it(name, product, links, domain, network):
-    found = named_hardware(name)
+    found = hardware_by_name(name)
     assert (found.name, found.link_bandwidth, found.domain, found.network_bandwidth) == (product, links, domain, network)
 
 
@@ -83,6 +83,6 @@ def test_every_device_that_jax_names_has_a_name_to_ask_for():
 )
 def test_an_unknown_name_is_answered_with_the_nearest_and_all(name, near):
     with pytest.raises(ConfigError, match="is not in the table") as caught:
-        named_hardware(name)
+        hardware_by_name(name)
     assert near in str(caught.value)
     assert "tpu-v6e" in str(caught.value)

@@ -17,10 +17,10 @@ from conftest import write_hf_folder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_jax import interrupts
-from llama_jax.cli.chat import fit, reply
+from llama_jax.cli.chat import fit_history, reply
 from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import TokenChunk
+from llama_jax.runs import interrupts
 from llama_jax.tokenizers import encode_chat, reply_ends
 
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
@@ -57,9 +57,9 @@ def test_the_oldest_exchanges_are_dropped_and_no_more_than_needed(lengths, room)
     cost = [len(m["role"]) + 3 + len(m["content"]) for m in [*system, *history]]
     if cost[0] + cost[-1] > room:
         with pytest.raises(GenerationError, match=f"have {cost[0] + cost[-1]} tokens, but .* only {room};"):
-            fit(Letters(), system, history, "template", room)
+            fit_history(Letters(), system, history, "template", room)
         return
-    ids, kept = fit(Letters(), system, history, "template", room)
+    ids, kept = fit_history(Letters(), system, history, "template", room)
     assert len(ids) == cost[0] + sum(cost[len(cost) - len(kept) :]) <= room
     assert kept == history[len(history) - len(kept) :]
     assert (len(history) - len(kept)) % 2 == 0

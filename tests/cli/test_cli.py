@@ -120,8 +120,11 @@ def test_generate_ends_at_a_stop_string(stories_folder):
         (["Once", "--draft", "nowhere"], "nowhere does not exist"),
         (["Once", "--draft", "MODEL"], "has a vocabulary of 512, but the model's has 4096; use a draft with the model's"),
         (["Once", "--batch", "4"], "batch=4 is only for the prompts of a .jsonl (--prompt-file); omit it"),
-        (["Once", "--model", "MODEL", "--stop", ""], "--stop is empty"),
-        (["Once", "--model", "MODEL", "--stop", "caf\udcff"], "--stop 'caf\\udcff' is not valid UTF-8"),
+        (["Once", "--model", "MODEL", "--stop", ""], "--stop '' must be a text"),
+        (
+            ["Once", "--model", "MODEL", "--stop", "caf\udcff"],
+            "--stop 'caf\\udcff' must be a text, in the terminal's encoding",
+        ),
         (["Once", "--model", "MODEL", "--tokenizer", "MODEL/expected.txt"], "is not a SentencePiece model"),
         (["Once", "--model", "MODEL/expected.txt"], "not a model of a supported format"),
     ],
@@ -349,7 +352,7 @@ def test_flags_are_set_before_jax_starts():
     """In place of an accelerator: what is set for a platform, and what this version of XLA does not have."""
     code = """
 import os, sys
-from llama_jax import xla_flags as flags
+from llama_jax.inference import xla_flags as flags
 from llama_jax.cli.jax_setup import start_backend
 known, unknown = flags.Flag("KNOWN", "KNOWN", "1", False), flags.Flag("XLA_FLAGS", "xla_no_such_flag", "1")
 flags.FLAGS = {"cpu": (known, unknown)}

@@ -15,8 +15,8 @@ from make_format_goldens import FORMATS, SMALL
 from make_goldens import random_tensors
 
 import llama_jax
-from llama_jax.cli.convert import BLOCKS
-from llama_jax.cli.convert import FORMATS as OFFERED
+from llama_jax.cli.convert import OUTPUT_FORMATS as OFFERED
+from llama_jax.cli.options import BLOCK_FORMATS
 from llama_jax.formats.saving import TENSOR_TYPES, WrittenFormat
 
 START = "from llama_jax.cli import main; "
@@ -120,4 +120,4 @@ def test_stopped_twice_leaves_what_the_next_run_clears_up(tmp_path):
 
 def test_what_is_offered_is_what_there_is():
     assert get_args(OFFERED) == ("auto", *get_args(WrittenFormat))
-    assert set(TENSOR_TYPES) == {"float32", "bfloat16", "float16", *get_args(BLOCKS)}
+    assert set(TENSOR_TYPES) == {"float32", "bfloat16", "float16", *get_args(BLOCK_FORMATS)}

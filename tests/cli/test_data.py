@@ -78,7 +78,7 @@ def test_preferences_show_both_answers(tmp_path, vocabulary):
     assert "line 1 · chosen" in chosen
     assert "line 1 · rejected" in rejected
     assert "1 of 1 examples" in found.stderr
-    found = run_here("data", "show", path, "--tokenizer", vocabulary, "--kind", "chats")
+    found = run_here("data", "show", path, "--tokenizer", vocabulary, "--data-type", "chats")
     assert found.returncode == 2
     assert "preferences.jsonl, line 1: the fields are ['prompt', 'chosen', 'rejected']" in found.stderr
 

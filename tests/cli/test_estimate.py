@@ -13,7 +13,7 @@ import pytest
 from commands import error_of, run_here
 
 from llama_jax import cache_bytes, load, parameter_count, preset
-from llama_jax.cli.estimate import kinds_in_files, read_config
+from llama_jax.cli.estimate import formats_in_files, read_model_config
 from llama_jax.formats.huggingface import config_to_dict
 from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.model.lora import Lora, adapter_count
@@ -124,7 +124,7 @@ def test_hardware_bounds_the_time():
     assert compiled["apart"] == pytest.approx(compiled["compute"] + compiled["memory"] + compiled["exchange"])
     assert 0 < compiled["mfu_apart"] <= compiled["mfu_overlapped"] < 1
     rows = report["exchanged"]["train step"]
-    assert {(row["kind"], *row["axes"]) for row in rows} >= {("all-gather", "fsdp"), ("all-reduce", "tensor")}
+    assert {(row["opcode"], *row["axes"]) for row in rows} >= {("all-gather", "fsdp"), ("all-reduce", "tensor")}
     assert all(row["sent"] >= row["sent_if_scattered"] > 0 for row in rows)
     assert sum(row["count"] for row in report["least_exchanged"] if row["what"].startswith("weights")) == 2 * CONFIG.n_layers
 
@@ -268,7 +268,7 @@ def test_the_largest_models_on_512_devices(model, count):
     assert step["parameters"] == step["gradients"] == pytest.approx(4 * count / 512, rel=0.01)
     assert step["optimizer"] == pytest.approx(2 * step["parameters"], rel=1e-3)
     assert found["fits"]
-    gathered = [row for row in found["exchanged"]["train step"] if (row["kind"], row["axes"]) == ("all-gather", ["fsdp"])]
+    gathered = [row for row in found["exchanged"]["train step"] if (row["opcode"], row["axes"]) == ("all-gather", ["fsdp"])]
     layers = sum(row["bytes"] * row["count"] for row in found["least_exchanged"] if row["what"].startswith("weights"))
     assert layers <= gathered[0]["bytes"] < 1.3 * layers
     assert (
@@ -292,8 +292,8 @@ def test_a_file_is_planned_in_its_own_kinds(arguments, dtype, words):
 
 def test_kinds_are_planned_layer_by_layer():
     path = Path(__file__).parents[1] / "goldens" / "formats" / "q4_k_m.gguf"
-    words, kinds = kinds_in_files(path)
-    layers = read_config(path).n_layers
+    words, kinds = formats_in_files(path)
+    layers = read_model_config(path).n_layers
     assert words == "q4_k and q6_k"
     assert kinds.blocks.attention.qkv == (("q4_k", "q4_k", "q6_k"),) * layers
     assert kinds.blocks.attention_norm == ((None,),) * layers

@@ -68,11 +68,11 @@ def answered(stories):
 def test_chats_are_measured_by_what_the_assistant_says(run, calling, stories_folder, files, answered):
     found = run(stories_folder, "--data", files["chats"])
     sums, counts = zip(*(answered(one["prompt"], one["completion"]) for one in CHATS), strict=True)
-    assert (found["kind"], found["tokens"], found["documents"]) == ("chats", sum(counts), 2)
+    assert (found["data_type"], found["tokens"], found["documents"]) == ("chats", sum(counts), 2)
     assert found["loss"] == pytest.approx(-sum(sums) / sum(counts), rel=1e-4)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert found["examples"]["kept"] == 2
-    assert run(stories_folder, "--data", files["texts"])["kind"] == "text"
+    assert run(stories_folder, "--data", files["texts"])["data_type"] == "text"
     assert "2 of 2 examples, 0 of them cut" in calling(Eval, stories_folder, "--data", files["chats"]).out
 
 
@@ -81,7 +81,7 @@ def test_answers_are_measured_in_every_type_of_file(run, stories_folder, files, 
     (tmp_path / "chats.json").write_text(json.dumps(CHATS))
     for name, path in (("pairs", tmp_path / "pairs.parquet"), ("chats", tmp_path / "chats.json")):
         found, expected = run(stories_folder, "--data", path), run(stories_folder, "--data", files[name])
-        measured = ("kind", "tokens", "examples", "margin" if name == "pairs" else "loss")
+        measured = ("data_type", "tokens", "examples", "margin" if name == "pairs" else "loss")
         assert {key: found[key] for key in measured} == {key: expected[key] for key in measured}
 
 
@@ -95,7 +95,7 @@ def test_preferences_alone_and_against_a_reference(run, calling, stories_folder,
     found = run(stories_folder, "--data", files["pairs"])
     sums = [[answered(one["prompt"], one[name])[0] for name in ("chosen", "rejected")] for one in PAIRS]
     margins = [chosen - rejected for chosen, rejected in sums]
-    assert (found["kind"], found["pairs"], found["accuracy"], found["against"]) == ("preferences", 2, 1.0, None)
+    assert (found["data_type"], found["pairs"], found["accuracy"], found["against"]) == ("preferences", 2, 1.0, None)
     assert found["margin"] == pytest.approx(np.mean(margins), rel=1e-4)
     assert found["chosen_logprob"] == pytest.approx(np.mean(sums, axis=0)[0], rel=1e-4)
     same = run(stories_folder, "--data", files["pairs"], "--against", stories_folder)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from llama_jax.cli import COMMANDS, command_type, overview
-from llama_jax.cli.argv import parsed, requested_recipe
+from llama_jax.cli.argv import parse_command, requested_recipe
 from llama_jax.cli.train import FUNCTIONS, settings_page
 from llama_jax.errors import UserError
 from llama_jax.runs.overrides import keys_of
@@ -32,7 +32,7 @@ def test_the_help_of_a_command(arguments, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     name, *rest = arguments
     with pytest.raises(SystemExit) as ended:
-        parsed(command_type(name), name, [*rest, "--help"])
+        parse_command(command_type(name), name, [*rest, "--help"])
     page = capsys.readouterr().out
     assert ended.value.code in (0, None)
     assert max(len(line) for line in page.split("\n") if not line.startswith("usage: ")) <= 80
@@ -45,9 +45,9 @@ def test_the_help_of_a_command(arguments, capsys, monkeypatch):
 
 def test_a_flag_has_one_name(capsys):
     with pytest.raises(SystemExit):
-        parsed(command_type("inspect"), "inspect", ["model", "--no-json"])
+        parse_command(command_type("inspect"), "inspect", ["model", "--no-json"])
     assert "--no-json" in capsys.readouterr().err
-    assert parsed(command_type("inspect"), "inspect", ["model", "--json"]).json
+    assert parse_command(command_type("inspect"), "inspect", ["model", "--json"]).json
 
 
 def test_a_command_that_is_not_there():

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax.cli.inspect import describe, page
+from llama_jax.cli.inspect import inspect_checkpoint, inspection_page
 from llama_jax.cli.terminal import columns, printable, size
 from llama_jax.config.presets import PRESETS
 from llama_jax.formats import orbax_format
@@ -122,7 +122,7 @@ def test_orbax(tmp_path, models):
     ],
 )
 def test_presets(config, words):
-    assert rows_of(page(describe(opened(config))))["preset"] == words
+    assert rows_of(inspection_page(inspect_checkpoint(opened(config))))["preset"] == words
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,9 @@ def test_presets(config, words):
     ],
 )
 def test_rope_scaling(scaling, words):
-    assert rows_of(page(describe(opened(replace(CONFIG, rope_scaling=scaling)))))["RoPE scaling"] == words
+    assert (
+        rows_of(inspection_page(inspect_checkpoint(opened(replace(CONFIG, rope_scaling=scaling)))))["RoPE scaling"] == words
+    )
 
 
 def test_kinds_and_files_of_parts(tmp_path):
@@ -156,7 +158,7 @@ def test_kinds_and_files_of_parts(tmp_path):
         "y": Dense(tmp_path / "b", 24, (4, 4), "BF16"),
         "z": Dense(tmp_path / "b", 56, (2, 2), "F32"),
     }
-    found = describe(opened(CONFIG, tensors))
+    found = inspect_checkpoint(opened(CONFIG, tensors))
     assert list(found["files"].items()) == [(str(tmp_path / "a"), 100), (str(tmp_path / "b"), 100)]
     assert list(found["kinds"].items()) == [
         ("F32", {"tensors": 2, "numbers": 16, "bytes": 64, "bits": 32}),
@@ -202,15 +204,18 @@ def test_a_vocabulary_that_is_damaged_or_larger():
     def damaged():
         raise llama_jax.TokenizerError("the vocabulary is damaged")
 
-    found = describe(opened(CONFIG, tokenizer=damaged))
+    found = inspect_checkpoint(opened(CONFIG, tokenizer=damaged))
     assert found["vocabulary"] is None
     assert found["problems"][1:] == ["the vocabulary is damaged"]
-    assert rows_of(page(found))["vocabulary"] == "unknown"
-    assert page(found).splitlines()[-1] == "problem: the vocabulary is damaged"
-    assert rows_of(page(describe(opened(CONFIG))))["vocabulary"] == "none"
-    found = describe(opened(CONFIG, tokenizer=Vocabulary))
+    assert rows_of(inspection_page(found))["vocabulary"] == "unknown"
+    assert inspection_page(found).splitlines()[-1] == "problem: the vocabulary is damaged"
+    assert rows_of(inspection_page(inspect_checkpoint(opened(CONFIG))))["vocabulary"] == "none"
+    found = inspect_checkpoint(opened(CONFIG, tokenizer=Vocabulary))
     assert not any("vocabulary" in problem for problem in found["problems"])  # one token more than rows is no problem
-    assert rows_of(page(found))["vocabulary"] == "Vocabulary, 97 pieces; bos -1, eos 5, stop none; with chat template"
+    assert (
+        rows_of(inspection_page(found))["vocabulary"]
+        == "Vocabulary, 97 pieces; bos -1, eos 5, stop none; with chat template"
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,16 @@ import threading
 
 import pytest
 
-from llama_jax.cli.terminal import ending_in_order
+from llama_jax.cli.terminal import clean_exit
 
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from llama_jax.cli.terminal import ending_in_order
+from llama_jax.cli.terminal import clean_exit
 from llama_jax.storage.atomic_write import write_atomically
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background process ignores
-with ending_in_order("stopped"), write_atomically(Path(sys.argv[1])) as target:
+with clean_exit("stopped"), write_atomically(Path(sys.argv[1])) as target:
     target.write_text("half")
     os.kill(os.getpid(), signal.{0})
 print("went on")
@@ -28,7 +28,7 @@ def test_a_command_ends_while_its_main_thread_is_in_compiled_code():
     """A hash that takes an hour stands for a compilation: Python's handlers wait for its end."""
     program = """
 import hashlib
-from llama_jax import interrupts
+from llama_jax.runs import interrupts
 
 interrupts.install()
 print("begins", flush=True)
@@ -60,7 +60,7 @@ def test_a_signal_in_a_destructor_is_not_lost(monkeypatch, capsys):
             signal.raise_signal(signal.SIGTERM)
 
     def work():
-        with ending_in_order("stopped"):
+        with clean_exit("stopped"):
             Dying()
             threading.Event().wait(20)
 

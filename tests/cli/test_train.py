@@ -203,9 +203,9 @@ def test_what_is_refused_in_one_line(run, tmp_path, arguments, message):
 def test_another_tokenizer_on_resume_is_refused(files, ended, stories_folder):
     recipe = override(find(f"{files / 'recipes.py'}:small"), ["vocabulary=given"])
     own = ended / "checkpoints/4/about"
-    assert choose_tokenizer(recipe, [], given=own, pretrained=None, resumed_run=ended).vocab_size == 259
+    assert choose_tokenizer(recipe, [], tokenizer_path=own, pretrained=None, resumed_run=ended).vocab_size == 259
     with pytest.raises(TrainingError, match=r"is not the tokenizer that the run in .* began with"):
-        choose_tokenizer(recipe, [], given=stories_folder, pretrained=None, resumed_run=ended)
+        choose_tokenizer(recipe, [], tokenizer_path=stories_folder, pretrained=None, resumed_run=ended)
 
 
 def test_a_folder_in_use_is_refused(run, tmp_path):

@@ -151,7 +151,7 @@ def test_another_model(oracle, folder, tmp_path):
     assert (code, err) == (1, "")
     assert out.splitlines()[-1].startswith("NOT the same model: layer 1 differs by ")
     rows = {line[:12].strip(): line[12:].split() for line in out.splitlines() if line.startswith("  ")}
-    assert rows[""] == ["max", "abs", "relative", "own", "roundings"]
+    assert rows[""] == ["max", "abs", "relative", "alone", "roundings"]
     assert rows["embedding"] == rows["layer 0"] == ["0", "0", "0", "0.0"]
     assert float(rows["layer 1"][0]) > 1e-3
     assert float(rows["layer 1"][3].replace(",", "")) > 1000

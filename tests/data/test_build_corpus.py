@@ -19,9 +19,9 @@ import pyarrow.parquet
 import pytest
 
 from llama_jax.data import DataError, DocumentFormat, build_corpus, documents, open_corpus
-from llama_jax.data.build_corpus import BUILD_LOCK, CORPUS_NAME, PART_NAME, BuildOptions, build, make_part
+from llama_jax.data.build_corpus import BUILD_LOCK, CORPUS_NAME, PART_NAME, BuildOptions, make_part, tokenize_files
 from llama_jax.data.corpus_file import CORPUS_HEADER, CORPUS_MAGIC, read_corpus, read_info
-from llama_jax.data.data_files import UNFINISHED, describe
+from llama_jax.data.data_files import UNFINISHED, describe_source
 from llama_jax.errors import UserError
 from llama_jax.formats.loading import bundled
 from llama_jax.storage.atomic_write import lock_file
@@ -69,7 +69,7 @@ def contents(folder):
 @pytest.fixture(scope="module")
 def built(files, tmp_path_factory):
     folder = tmp_path_factory.mktemp("built") / "out"
-    return folder, build(files[0], folder, TOKENIZER, options=SMALL, processes=1)
+    return folder, tokenize_files(files[0], folder, TOKENIZER, options=SMALL, processes=1)
 
 
 def texts_of(corpus, tokenizer):
@@ -100,7 +100,7 @@ def test_it_is_read_beside_other_files(files, built, tokenizer, tmp_path):
 @pytest.mark.slow
 def test_two_processes_write_the_same_bytes(files, built, tmp_path):
     told = []
-    build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2, progress=lambda *of: told.append(of))
+    tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2, progress=lambda *of: told.append(of))
     assert contents(tmp_path / "out") == contents(built[0])
     assert told == [(i, len(told)) for i in range(1, len(told) + 1)]
 
@@ -127,7 +127,7 @@ def test_killed_with_its_processes_it_goes_on_to_the_same_bytes(files, built, tm
     assert done.returncode == -signal.SIGKILL
     assert "Traceback" not in done.stderr  # Python's own tracker of semaphores says that it cleans up
     assert len(list((tmp_path / "out").glob("part-*"))) >= 4
-    build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+    tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
     assert contents(tmp_path / "out") == contents(built[0])
 
 
@@ -144,20 +144,20 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bytes(files, built, tmp_path, m
     monkeypatch.setattr(build_corpus, "write_corpus", dying)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+            tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
         assert (tmp_path / "out" / UNFINISHED).is_file()
-    info = build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+    info = tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
     assert contents(tmp_path / "out") == contents(built[0])
     found = [name for name in made if name is not None]
     assert found == [*(PART_NAME.format(number) for number in range(len(found) - 1)), CORPUS_NAME]  # each once
     assert len(found) > 10
     monkeypatch.setattr(build_corpus, "write_corpus", None)
-    assert build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1) == info  # nothing is made again
+    assert tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1) == info  # nothing is made again
 
 
 def test_of_the_same_text_only_the_first_is_kept(files, tokenizer, tmp_path):
     dropping = BuildOptions(unit=2000, drop_duplicates=True)
-    info = build(files[0], tmp_path / "out", TOKENIZER, options=dropping, processes=1)
+    info = tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=dropping, processes=1)
     kept = list(dict.fromkeys(files[1]))
     assert texts_of(open_corpus(tmp_path / "out", tokenizer), tokenizer) == kept
     assert info.origin["duplicates"] == len(files[1]) - len(kept) >= 7
@@ -180,7 +180,7 @@ def test_documents_are_the_same_however_small_the_units_are(separator, searched,
     whole = open_corpus(path, tokenizer, cache=tmp_path / "cache", reading=reading)
     for unit in (1, 5, 17):
         folder = tmp_path / str(unit)
-        build(path, folder, TOKENIZER, options=BuildOptions(reading, unit), processes=1)
+        tokenize_files(path, folder, TOKENIZER, options=BuildOptions(reading, unit), processes=1)
         np.testing.assert_array_equal(open_corpus(folder, tokenizer, cache=tmp_path / "cache").tokens, whole.tokens)
 
 
@@ -202,7 +202,7 @@ def test_what_cannot_be_built(files, built, tmp_path):
         (files[0] / "a.txt", built[0], SMALL, "was built with different files, sources; use another folder"),
     ):
         with pytest.raises(DataError, match=message):
-            build(paths, tmp_path / out, TOKENIZER, options=options, processes=1)
+            tokenize_files(paths, tmp_path / out, TOKENIZER, options=options, processes=1)
 
 
 class Pool:
@@ -234,11 +234,11 @@ def test_one_pool_does_all_also_the_digests_of_the_sources(files, built, tmp_pat
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     progress = []
-    build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, progress=lambda *of: progress.append(of))
+    tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, progress=lambda *of: progress.append(of))
     assert Pool.made == 1
     count = len(progress)
     assert progress == [(done, count) for done in range(1, count + 1)]
-    assert [call[0] for call in Pool.calls] == [describe] * 6 + [documents.spans_of] * 6 + [make_part] * count
+    assert [call[0] for call in Pool.calls] == [describe_source] * 6 + [documents.spans_of] * 6 + [make_part] * count
 
 
 def test_a_process_that_dies_is_named_as_such(files, tmp_path, monkeypatch):
@@ -250,14 +250,14 @@ def test_a_process_that_dies_is_named_as_such(files, tmp_path, monkeypatch):
 
     monkeypatch.setattr(build_corpus, "ProcessPoolExecutor", Dying)
     with pytest.raises(DataError, match=r"a process ended early.*the same command resumes"):
-        build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2)
+        tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2)
 
 
 def test_it_is_not_built_into_what_is_read(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("Once upon a time.")
     with pytest.raises(DataError, match=r"texts/out is inside .*texts, so it would be read as data next time"):
-        build(tmp_path / "texts", tmp_path / "texts" / "out", TOKENIZER)
+        tokenize_files(tmp_path / "texts", tmp_path / "texts" / "out", TOKENIZER)
     assert [path.name for path in (tmp_path / "texts").iterdir()] == ["a.txt"]
 
 
@@ -273,7 +273,7 @@ def test_files_without_documents_are_no_corpus_and_leave_nothing(tmp_path, monke
         for processes in (1, 2):
             options = BuildOptions(drop_duplicates=processes == 2)
             with pytest.raises(DataError, match=f"{message} no document; are these the right files"):
-                build(paths, tmp_path / "out", TOKENIZER, options=options, processes=processes)
+                tokenize_files(paths, tmp_path / "out", TOKENIZER, options=options, processes=processes)
             assert not (tmp_path / "out").exists()
 
 
@@ -288,7 +288,7 @@ def stopped(files, folder, monkeypatch, part=3, options=SMALL):
     with monkeypatch.context() as patch:
         patch.setattr(build_corpus, "make_part", ending)
         with pytest.raises(KeyboardInterrupt):
-            build(files, folder, TOKENIZER, options=options, processes=1)
+            tokenize_files(files, folder, TOKENIZER, options=options, processes=1)
 
 
 @pytest.mark.parametrize("content", ["", "[1", "[1]"])
@@ -296,14 +296,14 @@ def test_a_broken_plan_is_named_with_a_remedy(content, files, tmp_path, monkeypa
     stopped(files[0], tmp_path / "out", monkeypatch)
     (tmp_path / "out" / UNFINISHED).write_text(content)
     with pytest.raises(DataError, match=rf"{UNFINISHED} is damaged; remove {tmp_path}/out, and build again"):
-        build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+        tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
 
 
 def test_a_part_that_was_damaged_meanwhile_is_made_again(files, built, tmp_path, monkeypatch):
     stopped(files[0], tmp_path / "out", monkeypatch)
     (tmp_path / "out" / PART_NAME.format(0)).unlink()
     (tmp_path / "out" / PART_NAME.format(1)).write_bytes(b"something else")
-    build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+    tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
     assert contents(tmp_path / "out") == contents(built[0])
 
 
@@ -311,7 +311,7 @@ def test_a_build_goes_on_with_the_same_settings_only(files, tmp_path, monkeypatc
     stopped(files[0], tmp_path / "out", monkeypatch)
     other = BuildOptions(unit=3000, drop_duplicates=True)
     with pytest.raises(DataError, match="out was built with different drop_duplicates, unit; use another folder"):
-        build(files[0], tmp_path / "out", TOKENIZER, options=other, processes=1)
+        tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=other, processes=1)
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -323,7 +323,7 @@ def test_an_unfinished_build_is_not_read(part, files, tokenizer, tmp_path, monke
     for given in (folder, [files[0], folder], tmp_path / "all"):
         with pytest.raises(DataError, match=message):
             open_corpus(given, tokenizer, cache=tmp_path / "cache")
-    build(files[0], folder, TOKENIZER, options=SMALL, processes=1)
+    tokenize_files(files[0], folder, TOKENIZER, options=SMALL, processes=1)
     assert open_corpus(folder, tokenizer).document_count == len(files[1])
 
 
@@ -336,14 +336,14 @@ def test_another_tokenizer_is_refused_and_both_are_named(files, built, tmp_path)
 
 
 def test_a_build_over_a_damaged_corpus_notices_it(files, tmp_path):
-    build(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
+    tokenize_files(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
     path = tmp_path / "out" / CORPUS_NAME
     content = path.read_bytes()
     path.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
     with pytest.raises(DataError, match=f"{path} is not a whole corpus of tokens; remove it, and build again"):
-        build(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
+        tokenize_files(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
     path.unlink()
-    build(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
+    tokenize_files(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
     assert path.read_bytes() == content
 
 
@@ -360,45 +360,42 @@ def forged(path, ids=(1, 2, 3, 4), starts=(0, 2, 4), byte_counts=(3, 4), **field
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"token_type": "object"}, "token_type='object', which must be uint16 or uint32"),
-        ({"token_type": [1]}, "token_type=.*, which must be uint16 or uint32"),
-        ({"token_type": "uint32"}, "sizes that differ from its description"),
-        ({"documents": -1}, "documents=-1, which must be a number of at least 0"),
-        ({"tokens": 4.0}, "tokens=4.0, which must be"),
-        ({"tokens": 10**30}, "sizes that differ"),
-        ({"documents": 1}, "sizes that differ"),
+        ({"token_type": "object"}, "an invalid description, .*'object'"),
+        ({"token_type": [1]}, "an invalid description"),
+        ({"token_type": "uint32"}, "is not a whole corpus"),
+        ({"documents": -1}, "an invalid description, .*-1"),
+        ({"tokens": 4.0}, "an invalid description, .*4.0"),
+        ({"tokens": 10**30}, "is not a whole corpus"),
+        ({"documents": 1}, "is not a whole corpus"),
         ({"more": 1}, "no description of a corpus"),
-        ({"origin": []}, "no description of a corpus"),
-        ({"starts": (0, 5, 4)}, "are not consecutive"),
-        ({"starts": (1, 2, 4)}, "are not consecutive"),
-        ({"starts": (0, 2, 9)}, "are not consecutive"),
-        ({"byte_counts": (-3, 10)}, "byte counts that differ from its description"),
-        ({"text_bytes": 8}, "byte counts that differ from its description"),
-        ({"vocab_size": 4}, "the token 4, outside its vocabulary of 4"),
+        ({"origin": []}, "an invalid description"),
+        ({"starts": (0, 5, 4)}, "documents or tokens that differ from its description"),
+        ({"starts": (1, 2, 4)}, "documents or tokens that differ from its description"),
+        ({"starts": (0, 2, 9)}, "documents or tokens that differ from its description"),
+        ({"byte_counts": (-3, 10)}, "documents or tokens that differ from its description"),
+        ({"text_bytes": 8}, "documents or tokens that differ from its description"),
+        ({"vocab_size": 4}, "documents or tokens that differ from its description"),
     ],
 )
 def test_what_a_corpus_says_of_itself_is_checked(said, message, tmp_path):
     assert read_corpus(forged(tmp_path / "good.corpus"))[0].document(1).tolist() == [3, 4]
-    with pytest.raises(DataError, match=f"bad.corpus has .*{message}.*; remove it, and build again"):
+    with pytest.raises(DataError, match=f"bad.corpus .*{message}.*; remove it, and build again"):
         read_corpus(forged(tmp_path / "bad.corpus", **said))
 
 
 def test_a_corpus_is_of_the_vocabulary_and_the_type_that_are_given(files, built, tokenizer, tmp_path):
-    path, own = built[0] / CORPUS_NAME, built[1].origin
+    path = built[0] / CORPUS_NAME
     for given in (path, [path, files[0] / "a.txt"]):
         with pytest.raises(DataError, match="has ids of uint16, not token_type='uint32'; omit that"):
             open_corpus(given, tokenizer, cache=tmp_path, reading=DocumentFormat(token_type="uint32"))
     assert open_corpus(path, tokenizer, reading=DocumentFormat(token_type="uint16")).document_count == built[1].documents
-    larger = forged(tmp_path / "larger.corpus", vocab_size=60000, origin=own)
-    with pytest.raises(DataError, match="was built for 60000 tokens, but its vocabulary has 4096"):
-        open_corpus(larger, tokenizer)
 
 
 def test_a_build_that_made_nothing_may_be_begun_otherwise(files, tmp_path):
     wrong = BuildOptions(DocumentFormat(field="body"))
     with pytest.raises(DataError, match="no column 'body'"):
-        build(files[0] / "d.parquet", tmp_path / "out", TOKENIZER, options=wrong, processes=1)
-    assert build(files[0] / "d.parquet", tmp_path / "out", TOKENIZER, processes=1).documents == 40
+        tokenize_files(files[0] / "d.parquet", tmp_path / "out", TOKENIZER, options=wrong, processes=1)
+    assert tokenize_files(files[0] / "d.parquet", tmp_path / "out", TOKENIZER, processes=1).documents == 40
 
 
 def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
@@ -406,8 +403,8 @@ def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
         lock_file(tmp_path / "out" / BUILD_LOCK, tmp_path / "out", UserError),
         pytest.raises(DataError, match=f"out is in use by process {os.getpid()} on .*; wait until it ends"),
     ):
-        build(files[0], tmp_path / "out", TOKENIZER, processes=1)
-    build(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
+        tokenize_files(files[0], tmp_path / "out", TOKENIZER, processes=1)
+    tokenize_files(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
     assert not (tmp_path / "out" / BUILD_LOCK).exists()
 
 
@@ -427,8 +424,8 @@ def test_a_file_that_grows_meanwhile_is_refused(tmp_path, monkeypatch):
     with gzip.open(path, "wt") as file:
         file.write('{"text": "One."}\n')
     monkeypatch.setattr(build_corpus, "make_part", growing)
-    with pytest.raises(DataError, match=r"a.jsonl.gz changed while being read; remove .*, and build when nothing writes"):
-        build(path, tmp_path / "out", TOKENIZER, processes=1)
+    with pytest.raises(DataError, match=r"a.jsonl.gz changed while being read; try again when nothing writes"):
+        tokenize_files(path, tmp_path / "out", TOKENIZER, processes=1)
 
 
 def test_units_are_the_same_part_of_all_files_between_bounds(tmp_path, monkeypatch):
@@ -438,7 +435,9 @@ def test_units_are_the_same_part_of_all_files_between_bounds(tmp_path, monkeypat
     for bounds, count in (((1, 1 << 30), 5), ((6000, 1 << 30), 2), ((1, 1400), 7)):
         monkeypatch.setattr(build_corpus, "PART_BYTES", bounds)
         parts = []
-        build(path, tmp_path / str(count), TOKENIZER, processes=1, progress=lambda *of, parts=parts: parts.append(of))
+        tokenize_files(
+            path, tmp_path / str(count), TOKENIZER, processes=1, progress=lambda *of, parts=parts: parts.append(of)
+        )
         assert parts[-1] == (count, count)
 
 
@@ -453,7 +452,7 @@ def test_ray_builds_the_same_bytes(tmp_path):
         stories = [f"Story {n} of {number}: once upon a time there were {n % 17} llamas on a hill." for n in range(300)]
         (texts / f"{number}.txt").write_text("<|endoftext|>".join(stories))
     options = BuildOptions(drop_duplicates=True)
-    build(texts, tmp_path / "here", bundled(), options=options, processes=1)
+    tokenize_files(texts, tmp_path / "here", bundled(), options=options, processes=1)
     command = [sys.executable, PAGE, texts, "--out", tmp_path / "there", "--tokenizer", bundled(), "--cpus", 2]
     where = os.pathsep.join([str(PAGE.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": where, "RAY_USAGE_STATS_ENABLED": "0"}

@@ -172,9 +172,9 @@ def test_errors_of_the_encoding_name_the_line(tmp_path, pairs, llama3):
         open_chats(written(tools, [{"instruction": "a", "output": "b"}]), Tokenizer(), 64)
     with pytest.raises(DataError, match=r"a\.txt has no chats or other examples; use files that end in \.jsonl, \.json"):
         open_chats(written(tmp_path / "a.txt", [1]), llama3, 64)
-    with pytest.raises(DataError, match="length=0"):
+    with pytest.raises(DataError, match="is `length` large enough"):
         open_chats(pairs, llama3, 0)
-    with pytest.raises(DataError, match="too_long='fold' must be cut or drop"):
+    with pytest.raises(DataError, match="too_long='fold' must be one of cut, drop"):
         ChatReading(too_long="fold")
 
 

@@ -6,9 +6,9 @@ import object_server
 import pytest
 import vocabularies
 
-from llama_jax.cli.train import _sources
+from llama_jax.cli.train import _parse_sources
 from llama_jax.data import open_corpus
-from llama_jax.data.build_corpus import build
+from llama_jax.data.build_corpus import tokenize_files
 from llama_jax.data.data_files import DATA_SUFFIXES, WeightedData, find_data, find_files
 from llama_jax.errors import DataError
 from llama_jax.storage import locate
@@ -46,7 +46,7 @@ def test_the_same_as_from_a_disk_and_fetched_once(store, texts, tmp_path):
         assert (there.digest, there.document_count) == (here.digest, 3)
     assert sorted(fetched(store)) == ["texts/a.txt", "texts/more/b.jsonl"]
     assert [file.name for file in find_files(locate(f"{url}/a.txt"))] == ["a.txt"]
-    found = find_data(_sources((f"one={url}/a.txt:0.7", f"two={url}/more:0.3"), weighted=True))
+    found = find_data(_parse_sources((f"one={url}/a.txt:0.7", f"two={url}/more:0.3"), weighted=True))
     assert [(source.name, source.files[0].name) for source in found] == [("one", "a.txt"), ("two", "b.jsonl")]
     store.objects["texts/a.txt"] = b"another text"
     assert open_corpus(url, byte_tokenizer()).digest != here.digest
@@ -73,7 +73,7 @@ def test_the_cache_is_bounded(store, texts, tmp_path, monkeypatch):
 
 def test_a_build_in_a_store(store, texts, tmp_path):
     tokenizer = load_tokenizer(vocabularies.write(tmp_path / "vocabulary", "sentencepiece"))
-    build(store.upload(texts, "texts"), tmp_path / "built", tmp_path / "vocabulary", processes=1)
+    tokenize_files(store.upload(texts, "texts"), tmp_path / "built", tmp_path / "vocabulary", processes=1)
     url = store.upload(tmp_path / "built", "built")
     expected = open_corpus(tmp_path / "built", tokenizer).digest
     assert open_corpus(url, tokenizer).digest == open_corpus(f"{url}/tokens.corpus", tokenizer).digest == expected

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llama_jax.data import DataError, DocumentFormat
 from llama_jax.data import documents as module
-from llama_jax.data.documents import read_documents, record_documents, text_documents
+from llama_jax.data.documents import record_documents, text_documents
 
 SEPARATOR = "<|endoftext|>"
 
@@ -46,7 +46,7 @@ def test_documents_are_those_of_the_whole_text_however_it_is_read(parts, longest
     path.write_text(text, encoding="utf-8")
     expected = [piece.strip() for whole in text.split(SEPARATOR) for piece in cut(whole, longest)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "READ_BYTES", chunk)
+        patch.setattr(module, "TEXT_READ_BYTES", chunk)
         found = list(text_documents(path, DocumentFormat(longest=longest)))
     assert [document.text for document in found] == [piece for piece in expected if piece]
     lines, begun = text.split("\n"), 0
@@ -82,7 +82,7 @@ def test_byte_order_mark_and_ends_of_line(tmp_path):
 )
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
 def test_a_file_that_is_no_text_names_the_line(content, message, chunk, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "READ_BYTES", chunk)
+    monkeypatch.setattr(module, "TEXT_READ_BYTES", chunk)
     path = tmp_path / "some.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=re.escape(f"{path}, {message}")):
@@ -131,10 +131,3 @@ def test_lines_of_another_encoding_are_said_to_be(encoding, tmp_path):
 def test_a_reading_that_cannot_be(settings, message):
     with pytest.raises(DataError, match=message):
         DocumentFormat(**settings)
-
-
-@pytest.mark.parametrize("name", ["a.bin", "a.array_record", "a.corpus"])
-def test_token_ids_are_not_documents(name, tmp_path):
-    (tmp_path / name).write_bytes(b"\1\0")
-    with pytest.raises(DataError, match=f"{name} already holds token ids; use text"):
-        list(read_documents(tmp_path / name, DocumentFormat()))

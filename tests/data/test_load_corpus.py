@@ -52,9 +52,9 @@ def no_reading(monkeypatch):
     def fail(*_):
         raise AssertionError("a source was read")
 
-    monkeypatch.setattr(module, "describe", fail)
+    monkeypatch.setattr(module, "describe_source", fail)
     monkeypatch.setattr(module, "read_tokens", fail)
-    monkeypatch.setattr("llama_jax.data.data_files.describe", fail)
+    monkeypatch.setattr("llama_jax.data.data_files.describe_source", fail)
 
 
 def test_documents_of_every_kind_of_file(data, cache, monkeypatch):

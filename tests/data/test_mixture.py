@@ -51,7 +51,7 @@ def test_each_source_is_read_in_its_order_over_changes_too(changes):
     mixture, seen = Mixture(given_), [0, 0, 0]
     for row in range(first + 50):
         assert mixture.counts(row).tolist() == seen
-        source, before = mixture.place(row)
+        source, before = mixture.source_row(row)
         assert before == seen[source]
         seen[source] += 1
 
@@ -79,7 +79,7 @@ def test_batches_have_the_rows_of_each_source_in_their_order(hosts):
         for start in (0, 2)
     ]
     for number in range(6):
-        rows = [next(alone[mixture.place(8 * number + at)[0]]).tokens[0] for at in range(8)]
+        rows = [next(alone[mixture.source_row(8 * number + at)[0]]).tokens[0] for at in range(8)]
         for start, parts in zip((0, 2), begun, strict=True):
             if number >= start:
                 np.testing.assert_array_equal(np.concatenate([next(part).tokens for part in parts]), rows)

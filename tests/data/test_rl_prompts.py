@@ -6,7 +6,7 @@ from byte_tokenizer import BOS, EOS
 from test_chat_tokens import Tokenizer, llama3, written  # noqa: F401  # a fixture
 
 from llama_jax.data import DataError
-from llama_jax.data.rl_prompts import PromptReading, held_prompt_batch, open_prompts, prompt_batch, split_prompts
+from llama_jax.data.rl_prompts import PromptReading, open_prompts, prompt_batch, split_prompts, validation_prompt_batch
 from llama_jax.errors import GenerationError
 from llama_jax.tokenizers import encode_chat
 
@@ -51,7 +51,7 @@ def test_messages_are_a_chat_up_to_the_reply(tmp_path, llama3):  # noqa: F811
     ("lines", "message"),
     [
         ([{"text": "a"}], r"line 1: prompt, a text or messages, is missing; the fields are \['text'\]"),
-        ([{"prompt": 3}], "line 1: prompt=3 must be a text, or messages"),
+        ([{"prompt": 3}], "line 1: prompt=3 must be a text or messages"),
         ([{"prompt": "a", "x": 1}, {"prompt": "b"}], "line 2: 'x' is a field of the first line but not here"),
         ([{"prompt": "a"}, {"prompt": "b", "x": 1}], "line 2: 'x' is a field of this line but not in the first"),
         ([{"prompt": "long as it is"}], "no prompt has at most 8 tokens: the shortest of 1 has 14; use longer rows"),
@@ -97,8 +97,8 @@ def test_every_epoch_has_all_prompts_and_every_answer_a_stream_of_its_own():
     again = prompt_batch(7, 3, 4, seed=5, number=9)
     np.testing.assert_array_equal(again.seeds, batches[9].seeds)
     assert (prompt_batch(7, 3, 4, seed=6, number=9).seeds != batches[9].seeds).all()
-    held = held_prompt_batch(np.array([2, 0]), 4, 5)
-    np.testing.assert_array_equal(held.seeds[4:], held_prompt_batch(np.array([0]), 4, 5).seeds)
+    held = validation_prompt_batch(np.array([2, 0]), 4, 5)
+    np.testing.assert_array_equal(held.seeds[4:], validation_prompt_batch(np.array([0]), 4, 5).seeds)
     assert not set(held.seeds.tolist()) & set(seeds.tolist())
 
 

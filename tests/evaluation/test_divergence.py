@@ -12,7 +12,7 @@ from evaluation.test_perplexity import corpus_of
 
 import llama_jax
 from llama_jax.data import Corpus, DataError
-from llama_jax.evaluation.perplexity import divergence, evaluate
+from llama_jax.evaluation.perplexity import evaluate, kl_to_reference
 from llama_jax.model.trees import quantize
 
 CONFIG = make_goldens.KINDS["gqa"]
@@ -51,7 +51,7 @@ def by_definition(corpus: Corpus, noisy, params) -> tuple[np.ndarray, ...]:
 
 def test_as_defined(pair):
     corpus = corpus_of(LENGTHS)
-    found = divergence(CONFIG, *pair, corpus, length=64, batch=2)
+    found = kl_to_reference(CONFIG, *pair, corpus, length=64, batch=2)
     kl, same = by_definition(corpus, *pair)
     assert found.kl > 0.001
     np.testing.assert_allclose(found.kl, kl.mean(), rtol=1e-4)
@@ -69,14 +69,14 @@ def test_as_defined(pair):
 
 
 def test_of_a_model_from_itself_there_is_none(pair):
-    found = divergence(CONFIG, pair[0], pair[0], corpus_of([40]), batch=1)
+    found = kl_to_reference(CONFIG, pair[0], pair[0], corpus_of([40]), batch=1)
     assert (found.kl, found.kl_max, found.loss_difference, found.perplexity_ratio, found.same_top) == (0, 0, 0, 1, 1)
     assert math.isnan(found.kl_error)
 
 
 def test_windows_are_read_as_evaluate_reads_them_and_the_shorter_context_counts(pair):
     corpus, shorter = corpus_of([150]), replace(CONFIG, max_seq_len=32)
-    found = divergence(CONFIG, *pair, corpus, reference_config=shorter, batch=1)
+    found = kl_to_reference(CONFIG, *pair, corpus, reference_config=shorter, batch=1)
     alone = evaluate(shorter, pair[1], corpus, batch=1)
     assert found.reference.tokens == alone.tokens == 149
     assert found.reference.windows == alone.windows
@@ -86,7 +86,7 @@ def test_windows_are_read_as_evaluate_reads_them_and_the_shorter_context_counts(
 def test_another_vocabulary_is_refused(pair):
     other = replace(CONFIG, vocab_size=CONFIG.vocab_size + 1)
     with pytest.raises(DataError, match=r"the reference has a vocabulary of \d+, but the model one of \d+"):
-        divergence(CONFIG, *pair, corpus_of([40]), reference_config=other)
+        kl_to_reference(CONFIG, *pair, corpus_of([40]), reference_config=other)
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_what_quantizing_the_bundled_model_costs():
     story = llama_jax.generate(config, params, prompt, max_new_tokens=200, sampling=sampling)[0].tokens
     tokens = np.array([*prompt[0], *story], np.uint16)
     corpus = Corpus(tokens, np.array([0]), np.array([len(tokens)]), np.array([len(tokens)]), config.vocab_size, "")
-    found = {kind: divergence(config, quantize(params, kind), params, corpus, batch=1) for kind in ("int8", "q4_0")}
+    found = {kind: kl_to_reference(config, quantize(params, kind), params, corpus, batch=1) for kind in ("int8", "q4_0")}
     assert 1e-6 < found["int8"].kl < 2e-4
     assert found["int8"].kl < found["q4_0"].kl < 2.5e-2
     assert found["int8"].same_top > 0.95

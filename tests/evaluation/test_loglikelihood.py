@@ -11,7 +11,7 @@ from adapters import LORA, random_adapters
 from conftest import jit_logits
 
 import llama_jax
-from llama_jax.errors import GenerationError
+from llama_jax.errors import GenerationError, UserError
 from llama_jax.evaluation import loglikelihood
 from llama_jax.evaluation.loglikelihood import Continuation, compiled_measure, score_pairs
 from llama_jax.model.logits import logits
@@ -151,7 +151,7 @@ def test_a_model_with_an_adapter_in_fewer_bits_and_on_a_mesh(tmp_path, plain, mo
     ],
 )
 def test_what_cannot_be_scored(model, measure, pairs, options, message):
-    with pytest.raises(GenerationError, match=message):
+    with pytest.raises(UserError, match=message):
         score_pairs(*model, pairs, measure=measure, **options)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.data import Corpus
-from llama_jax.data.batches import OPEN, pack
+from llama_jax.data.batches import OPEN_ROWS, pack_documents
 from llama_jax.evaluation.measure import cut_windows, pack_rows, run_ahead
 
 
@@ -32,7 +32,7 @@ def test_every_token_is_predicted_once_with_its_context(lengths, size, batch):
     length, stride = size
     corpus = corpus_of(lengths)
     windows = cut_windows(corpus, length, stride)
-    packed = pack(windows.read.tolist(), length)
+    packed = pack_documents(windows.read.tolist(), length)
     seen = []
     for at in range(0, len(packed), batch):
         rows, owner = pack_rows(corpus, windows, packed[at : at + batch], batch, length)
@@ -63,7 +63,7 @@ def test_of_a_corpus_with_targets_these_alone_are_predicted(lengths, size, seed)
     whole = cut_windows(replace(corpus, targets=None), *size)
     for name in ("start", "read", "context"):
         np.testing.assert_array_equal(getattr(windows, name), getattr(whole, name))
-    packed = pack(windows.read.tolist(), size[0])
+    packed = pack_documents(windows.read.tolist(), size[0])
     rows, owner = pack_rows(corpus, windows, packed, len(packed), size[0])
     np.testing.assert_array_equal(owner >= 0, rows.targets >= 0)
     parts = [np.arange(a + 1, b) for a, b in zip(corpus.starts, corpus.stops, strict=True)]
@@ -73,8 +73,8 @@ def test_of_a_corpus_with_targets_these_alone_are_predicted(lengths, size, seed)
 
 
 def test_packing_wastes_little():
-    found = np.random.default_rng(0).integers(1, 101, 20 * OPEN).tolist()
-    assert sum(found) > 0.95 * 100 * len(pack(found, 100))
+    found = np.random.default_rng(0).integers(1, 101, 20 * OPEN_ROWS).tolist()
+    assert sum(found) > 0.95 * 100 * len(pack_documents(found, 100))
 
 
 def test_the_next_job_is_launched_before_a_result_is_used():

@@ -78,7 +78,7 @@ def plain(models):
 @pytest.fixture(scope="module")
 def measure():
     """Compiled once for each shape, by whichever test comes first."""
-    return jax.jit(partial(token_nats, CONFIG, chunk=7))
+    return jax.jit(partial(token_nats, CONFIG, logit_block=7))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_model_that_knows_nothing(models, measure):
 
 def test_one_program_is_compiled_and_the_logits_never_exist_at_once(models):
     config, params = models[KIND]
-    measure = jax.jit(partial(token_nats, config, chunk=8))
+    measure = jax.jit(partial(token_nats, config, logit_block=8))
     for lengths in (LENGTHS, [41]):  # a single row is filled up to three
         evaluate(config, params, corpus_of(lengths), length=40, batch=3, measure=measure)
     assert measure._cache_size() == 1

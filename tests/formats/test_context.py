@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax import RopeScaling
-from llama_jax.cli.estimate import read_config as estimated_config
+from llama_jax.cli.estimate import read_model_config as estimated_config
 from llama_jax.cli.options import with_rope
 from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.evaluation.measure import choose_sizes
@@ -257,12 +257,12 @@ def test_a_batch_has_the_part_of_the_context_that_its_cache_holds():
     params = llama_jax.init(config, jax.random.key(0))
     options = EngineOptions(rows=4)
     assert (options.context_of(config), options.pages(config)) == (64, 4)
-    ((_, found),) = llama_jax.batch(config, params, [[5] * 40], max_new_tokens=24, options=options)
+    ((_, found),) = llama_jax.complete_requests(config, params, [[5] * 40], max_new_tokens=24, options=options)
     assert found.tokens == llama_jax.generate(config, params, [[5] * 40], max_new_tokens=24)[0].tokens
     with pytest.raises(GenerationError, match=r"exceed the context of 64; .* or set a longer context, at most 1024"):
-        list(llama_jax.batch(config, params, [[5] * 41], max_new_tokens=24, options=options))
+        list(llama_jax.complete_requests(config, params, [[5] * 41], max_new_tokens=24, options=options))
     asked = EngineOptions(rows=4, context=128)
-    ((_, found),) = llama_jax.batch(config, params, [[5] * 41], max_new_tokens=24, options=asked)
+    ((_, found),) = llama_jax.complete_requests(config, params, [[5] * 41], max_new_tokens=24, options=asked)
     assert len(found.tokens) == 24
 
 

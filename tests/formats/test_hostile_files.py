@@ -24,8 +24,8 @@ from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.llama2c import is_llama2c
 from llama_jax.formats.rope_conversion import with_scaling
 from llama_jax.formats.torch_pickle import MAX_TABLE_BYTES, read_pickled, read_tensors
-from llama_jax.gguf_header import MAX_ENTRIES, MAX_TEXTS, TEXT_WINDOW
 from llama_jax.tokenizers import load_tokenizer
+from llama_jax.tokenizers.gguf_header import MAX_ENTRIES, MAX_TEXTS, TEXT_WINDOW
 
 
 @pytest.mark.parametrize("letter", "BbHhIifQqd")
@@ -42,7 +42,7 @@ def test_numbers_of_a_gguf_stay_packed(letter, tmp_path):
 @pytest.mark.parametrize(("count", "window"), [(300, 1 << 14), pytest.param(3000, TEXT_WINDOW, marks=pytest.mark.slow)])
 def test_texts_of_a_gguf_are_read_in_order_or_passed_over(count, window, tmp_path, monkeypatch):
     """Those of usual lengths are taken together: beside them long and empty ones, zeros, and bytes that are no UTF-8."""
-    monkeypatch.setattr("llama_jax.gguf_header.TEXT_WINDOW", window)
+    monkeypatch.setattr("llama_jax.tokenizers.gguf_header.TEXT_WINDOW", window)
     some = [b"a", b"llama " * 40, b"", b"\0\0x", b"\xe2\x96", b"x" * 300, "ü▁".encode(), b"\0" * 9, b"y" * 255, b"z"]
     texts = [each for i in range(count) for each in (*some[i % len(some) :], b"%d" % i)]
     values = struct.pack("<IIQ", 9, 8, len(texts)) + b"".join(map(text, texts))

@@ -410,12 +410,8 @@ def test_a_state_of_another_run_is_refused(run):
 
 
 def test_what_cannot_be_kept_is_refused(tmp_path):
-    for options in ({"keep_last": 0}, {"keep_best": -1}):
-        with pytest.raises(ConfigError, match="must be at least"):
-            CheckpointManager(tmp_path / "run", **options)
-    assert not any(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be used for checkpoints"):
+    with pytest.raises(NotADirectoryError):
         CheckpointManager(tmp_path / "file")
     with CheckpointManager(tmp_path / "none") as kept, pytest.raises(CheckpointError, match="holds no checkpoint"):
         kept.restore(shapes_of())

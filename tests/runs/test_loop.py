@@ -27,7 +27,7 @@ from llama_jax.runs.log import Log, duration
 from llama_jax.runs.loop import train
 from llama_jax.runs.run_folder import lock_run
 from llama_jax.runs.tasks.interface import TaskInputs
-from llama_jax.runs.tasks.language_modeling import data_summary, read_data
+from llama_jax.runs.tasks.language_modeling import describe_corpora, read_data
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 from llama_jax.training.optimizer import OptimizerSettings
 
@@ -46,13 +46,13 @@ def test_a_text_without_separators_gives_its_share_to_validation_and_no_more(tex
     """Of two documents one was kept: half of the text, of which a tenth was asked for."""
     recipe = dataclasses.replace(RECIPE, reading=DocumentFormat(longest=3000), validation=0.1)
     corpora = read_data(recipe, TaskInputs(find_data([text]), (), byte_tokenizer(), MeshSizes(), Log(quiet=True)))
-    (training,), ((_, held, _),) = corpora.train.values(), corpora.held
+    (training,), ((_, held, _),) = corpora.train.values(), corpora.validation
     assert training.document_count == 2
     total = training.token_count + held.token_count
-    assert corpora.kept == pytest.approx(0.1, abs=1e-3)
+    assert corpora.validation_share == pytest.approx(0.1, abs=1e-3)
     assert held.token_count == pytest.approx(0.1 * total, abs=1)
     assert training.byte_count + held.byte_count == len(" ".join(text.read_text().split())) - 1
-    preflight.describe(Log(), recipe, data_summary(recipe, corpora))
+    preflight.log_model(Log(), recipe, describe_corpora(recipe, corpora))
     assert "in 1 to validate (10.0% of the data was kept for it); 12 steps of" in capsys.readouterr().out
 
 
@@ -334,7 +334,7 @@ def test_vocabularies_that_cannot_be_trained(text, tmp_path, changes, message):
 
 
 def test_a_file_in_the_place_of_the_folder(text):
-    with pytest.raises(TrainingError, match="is a file; pass a folder"):
+    with pytest.raises(TrainingError, match="a file is where a folder is needed"):
         train(RECIPE, text, [text], log=StopAt())
 
 

@@ -19,7 +19,7 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
 from llama_jax.runs.tasks.interface import TaskInputs
-from llama_jax.runs.tasks.language_modeling import data_summary, read_data
+from llama_jax.runs.tasks.language_modeling import describe_corpora, read_data
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 RECIPE = replace(recipe(), steps=6, evaluate_every=3, save_every=3, log_every=2, ema_decay=0.0)
@@ -63,11 +63,11 @@ def test_each_source_has_its_share_its_epochs_and_its_loss(whole):
 def test_what_is_read_too_often_is_said(files):
     given = TaskInputs(find_data(sources(files, stories=1, books=1)), (), byte_tokenizer(), MeshSizes(), Log(quiet=True))
     corpora = read_data(RECIPE, given)
-    said = data_summary(replace(RECIPE, steps=30), corpora)
+    said = describe_corpora(replace(RECIPE, steps=30), corpora)
     assert [line for line in said if "repeated text" in line] == [said[-1]]
     assert said[-1].startswith("  books is read ")
-    assert not any("repeated text" in line for line in data_summary(RECIPE, corpora))
-    assert data_summary(replace(RECIPE, steps=90), corpora)[-1].startswith("warning: the data books is read ")
+    assert not any("repeated text" in line for line in describe_corpora(RECIPE, corpora))
+    assert describe_corpora(replace(RECIPE, steps=90), corpora)[-1].startswith("warning: the data books is read ")
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from llama_jax.runs import compiled_step
 from llama_jax.runs.compiled_step import make_program, repays_unrolling
 from llama_jax.runs.loop import sample_prompts
 from llama_jax.runs.pretrained import load_weights
-from llama_jax.runs.tasks.language_modeling import objective
+from llama_jax.runs.tasks.language_modeling import text_objective
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 RECIPE = replace(recipe(), ema_decay=0.0, sample_tokens=6)
@@ -77,7 +77,7 @@ def test_samples_are_made_where_the_model_lies(params, sizes):
         sampling=llama_jax.Sampling(temperature=0.8, top_p=0.95),
         stop_tokens=tokenizer.stop_ids,
     )
-    program = make_program(RECIPE, objective(RECIPE), sizes, "jit")
+    program = make_program(RECIPE, text_objective(RECIPE), sizes, "jit")
     spread = jax.device_put(params, shardings(make_mesh(sizes), param_specs(RECIPE.model, sizes)))
     found = sample_prompts(RECIPE, program, spread, prompts, tokenizer)
     known = [[token for token in row.tokens if token < tokenizer.vocab_size] for row in wanted]
@@ -100,10 +100,10 @@ def test_weights_are_read_straight_into_shares(params, tmp_path):
     jax.tree.map(
         lambda leaf, place: leaf.sharding.is_equivalent_to(place, leaf.ndim) or pytest.fail(str(leaf)), start, places
     )
-    program = make_program(RECIPE, objective(RECIPE), sizes, "jit")
+    program = make_program(RECIPE, text_objective(RECIPE), sizes, "jit")
     state = program.init_state(start)
     jax.tree.map(np.testing.assert_array_equal, state.params, params)
-    by_pmap = make_program(RECIPE, objective(RECIPE), MeshSizes(data=8), "pmap")
+    by_pmap = make_program(RECIPE, text_objective(RECIPE), MeshSizes(data=8), "pmap")
     start, _ = load_weights(RECIPE, tmp_path / "model", MeshSizes(data=8), None)
     jax.tree.map(np.testing.assert_array_equal, by_pmap.init_state(start).params, params)
 
@@ -130,9 +130,9 @@ def test_layers_are_unrolled_where_that_repays_compiling(changes, kind, devices,
 @pytest.mark.parametrize("fits", [True, False])
 def test_layers_that_do_not_fit_unrolled_are_scanned(fits, monkeypatch):
     recipe = replace(RECIPE, model=replace(RECIPE.model, n_layers=3))
-    scanned = make_program(recipe, objective(recipe), MeshSizes(), "jit")
+    scanned = make_program(recipe, text_objective(recipe), MeshSizes(), "jit")
     monkeypatch.setattr(compiled_step, "repays_unrolling", lambda *_: True)
     monkeypatch.setattr(compiled_step, "fits", lambda *_: fits)
-    program = make_program(recipe, objective(recipe), MeshSizes(), "jit")
+    program = make_program(recipe, text_objective(recipe), MeshSizes(), "jit")
     texts = [made.step.func.as_text() for made in (program, scanned)]
     assert (texts[0] == texts[1]) == (not fits)

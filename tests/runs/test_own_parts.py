@@ -173,7 +173,7 @@ def test_serving_and_drafts_have_those_of_generation(model):
     prompt = tokenizer.encode("the", eos=False)
     limits = {"max_new_tokens": 6, "sampling": Sampling(temperature=0.0)}
     [found] = llama_jax.generate(config, params, [prompt], **limits)
-    [(_, served)] = llama_jax.batch(config, params, [prompt], **limits)
+    [(_, served)] = llama_jax.complete_requests(config, params, [prompt], **limits)
     assert served.tokens == found.tokens
     np.testing.assert_allclose(served.logprobs, found.logprobs, atol=1e-4)
     chunks = list(
@@ -191,7 +191,7 @@ def test_a_divergence_computes_each_model_with_its_own_parts(others, model):
     made = others
     plain, reference, _ = llama_jax.load(made.plain)
     corpus = open_corpus([made.short], tokenizer)
-    found = llama_jax.divergence(config, params, reference, corpus, reference_config=plain)
+    found = llama_jax.kl_to_reference(config, params, reference, corpus, reference_config=plain)
     assert found.model.loss == pytest.approx(llama_jax.evaluate(config, params, corpus).loss, rel=1e-5)
     assert found.reference.loss == pytest.approx(llama_jax.evaluate(plain, reference, corpus).loss, rel=1e-5)
     done = run_here("eval", made.own, "--against", made.own, "--data", made.short, "--parts", made.file, "--json")
@@ -421,5 +421,3 @@ def test_parts_stay_with_a_recipe_whose_model_is_replaced(made):
             override(short, [change])
     with pytest.raises(ConfigError, match="attention='dense' is for the library's attention"):
         replace(short, attention="dense")
-    with pytest.raises(TrainingError, match="parts=None must be Parts"):
-        replace(short, parts=None)

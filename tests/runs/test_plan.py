@@ -16,7 +16,7 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs import preflight
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
-from llama_jax.runs.preflight import describe_plan, task_kind
+from llama_jax.runs.preflight import describe_plan, find_task_type
 from llama_jax.runs.recipe import fit_to_data, to_dict
 from llama_jax.runs.recipes import find
 from llama_jax.runs.tasks.interface import TaskInputs
@@ -37,7 +37,7 @@ def chats(tmp_path_factory):
 
 def opened(recipe, file, mesh=MeshSizes()):
     """The task of a recipe and a file, not compiled."""
-    return task_kind(recipe).open(recipe, TaskInputs(find_data([file]), (), byte_tokenizer(), mesh, Log(quiet=True)))
+    return find_task_type(recipe).open(recipe, TaskInputs(find_data([file]), (), byte_tokenizer(), mesh, Log(quiet=True)))
 
 
 def test_few_chats_make_a_short_run(chats):

@@ -12,7 +12,7 @@ from running import check_same_lines, download, environment_fixture, same, state
 from small_run import CONFIG, save, shapes_of, state_of
 
 import llama_jax
-from llama_jax.cli.inspect import describe
+from llama_jax.cli.inspect import inspect_checkpoint
 from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.formats import open_checkpoint
 from llama_jax.formats.step_dirs import steps_in
@@ -88,7 +88,7 @@ def test_a_model_is_read_from_a_run(store, kept):
     store.asked.clear()
     same(llama_jax.load(f"{STEPS}/20").params, model.params)
     assert not [key for key in store.asked if "/params/" in key], "the copy in the cache"
-    facts = describe(open_checkpoint(RUN))
+    facts = inspect_checkpoint(open_checkpoint(RUN))
     assert (facts["path"], facts["problems"]) == (f"{STEPS}/20", [])
     assert sum(facts["files"].values()) > 4 * facts["parameters"]
     victim = next(key for key in store.objects if "/20/params/d/" in key)

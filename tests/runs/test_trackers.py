@@ -107,8 +107,6 @@ def test_what_is_not_installed_is_told_before_anything_is_read(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(TrainingError, match=r'--track mlflow needs a package .*pip install -e "\.\[mlflow\]"'):
         check_trackers(("mlflow",))
-    with pytest.raises(TrainingError, match="track='other' must be one of tensorboard, wandb, mlflow"):
-        check_trackers(("other",))
 
 
 def test_a_run_without_any_leaves_no_trace(tmp_path):

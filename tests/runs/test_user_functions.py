@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.errors import TrainingError
-from llama_jax.runs.user_functions import Reward, check_columns, find_rewards, judge, weighted
+from llama_jax.runs.user_functions import Reward, check_columns, compute_rewards, find_rewards, weighted_sum
 
 FILE = """
 import math
@@ -93,9 +93,9 @@ def test_several_are_added_by_their_weights(file):
     rewards = find_rewards([f"{file}:length", f"{file}:exact"], [0.5, 2])
     columns = {"prompt": ["?", "?"], "answer": ["ab", "no"]}
     check_columns(rewards, tuple(columns))
-    found = judge(rewards, ["ab", "abc"], columns)
+    found = compute_rewards(rewards, ["ab", "abc"], columns)
     np.testing.assert_array_equal(found, [[2, 3], [1, 0]])
-    np.testing.assert_array_equal(weighted(rewards, found), [3, 1.5])
+    np.testing.assert_array_equal(weighted_sum(rewards, found), [3, 1.5])
     assert rewards[0].digest == rewards[1].digest
     assert len(rewards[0].digest) == 64
 
@@ -104,15 +104,15 @@ def test_several_are_added_by_their_weights(file):
 def test_answers_with_the_same_rewards_have_the_same_sum(rewards, count, random):
     """Anywhere in the batch and in any order: else a group of equal answers had advantages."""
     functions = [Reward(f"f{i}", len, 0.3, "") for i in range(len(rewards))]
-    sums = weighted(functions, np.array([random.sample(rewards, len(rewards)) for _ in range(count)]).T)
+    sums = weighted_sum(functions, np.array([random.sample(rewards, len(rewards)) for _ in range(count)]).T)
     assert len(set(sums.tolist())) == 1
     weights = [Reward(f"f{i}", len, random.uniform(-1, 1), "") for i in range(len(rewards))]
-    assert len(set(weighted(weights, np.repeat([rewards], count, axis=0).T).tolist())) == 1
+    assert len(set(weighted_sum(weights, np.repeat([rewards], count, axis=0).T).tolist())) == 1
 
 
 def test_what_one_changes_in_its_lists_is_not_changed_for_others(file):
     rewards = find_rewards([f"{file}:vandal", f"{file}:length"])
-    np.testing.assert_array_equal(judge(rewards, ["a", "bc"], {"x": [1, 2]}), [[0, 0], [1, 2]])
+    np.testing.assert_array_equal(compute_rewards(rewards, ["a", "bc"], {"x": [1, 2]}), [[0, 0], [1, 2]])
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_what_one_changes_in_its_lists_is_not_changed_for_others(file):
 )
 def test_what_cannot_be_a_reward_is_an_error_of_one_line(file, name, message):
     with pytest.raises(TrainingError, match=message) as found:
-        judge(find_rewards([f"{file}:{name}"]), ["ab", ""], {"prompt": ["?", "?"]})
+        compute_rewards(find_rewards([f"{file}:{name}"]), ["ab", ""], {"prompt": ["?", "?"]})
     assert "\n" not in str(found.value)
 
 
@@ -183,7 +183,7 @@ def test_who_asks_is_told_which_answers_ended(tmp_path):
     )
     rewards = find_rewards([f"{path}:{name}" for name in ("named", "any_name", "not_asking")])
     check_columns(rewards, ())
-    found = judge(rewards, ["a", "b"], {"stopped": [True, False]})
+    found = compute_rewards(rewards, ["a", "b"], {"stopped": [True, False]})
     np.testing.assert_array_equal(found, [[1, 0], [1, 0], [0.5, 0.5]])
     with pytest.raises(
         TrainingError, match="a field 'stopped', which is whether an answer ended before the limit; rename it"
@@ -197,4 +197,4 @@ def test_a_file_may_import_what_lies_beside_it(tmp_path):
     before = list(sys.path)
     [reward] = find_rewards([f"{tmp_path / 'judge.py'}:seven"])
     assert sys.path == before
-    assert judge([reward], ["a"], {}).tolist() == [[7]]
+    assert compute_rewards([reward], ["a"], {}).tolist() == [[7]]

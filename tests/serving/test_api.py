@@ -418,9 +418,9 @@ def test_usage_in_every_chunk():
 
 REFUSED = [
     ({"prompt": "a", "bogus": 1}, "bogus", "'bogus': unknown"),
-    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "is not supported here; it must be 0"),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "it must be {}"),
-    ({"prompt": "a", "suffix": "end"}, "suffix", 'it must be ""'),
+    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "must be 0"),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "must be {}"),
+    ({"prompt": "a", "suffix": "end"}, "suffix", 'must be ""'),
     ({"prompt": "a", "best_of": 3}, "best_of", "best_of=3"),
     ({"prompt": "a", "n": 0}, "n", "n=0 must be an integer from 1 to 128"),
     ({"prompt": "a", "n": True}, "n", "n=True"),

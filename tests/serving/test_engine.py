@@ -471,7 +471,6 @@ class TestQueue:
             ({"prompt": [1], "max_new_tokens": 5, "stop_tokens": range(17)}, "17 stop tokens are too many"),
             ({"prompt": [1], "max_new_tokens": 5, "stop_tokens": [-1]}, "stop token -1"),
             ({"prompt": [1], "max_new_tokens": 5, "sampling": Sampling(top_p=0.0)}, "top_p"),
-            ({"prompt": [1], "max_new_tokens": 5, "sampling": 0.7}, "must be a Sampling"),
         ],
     )
     def test_invalid_requests(self, model, warm_engine, fields, said):
@@ -649,7 +648,7 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("fields", "said"),
         [
-            ({"rows": 0}, "rows=0 must be an integer of at least 1"),
+            ({"rows": 0}, "rows=0 must be at least 1"),
             ({"prefill_chunk": 8}, "prefill_chunk=8"),
             ({"prefill_chunk": 24}, "prefill_chunk=24 must be a multiple of 16"),
             ({"cache_tokens": 0}, "cache_tokens=0"),

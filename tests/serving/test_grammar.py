@@ -196,7 +196,7 @@ def test_grammars_without_texts_or_with_too_many_states(grammars, make, said):
 )
 def test_what_compiles_for_minutes_is_ended(monkeypatch, make):
     pytest.importorskip("llguidance")
-    monkeypatch.setattr("llama_jax.serving.grammar_check.SECONDS", 1)
+    monkeypatch.setattr("llama_jax.serving.grammar_check.GRAMMAR_SECONDS", 1)
     with closing(Grammars(BYTES, 300, (END,))) as grammars:
         with pytest.raises(UserError, match="takes over 1 s or 256 MB to compile; use fewer or smaller rep"):
             make(grammars)

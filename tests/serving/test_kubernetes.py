@@ -8,7 +8,7 @@ import tyro
 import yaml
 from fakes import FakeEngine, talk
 
-from llama_jax.cli.serve import KEY, Serve
+from llama_jax.cli.serve import KEY_VARIABLE, Serve
 from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.server import LAST_WORDS
 from llama_jax.serving.http.service import ENGINE_SECONDS
@@ -83,7 +83,7 @@ def test_every_option_is_one_of_the_command(deployment):
     assert (port["containerPort"], options.host) == (options.port, "0.0.0.0")
     assert set(options.allow_host) >= {"llama"}  # as clients in the cluster ask for the service
     names = {variable["name"] for variable in container["env"]}
-    assert KEY in names
+    assert KEY_VARIABLE in names
     paths = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert str(options.model.parent) in paths
     # All that is written goes to volumes: the rest of the file system is read-only.

@@ -12,7 +12,7 @@ from llama_jax.formats.loading import bundled, planned_weights
 from llama_jax.model.cache import CacheOptions, cache_bytes
 from llama_jax.model.trees import bytes_in_memory
 from llama_jax.serving import options as module
-from llama_jax.serving.options import EngineOptions, MemoryPlan, fit, free_memory
+from llama_jax.serving.options import EngineOptions, MemoryPlan, fit_options, free_memory
 
 CONFIG = replace(llama_jax.preset("llama-3.1-8b"), max_seq_len=131_072)
 ROW = cache_bytes(CONFIG, 1, 131_072, "bfloat16")
@@ -33,7 +33,7 @@ def planned(free):
     ],
 )
 def test_defaults_follow_the_memory(free, found):
-    options, plan = fit(EngineOptions(), CONFIG, planned(free), ())
+    options, plan = fit_options(EngineOptions(), CONFIG, planned(free), ())
     assert (options.rows, options.context) == found
     assert plan.pool == options.pool_bytes(CONFIG, "bfloat16")
     if free is not None:
@@ -41,14 +41,14 @@ def test_defaults_follow_the_memory(free, found):
 
 
 def test_what_was_chosen_stays_or_is_refused():
-    options, _ = fit(EngineOptions(context=65_536), CONFIG, planned(3 * ROW), ["context"])
+    options, _ = fit_options(EngineOptions(context=65_536), CONFIG, planned(3 * ROW), ["context"])
     assert (options.rows, options.context) == (16, 65_536)
     with pytest.raises(UserError, match=r"the memory is too small: .* MB are free; --context \d+ would fit$"):
-        fit(EngineOptions(context=131_072), CONFIG, planned(ROW), ["context"])
+        fit_options(EngineOptions(context=131_072), CONFIG, planned(ROW), ["context"])
     with pytest.raises(UserError, match=r"--rows \d --context 512 would fit$"):
-        fit(EngineOptions(context=131_072), CONFIG, planned(ROW // 32), ["rows", "context"])
+        fit_options(EngineOptions(context=131_072), CONFIG, planned(ROW // 32), ["rows", "context"])
     with pytest.raises(UserError, match=r"choose fewer bits .*, or a smaller model"):
-        fit(EngineOptions(), CONFIG, planned(20), ())
+        fit_options(EngineOptions(), CONFIG, planned(20), ())
 
 
 @pytest.mark.parametrize("cache", [None, "int8"])

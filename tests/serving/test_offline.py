@@ -28,7 +28,9 @@ class TestBatch:
         limits = [1 + 5 * i % 23 for i in range(15)]
         sampling = llama_jax.Sampling(temperature=[0.0, 0.9, 1.0] * 5, seed=range(15))
         found = dict(
-            llama_jax.batch(*model, prompts, max_new_tokens=limits, sampling=sampling, stop_tokens=[7], options=SMALL)
+            llama_jax.complete_requests(
+                *model, prompts, max_new_tokens=limits, sampling=sampling, stop_tokens=[7], options=SMALL
+            )
         )
         wanted = llama_jax.generate(*model, prompts, max_new_tokens=limits, sampling=sampling, stop_tokens=[7])
         assert len(found) == 15
@@ -37,11 +39,11 @@ class TestBatch:
             assert found[i].finish_reason == expected.finish_reason
 
     def test_of_none(self, model):
-        assert list(llama_jax.batch(*model, [], max_new_tokens=1)) == []
+        assert list(llama_jax.complete_requests(*model, [], max_new_tokens=1)) == []
 
     def test_an_invalid_prompt(self, model):
         with pytest.raises(GenerationError, match="512"):
-            list(llama_jax.batch(*model, [[1], [512]], max_new_tokens=1, options=SMALL))
+            list(llama_jax.complete_requests(*model, [[1], [512]], max_new_tokens=1, options=SMALL))
 
 
 @pytest.fixture
@@ -109,9 +111,9 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            (("--rows", 0), "rows=0 must be an integer of at least 1"),
+            (("--rows", 0), "rows=0 must be at least 1"),
             (("--max-new-tokens", 0), "max_new_tokens"),
-            (("--stop", ""), "--stop is empty"),
+            (("--stop", ""), "--stop '' must be a text"),
             (("--temperature", -1), "temperature=-1.0"),
             (("--prefix-cache", -1), "prefix_cache=-1 must be at least 0"),
         ],

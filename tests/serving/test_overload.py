@@ -21,7 +21,7 @@ from llama_jax.serving.grammar import Grammars
 from llama_jax.serving.http import json_body, service
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.json_body import SMALL_BODY, parse_json
-from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
+from llama_jax.serving.thread_pool import LOW_NICENESS, DaemonThreadPool
 from llama_jax.tokenizers import load_tokenizer
 
 THREADS, WAITING = service.threads_beside_engine(service.GRAMMAR_THREADS), service.GRAMMARS_WAITING
@@ -152,7 +152,7 @@ def test_only_threads_that_are_to_wait_have_a_low_priority():
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     assert DaemonThreadPool("as others", 1).submit(priority).result() == priority()
-    assert DaemonThreadPool("low", 1, niceness=LOW).submit(priority).result() == min(priority() + LOW, 19)
+    assert DaemonThreadPool("low", 1, niceness=LOW_NICENESS).submit(priority).result() == min(priority() + LOW_NICENESS, 19)
 
 
 @pytest.mark.slow
@@ -232,9 +232,9 @@ def test_all_bodies_share_a_budget():
     async def conversation(client):
         bodies = client.service.bodies
         calls = [unfinished(client, b" " * size) for _ in range(fit)]
-        await until(lambda: bodies.held >= fit * (size - SMALL_BODY))
+        await until(lambda: bodies.reserved >= fit * (size - SMALL_BODY))
         refused = [await unfinished(client, b" " * size).response() for _ in range(100)]
-        assert bodies.held == fit * (size - SMALL_BODY)
+        assert bodies.reserved == fit * (size - SMALL_BODY)
         small = await client.complete("a" * 100)
         calls[0].leave()
         await calls[0].response()
@@ -242,7 +242,7 @@ def test_all_bodies_share_a_budget():
         for call in calls[1:]:
             call.messages.put_nowait({"type": "http.request", "body": b"x", "more_body": False})
         whole = [await call.response() for call in calls[1:]]
-        assert bodies.held == 0
+        assert bodies.reserved == 0
         return refused, small, whole
 
     refused, small, whole = talk(FakeEngine(), conversation, largest_body=10**6)
@@ -262,10 +262,10 @@ def test_a_body_counts_until_it_is_parsed_although_its_client_has_left(monkeypat
         call.leave()
         for _ in range(100):
             await asyncio.sleep(0)
-        held = client.service.bodies.held
+        held = client.service.bodies.reserved
         go.set()
         await call.response()
-        return held, client.service.bodies.held
+        return held, client.service.bodies.reserved
 
     held, after = talk(FakeEngine(), conversation)
     assert held > 0

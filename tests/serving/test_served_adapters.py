@@ -25,8 +25,8 @@ from llama_jax.model.multi_lora import adapter_table, choose_adapters
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.engine import Engine
-from llama_jax.serving.http.metrics import PREFIX
-from llama_jax.serving.rows import batch_of, settings_of
+from llama_jax.serving.http.metrics import METRIC_PREFIX
+from llama_jax.serving.rows import batch_of, settings_of_rows
 from llama_jax.serving.served_model import ServedModel
 
 LORAS = (Lora(rank=3, alpha=5.0), Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")), Lora(rank=2, alpha=4.0))
@@ -85,13 +85,13 @@ def test_unknown_adapters(tabled, model):
     with pytest.raises(GenerationError, match="adapter=0 must be an integer from -1 to -1"):
         Client(Engine(*model[:2], TINY), prompt=[1], max_new_tokens=1, adapter=0)
     with pytest.raises(GenerationError, match="1 adapters for 2 prompts"):
-        list(llama_jax.batch(*tabled, [[1], [2]], max_new_tokens=1, adapters=[0], options=TINY))
+        list(llama_jax.complete_requests(*tabled, [[1], [2]], max_new_tokens=1, adapters=[0], options=TINY))
 
 
 @pytest.mark.slow
 def test_batch(tabled, alone):
     prompts, adapters = [[1, 5 + i] for i in range(5)], [2, 0, -1, 1, 0]
-    found = dict(llama_jax.batch(*tabled, prompts, max_new_tokens=5, adapters=adapters, options=TINY))
+    found = dict(llama_jax.complete_requests(*tabled, prompts, max_new_tokens=5, adapters=adapters, options=TINY))
     table = choose_adapters(tabled[1], adapters)
     wanted = llama_jax.generate(tabled[0], table, prompts, max_new_tokens=5)
     assert [found[i].tokens for i in range(5)] == [row.tokens for row in wanted]
@@ -127,7 +127,7 @@ def test_a_turn_copies_neither_the_table_nor_the_base(tabled, rows):
     """Of one row with three adapters its own slices are cut out, of four rows all is multiplied."""
     config, params = tabled
     model = ServedModel.of(config, params, TINY.cache, TINY.compute)
-    batch, settings = batch_of([], (rows, rows), 2, rows), settings_of([], rows, config.vocab_size)
+    batch, settings = batch_of([], (rows, rows), 2, rows), settings_of_rows([], rows, config.vocab_size)
     args = model.params, model.empty(rows, 2 * rows), batch, settings
     text = model.programs.step.lower(model.static, *args).compile().as_text()
     held = {leaf.nbytes for leaf in jax.tree.leaves(params.blocks) if leaf.nbytes > 2048}
@@ -189,7 +189,7 @@ def test_the_model_of_a_request_chooses():
     assert [request.adapter for request in engine.admitted] == [1, 0, 0, -1, -1]
     assert answers[4].status == 200
     for name, requests in (("poet", 1), ("pirate", 2), ("fake", 2)):
-        line = f'{PREFIX}model_requests_total{{model_name="{name}"}} {requests:.1f}'
+        line = f'{METRIC_PREFIX}model_requests_total{{model_name="{name}"}} {requests:.1f}'
         assert line in answers[5].body.decode().splitlines()
 
 
@@ -213,28 +213,28 @@ def test_what_is_served_is_listed_and_nothing_else_is_there():
 class TestNames:
     def test_they_are_numbered_in_their_order(self, tmp_path):
         options = Serve(adapter=(f"b={tmp_path}", "a=x/y=z"))
-        assert list(options.named().items()) == [("b", tmp_path), ("a", tmp_path.__class__("x/y=z"))]
-        assert options.for_all() is None
+        assert list(options.named_adapters().items()) == [("b", tmp_path), ("a", tmp_path.__class__("x/y=z"))]
+        assert options.shared_adapter() is None
 
     def test_one_without_a_name_is_for_all(self, tmp_path):
-        assert Serve(adapter=("some/folder",)).for_all() == tmp_path.__class__("some/folder")
+        assert Serve(adapter=("some/folder",)).shared_adapter() == tmp_path.__class__("some/folder")
         (odd := tmp_path / "rank=3").mkdir()
-        assert Serve(adapter=(str(odd),)).for_all() == odd
-        assert Serve(adapter=(str(odd),)).named() == {}
-        assert Serve().for_all() is None
+        assert Serve(adapter=(str(odd),)).shared_adapter() == odd
+        assert Serve(adapter=(str(odd),)).named_adapters() == {}
+        assert Serve().shared_adapter() is None
 
     @pytest.mark.parametrize(
         ("given", "said"),
         [
-            (("a", "b=c"), "adapter='a' must be NAME=PATH, or a single PATH for all requests"),
+            (("a", "b=c"), "adapter='a' must be NAME=PATH with a name of its own, or a single PATH"),
             (("=c",), "adapter='=c' must be NAME=PATH"),
             (("a=",), "adapter='a=' must be NAME=PATH"),
-            (("a=b", "a=c"), "adapter='a=c': 'a' is already the name of another"),
+            (("a=b", "a=c"), "adapter='a=c' must be NAME=PATH with a name of its own"),
         ],
     )
     def test_invalid_names(self, given, said):
         with pytest.raises(GenerationError, match=said):
-            Serve(adapter=given).named()
+            Serve(adapter=given).named_adapters()
 
     def test_the_models_own(self):
         with pytest.raises(GenerationError, match="adapter 'llama' has the model's name; choose another, or set --name"):

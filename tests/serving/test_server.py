@@ -238,7 +238,7 @@ def test_an_address_that_is_taken():
 
 
 def test_the_command_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr("llama_jax.cli.serve.NEEDED", ("starlette", "no_such_library"))
+    monkeypatch.setattr("llama_jax.cli.serve.REQUIRED_MODULES", ("starlette", "no_such_library"))
     ended = run_here("serve")
     assert ended.returncode == 2
     assert ended.stderr == 'llama-jax: error: serving needs no_such_library; install it with pip install -e ".[serve]"\n'

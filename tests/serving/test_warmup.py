@@ -12,7 +12,7 @@ from llama_jax.model.forward_options import Compute
 from llama_jax.ops.cpu import native
 from llama_jax.serving.engine import CompileCount, Engine
 from llama_jax.serving.options import EngineOptions
-from llama_jax.serving.rows import batch_of, settings_of
+from llama_jax.serving.rows import batch_of, settings_of_rows
 
 SMALL = EngineOptions(rows=1, context=16, prefill_chunk=16)
 
@@ -52,7 +52,7 @@ def test_a_step_attends_by_the_native_kernel(model, change, cache, compute, by_k
     config, params = replace(model[0], **change), model[1]
     engine = Engine(config, params, replace(SMALL, cache=CacheOptions(dtype=cache), compute=Compute(**compute)))
     model = engine.model
-    batch, settings = batch_of([], (1, 1), 1, 1), settings_of([], 1, config.vocab_size)
+    batch, settings = batch_of([], (1, 1), 1, 1), settings_of_rows([], 1, config.vocab_size)
     assert model.static.compute.native_code
     text = model.programs.step.lower(model.static, model.params, engine.scheduler.state, batch, settings).as_text()
     assert ("llama_jax_paged_" in text) == by_kernel
@@ -65,7 +65,7 @@ def test_a_step_copies_no_pages(model, dtype):
     config, params = model[0], jax.tree.map(lambda x: x.astype(dtype), model[1])
     options = replace(SMALL, cache_tokens=2**16)
     engine = Engine(config, params, options)
-    model, batch, settings = engine.model, batch_of([], (1, 17), 1, 1), settings_of([], 1, config.vocab_size)
+    model, batch, settings = engine.model, batch_of([], (1, 17), 1, 1), settings_of_rows([], 1, config.vocab_size)
     program = model.programs.step.lower(model.static, model.params, engine.scheduler.state, batch, settings).compile()
     found = program.memory_analysis()
     assert found.alias_size_in_bytes >= engine.scheduler.state.pages.nbytes > 4 * found.temp_size_in_bytes

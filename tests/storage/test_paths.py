@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_jax.data.build_corpus import build
+from llama_jax.data.build_corpus import tokenize_files
 from llama_jax.errors import UserError
 from llama_jax.runs.loop import train
 from llama_jax.storage import StoredPath, consistent_reader, locate, on_disk, paths
@@ -191,6 +191,6 @@ def test_what_is_on_disks_alone_says_so(path, tmp_path, monkeypatch):
         with pytest.raises(UserError, match="gs:/bucket/run': a URL as a Path has lost a slash; pass it as a str"):
             train("tiny", path, "text.txt")
     with pytest.raises(UserError, match=r"(bucket/run|one/two).* must be on this machine"):
-        build(__file__, path, "tokenizer.json")
+        tokenize_files(__file__, path, "tokenizer.json")
     assert not list(tmp_path.iterdir())
     assert on_disk(Path("s3"), "data") == Path("s3")

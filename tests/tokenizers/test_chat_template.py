@@ -12,10 +12,10 @@ from datetime import datetime
 import pytest
 from test_chat_formats import TEMPLATES
 
-from llama_jax.child_process import ChildProcess
 from llama_jax.errors import GenerationError
 from llama_jax.tokenizers import template_worker
 from llama_jax.tokenizers.chat_template import Renderer, shared_renderer
+from llama_jax.tokenizers.child_process import ChildProcess
 from llama_jax.tokenizers.template_worker import render
 
 CHAT = [{"role": "user", "content": "Hi <there> & 'é'"}, {"role": "assistant", "content": " Hello. "}]

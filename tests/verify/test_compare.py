@@ -117,7 +117,7 @@ def test_quantized_weights_are_the_same_within_their_rounding(against, tensors, 
     found = against(quantized(tensors, bits), kinds=("F32", kind))
     assert found.same
     assert found.why.startswith(f"the same model within the rounding of {kind}: ")
-    assert all(0.5 < part.roundings < module.TIMES / 1.5 for part in found.parts)
+    assert all(0.5 < part.roundings < module.MAX_ROUNDINGS / 1.5 for part in found.parts)
     # The same difference is another model where both are said to be stored alike.
     assert not against(quantized(tensors, bits)).same
 
@@ -151,7 +151,7 @@ def test_a_wrong_part_is_named(against, tensors, fault):
     found = against(spoil(tensors))
     assert not found.same
     assert found.why.startswith(f"NOT the same model: {where} differs by ")
-    departing = {part.name for part in found.parts if part.roundings > module.TIMES}
+    departing = {part.name for part in found.parts if part.roundings > module.MAX_ROUNDINGS}
     assert departing == ({"layer 0", "layer 1"} if fault == "rotary layout" else {where})
     assert ("; 1 of the later parts too" in found.why) == (fault == "rotary layout")
     first = [part.name for part in found.parts].index(where)

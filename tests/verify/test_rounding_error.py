@@ -59,8 +59,8 @@ def test_the_kinds_of_a_quantized_folder_are_named(kind, tmp_path):
     quantized_folders.write_folder(tmp_path, kind)
     opened = open_checkpoint(tmp_path)
     found = origin_of("x", opened.config, list(opened.tensors.values()), "float32", {})
-    assert set(found.kinds) - {"F32"} <= {"INT4_ASYM", "FP8_128", "NF4", "NF4_256"}
-    assert len(found.kinds) > 1
+    assert set(found.tensor_types) - {"F32"} <= {"INT4_ASYM", "FP8_128", "NF4", "NF4_256"}
+    assert len(found.tensor_types) > 1
 
 
 def test_int4_of_rows_that_128_do_not_divide():
@@ -93,13 +93,13 @@ def stories_model():
 
 @pytest.mark.parametrize("kind", ["int8", pytest.param("q4_0", marks=pytest.mark.slow)])
 def test_errors_are_those_of_the_numbers(kind, stories_model, monkeypatch):
-    monkeypatch.setattr(rounding_error, "RUN", 1 << 14)  # several runs
+    monkeypatch.setattr(rounding_error, "BLOCK_NUMBERS", 1 << 14)  # several runs
     config, params, _ = stories_model
     found = quantize(params, f"{kind}-pure" if kind == "q4_0" else kind)
     errors = matrix_errors(found, params)
     assert [error.name for error in errors if error.layer is None] == ["embedding"]
     assert [error.layer for error in errors if error.name == "feed_forward.down"] == list(range(config.n_layers))
-    assert {error.kind for error in errors} == {kind}
+    assert {error.quant_format for error in errors} == {kind}
     exact, kept = (np.asarray(one, np.float64) for one in (params.embedding, found.embedding.to_dense()))
     (of_embedding,) = (error for error in errors if error.name == "embedding")
     np.testing.assert_allclose(of_embedding.relative, np.linalg.norm(kept - exact) / np.linalg.norm(exact), rtol=1e-5)
@@ -133,7 +133,7 @@ def test_floats_and_parts_of_several_kinds(stories_model):
     with_qkv = lambda qkv: params.replace(blocks=params.blocks.replace(attention=attention.replace(qkv=qkv)))
     errors = matrix_errors(with_qkv(JoinedWeight(parts)), with_qkv(np.concatenate([attention.qkv] * 2, axis=-3)))
     assert [error.layer for error in errors] == list(range(config.n_layers))
-    assert {(error.name, error.kind) for error in errors} == {("attention.qkv", "q8_0 and float32")}
+    assert {(error.name, error.quant_format) for error in errors} == {("attention.qkv", "q8_0 and float32")}
     assert errors[0].bits == pytest.approx((8.5 + 32) / 2)
 
 

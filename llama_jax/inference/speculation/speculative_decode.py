@@ -31,8 +31,8 @@ from llama_jax.inference.speculation.draft_length import (
     record_passes,
 )
 from llama_jax.inference.speculation.verify import PassShape, PassState, VerifierInputs, run_passes
+from llama_jax.inference.xla_flags import decode_options_on_tpu
 from llama_jax.model.cache import CacheOptions
-from llama_jax.xla_flags import decode_options_on_tpu
 
 MAX_PASSES = 16  # with drafts in one call
 MIN_COMPILE_SECONDS = 0.1  # a program's first call may include its compilation if it takes longer

@@ -22,10 +22,10 @@ from llama_jax.data.rl_prompts import (
     PromptBatch,
     PromptReading,
     PromptSet,
-    held_prompt_batch,
     open_prompts,
     prompt_batch,
     split_prompts,
+    validation_prompt_batch,
     without_prompts,
 )
 from llama_jax.errors import TrainingError, shown
@@ -46,12 +46,20 @@ from llama_jax.runs.tasks.interface import (
     Task,
     TaskContext,
     TaskInputs,
-    TaskKind,
+    TaskType,
     compute_of,
     name_format_setting,
     name_size_setting,
 )
-from llama_jax.runs.user_functions import STOPPED, Reward, check_columns, find_rewards, judge, rewards_digest, weighted
+from llama_jax.runs.user_functions import (
+    STOPPED,
+    Reward,
+    check_columns,
+    compute_rewards,
+    find_rewards,
+    rewards_digest,
+    weighted_sum,
+)
 from llama_jax.tokenizers import TextStream, Tokenizer
 from llama_jax.tokenizers.interface import check_token_rows
 from llama_jax.training.batch import Batch
@@ -61,9 +69,9 @@ from llama_jax.training.policy_gradient import PolicyOptions, group_advantages
 from llama_jax.training.policy_loss import AnswerLoss, ScoredAnswers
 
 
-def check(recipe: Recipe, mesh: MeshSizes) -> None:
+def check_rewards(recipe: Recipe, mesh: MeshSizes) -> None:
     """Checks that need no data; raises TrainingError, MeshError."""
-    r = settings_of(recipe)
+    r = reward_settings(recipe)
     if recipe.chats is not None:
         raise TrainingError("rewards are for prompts, and chats for conversations; omit one of them")
     if recipe.batch % r.group:
@@ -86,36 +94,36 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
         )
 
 
-def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
+def open_rewards(recipe: Recipe, inputs: TaskInputs) -> Task:
     """Prompts and reward functions as a task.
 
     Raises:
       TrainingError: functions with the wrong arguments; see also `find_rewards`.
       DataError: invalid prompts.
     """
-    r = settings_of(recipe)
+    r = reward_settings(recipe)
     rewards = find_rewards(r.functions, r.weights)
     reading, longest = PromptReading(r.format, r.special, r.template_time, r.template_args), recipe.length + 1 - r.answer
 
     def read(paths: Any) -> PromptSet:
         with name_format_setting("rewards.format"):
-            found = open_prompts(paths, inputs.tokenizer, longest, reading)
+            prompts = open_prompts(paths, inputs.tokenizer, longest, reading)
         with name_size_setting(inputs.tokenizer):
-            for number, ids in enumerate(found.ids, 1):
+            for number, ids in enumerate(prompts.ids, 1):
                 check_token_rows(inputs.tokenizer, ids, recipe.model.vocab_size, f"prompt {number}")
-        return found
+        return prompts
 
     if inputs.validation_data:
-        whole, held = read(inputs.data), read(inputs.validation_data)
-        train = without_prompts(whole, held)
-        if len(train) < len(whole):
-            twice = len(whole) - len(train)
+        prompt_set, validation = read(inputs.data), read(inputs.validation_data)
+        train = without_prompts(prompt_set, validation)
+        if len(train) < len(prompt_set):
+            twice = len(prompt_set) - len(train)
             warnings.warn(f"{twice} prompts of the data are also in the validation data: not trained on", stacklevel=2)
     else:
-        train, held = split_prompts(read(inputs.data), recipe.validation, recipe.seed)
-    for prompts in (train, held):
+        train, validation = split_prompts(read(inputs.data), recipe.validation, recipe.seed)
+    for prompts in (train, validation):
         check_columns(rewards, tuple(prompts.columns))
-    digests = {"train": train.digest, "validation": held.digest, "rewards": rewards_digest(rewards)}
+    digests = {"train": train.digest, "validation": validation.digest, "rewards": rewards_digest(rewards)}
     reference = None
     if r.beta and recipe.lora is None:
         if inputs.weights is None:
@@ -124,25 +132,25 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
         digests["reference"] = known["digest"]
     # A prompt has `group` answers, each used in `updates` steps.
     recipe = fit_to_data(recipe, inputs.mesh, recipe.length, lambda _: len(train) * r.group, r.group, r.updates)
-    batch, length = recipe.batch, length_of(recipe, train, held)
+    batch, length = recipe.batch, length_of(recipe, train, validation)
     return Task(
         recipe=recipe,
-        objective=replace(objective(recipe, length), frozen=reference),
+        objective=replace(reward_objective(recipe, length), frozen=reference),
         digests=digests,
-        facts=data_summary(recipe, train, held),
+        facts=describe_prompts(recipe, train, validation),
         tokens=batch * length,
         # Sampling processes each token once: a forward pass, a third of a full training step.
         flops=step_flops(recipe.model, batch, length, lora=recipe.lora) + step_flops(recipe.model, batch, length) / 3,
         decoded=r.answer / r.updates,
-        begin=partial(RewardBatchSource, recipe, rewards, (train, held), inputs),
-        shown=("reward", "length", "stopped", "flat", "kl", "clipped"),
+        begin=partial(RewardBatchSource, recipe, rewards, (train, validation), inputs),
+        logged_metrics=("reward", "length", "stopped", "flat", "kl", "clipped"),
     )
 
 
-KIND = TaskKind("rewards", open_task, check, divides_rows=False, exact=True)
+REWARDS = TaskType("rewards", open_rewards, check_rewards, divides_rows=False, exact=True)
 
 
-def settings_of(recipe: Recipe) -> RewardSettings:
+def reward_settings(recipe: Recipe) -> RewardSettings:
     """The reward settings of a recipe that has them."""
     assert recipe.rewards is not None
     return recipe.rewards
@@ -150,19 +158,19 @@ def settings_of(recipe: Recipe) -> RewardSettings:
 
 def loss_of(recipe: Recipe) -> AnswerLoss:
     """The loss of the recipe."""
-    r = settings_of(recipe)
+    r = reward_settings(recipe)
     length = r.answer if r.loss == "dr_grpo" else None
     return AnswerLoss(PolicyOptions(r.loss, r.clip, r.clip_high, r.beta, length), r.temperature)
 
 
-def length_of(recipe: Recipe, train: PromptSet, held: PromptSet) -> int:
+def length_of(recipe: Recipe, train: PromptSet, validation: PromptSet) -> int:
     """T: the part of the recipe's length that the longest prompt and an answer need."""
-    return max(train.longest, held.longest) + settings_of(recipe).answer - 1
+    return max(train.longest, validation.longest) + reward_settings(recipe).answer - 1
 
 
-def objective(recipe: Recipe, length: int) -> Objective:
+def reward_objective(recipe: Recipe, length: int) -> Objective:
     """The recipe's loss for scored answers in rows of T target tokens."""
-    r, loss = settings_of(recipe), loss_of(recipe)
+    r, loss = reward_settings(recipe), loss_of(recipe)
     logprobs = jax.ShapeDtypeStruct((recipe.batch, length), jnp.float32)
     tokens = jax.ShapeDtypeStruct((recipe.batch, length + 1), jnp.int32)
     batch_shapes = ScoredAnswers(
@@ -194,15 +202,15 @@ def objective(recipe: Recipe, length: int) -> Objective:
     )
 
 
-def data_summary(recipe: Recipe, train: PromptSet, held: PromptSet) -> tuple[str, ...]:
+def describe_prompts(recipe: Recipe, train: PromptSet, validation: PromptSet) -> tuple[str, ...]:
     """Lines about the amount of data."""
-    r = settings_of(recipe)
+    r = reward_settings(recipe)
     prompts = recipe.batch // r.group
     epochs = recipe.steps / r.updates * prompts / len(train)
     dropped = f", {train.dropped:,} omitted as longer than {recipe.length + 1 - r.answer} tokens" if train.dropped else ""
     line = (
-        f"data: {len(train):,} prompts to train on, of at most {train.longest} tokens{dropped}, {len(held):,} to evaluate"
-        f" on; {r.group} answers of at most {r.answer} tokens to each of {prompts} prompts, {epochs:.1f} epochs"
+        f"data: {len(train):,} prompts to train on, of at most {train.longest} tokens{dropped}, {len(validation):,} to"
+        f" evaluate on; {r.group} answers of at most {r.answer} tokens to each of {prompts} prompts, {epochs:.1f} epochs"
     )
     return line, *data_warnings(epochs, len(train), prompts, unit="prompts")
 
@@ -218,19 +226,19 @@ class RewardBatchSource:
         inputs: TaskInputs,
         context: TaskContext,
     ) -> None:
-        self._recipe, self._settings, self._rewards = recipe, settings_of(recipe), rewards
-        self._train, self._held = prompts
+        self._recipe, self._settings, self._rewards = recipe, reward_settings(recipe), rewards
+        self._train, self._validation = prompts
         self._tokenizer, self._log, self._program = inputs.tokenizer, context.log, context.program
         self._prompts = recipe.batch // self._settings.group
         # The size for all data, so that one program serves all batches.
-        self._width = max(self._train.longest, self._held.longest)
+        self._width = max(self._train.longest, self._validation.longest)
         self._length = length_of(recipe, *prompts)
-        place = context.data_state or {"next_batch": 0, "update": 0, "rows": None, "found": [], "reported": False}
-        self._number, self._update = place["next_batch"], place["update"]
-        self._rows = None if place["rows"] is None else unpack_arrays(place["rows"], self._shapes())
+        position = context.data_state or {"next_batch": 0, "update": 0, "rows": None, "found": [], "reported": False}
+        self._number, self._update = position["next_batch"], position["update"]
+        self._rows = None if position["rows"] is None else unpack_arrays(position["rows"], self._shapes())
         # For the batches since the last report, or for the one before.
-        self._found: list[dict[str, float]] = place["found"]
-        self._reported: bool = place["reported"]
+        self._statistics: list[dict[str, float]] = position["found"]
+        self._reported: bool = position["reported"]
         model = self._program.model_params(context.state.params)
         mesh = make_mesh(inputs.mesh)
         self._log.progress("compiling the sampler")
@@ -238,7 +246,7 @@ class RewardBatchSource:
         self._score = self._compiled_score(model, mesh) if self._settings.updates > 1 else None
 
     def _shapes(self) -> ScoredAnswers:
-        return objective(self._recipe, length_of(self._recipe, self._train, self._held)).batch_shapes
+        return reward_objective(self._recipe, length_of(self._recipe, self._train, self._validation)).batch_shapes
 
     def _compiled_sampler(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
         """One program for all batches, compiled before the first step."""
@@ -266,7 +274,7 @@ class RewardBatchSource:
     def state(self) -> dict[str, Any]:
         rows = None if self._rows is None else pack_arrays(self._rows)
         state = {"next_batch": self._number, "update": self._update, "rows": rows}
-        return {**state, "found": self._found, "reported": self._reported}
+        return {**state, "found": self._statistics, "reported": self._reported}
 
     def next(self, model: Callable[[], Llama]) -> ScoredAnswers:
         if self._rows is None:
@@ -281,8 +289,8 @@ class RewardBatchSource:
 
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
         """Means since the last report; the step's own metrics are those of the last step."""
-        means = {name: float(np.mean([one[name] for one in self._found])) for name in self._found[0]}
-        self._found = self._found[-1:]
+        means = {name: float(np.mean([statistics[name] for statistics in self._statistics])) for name in self._statistics[0]}
+        self._statistics = self._statistics[-1:]
         self._reported = True
         tokens = max(metrics["tokens"], 1)
         divergence = {"kl": metrics["divergence"] / tokens} if self._settings.beta else {}
@@ -294,15 +302,15 @@ class RewardBatchSource:
         The numbers are the mean reward of all answers and its standard error from the variance between prompts, nan for a
         single prompt; the mean tokens of an answer; the share of answers ended by a stop token; and -reward as the loss.
         """
-        r, count = self._settings, min(len(self._held), self._settings.held or len(self._held))
+        r, count = self._settings, min(len(self._validation), self._settings.held or len(self._validation))
         totals, lengths, stopped = [], [], []
         for begin in range(0, count, self._prompts):
             numbers = np.arange(begin, begin + self._prompts)
             answers, texts, values, _ = self._answer(
-                model, self._held, held_prompt_batch(numbers % count, r.group, self._recipe.seed)
+                model, self._validation, validation_prompt_batch(numbers % count, r.group, self._recipe.seed)
             )
             real = np.repeat(numbers < count, r.group)
-            totals.append(weighted(self._rewards, values)[real])
+            totals.append(weighted_sum(self._rewards, values)[real])
             lengths.append(answers.valid.sum(axis=1)[real])
             stopped.append(answers.stopped[real])
             for i in range(begin, min(count, begin + self._prompts, r.samples)):
@@ -322,7 +330,7 @@ class RewardBatchSource:
 
     def _show(self, number: int, text: str, reward: float) -> None:
         """Log a held-out prompt (its end, because prompts often begin alike), its first answer and the reward."""
-        prompt = self._tokenizer.decode(list(self._held.ids[number]))
+        prompt = self._tokenizer.decode(list(self._validation.ids[number]))
         end = prompt if len(prompt) <= 80 else f"...{prompt[-77:]}"
         self._log.line(f"    [{reward:.4g}] {shown(end, 80)} -> {shown(text, 400)}")
 
@@ -331,7 +339,7 @@ class RewardBatchSource:
         r = self._settings
         chosen = prompt_batch(len(self._train), self._prompts, r.group, seed=self._recipe.seed, number=self._number)
         answers, texts, values, seconds = self._answer(model, self._train, chosen)
-        rewards = weighted(self._rewards, values)
+        rewards = weighted_sum(self._rewards, values)
         advantages = group_advantages(rewards, r.group, scale=r.scale)
         learned = answers.stopped if r.truncated == "mask" else np.ones(len(texts), bool)
         rows = answer_rows([self._train.ids[i] for i in chosen.numbers], answers, learned, self._length)
@@ -339,7 +347,7 @@ class RewardBatchSource:
         if self._score is not None:
             scored = scored._replace(old_logprobs=np.asarray(self._score(model, rows.batch)))
         lengths = answers.valid.sum(axis=1)
-        found = {
+        statistics = {
             "reward": rewards.mean(),
             "reward_std": rewards.std(),
             "length": lengths.mean(),
@@ -348,10 +356,10 @@ class RewardBatchSource:
             "rollout_seconds": seconds,
         }
         if len(self._rewards) > 1:
-            found |= {f"reward_{i}": value.mean() for i, value in enumerate(values)}
+            statistics |= {f"reward_{i}": value.mean() for i, value in enumerate(values)}
         if self._reported:
-            self._found, self._reported = [], False
-        self._found.append({name: float(value) for name, value in found.items()})
+            self._statistics, self._reported = [], False
+        self._statistics.append({name: float(value) for name, value in statistics.items()})
         return scored
 
     def _answer(
@@ -359,8 +367,8 @@ class RewardBatchSource:
     ) -> tuple[Completions, list[str], np.ndarray, float]:
         """Answers, their texts, the rewards from each function, and the seconds spent on sampling."""
         began = time.perf_counter()
-        found = self._sample(model, self._prompt_arrays(prompts, chosen))
-        answers = Completions(*(np.asarray(part) for part in found))
+        completions = self._sample(model, self._prompt_arrays(prompts, chosen))
+        answers = Completions(*(np.asarray(part) for part in completions))
         seconds = time.perf_counter() - began
         if np.isnan(answers.logprobs[answers.valid]).any():
             raise TrainingError("the model's logits are not finite while it answers; try a lower optimizer.learning_rate")
@@ -377,12 +385,12 @@ class RewardBatchSource:
     def _agreed(self, texts: list[str], columns: dict[str, list[Any]]) -> np.ndarray:
         """The rewards; with several processes those of process 0, since a function may be random."""
         if jax.process_count() == 1:
-            return judge(self._rewards, texts, columns)
+            return compute_rewards(self._rewards, texts, columns)
         values = np.full((len(self._rewards), len(texts)), np.nan)
         problem: TrainingError | None = None
         if jax.process_index() == 0:
             try:
-                values = judge(self._rewards, texts, columns)
+                values = compute_rewards(self._rewards, texts, columns)
             except TrainingError as error:
                 problem = error
         # As bits: JAX would round them to float32, and results would differ between one and several processes.
@@ -405,12 +413,12 @@ def make_sampler(
     config: LlamaConfig, mesh: Mesh, options: RolloutOptions, compute: Compute
 ) -> Callable[[Llama, RolloutPrompts], Completions]:
     """`roll_out` for a model sharded as in training, possibly with adapters or quantized weights."""
-    held, sharding = generation_sharding(config, mesh)
+    sampling_config, sharding = generation_sharding(config, mesh)
 
     def sample(model: Llama, prompts: RolloutPrompts) -> Completions:
         with sharding.context():
             fitted = sharding.prepare_params(model)
-        return roll_out(held, fitted, prompts, options, compute, sharding)
+        return roll_out(sampling_config, fitted, prompts, options, compute, sharding)
 
     return sample
 
@@ -443,17 +451,17 @@ def answer_rows(prompts: Sequence[Sequence[int]], answers: Completions, learned:
 
 def pack_arrays(scored: ScoredAnswers) -> str:
     """Arrays as JSON text, bit for bit."""
-    whole = b"".join(np.ascontiguousarray(part).tobytes() for part in jax.tree.leaves(scored))
-    return base64.b64encode(zlib.compress(whole, 1)).decode()
+    content = b"".join(np.ascontiguousarray(part).tobytes() for part in jax.tree.leaves(scored))
+    return base64.b64encode(zlib.compress(content, 1)).decode()
 
 
 def unpack_arrays(text: str, shapes: ScoredAnswers) -> ScoredAnswers:
     """Undoes `pack_arrays`."""
-    whole, at = zlib.decompress(base64.b64decode(text)), 0
+    content, offset = zlib.decompress(base64.b64decode(text)), 0
     leaves, form = jax.tree.flatten(shapes)
-    found = []
+    arrays = []
     for leaf in leaves:
         size = leaf.size * leaf.dtype.itemsize
-        found.append(np.frombuffer(whole[at : at + size], leaf.dtype).reshape(leaf.shape))
-        at += size
-    return jax.tree.unflatten(form, found)
+        arrays.append(np.frombuffer(content[offset : offset + size], leaf.dtype).reshape(leaf.shape))
+        offset += size
+    return jax.tree.unflatten(form, arrays)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data.data_files import FoundData
+from llama_jax.data.data_files import SourceFiles
 from llama_jax.errors import DataError, GenerationError, TokenizerError, TrainingError
 from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.model.params import Llama
@@ -191,7 +191,7 @@ class Task:
       mixture: the share of each source, as stored in the metadata of a checkpoint; None for a single source.
       load: reads what all processes must read together, such as the weights of a teacher, and returns the task with it; None
         if there is nothing. Called once all processes are known to have the same data.
-      shown: names from `BatchSource.report` that appear in the log; the others are only in metrics.jsonl.
+      logged_metrics: names from `BatchSource.report` that appear in the log; the others are only in metrics.jsonl.
     """
 
     recipe: Recipe
@@ -203,7 +203,7 @@ class Task:
     begin: Callable[[TaskContext], BatchSource]
     mixture: dict[str, str] | None = None
     load: Callable[[], Task] | None = None
-    shown: tuple[str, ...] = ()
+    logged_metrics: tuple[str, ...] = ()
     decoded: float = 0.0
 
 
@@ -215,8 +215,8 @@ class TaskInputs(NamedTuple):
       validation_sources: those for validation; empty if a share of the data is held out instead.
     """
 
-    sources: Sequence[FoundData]
-    validation_sources: Sequence[FoundData]
+    sources: Sequence[SourceFiles]
+    validation_sources: Sequence[SourceFiles]
     tokenizer: Tokenizer
     mesh: MeshSizes
     log: Log
@@ -234,7 +234,7 @@ class TaskInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TaskKind:
+class TaskType:
     """A kind of training, before its data is read.
 
     Attributes:

@@ -17,13 +17,13 @@ import numpy as np
 from llama_jax.data.batches import Batches
 from llama_jax.data.chat_tokens import open_labeled, open_preferences
 from llama_jax.data.documents import first_fields
-from llama_jax.data.load_corpus import Progress
+from llama_jax.data.load_corpus import MegabyteProgress
 from llama_jax.data.preference_batches import PairRows, Pairs, concatenate, mismatched_answers, split_pairs, without_pairs
 from llama_jax.errors import TrainingError
 from llama_jax.evaluation.measure import default_batch, token_nats
 from llama_jax.evaluation.perplexity import AnswerLogprobs, pair_logprobs
 from llama_jax.model.params import Llama
-from llama_jax.progress import progress_bar
+from llama_jax.runs.progress import progress_bar
 from llama_jax.runs.recipe import Recipe, data_warnings, fit_to_data
 from llama_jax.runs.tasks.interface import (
     EvalResult,
@@ -32,7 +32,7 @@ from llama_jax.runs.tasks.interface import (
     Task,
     TaskContext,
     TaskInputs,
-    TaskKind,
+    TaskType,
     compute_of,
     name_format_setting,
     name_size_setting,
@@ -54,29 +54,29 @@ from llama_jax.training.preference_loss import FREE, PreferenceOptions
 REFERENCE = "reference.npz"  # in the folder of a run that trains all parameters
 
 
-def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
+def open_preferences_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     """Preferences as a task.
 
     Raises:
       TrainingError: nothing to validate on, a token without a row in the model's embedding, or no chat format.
       DataError: invalid files.
     """
-    options = options_of(recipe)
+    options = preference_options(recipe)
 
     def read(paths: Sequence[Path]) -> Pairs:
-        pairs, counts = read_pairs(recipe, paths, inputs.tokenizer)
+        pairs, counts = open_pairs(recipe, paths, inputs.tokenizer)
         inputs.log.line(f"preferences: {counts}")
         with name_size_setting(inputs.tokenizer):
             pairs.check_rows(recipe.model.vocab_size, inputs.tokenizer)
         return pairs
 
     if inputs.validation_data:
-        whole, held = read(inputs.data), read(inputs.validation_data)
-        train = without_pairs(whole, held)
+        pairs, validation = read(inputs.data), read(inputs.validation_data)
+        train = without_pairs(pairs, validation)
     else:
-        train, held = split_pairs(read(inputs.data), recipe.validation, seed=recipe.seed)
-    digests = {"train": train.digest, "validation": held.digest}
-    longest = int(max(train.sizes.max(), held.sizes.max())) - 1
+        train, validation = split_pairs(read(inputs.data), recipe.validation, seed=recipe.seed)
+    digests = {"train": train.digest, "validation": validation.digest}
+    longest = int(max(train.sizes.max(), validation.sizes.max())) - 1
     recipe = fit_to_data(
         recipe, inputs.mesh, longest, lambda length: len(PairRows(train, recipe.batch, length, seed=recipe.seed).members)
     )
@@ -84,7 +84,7 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     what = "answers" if options.kind == "kto" else "pairs"
     epochs = recipe.steps * recipe.batch / len(rows.members)
     fact = (
-        f"data: {train.count:,} {what} in {len(rows.members):,} rows to train, {held.count:,} {what} to validate;"
+        f"data: {train.count:,} {what} in {len(rows.members):,} rows to train, {validation.count:,} {what} to validate;"
         f" {recipe.steps:,} steps of {recipe.batch} rows x 2 x {recipe.length} are"
         f" {epochs:.1f} epochs"
     )
@@ -94,20 +94,20 @@ def open_task(recipe: Recipe, inputs: TaskInputs) -> Task:
     read_again = 2 * needs_reference(options) * (recipe.lora is not None) + (options.kind == "kto")
     return Task(
         recipe=recipe,
-        objective=objective(recipe, rows.most),
+        objective=preference_objective(recipe, rows.most),
         digests=digests,
         facts=(fact, *data_warnings(epochs, len(rows.members), recipe.batch)),
         tokens=2 * recipe.batch * recipe.length,
         flops=trained + read_again * forward,
-        begin=partial(PreferenceBatchSource, recipe, train, held),
-        shown=("accuracy", "margin"),
+        begin=partial(PreferenceBatchSource, recipe, train, validation),
+        logged_metrics=("accuracy", "margin"),
     )
 
 
-KIND = TaskKind("preferences", open_task, divides_rows=False)
+PREFERENCES = TaskType("preferences", open_preferences_task, divides_rows=False)
 
 
-def options_of(recipe: Recipe) -> PreferenceOptions:
+def preference_options(recipe: Recipe) -> PreferenceOptions:
     """The preference settings of a recipe that has them."""
     assert recipe.preference is not None
     return recipe.preference
@@ -118,9 +118,9 @@ def needs_reference(options: PreferenceOptions) -> bool:
     return options.kind not in FREE
 
 
-def objective(recipe: Recipe, most: int) -> Objective:
+def preference_objective(recipe: Recipe, most: int) -> Objective:
     """The loss for rows of at most `most` pairs."""
-    options = options_of(recipe)
+    options = preference_options(recipe)
     kto, adapters = options.kind == "kto", recipe.lora is not None
     has_reference = needs_reference(options)
     rows = jax.ShapeDtypeStruct((recipe.batch, 2, recipe.length + 1), np.int32)
@@ -139,9 +139,9 @@ def objective(recipe: Recipe, most: int) -> Objective:
     )
 
 
-def read_pairs(recipe: Recipe, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[Pairs, Any]:
+def open_pairs(recipe: Recipe, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[Pairs, Any]:
     """The pairs in files, or for KTO their answers with mismatched ones; and counts of the examples."""
-    reading, length, kto = recipe.chats, recipe.length, options_of(recipe).kind == "kto"
+    reading, length, kto = recipe.chats, recipe.length, preference_options(recipe).kind == "kto"
     assert reading is not None
     fields = first_fields(paths)
     labeled = "label" in fields and "chosen" not in fields
@@ -165,56 +165,58 @@ def read_pairs(recipe: Recipe, paths: Sequence[Path], tokenizer: Tokenizer) -> t
 class PreferenceBatchSource:
     """Rows of pairs, epoch after epoch; see `interface.BatchSource`."""
 
-    def __init__(self, recipe: Recipe, train: Pairs, held: Pairs, context: TaskContext) -> None:
-        self._options, self._held = options_of(recipe), limit_tokens(held, recipe.evaluate_tokens)
+    def __init__(self, recipe: Recipe, train: Pairs, validation: Pairs, context: TaskContext) -> None:
+        self._options, self._validation = preference_options(recipe), limit_pairs(validation, recipe.evaluate_tokens)
         program = context.program
         self._program, self._length = program, recipe.length
         nats = partial(token_nats, program.config, compute=compute_of(recipe), sharding=program.eval_sharding)
         self._nats = program.jit(nats)
-        place = context.data_state or {"next_batch": 0}
+        position = context.data_state or {"next_batch": 0}
         cached: np.ndarray | None = None
         self._reference: dict[str, str] = {}
-        self._of_held: np.ndarray | None = None
+        self._validation_reference: np.ndarray | None = None
         if needs_reference(self._options):
             if context.base is not None:  # adapters disabled; each step computes those of its rows
-                self._of_held = self._measure(context.base, self._held).logprobs
+                self._validation_reference = self._measure(context.base, self._validation).logprobs
             else:
-                found, digest = self._cached(context, {"train": train, "validation": held})
-                cached, self._of_held = found["train"], found["validation"][: self._held.count]
+                logprobs, digest = self._cached(context, {"train": train, "validation": validation})
+                cached, self._validation_reference = logprobs["train"], logprobs["validation"][: self._validation.count]
                 self._reference = {"reference": digest}
         shard, shards = program.data_shard
         rows = PairRows(train, recipe.batch, recipe.length, seed=recipe.seed, host=shard, hosts=shards, reference=cached)
-        self._batches = Batches(rows, place["next_batch"])
+        self._batches = Batches(rows, position["next_batch"])
 
-    def _measure(self, model: Llama, pairs: Pairs, progress: Progress | None = None) -> AnswerLogprobs:
+    def _measure(self, model: Llama, pairs: Pairs, progress: MegabyteProgress | None = None) -> AnswerLogprobs:
         """Log-probabilities of N pairs of answers, float32[N, 2], and the answers' token counts."""
         config, fitted = self._program.config, self._program.prepare_params(model)
         batch = self._program.eval_sharding.batch_shards * default_batch()
-        found = pair_logprobs(config, fitted, pairs, length=self._length, batch=batch, measure=self._nats, progress=progress)
-        return replace(found, logprobs=found.logprobs.astype(np.float32))
+        answers = pair_logprobs(
+            config, fitted, pairs, length=self._length, batch=batch, measure=self._nats, progress=progress
+        )
+        return replace(answers, logprobs=answers.logprobs.astype(np.float32))
 
     def _cached(self, context: TaskContext, parts: dict[str, Pairs]) -> tuple[dict[str, np.ndarray], str]:
         """Log-probabilities of the initial model, and their digest: computed once, and stored in the folder."""
         path = context.folder / REFERENCE
         if context.data_state is None:
             params, bar = context.state.params, progress_bar("reference", "batches", quiet=context.log.quiet, delay=1.0)
-            made = {name: self._measure(params, pairs, bar).logprobs for name, pairs in parts.items()}
+            logprobs = {name: self._measure(params, pairs, bar).logprobs for name, pairs in parts.items()}
             if context.processes.index == 0:
-                with write_atomically(path, raises=TrainingError) as target, target.open("wb") as written:
-                    np.savez(written, train=made["train"], validation=made["validation"])
-            return made, arrays_digest(made)
+                with write_atomically(path, raises=TrainingError) as target, target.open("wb") as target_file:
+                    np.savez(target_file, train=logprobs["train"], validation=logprobs["validation"])
+            return logprobs, arrays_digest(logprobs)
         try:
             with path.open("rb") as file, np.load(file) as arrays:
-                found: dict[str, np.ndarray] = {name: arrays[name] for name in parts}
+                logprobs = {name: arrays[name] for name in parts}
         except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
             raise TrainingError(
                 f"{path}, the log-probabilities of the initial model, cannot be read ({error}); copy it from"
                 " the run's previous location, or start again in another --workdir"
             ) from None
-        digest = arrays_digest(found)
+        digest = arrays_digest(logprobs)
         if context.data_state.get("reference") != digest:
             raise TrainingError(f"{path} is not from this run: its values differ; copy it from the run's previous location")
-        return found, digest
+        return logprobs, digest
 
     @property
     def state(self) -> dict[str, Any]:
@@ -229,8 +231,10 @@ class PreferenceBatchSource:
     def evaluate(self, model: Llama) -> EvalResult:
         """The numbers of `means`, and the mean loss over pairs, or over answers for KTO."""
         numbers, count = (
-            compare(self._measure(model, self._held), self._of_held, self._held, self._options),
-            self._held.count,
+            preference_metrics(
+                self._measure(model, self._validation), self._validation_reference, self._validation, self._options
+            ),
+            self._validation.count,
         )
         accuracy = f", accuracy {numbers['accuracy']:.3f}" if "accuracy" in numbers else ""
         text = f"loss {numbers['loss']:.4f}{accuracy}, margin {numbers['margin']:.4f} ({count:,} held out)"
@@ -240,23 +244,23 @@ class PreferenceBatchSource:
         self._batches.close()
 
 
-def limit_tokens(held: Pairs, limit: int) -> Pairs:
+def limit_pairs(pairs: Pairs, limit: int) -> Pairs:
     """The first pairs with about `limit` tokens, unless that is 0."""
     if not limit:
-        return held
-    chosen = 1 + int(np.searchsorted(np.cumsum(2 * held.sizes), limit))
-    return held.select(np.arange(min(chosen, held.count)))
+        return pairs
+    chosen = 1 + int(np.searchsorted(np.cumsum(2 * pairs.sizes), limit))
+    return pairs.select(np.arange(min(chosen, pairs.count)))
 
 
-def arrays_digest(found: dict[str, np.ndarray]) -> str:
+def arrays_digest(arrays: dict[str, np.ndarray]) -> str:
     """SHA-256 of arrays by name."""
     digest = hashlib.sha256()
-    for name, array in sorted(found.items()):
+    for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())
     return digest.hexdigest()
 
 
-def compare(
+def preference_metrics(
     answers: AnswerLogprobs, reference: np.ndarray | None, pairs: Pairs, options: PreferenceOptions
 ) -> dict[str, float]:
     """The numbers of an evaluation, from the log-probabilities of N pairs under model and reference: float32[N, 2] each."""
@@ -270,10 +274,10 @@ def compare(
         assert reference is not None
         divergence = np.mean(answers.logprobs[:, 1] - reference[:, 1])
         rows = rows._replace(divergence=np.full(pairs.count, divergence))
-    given = AnswerSums(*(jnp.asarray(each[..., None], jnp.float32) for each in (answers.logprobs, answers.tokens)))
-    found = preferred(given, rows, options)
-    sums = {name: float(value) for name, value in sums_of(given, found, rows).items()}
-    return {"loss": float(found.losses.sum()) / pairs.count, **means(sums)}
+    answer_sums = AnswerSums(*(jnp.asarray(array[..., None], jnp.float32) for array in (answers.logprobs, answers.tokens)))
+    result = preferred(answer_sums, rows, options)
+    sums = {name: float(value) for name, value in sums_of(answer_sums, result, rows).items()}
+    return {"loss": float(result.losses.sum()) / pairs.count, **means(sums)}
 
 
 def means(sums: dict[str, float]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llama_jax.errors import shown
 from llama_jax.serving.http.errors import ApiError
 
-OPEN = ("/", "/health", "/ready")  # without a key: the page, which asks the user for the key, and probes
+OPEN_PATHS = ("/", "/health", "/ready")  # without a key: the page, which asks the user for the key, and probes
 CLIENT_LEFT = 499  # as in nginx
 BLANKS = " \t"  # white space of HTTP; plain str.strip would also remove latin-1 bytes that may end a key
 
@@ -61,7 +61,7 @@ class Guard:
         self._access = access
         self._key = None if access.api_key is None else access.api_key.encode()
         self._paths = frozenset(paths)
-        self._without_key = (*OPEN, "/metrics") if access.open_metrics else OPEN
+        self._without_key = (*OPEN_PATHS, "/metrics") if access.open_metrics else OPEN_PATHS
         self._answered = answered
         self._connections = connections
 
@@ -121,7 +121,7 @@ class Guard:
     def _check(self, scope: Scope, headers: Headers, origin: str | None) -> None:
         """Raise ApiError if the host, the origin or the number of connections is not allowed."""
         most = self._access.most_connections
-        if most and self._connections() > most and scope["path"] not in OPEN:
+        if most and self._connections() > most and scope["path"] not in OPEN_PATHS:
             raise ApiError(
                 429,
                 f"there are {most} connections, which is the limit; try again later",

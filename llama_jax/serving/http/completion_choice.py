@@ -63,8 +63,8 @@ class Choice:
         self._scored = scored
         self._held_back: deque[PlacedToken] = deque()
         self._tools = tools
-        named = tools.tokens if tools is not None else None
-        self._text = Text(tokenizer, stop, self._written.append, at_start=at_start, special_texts=named)
+        token_names = tools.tokens if tools is not None else None
+        self._text = Text(tokenizer, stop, self._written.append, at_start=at_start, special_texts=token_names)
         self._prompt_text = TextStream(tokenizer, at_start=True)
         self._prompt_length = 0
 
@@ -107,9 +107,9 @@ class Choice:
     def _ready(self) -> list[PlacedToken]:
         """The tokens whose text has been shown; tokens of held-back text wait with it, or are never shown."""
         end = self._echo_length + len(self._text.shown)
-        whole = not self._text.ended and end == self._echo_length + self._text.length
+        is_all_shown = not self._text.ended and end == self._echo_length + self._text.length
         ready = []
-        while self._held_back and (whole or self._held_back[0].offset < end):
+        while self._held_back and (is_all_shown or self._held_back[0].offset < end):
             ready.append(self._held_back.popleft())
         return ready
 

@@ -37,8 +37,8 @@ class Connection(HttpToolsProtocol):
     the parser would treat the bytes after such a head as the other protocol.
     """
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._unfed = b""  # received bytes that are parsed after the earlier requests have been answered
         self._unused = 0  # bytes received that belong to neither a finished head nor a body
         self._late: asyncio.TimerHandle | None = None

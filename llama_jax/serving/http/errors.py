@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
@@ -42,8 +42,10 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
-        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": _valid(self.message), "type": kind, "param": _valid(self.param), "code": self.code}}
+        error_type = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {
+            "error": {"message": _valid(self.message), "type": error_type, "param": _valid(self.param), "code": self.code}
+        }
 
 
 class DisconnectedError(ApiError):

@@ -25,26 +25,26 @@ class BodyReader:
     """
 
     def __init__(self, largest: int, most_bytes: int) -> None:
-        self.held = 0
+        self.reserved = 0
         self._largest = largest
         self._most_bytes = most_bytes
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytearray]:
         """The body, counted in the budget until the context manager exits; ApiError if it is too large or too slow."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip(" \t").lower()
-        if kind != "application/json":
-            raise ApiError(415, f"the content type {kind or 'that is missing'!r} is not JSON; send application/json")
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip(" \t").lower()
+        if content_type != "application/json":
+            raise ApiError(415, f"the content type {content_type or 'that is missing'!r} is not JSON; send application/json")
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._largest:
             raise self._too_large()
-        content, held = bytearray(), 0
+        content, reserved = bytearray(), 0
         try:
             try:
                 async with asyncio.timeout(BODY_SECONDS):
                     async for part in request.stream():
                         content += part
-                        held += self._take(max(len(content) - SMALL_BODY, 0) - held)
+                        reserved += self._take(max(len(content) - SMALL_BODY, 0) - reserved)
                         if len(content) > self._largest:
                             raise self._too_large()
             except TimeoutError:
@@ -54,18 +54,18 @@ class BodyReader:
                 raise DisconnectedError from None
             yield content
         finally:
-            self.held -= held
+            self.reserved -= reserved
 
-    def _take(self, more: int) -> int:
-        if self.held + more > self._most_bytes:
+    def _take(self, size: int) -> int:
+        if self.reserved + size > self._most_bytes:
             raise ApiError(
                 429,
-                f"other request bodies use {self.held} of {self._most_bytes} bytes; try again later",
+                f"other request bodies use {self.reserved} of {self._most_bytes} bytes; try again later",
                 code="bodies_full",
                 headers={"Retry-After": "2", "Connection": "close"},
             )
-        self.held += more
-        return more
+        self.reserved += size
+        return size
 
     def _too_large(self) -> ApiError:
         # The rest of the body is not read, so the connection cannot be reused.

@@ -15,10 +15,10 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from llama_jax.serving.engine import EngineStats
 
-PREFIX = "llama_jax:"
+METRIC_PREFIX = "llama_jax:"
 FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 BETWEEN_TOKENS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8, 1.6, 3.2)
-WHOLE = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4, 204.8, 409.6, 819.2)
+REQUEST_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4, 204.8, 409.6, 819.2)
 
 
 class Histogram:
@@ -33,12 +33,12 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
-    def family(self, name: str, about: str) -> Metric:
+    def family(self, name: str, description: str) -> Metric:
         total, buckets = 0, []
         for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
             total += count
             buckets.append((bound, total))
-        return HistogramMetricFamily(PREFIX + name, about, buckets=buckets, sum_value=self._sum)
+        return HistogramMetricFamily(METRIC_PREFIX + name, description, buckets=buckets, sum_value=self._sum)
 
 
 class ServerMetrics(Collector):
@@ -57,7 +57,7 @@ class ServerMetrics(Collector):
         self.compiling: Callable[[], int] = lambda: 0
         self.first_token = Histogram(FIRST_TOKEN)
         self.between_tokens = Histogram(BETWEEN_TOKENS)
-        self.whole = Histogram(WHOLE)
+        self.request_seconds = Histogram(REQUEST_SECONDS)
         self.requests: Counter[str] = Counter()
         self.answered: Counter[tuple[str, int]] = Counter()
         self._registry = CollectorRegistry()
@@ -85,8 +85,8 @@ class ServerMetrics(Collector):
             "prefix_cache_entries": (now.prefix_entries, "Chunks of prompts in the prefix cache."),
             "prefix_cache_bytes": (now.prefix_bytes, "Bytes of these chunks."),
         }
-        for name, (value, about) in gauges.items():
-            yield GaugeMetricFamily(PREFIX + name, about, value=value)
+        for name, (value, description) in gauges.items():
+            yield GaugeMetricFamily(METRIC_PREFIX + name, description, value=value)
         counts = {
             "prompt_tokens": (now.prompt_tokens, "Prompt tokens prefilled, including cached ones."),
             "generation_tokens": (now.generated_tokens, "Tokens generated."),
@@ -100,19 +100,19 @@ class ServerMetrics(Collector):
             "engine_iterations": (now.iterations, "Iterations of the engine."),
             "engine_iteration_seconds": (now.iteration_seconds, "Total seconds of these iterations."),
         }
-        for name, (value, about) in counts.items():
-            yield CounterMetricFamily(PREFIX + name, about, value=value)
+        for name, (value, description) in counts.items():
+            yield CounterMetricFamily(METRIC_PREFIX + name, description, value=value)
         finished = {(reason,): count for reason, count in now.finished.items()}
         yield _labelled("request_success", "Finished requests by finish reason.", ["finished_reason"], finished)
         requests = {(name,): count for name, count in self.requests.items()}
         yield _labelled("model_requests", "Requests by model.", ["model_name"], requests)
         yield self.first_token.family("time_to_first_token_seconds", "Time from the request to its first token.")
         yield self.between_tokens.family("inter_token_latency_seconds", "Time between tokens of a choice.")
-        yield self.whole.family("e2e_request_latency_seconds", "Time from the request to its end.")
+        yield self.request_seconds.family("e2e_request_latency_seconds", "Time from the request to its end.")
 
 
-def _labelled(name: str, about: str, labels: Sequence[str], counts: Mapping[Any, int]) -> Metric:
-    family = CounterMetricFamily(PREFIX + name, about, labels=labels)
+def _labelled(name: str, description: str, labels: Sequence[str], counts: Mapping[Any, int]) -> Metric:
+    family = CounterMetricFamily(METRIC_PREFIX + name, description, labels=labels)
     for values, count in sorted(counts.items()):
         family.add_metric([*map(str, values)], count)
     return family

@@ -108,26 +108,28 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
     """The schema of the body for each path that takes one."""
     text = f.text(longest=limits.longest_prompt)
     ids = f.array(f.integer(0, limits.vocab_size - 1), most=limits.context, fewest=1)
-    texts, lists = (f.array(each, most=limits.most_choices, fewest=1) for each in (text, ids))
+    texts, lists = (f.array(item_schema, most=limits.most_choices, fewest=1) for item_schema in (text, ids))
     completion: dict[str, Schema] = {
         "prompt": {"anyOf": [text, ids, texts, lists]},
         **_common_fields(limits, fewest=0),
-        "echo": f.boolean(about="Return the prompt before its continuation; with logprobs, also the prompt's logprobs."),
-        "logprobs": f.integer(0, MAX_ALTERNATIVES, about="Return log-probabilities, and this number of alternatives."),
-        "best_of": f.integer(1, limits.most_choices, about="Must equal n."),
+        "echo": f.boolean(
+            description="Return the prompt before its continuation; with logprobs, also the prompt's logprobs."
+        ),
+        "logprobs": f.integer(0, MAX_ALTERNATIVES, description="Return log-probabilities, and this number of alternatives."),
+        "best_of": f.integer(1, limits.most_choices, description="Must equal n."),
         "add_special_tokens": f.boolean(True, "Begin a text with the begin-of-sequence token, if the vocabulary has one."),
-        "parse_special": f.boolean(about=PARSE_SPECIAL),
+        "parse_special": f.boolean(description=PARSE_SPECIAL),
         "suffix": f.unsupported(""),
     }
     chat: dict[str, Schema] = {
-        "messages": f.array(_message(limits.longest_prompt), fewest=1, most=limits.context),
+        "messages": f.array(_message_schema(limits.longest_prompt), fewest=1, most=limits.context),
         **_common_fields(limits, fewest=1),
-        "max_completion_tokens": f.integer(1, limits.context, about="Alias of max_tokens."),
+        "max_completion_tokens": f.integer(1, limits.context, description="Alias of max_tokens."),
         "logprobs": f.boolean(),
         "top_logprobs": f.integer(0, MAX_ALTERNATIVES),
-        "tools": f.array(_tool(), most=MAX_TOOLS),
+        "tools": f.array(_tool_schema(), most=MAX_TOOLS),
         "tool_choice": {
-            "anyOf": [f.enum("none", "auto", "required"), _function(f.object_of({"name": _name()}, "name"))],
+            "anyOf": [f.enum("none", "auto", "required"), _function(f.object_of({"name": _name_schema()}, "name"))],
             "default": "auto",
             "description": "none: the tools are not shown to the model; auto: it may call some; required, or a function:"
             " it must call one.",
@@ -138,7 +140,7 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
             "description": "Variables of the model's chat template, such as enable_thinking.",
         },
         "add_generation_prompt": f.boolean(True, "Begin a new message; false needs continue_final_message."),
-        "continue_final_message": f.boolean(about="Continue the last message, which must be the assistant's."),
+        "continue_final_message": f.boolean(description="Continue the last message, which must be the assistant's."),
         "functions": f.unsupported([]),
         "function_call": f.unsupported("none", "auto"),
         "modalities": f.unsupported(["text"]),
@@ -152,7 +154,12 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
         "/v1/completions": f.object_of(completion, "prompt"),
         "/v1/chat/completions": f.object_of(chat, "messages"),
         "/tokenize": f.object_of(
-            {"model": model, "prompt": text, "add_special_tokens": special, "parse_special": f.boolean(about=PARSE_SPECIAL)},
+            {
+                "model": model,
+                "prompt": text,
+                "add_special_tokens": special,
+                "parse_special": f.boolean(description=PARSE_SPECIAL),
+            },
             "prompt",
         ),
         "/detokenize": f.object_of(
@@ -171,7 +178,7 @@ def _common_fields(limits: Limits, *, fewest: int) -> dict[str, Schema]:
         "include_obfuscation": f.unsupported(False),
     }
     return {
-        "model": f.text(longest=1000, about="The served model's name, or that of an adapter; by default the model's."),
+        "model": f.text(longest=1000, description="The served model's name, or that of an adapter; by default the model's."),
         "n": f.integer(1, limits.most_choices, 1),
         "max_tokens": f.integer(fewest, limits.context),
         "temperature": f.number(0, 100, 1.0, below),
@@ -179,15 +186,15 @@ def _common_fields(limits: Limits, *, fewest: int) -> dict[str, Schema]:
         "top_k": f.integer(-1, 2**31 - 1, 0, "0 and -1 keep all."),
         "min_p": f.number(0, 1, 0.0),
         "repetition_penalty": f.number(0.01, 100, 1.0),
-        "seed": f.integer(-(2**63), 2**63 - 1, about=seed),
+        "seed": f.integer(-(2**63), 2**63 - 1, description=seed),
         "stop": {"anyOf": [stop, f.array(stop, most=MAX_STOPS)]},
         "stop_token_ids": f.array(f.integer(0, limits.known_ids - 1), most=MAX_STOP_TOKENS),
-        "ignore_eos": f.boolean(about="Continue after tokens that end a text."),
+        "ignore_eos": f.boolean(description="Continue after tokens that end a text."),
         "min_tokens": f.integer(0, limits.context, 0, "Minimum tokens before a stop token may end a choice."),
         "stream": f.boolean(),
         "stream_options": f.object_of(stream_options),
         "response_format": _response_format(),
-        "user": f.text(longest=1000, about="End-user identifier; ignored."),
+        "user": f.text(longest=1000, description="End-user identifier; ignored."),
         "presence_penalty": f.unsupported(0),
         "frequency_penalty": f.unsupported(0),
         "logit_bias": f.unsupported({}),
@@ -199,7 +206,7 @@ def _response_format() -> Schema:
         "name": f.text(longest=1000),
         "description": f.text(longest=100_000),
         "schema": {"type": "object"},
-        "strict": f.boolean(about="No effect: the text always follows the schema."),
+        "strict": f.boolean(description="No effect: the text always follows the schema."),
     }
     fields: dict[str, dict[str, Schema]] = {
         "text": {},
@@ -207,29 +214,35 @@ def _response_format() -> Schema:
         "json_schema": {"json_schema": f.object_of(json_schema)},
         "regex": {"regex": f.text(longest=100_000, shortest=1)},
     }
-    return f.tagged("type", *(f.object_of({"type": f.enum(kind)} | more, "type", *more) for kind, more in fields.items()))
+    return f.tagged(
+        "type",
+        *(
+            f.object_of({"type": f.enum(format_type)} | fields_of_type, "type", *fields_of_type)
+            for format_type, fields_of_type in fields.items()
+        ),
+    )
 
 
-def _name() -> Schema:
+def _name_schema() -> Schema:
     return f.text(longest=MAX_NAME_LENGTH, shortest=1)
 
 
-def _function(function: Schema, **others: Schema) -> Schema:
-    return f.object_of({"type": f.enum("function"), "function": function} | others, "type", "function")
+def _function(function: Schema, **fields: Schema) -> Schema:
+    return f.object_of({"type": f.enum("function"), "function": function} | fields, "type", "function")
 
 
-def _tool() -> Schema:
+def _tool_schema() -> Schema:
     strict = "Calls follow a grammar, also if tool_choice does not require one."
     function = {
-        "name": _name(),
+        "name": _name_schema(),
         "description": f.text(longest=100_000),
         "parameters": {"type": "object"},
-        "strict": f.boolean(about=strict),
+        "strict": f.boolean(description=strict),
     }
     return _function(f.object_of(function, "name"))
 
 
-def _message(longest: int) -> Schema:
+def _message_schema(longest: int) -> Schema:
     """The schema of a chat message.
 
     Args:
@@ -245,8 +258,8 @@ def _message(longest: int) -> Schema:
     empty = {field: f.enum([]) for field in ("refusal", "audio", "annotations", "function_call", "tool_calls")}
     empty |= {"tool_call_id": f.NULL, "reasoning_content": f.NULL, "reasoning": f.NULL}
 
-    def of_role(*roles: str, **more: Schema) -> Schema:
-        fields = {"role": f.enum(*roles), "content": content, "name": name} | empty | more
+    def of_role(*roles: str, **extra_fields: Schema) -> Schema:
+        fields = {"role": f.enum(*roles), "content": content, "name": name} | empty | extra_fields
         return f.object_of(fields, "role", *(() if roles in (("assistant",), ("tool",)) else ("content",)))
 
     return f.tagged(
@@ -300,14 +313,14 @@ def read_chat(schema: Schema, body: Any, limits: Limits) -> ChatRequest:
             "exactly one of add_generation_prompt and continue_final_message must be true; omit the other",
             "add_generation_prompt",
         )
-    messages = tuple(_message_for_templates(f"messages[{i}]", each) for i, each in enumerate(fields["messages"]))
+    messages = tuple(_message_for_templates(f"messages[{i}]", message) for i, message in enumerate(fields["messages"]))
     length = sum(map(text_length, messages))
     if length > limits.longest_prompt:
         message = f"messages have {length} characters, more than the limit of {limits.longest_prompt}"
         raise refused(message, "messages", "context_length_exceeded")
     in_templates = ("name", "description", "parameters")
     functions = [
-        {name: each["function"][name] for name in in_templates if each["function"][name] is not None} for each in tools
+        {name: tool["function"][name] for name in in_templates if tool["function"][name] is not None} for tool in tools
     ]
     return ChatRequest(
         **_common(

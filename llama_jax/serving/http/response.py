@@ -51,7 +51,7 @@ class ResponseFormat(ABC):
 
     Attributes:
       opening, closing: JSON before and after the text of a chunk.
-      others: fields of log-probabilities that are not lists.
+      closing_fields: fields of log-probabilities that are not lists.
 
     Args:
       model: name of the model in the response.
@@ -62,7 +62,7 @@ class ResponseFormat(ABC):
     chunk_object: str
     opening: str
     closing: str
-    others = ""
+    closing_fields = ""
 
     def __init__(self, request: ApiRequest, model: str, names: TokenNames) -> None:
         self._fixed = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -72,11 +72,11 @@ class ResponseFormat(ABC):
         self._end = "}\n\n" if request.usage is None else ',"usage":null}\n\n'
         self._tail = self.closing + ',"logprobs":null,"finish_reason":null}]' + self._end
 
-    def begin(self, index: int) -> bytes:
+    def opening_event(self, index: int) -> bytes:
         """The events before the first chunk of a choice."""
         return b""
 
-    def chunk(self, index: int, delta: Delta, finish: str | None, usage: dict[str, Any] | None) -> bytes:
+    def delta_event(self, index: int, delta: Delta, finish: str | None, usage: dict[str, Any] | None) -> bytes:
         """The new part of a choice, as an event."""
         head = f"{self._head}{index}{self.opening}{quoted(delta.text)}"
         if delta.calls:
@@ -87,11 +87,11 @@ class ResponseFormat(ABC):
         end = self._end if usage is None else f',"usage":{json.dumps(usage)}}}\n\n'
         return f'{head}{self.closing},"logprobs":{logprobs},"finish_reason":{json.dumps(finish)}}}]{end}'.encode()
 
-    def last(self, usage: dict[str, Any]) -> bytes:
+    def usage_event(self, usage: dict[str, Any]) -> bytes:
         """The total usage, as an event without choices."""
         return event(self._fixed | {"object": self.chunk_object, "choices": [], "usage": usage})
 
-    def whole(
+    def response_parts(
         self, choices: Sequence[WholeChoice], finishes: Sequence[str | None], usage: dict[str, Any]
     ) -> Iterator[bytes]:
         """The whole response, in one part per choice."""
@@ -107,7 +107,7 @@ class ResponseFormat(ABC):
     def _logprobs_object(self, lists: Mapping[str, str]) -> str:
         if not self._scored:
             return "null"
-        return "{" + ",".join([f'"{name}":[{elements}]' for name, elements in lists.items()]) + self.others + "}"
+        return "{" + ",".join([f'"{name}":[{elements}]' for name, elements in lists.items()]) + self.closing_fields + "}"
 
     @abstractmethod
     def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, str]:
@@ -131,14 +131,16 @@ class CompletionFormat(ResponseFormat):
         def top(token: ScoredToken) -> str:
             if token.logprob is None:
                 return "null"
-            logprobs = {names(i)[0]: _number(logprob) for i, logprob in ((token.id, token.logprob), *token.alternatives)}
+            logprobs = {
+                names(i)[0]: _format_number(logprob) for i, logprob in ((token.id, token.logprob), *token.alternatives)
+            }
             return "{" + ",".join([f"{name}:{logprob}" for name, logprob in logprobs.items()]) + "}"
 
         return {
-            "tokens": ",".join([names(each.token.id)[0] for each in scored]),
-            "token_logprobs": ",".join([_number(each.token.logprob) for each in scored]),
-            "top_logprobs": ",".join([top(each.token) for each in scored]),
-            "text_offset": ",".join([str(each.offset) for each in scored]),
+            "tokens": ",".join([names(placed.token.id)[0] for placed in scored]),
+            "token_logprobs": ",".join([_format_number(placed.token.logprob) for placed in scored]),
+            "top_logprobs": ",".join([top(placed.token) for placed in scored]),
+            "text_offset": ",".join([str(placed.offset) for placed in scored]),
         }
 
     def content(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
@@ -151,21 +153,21 @@ class ChatFormat(ResponseFormat):
     id_prefix = "chatcmpl"
     object, chunk_object = "chat.completion", "chat.completion.chunk"
     opening, closing = ',"delta":{"content":', "}"
-    others = ',"refusal":null'
+    closing_fields = ',"refusal":null'
 
-    def begin(self, index: int) -> bytes:
+    def opening_event(self, index: int) -> bytes:
         delta = '{"role":"assistant","content":""}'
         return f'{self._head}{index},"delta":{delta},"logprobs":null,"finish_reason":null}}]{self._end}'.encode()
 
     def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, str]:
         def fields(token: int, logprob: float | None) -> str:
             name, content = self._names(token)
-            return f'"token":{name},"logprob":{_number(logprob)},"bytes":{content}'
+            return f'"token":{name},"logprob":{_format_number(logprob)},"bytes":{content}'
 
         def top(token: ScoredToken) -> str:
-            return ",".join([f"{{{fields(*one)}}}" for one in token.alternatives])
+            return ",".join([f"{{{fields(*alternative)}}}" for alternative in token.alternatives])
 
-        tokens = [each.token for each in scored]
+        tokens = [placed.token for placed in scored]
         content = [f'{{{fields(token.id, token.logprob)},"top_logprobs":[{top(token)}]}}' for token in tokens]
         return {"content": ",".join(content)}
 
@@ -176,7 +178,7 @@ class ChatFormat(ResponseFormat):
         return {"message": message}
 
 
-def _number(logprob: float | None) -> str:
+def _format_number(logprob: float | None) -> str:
     """The log-probability as JSON: values below -9999, such as minus infinity, become -9999, as in OpenAI's API."""
     return "null" if logprob is None else repr(logprob if logprob > -9999.0 else -9999.0)
 
@@ -335,7 +337,7 @@ class GeneratedResponse:
         try:
             with suppress(DisconnectedError):
                 await unless_disconnected(self._stream(send) if self.body.stream else self._whole(send), receive)
-                self.metrics.whole.observe(time.monotonic() - self.arrived)
+                self.metrics.request_seconds.observe(time.monotonic() - self.arrived)
         finally:
             self.updates.close()
 
@@ -364,7 +366,7 @@ class GeneratedResponse:
         while self._open:
             await self._next(write)
         bodies = []
-        for body in self.format.whole(choices, [choice.finish for choice in self.choices], self._usage()):
+        for body in self.format.response_parts(choices, [choice.finish for choice in self.choices], self._usage()):
             bodies.append(body)
             await asyncio.sleep(0)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(sum(map(len, bodies))).encode())]
@@ -386,15 +388,15 @@ class GeneratedResponse:
                 return  # nothing can be shown yet
             if index not in begun:
                 begun.add(index)
-                events.append(self.format.begin(index))
-            events.append(self.format.chunk(index, delta, finish, self._usage() if usage == "each" else None))
+                events.append(self.format.opening_event(index))
+            events.append(self.format.delta_event(index, delta, finish, self._usage() if usage == "each" else None))
 
         try:
             while self._open:
                 events.clear()
                 await self._next(write)
                 if not self._open:
-                    events += [self.format.last(self._usage())] * (usage is not None) + [DONE]
+                    events += [self.format.usage_event(self._usage())] * (usage is not None) + [DONE]
                 if events:
                     if not started:
                         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
@@ -439,7 +441,7 @@ class GeneratedResponse:
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": sum(each.cached for each in self.choices[:: self.body.n])},
+            "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in self.choices[:: self.body.n])},
         }
 
 

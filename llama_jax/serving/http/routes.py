@@ -40,7 +40,7 @@ def make_app(service: Service, connections: Callable[[], int] = lambda: 0) -> St
     """
     routes = Routes(service)
     table: dict[str, tuple[str, Handler]] = {
-        "/": ("GET", page),
+        "/": ("GET", chat_page),
         "/v1/completions": ("POST", routes.completions),
         "/v1/chat/completions": ("POST", routes.chat),
         "/v1/models": ("GET", routes.models),
@@ -146,7 +146,7 @@ class Routes:
         return JSONResponse(openapi_description(self._service))
 
 
-async def page(request: Request, status: int = 200) -> Response:
+async def chat_page(request: Request, status: int = 200) -> Response:
     """The chat page, which polls `/ready` until the server is ready."""
     # It shows model output, so it may load and run only its own content.
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
@@ -205,8 +205,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=error.headers).response()
 
 
-TEXT: Schema = {"type": "string"}
-COUNT: Schema = {"type": "integer", "minimum": 0}
+TEXT_SCHEMA: Schema = {"type": "string"}
+COUNT_SCHEMA: Schema = {"type": "integer", "minimum": 0}
 
 
 def openapi_description(service: Service) -> Schema:
@@ -236,29 +236,29 @@ def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _response(about: str, schema: Schema | None = None, kind: str = "application/json") -> Schema:
-    return {"description": about, "content": {kind: {"schema": schema or TEXT}}}
+def _response(summary: str, schema: Schema | None = None, media_type: str = "application/json") -> Schema:
+    return {"description": summary, "content": {media_type: {"schema": schema or TEXT_SCHEMA}}}
 
 
 def _errors(*statuses: int) -> Schema:
     return {str(status): _response("An error.", _ref("Error")) for status in statuses}
 
 
-def _get(about: str, schema: str | None, *, probe: bool = False) -> Schema:
-    response = _response(about, _ref(schema)) if schema else _response(about, TEXT, "text/plain")
+def _get(summary: str, schema: str | None, *, probe: bool = False) -> Schema:
+    response = _response(summary, _ref(schema)) if schema else _response(summary, TEXT_SCHEMA, "text/plain")
     errors = _errors(403, 503) if probe else _errors(401, 403, 429)
-    return {"get": {"summary": about, "responses": {"200": response} | errors}}
+    return {"get": {"summary": summary, "responses": {"200": response} | errors}}
 
 
 def _get_model() -> Schema:
     described = _get("A served model; 404 if it is not served.", "Model")
     described["get"]["responses"] |= _errors(404)
-    described["get"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": TEXT}]
+    described["get"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": TEXT_SCHEMA}]
     return described
 
 
-def _post(about: str, request: Schema, schema: str, more: str = "", *, stream: bool = False) -> Schema:
-    response = _response(about, _ref(schema))
+def _post(summary: str, request: Schema, schema: str, details: str = "", *, stream: bool = False) -> Schema:
+    response = _response(summary, _ref(schema))
     if stream:
         # OpenAPI 3.1 does not say whether a schema is that of the text or of an event.
         response["content"]["text/event-stream"] = {"schema": {"description": "Events with chunks."}}
@@ -266,8 +266,8 @@ def _post(about: str, request: Schema, schema: str, more: str = "", *, stream: b
     body = {"required": True, "content": {"application/json": {"schema": f.described(request)}}}
     return {
         "post": {
-            "summary": about,
-            "description": more or about,
+            "summary": summary,
+            "description": details or summary,
             "requestBody": body,
             "responses": {"200": response} | errors,
         }
@@ -282,49 +282,56 @@ def _list(schema: Schema) -> Schema:
     return {"type": "array", "items": schema}
 
 
-def _answer(kind: str, choice: Schema) -> Schema:
-    choices = _list(_object(index=COUNT, **choice, finish_reason={"enum": ["stop", "length", "tool_calls"]}))
+def _answer_schema(object_type: str, choice: Schema) -> Schema:
+    choices = _list(_object(index=COUNT_SCHEMA, **choice, finish_reason={"enum": ["stop", "length", "tool_calls"]}))
     return _object(
-        id=TEXT, object={"const": kind}, created={"type": "integer"}, model=TEXT, choices=choices, usage=_ref("Usage")
+        id=TEXT_SCHEMA,
+        object={"const": object_type},
+        created={"type": "integer"},
+        model=TEXT_SCHEMA,
+        choices=choices,
+        usage=_ref("Usage"),
     )
 
 
 def _schemas() -> Schema:
     logprob = {"type": "number", "maximum": 1e-3}  # because of float32 rounding
-    token = {"token": TEXT, "logprob": logprob, "bytes": _list({"type": "integer", "minimum": 0, "maximum": 255})}
+    token = {"token": TEXT_SCHEMA, "logprob": logprob, "bytes": _list({"type": "integer", "minimum": 0, "maximum": 255})}
     of_tokens = {"type": "object", "additionalProperties": logprob}
-    message = _object(role={"const": "assistant"}, content=f.or_null(TEXT), refusal={"type": "null"})
-    function = _object(name=TEXT, arguments=TEXT)
-    message["properties"]["tool_calls"] = _list(_object(id=TEXT, type={"const": "function"}, function=function))
+    message = _object(role={"const": "assistant"}, content=f.or_null(TEXT_SCHEMA), refusal={"type": "null"})
+    function = _object(name=TEXT_SCHEMA, arguments=TEXT_SCHEMA)
+    message["properties"]["tool_calls"] = _list(_object(id=TEXT_SCHEMA, type={"const": "function"}, function=function))
     of_completion = _object(
-        tokens=_list(TEXT),
+        tokens=_list(TEXT_SCHEMA),
         token_logprobs=_list(f.or_null(logprob)),
         top_logprobs=_list(f.or_null(of_tokens)),
-        text_offset=_list(COUNT),
+        text_offset=_list(COUNT_SCHEMA),
     )
     of_chat = _object(content=_list(_object(**token, top_logprobs=_list(_object(**token)))), refusal={"type": "null"})
     return {
-        "Error": _object(error=_object(message=TEXT, type=TEXT, param=f.or_null(TEXT), code=f.or_null(TEXT))),
-        "Completion": _answer("text_completion", {"text": TEXT, "logprobs": f.or_null(of_completion)}),
-        "Chat": _answer("chat.completion", {"message": message, "logprobs": f.or_null(of_chat)}),
+        "Error": _object(
+            error=_object(message=TEXT_SCHEMA, type=TEXT_SCHEMA, param=f.or_null(TEXT_SCHEMA), code=f.or_null(TEXT_SCHEMA))
+        ),
+        "Completion": _answer_schema("text_completion", {"text": TEXT_SCHEMA, "logprobs": f.or_null(of_completion)}),
+        "Chat": _answer_schema("chat.completion", {"message": message, "logprobs": f.or_null(of_chat)}),
         "Usage": _object(
-            prompt_tokens=COUNT,
-            completion_tokens=COUNT,
-            total_tokens=COUNT,
-            prompt_tokens_details=_object(cached_tokens=COUNT),
+            prompt_tokens=COUNT_SCHEMA,
+            completion_tokens=COUNT_SCHEMA,
+            total_tokens=COUNT_SCHEMA,
+            prompt_tokens_details=_object(cached_tokens=COUNT_SCHEMA),
         ),
         "Models": _object(object={"const": "list"}, data=_list(_ref("Model"))),
         "Model": _object(
-            id=TEXT,
+            id=TEXT_SCHEMA,
             object={"const": "model"},
-            created=COUNT,
-            owned_by=TEXT,
-            max_model_len=COUNT,
+            created=COUNT_SCHEMA,
+            owned_by=TEXT_SCHEMA,
+            max_model_len=COUNT_SCHEMA,
             chat={"type": "boolean"},
-            memory={"type": "object", "additionalProperties": COUNT},
-            parent=f.or_null(TEXT),
+            memory={"type": "object", "additionalProperties": COUNT_SCHEMA},
+            parent=f.or_null(TEXT_SCHEMA),
         ),
-        "Tokens": _object(count=COUNT, max_model_len=COUNT, tokens=_list(COUNT)),
-        "Text": _object(prompt=TEXT),
+        "Tokens": _object(count=COUNT_SCHEMA, max_model_len=COUNT_SCHEMA, tokens=_list(COUNT_SCHEMA)),
+        "Text": _object(prompt=TEXT_SCHEMA),
         "Status": _object(status={"const": "ok"}),
     }

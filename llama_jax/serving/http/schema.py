@@ -21,30 +21,30 @@ JSON_TYPES |= {"string": (str,), "array": (list,), "object": (dict,)}
 NULL: Schema = {"type": "null"}
 
 
-def integer(minimum: int, maximum: int, default: int | None = None, about: str = "") -> Schema:
-    return _annotated({"type": "integer", "minimum": minimum, "maximum": maximum}, default, about)
+def integer(minimum: int, maximum: int, default: int | None = None, description: str = "") -> Schema:
+    return _annotated({"type": "integer", "minimum": minimum, "maximum": maximum}, default, description)
 
 
-def number(minimum: float, maximum: float, default: float, about: str = "") -> Schema:
-    return _annotated({"type": "number", "minimum": minimum, "maximum": maximum}, default, about)
+def number(minimum: float, maximum: float, default: float, description: str = "") -> Schema:
+    return _annotated({"type": "number", "minimum": minimum, "maximum": maximum}, default, description)
 
 
-def boolean(default: bool = False, about: str = "") -> Schema:
-    return _annotated({"type": "boolean"}, default, about)
+def boolean(default: bool = False, description: str = "") -> Schema:
+    return _annotated({"type": "boolean"}, default, description)
 
 
-def text(*, longest: int, shortest: int = 0, about: str = "") -> Schema:
-    return _annotated({"type": "string", "minLength": shortest, "maxLength": longest}, None, about)
+def text(*, longest: int, shortest: int = 0, description: str = "") -> Schema:
+    return _annotated({"type": "string", "minLength": shortest, "maxLength": longest}, None, description)
 
 
-def enum(*values: Any, about: str = "") -> Schema:
+def enum(*values: Any, description: str = "") -> Schema:
     """One of a few values, compared by type too: true is not 1."""
-    return _annotated({"enum": list(values)}, None, about)
+    return _annotated({"enum": list(values)}, None, description)
 
 
 def unsupported(*values: Any) -> Schema:
     """An unsupported field of OpenAI's API: only values without an effect are accepted."""
-    return enum(*values, about="Not supported: only values without an effect are accepted.")
+    return enum(*values, description="Not supported: only values without an effect are accepted.")
 
 
 def array(items: Schema, *, most: int, fewest: int = 0) -> Schema:
@@ -62,10 +62,10 @@ def tagged(tag: str, *alternatives: Schema) -> Schema:
     return {"oneOf": list(alternatives), "discriminator": {"propertyName": tag}}
 
 
-def _annotated(schema: Schema, default: Any, about: str) -> Schema:
+def _annotated(schema: Schema, default: Any, description: str) -> Schema:
     if default is not None:
         schema["default"] = default
-    return schema | {"description": about} if about else schema
+    return schema | {"description": description} if description else schema
 
 
 def described(schema: Schema) -> Schema:
@@ -100,31 +100,35 @@ def read(schema: Schema, value: Any, name: str = "") -> Any:
         schema = _tagged_alternative(schema, value, name)
     if "enum" in schema:
         return _read_enum(schema["enum"], value, name)
-    kind = schema["type"]
-    if kind == "null":
+    json_type = schema["type"]
+    if json_type == "null":
         raise refused(f"{name} is not supported here; omit it", name, "unsupported")
-    wrong_type = not isinstance(value, JSON_TYPES[kind]) or (kind != "boolean" and isinstance(value, bool))
-    if kind in ("integer", "number"):
+    wrong_type = not isinstance(value, JSON_TYPES[json_type]) or (json_type != "boolean" and isinstance(value, bool))
+    if json_type in ("integer", "number"):
         low, high = schema["minimum"], schema["maximum"]
-        if kind == "integer" and isinstance(value, float) and value.is_integer():
+        if json_type == "integer" and isinstance(value, float) and value.is_integer():
             value = int(value)
-        if wrong_type or not low <= value <= high or (kind == "integer" and not isinstance(value, int)):
-            raise refused(f"{name}={shown(value, 40)} must be {_type_name(schema)} from {low} to {high}", name)
+        is_valid = not wrong_type and low <= value <= high and (json_type == "number" or isinstance(value, int))
+        _require(is_valid, name, value, f"{_type_name(schema)} from {low} to {high}")
         assert math.isfinite(value)
-        return value if kind == "integer" else float(value)
-    if wrong_type:
-        raise refused(f"{name or 'the body'} is {shown(value, 40)}; it must be {_type_name(schema)}", name or None)
-    if kind == "string":
+        return value if json_type == "integer" else float(value)
+    _require(not wrong_type, name, value, _type_name(schema))
+    if json_type == "string":
         return _read_text(schema, value, name)
-    if kind == "array":
+    if json_type == "array":
         return _read_array(schema, value, name)
-    return _read_object(schema, value, name) if kind == "object" else value
+    return _read_object(schema, value, name) if json_type == "object" else value
+
+
+def _require(is_valid: bool, name: str, value: Any, requirement: str, code: str | None = None) -> None:
+    """Raise ApiError (400) for a value that is not as required."""
+    if not is_valid:
+        raise refused(f"{name or 'the body'}={shown(value, 40)} must be {requirement}", name or None, code)
 
 
 def _read_enum(values: Sequence[Any], value: Any, name: str) -> Any:
-    if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values):
-        needed = " or ".join(map(_as_json, values))
-        raise refused(f"{name}={shown(value, 40)} is not supported here; it must be {needed}", name, "unsupported")
+    is_valid = any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in values)
+    _require(is_valid, name, value, " or ".join(map(_to_json, values)), "unsupported")
     return value
 
 
@@ -190,21 +194,20 @@ def _alternative(alternatives: Sequence[Schema], value: Any, name: str) -> Schem
 
 def _tagged_alternative(schema: Schema, value: Any, name: str) -> Schema:
     tag = schema["discriminator"]["propertyName"]
-    if not isinstance(value, dict):
-        raise refused(f"{name}={shown(value, 40)} must be an object with the field {tag}", name)
-    tags = [each["properties"][tag]["enum"] for each in schema["oneOf"]]
-    kind = _read_enum([*chain(*tags)], value.get(tag), f"{name}.{tag}")
-    return next(each for each, values in zip(schema["oneOf"], tags, strict=True) if kind in values)
+    _require(isinstance(value, dict), name, value, f"an object with the field {tag}")
+    tags = [alternative["properties"][tag]["enum"] for alternative in schema["oneOf"]]
+    tag_value = _read_enum([*chain(*tags)], value.get(tag), f"{name}.{tag}")
+    return next(alternative for alternative, values in zip(schema["oneOf"], tags, strict=True) if tag_value in values)
 
 
 def _type_name(schema: Schema) -> str:
     if "enum" in schema:
-        return " or ".join(map(_as_json, schema["enum"]))
+        return " or ".join(map(_to_json, schema["enum"]))
     if schema.get("type") == "array":
         return f"a list, each entry {_type_name(schema['items'])}"
     names = {"integer": "an integer", "object": "a JSON object", "string": "a text", "boolean": "true or false"}
     return names.get(schema.get("type", "object"), "a number")
 
 
-def _as_json(value: Any) -> str:
+def _to_json(value: Any) -> str:
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value).replace("'", '"')

@@ -30,7 +30,7 @@ from llama_jax.serving.http.auth import Access
 from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.metrics import ServerMetrics
-from llama_jax.serving.http.routes import Handler, guarded, make_app, page, probes
+from llama_jax.serving.http.routes import Handler, chat_page, guarded, make_app, probes
 from llama_jax.serving.http.service import Served, ServerOptions, Service
 from llama_jax.serving.thread_pool import DaemonThreadPool
 
@@ -42,9 +42,9 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; UserError if that fails. Opened before loading the model, which may take minutes."""
     with contextlib.ExitStack() as stack:
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            family, kind, protocol, _, address = found[0]
-            listening = stack.enter_context(socket.socket(family, kind, protocol))
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, socket_type, protocol, _, address = addresses[0]
+            listening = stack.enter_context(socket.socket(family, socket_type, protocol))
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
         except (OSError, OverflowError) as error:
@@ -143,7 +143,7 @@ async def _serve(
     service = Service(*starting.result(), options, metrics)
     stop: asyncio.Future[None] = loop.create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, partial(_stop, number, stop))
+        loop.add_signal_handler(number, partial(_set_stop, number, stop))
     service.start_engine()
     app = make_app(service, connections)
     ready()
@@ -160,7 +160,7 @@ async def _serve(
     return None  # the engine is in a long step; do not wait for it
 
 
-def _stop(number: int, stop: asyncio.Future[None]) -> None:
+def _set_stop(number: int, stop: asyncio.Future[None]) -> None:
     """Start an orderly shutdown on the first signal; end the process immediately on the second."""
     if stop.done():
         os._exit(128 + number)
@@ -251,7 +251,7 @@ def make_starting_app(
         return ApiError(503, message, code="starting", headers=headers).response()
 
     table: dict[str, tuple[str, Handler]] = {
-        "/": ("GET", partial(page, status=503)),
+        "/": ("GET", partial(chat_page, status=503)),
         **probes(metrics, lambda: None, lambda: f"the server is {startup}"),
     }
     return guarded(table, access, metrics, connections, {HTTPException: other})

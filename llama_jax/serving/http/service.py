@@ -30,7 +30,7 @@ from llama_jax.serving.http.request_schema import (
 )
 from llama_jax.serving.http.response import ChatFormat, CompletionFormat, EngineBridge, GeneratedResponse, ResponseFormat
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
-from llama_jax.serving.thread_pool import LOW, DaemonThreadPool
+from llama_jax.serving.thread_pool import LOW_NICENESS, DaemonThreadPool
 from llama_jax.serving.tool_calls import ToolText, call_tokens
 from llama_jax.serving.tool_grammar import grammar_of_calls
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
@@ -154,9 +154,11 @@ class Service:
         same = set(self._ends) == set(self._chat_ends)
         self._chat_grammars = self._grammars if same else Grammars(served.tokenizer, engine.vocab_size, self._chat_ends)
         self._call_tokens = call_tokens(served.tokenizer)
-        self._texts = DaemonThreadPool("texts", threads_beside_engine(TEXT_THREADS), niceness=LOW)
-        self._long_texts = DaemonThreadPool("long texts", threads_beside_engine(LONG_THREADS), LONG_WAITING, LOW)
-        self._compiling = DaemonThreadPool("grammars", threads_beside_engine(GRAMMAR_THREADS), GRAMMARS_WAITING, LOW)
+        self._texts = DaemonThreadPool("texts", threads_beside_engine(TEXT_THREADS), niceness=LOW_NICENESS)
+        self._long_texts = DaemonThreadPool("long texts", threads_beside_engine(LONG_THREADS), LONG_WAITING, LOW_NICENESS)
+        self._compiling = DaemonThreadPool(
+            "grammars", threads_beside_engine(GRAMMAR_THREADS), GRAMMARS_WAITING, LOW_NICENESS
+        )
 
     @property
     def compiling(self) -> int:
@@ -249,12 +251,14 @@ class Service:
         settings: dict[str, Any] = {"bos": bos, "eos": False, "special": body.parse_special}
         encode = partial(self._encode, partial(self.served.tokenizer.encode, **settings))
         prompts = [
-            await self._convert(partial(encode, each), "prompt", self._pool(len(each))) if isinstance(each, str) else each
-            for each in body.prompts
+            await self._convert(partial(encode, prompt), "prompt", self._pool(len(prompt)))
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in body.prompts
         ]
         echo = None
         if body.echo:
-            echo = [each if isinstance(each, str) else await self.decode(each, "prompt") for each in body.prompts]
+            echo = [prompt if isinstance(prompt, str) else await self.decode(prompt, "prompt") for prompt in body.prompts]
         scores = body.echo and (body.alternatives is not None or body.max_tokens == 0)
         constraint = await self._constraint(body.format, self._grammars)
         settings = {"echo": echo, "scores": scores, "default_tokens": DEFAULT_COMPLETION}
@@ -381,8 +385,8 @@ class Service:
         if self.options.seconds:
             updates.end_after(arrived + self.options.seconds - time.monotonic())
         self.metrics.requests[name] += len(requests)
-        written = format(body, name, self.names)
-        return GeneratedResponse(body, written, prompts, choices, constraints, updates, self.metrics, arrived)
+        response_format = format(body, name, self.names)
+        return GeneratedResponse(body, response_format, prompts, choices, constraints, updates, self.metrics, arrived)
 
     def _tool_text(self, body: ApiRequest, dialect: Dialect, constrained: bool) -> ToolText:
         functions = [tool["function"] for tool in body.tools] if isinstance(body, ChatRequest) else []
@@ -398,9 +402,9 @@ class Service:
         if length == 0:
             raise refused("the prompt has no tokens; send some text", "prompt")
         if room < (1 if body.max_tokens is None else body.max_tokens):
-            more = "" if body.max_tokens is None else f" and max_tokens={body.max_tokens}"
+            max_tokens_text = "" if body.max_tokens is None else f" and max_tokens={body.max_tokens}"
             raise refused(
-                f"a prompt of {length} tokens{more} exceed the context of {length + room}; shorten the prompt, or"
+                f"a prompt of {length} tokens{max_tokens_text} exceed the context of {length + room}; shorten the prompt, or"
                 f" generate at most {max(room, 0)}",
                 "max_tokens" if room > 0 else "prompt",
                 "context_length_exceeded",

@@ -48,7 +48,7 @@ class Flag:
     training: bool = True
 
 
-FLAGS: Mapping[str, tuple[Flag, ...]] = {
+PLATFORM_FLAGS: Mapping[str, tuple[Flag, ...]] = {
     "cpu": (),
     "gpu": (
         # With these three, 94% of the bytes exchanged for Llama 3.1 8B over fsdp=8 on H100 overlap with matmuls, instead of
@@ -175,10 +175,10 @@ def set_flags(
     if switch == "off":
         return FlagChanges()
     platforms = startable(environment) if platforms is None else platforms
-    found = [flag for platform in platforms for flag in flags_for(platform, training=training)]
-    kept = [flag for flag in found if _is_set(flag, environment)]
-    unknown = [flag for flag in found if flag not in kept and not _is_known(flag)]
-    written = [flag for flag in found if flag not in kept and flag not in unknown]
+    flags = [flag for platform in platforms for flag in flags_for(platform, training=training)]
+    existing = [flag for flag in flags if _is_set(flag, environment)]
+    unknown = [flag for flag in flags if flag not in existing and not _is_known(flag)]
+    written = [flag for flag in flags if flag not in existing and flag not in unknown]
     if written and _has_started():
         raise UserError(
             f"JAX has started its devices and no longer reads {written[0].variable}; set flags earlier, or {SWITCH}=off"
@@ -189,7 +189,7 @@ def set_flags(
         else:
             before = environment.get(flag.variable, "")
             environment[flag.variable] = f"{before} --{flag.name}={flag.value}".strip()
-    return FlagChanges(*(tuple(flag.name for flag in flags) for flags in (written, kept, unknown)))
+    return FlagChanges(*(tuple(flag.name for flag in flags) for flags in (written, existing, unknown)))
 
 
 def keep_freed_memory(platforms: Iterable[str] | None = None, environment: Mapping[str, str] = os.environ) -> bool:
@@ -229,20 +229,21 @@ def return_large_blocks(temporaries: int) -> None:
 
 
 def startable(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The platforms in `FLAGS` that JAX would try to start: those of ``JAX_PLATFORMS``, else those with a plugin."""
-    named = environment.get("JAX_PLATFORMS", "")
-    if named:
-        found = dict.fromkeys({"cuda": "gpu"}.get(name, name) for name in named.lower().split(","))
-        return tuple(platform for platform in found if platform in FLAGS)
+    """The platforms in `PLATFORM_FLAGS` that JAX would try to start: those of ``JAX_PLATFORMS``, else those with
+    a plugin."""
+    setting = environment.get("JAX_PLATFORMS", "")
+    if setting:
+        platforms = dict.fromkeys({"cuda": "gpu"}.get(name, name) for name in setting.lower().split(","))
+        return tuple(platform for platform in platforms if platform in PLATFORM_FLAGS)
     plugins = {"gpu": _plugin("jax_plugins.xla_cuda1?") is not None, "tpu": _plugin("libtpu") is not None}
     return (*(platform for platform, is_there in plugins.items() if is_there), "cpu")
 
 
 def flags_for(platform: str, *, training: bool) -> tuple[Flag, ...]:
     """The flags of a platform: "cpu", "gpu" or "tpu"."""
-    if platform not in FLAGS:
-        raise UserError(f"there are no flags for platform {shown(platform, 40)}; there are {', '.join(FLAGS)}")
-    return tuple(flag for flag in FLAGS[platform] if training or not flag.training)
+    if platform not in PLATFORM_FLAGS:
+        raise UserError(f"there are no flags for platform {shown(platform, 40)}; there are {', '.join(PLATFORM_FLAGS)}")
+    return tuple(flag for flag in PLATFORM_FLAGS[platform] if training or not flag.training)
 
 
 def _is_set(flag: Flag, environment: Mapping[str, str]) -> bool:

@@ -5,10 +5,10 @@ import sys
 import jax
 import pytest
 
-from llama_jax import xla_flags as flags
 from llama_jax.errors import UserError
-from llama_jax.xla_flags import (
-    FLAGS,
+from llama_jax.inference import xla_flags as flags
+from llama_jax.inference.xla_flags import (
+    PLATFORM_FLAGS,
     FlagChanges,
     compiler_options,
     decode_options_on_tpu,
@@ -18,7 +18,7 @@ from llama_jax.xla_flags import (
     startable,
 )
 
-COMPILER_FLAGS = [flag for platform in FLAGS.values() for flag in platform if flag.name != flag.variable]
+COMPILER_FLAGS = [flag for platform in PLATFORM_FLAGS.values() for flag in platform if flag.name != flag.variable]
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def libraries(tmp_path, monkeypatch):
 FAULTS = """
 import resource, sys
 import numpy as np
-from llama_jax.xla_flags import keep_freed_memory, return_large_blocks
+from llama_jax.inference.xla_flags import keep_freed_memory, return_large_blocks
 done = sys.argv[1] != "not" and keep_freed_memory(("cpu",), {})
 if sys.argv[1] == "large":
     return_large_blocks(1 << 30)
@@ -63,8 +63,8 @@ def test_freed_memory_is_kept():
 
 
 def test_every_flag_is_there_once():
-    assert set(FLAGS) == {"cpu", "gpu", "tpu"}
-    for platform, found in FLAGS.items():
+    assert set(PLATFORM_FLAGS) == {"cpu", "gpu", "tpu"}
+    for platform, found in PLATFORM_FLAGS.items():
         assert len({flag.name for flag in found}) == len(found)
         assert flags_for(platform, training=True) == found
     assert [flag.name for flag in flags_for("gpu", training=False)] == ["XLA_CLIENT_MEM_FRACTION"]
@@ -75,7 +75,7 @@ def test_every_flag_is_there_once():
 def test_flags_go_where_xla_reads_them(libraries):
     environment = {"XLA_FLAGS": "--xla_dump_to=/tmp/x"}
     settled = set_flags(("gpu", "tpu"), training=True, environment=environment)
-    assert settled.written == tuple(flag.name for platform in ("gpu", "tpu") for flag in FLAGS[platform])
+    assert settled.written == tuple(flag.name for platform in ("gpu", "tpu") for flag in PLATFORM_FLAGS[platform])
     assert not settled.kept
     assert not settled.unknown
     assert environment["XLA_FLAGS"].startswith("--xla_dump_to=/tmp/x --xla_gpu_enable_pipelined_all_gather=true ")
@@ -151,13 +151,13 @@ def test_a_flag_that_this_xla_does_not_have_is_left_out(libraries):
 def test_an_option_that_the_compiler_refuses_is_left_out(libraries, monkeypatch):
     """The compiler's library contains the name, as the one of jax 0.11.2 contains that of an option of jax 0.10.2."""
     removed = flags.Flag("XLA_FLAGS", "xla_gpu_removed_option", "true")
-    monkeypatch.setitem(FLAGS, "gpu", (*FLAGS["gpu"], removed))
+    monkeypatch.setitem(PLATFORM_FLAGS, "gpu", (*PLATFORM_FLAGS["gpu"], removed))
     for library in libraries.glob("*/*.so"):
         library.write_bytes(library.read_bytes() + b"xla_gpu_removed_option\0")
     flags._holds.cache_clear()
     monkeypatch.delenv("LLAMA_JAX_FLAGS", raising=False)
     options = compiler_options("gpu", training=True)
-    assert len(options) == sum(flag.name != flag.variable for flag in FLAGS["gpu"]) - 1
+    assert len(options) == sum(flag.name != flag.variable for flag in PLATFORM_FLAGS["gpu"]) - 1
     assert removed.name not in options
     jax.jit(lambda: 0).lower().compile(compiler_options=options)
 
@@ -170,7 +170,7 @@ def test_after_jax_has_started_nothing_would_be_read(libraries, monkeypatch):
 
 
 def test_whether_jax_has_started():
-    code = "import jax; from llama_jax.xla_flags import _has_started as f; a = f(); jax.devices(); print(a, f())"
+    code = "import jax; from llama_jax.inference.xla_flags import _has_started as f; a = f(); jax.devices(); print(a, f())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["False", "True"], done.stderr
 
@@ -190,4 +190,6 @@ def test_platforms_that_could_start(monkeypatch):
 def test_installed_compilers_have_every_flag(platform):
     if platform not in startable({}):
         pytest.skip(f"no compiler for {platform} is installed")
-    assert len(compiler_options(platform, training=True)) == sum(flag.name != flag.variable for flag in FLAGS[platform])
+    assert len(compiler_options(platform, training=True)) == sum(
+        flag.name != flag.variable for flag in PLATFORM_FLAGS[platform]
+    )

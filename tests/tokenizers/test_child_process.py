@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_jax.child_process import ChildProcess
+from llama_jax.tokenizers.child_process import ChildProcess
 
 # Answers with what it is asked, and what it was begun with; `end` is what it does before that.
 ECHO = """
@@ -69,6 +69,6 @@ def test_a_long_request_may_take_more_memory(tmp_path):
 
 
 def test_a_process_that_does_nothing_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("llama_jax.child_process.WALL_FACTOR", 0.1)
+    monkeypatch.setattr("llama_jax.tokenizers.child_process.WALL_FACTOR", 0.1)
     with closing(child(tmp_path, end="import time; time.sleep(1000)", seconds=1)) as asked:
         assert asked.ask("x") is None
