@@ -14,14 +14,11 @@ import measuring
 import numpy as np
 import pytest
 import quantization
-import real_context_extension
 import scaling
 import shakespeare
 import soak_serve
 import soft_cap
 import speedrun
-import stories
-import three_ways
 
 import llama_jax
 from llama_jax import ops
@@ -76,33 +73,6 @@ def test_scaling(text, tmp_path, capsys):
     before = arguments.output.read_text()
     scaling.main(arguments)  # of what is finished nothing runs again
     assert arguments.output.read_text() == before
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-def test_context_extension_of_a_model(text, tmp_path, capsys):
-    longer = tmp_path / "longer.txt"
-    longer.write_text(text.read_text() * 4)
-    output = tmp_path / "found.json"
-    arguments = real_context_extension.Arguments(bundled(), longer, 2, 1, 64, workdir=tmp_path / "runs", output=output)
-    real_context_extension.main(replace(arguments, most=0.0))  # there is no time for anything
-    assert json.loads(output.read_text())["found"] == []
-    real_context_extension.main(arguments)
-    found = {(one["way"], one["stage"]): one["by_part"] for one in json.loads(output.read_text())["found"]}
-    assert len(found) == 8
-    assert all(np.isfinite(losses).all() for losses in found.values())
-    within, none = found["within L", "zero-shot"], found["none", "zero-shot"]
-    np.testing.assert_allclose(within[:8], none[:8], rtol=1e-2)
-    assert within[8:] != none[8:]
-    assert found["none", "continued"] != none
-    assert "| yarn | after continued training |" in output.with_suffix(".md").read_text()
-    assert output.with_suffix(".png").stat().st_size > 10_000
-    before = capsys.readouterr().out
-    real_context_extension.main(arguments)  # of what is finished nothing runs again
-    assert "none, zero-shot:" in before
-    assert "none, zero-shot:" not in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="belongs to a run with other settings"):
-        real_context_extension.main(replace(arguments, steps=3))
 
 
 def test_the_verdicts_are_those_of_the_numbers():
@@ -174,26 +144,6 @@ def test_shakespeare(text, tmp_path, capsys):
     assert "nats per byte" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.rotating
-def test_stories(text, tmp_path, capsys):
-    arguments = stories.Arguments(
-        "smoke",
-        ("steps=12", "evaluate_every=6", "model.vocab_size=304"),
-        data=(text,),
-        workdir=tmp_path / "run",
-        output=tmp_path / "found.json",
-    )
-    stories.main(arguments)
-    found = json.loads(arguments.output.read_text())
-    assert found["lowest_loss"] <= found["loss"] < np.log(304)
-    assert found["tokens"] == 12 * 16 * 64
-    assert arguments.output.with_suffix(".png").stat().st_size > 10_000
-    assert "tokens/s" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="--data is missing"):
-        stories.main(stories.Arguments("15m"))
-
-
 @pytest.mark.parametrize("window", [None, 3])
 def test_capped_attention_is_attention_where_scores_are_small(window):
     keys = jax.random.split(jax.random.key(0), 3)
@@ -228,20 +178,6 @@ def test_an_attention_of_ones_own_is_the_one_that_is_used():
     capped = llama_jax.next_token_loss(config, params, batch)
     np.testing.assert_allclose(capped, by_hand, rtol=1e-5)
     assert abs(capped - llama_jax.next_token_loss(plain, params, batch)) > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-def test_three_ways_to_spread_a_step_take_the_same_steps(tmp_path, capsys):
-    arguments = three_ways.Arguments(steps=3, length=8, rows=1, output=tmp_path / "ways.json")
-    three_ways.main(arguments)
-    ways = json.loads(arguments.output.read_text())["ways"]
-    assert ways["shard_map"]["difference_from_pmap"]["same_bits"]
-    # jit adds the rows of a device in another order.
-    assert ways["jit"]["difference_from_pmap"]["loss"] < 1e-5
-    assert ways["jit"]["difference_from_pmap"]["parameters"] < 1e-5
-    assert {t["kind"] for way in ("shard_map", "jit") for t in ways[way]["collectives"]} == {"all-reduce"}
-    assert "same bits" in capsys.readouterr().out
 
 
 def test_settings_name_no_path_of_a_machine(tmp_path):
