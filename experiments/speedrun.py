@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import bundled
 import tyro
-from measuring import cpu_name, versions, write_rows
+from measuring import RESULTS, ROOT, cpu_name, versions, write_rows
 
 from llama_jax.config import LlamaConfig
 from llama_jax.config.presets import preset
@@ -44,9 +44,8 @@ from llama_jax.runs.recipe import Recipe, to_dict
 from llama_jax.runs.recipes import find
 from llama_jax.training.optimizer import OptimizerSettings
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "speedrun.md"
-RESULTS = ROOT / "experiments" / "results" / "speedrun.json"
+ENTRIES = RESULTS / "speedrun.json"
 MINUTES = 30.0
 CORES = 2
 REHEARSED = 16  # steps that measure what one takes
@@ -412,11 +411,11 @@ class Run:
     """Whose entry it is."""
     tokenizer: Path | None = None
     """For a recipe with vocabulary=given; without it that learns one from the training stories, within the time."""
-    data: Path = bundled.DATA
+    data: Path = bundled.TEXT_FOLDER
     """Folder of the three slices of TinyStories."""
     training: tuple[Path, ...] = ()
     """Training text in place of the slices; entries of the track of two cores have none."""
-    output: Path = RESULTS
+    output: Path = ENTRIES
     """Where an entry is recorded; practice is printed only, except as an idea of `ideas`."""
     idea: bool = False
     """Record the row as an idea."""
@@ -450,9 +449,9 @@ class Ideas:
     minutes: float = MINUTES
     clock: ClockName = "wall"
     only: Literal["ideas", "tried", "all"] = "all"
-    data: Path = bundled.DATA
+    data: Path = bundled.TEXT_FOLDER
     """Folder of the three slices of TinyStories."""
-    output: Path = RESULTS
+    output: Path = ENTRIES
     """What is recorded there with the same minutes does not run again."""
 
     def run(self) -> None:
@@ -479,7 +478,7 @@ class Ideas:
 class Page:
     """Write the tables of docs/speedrun.md."""
 
-    output: Path = RESULTS
+    output: Path = ENTRIES
 
     def run(self) -> None:
         PAGE.write_text(with_tables(PAGE.read_text("utf-8"), tables(read_rows(self.output))), "utf-8")
