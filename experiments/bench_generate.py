@@ -50,7 +50,7 @@ class Arguments:
     "keep" keeps the file's format."""
     peers: tuple[str, ...] = ("llama_jax", "llama.cpp", "transformers")
     """Peers; the first is the baseline. They use float32, or, for llama_jax and llama.cpp, the format after a colon, for
-    example llama_jax:int8 and llama.cpp:q8_0. llama_jax@COMMIT is an earlier commit. llama.cpp is not measured with batch 8."""
+    example llama_jax:int8 and llama.cpp:q8_0. llama_jax@COMMIT is an earlier commit."""
     start: bool = False
     """Also time the command line's start."""
     repetitions: int = 9

@@ -12,7 +12,7 @@ For each program the report has
   - copies of at least a mebibyte;
   - for decoding, the bytes read per token relative to the minimum, and the number of kernels in a layer.
 It has no times. Training uses packed rows, bfloat16 over float32 parameters, AdamW and full rematerialization unless stated
-otherwise. After each program, writes ``experiments/results/compile_report_tpu.json`` or ``compile_report_gpu.json``, with the
+otherwise. Writes ``experiments/results/compile_report_tpu.json`` or ``compile_report_gpu.json`` after each program, with the
 table next to it in ``.md``.
 """
 

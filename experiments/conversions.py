@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ import jax
 import numpy as np
 import tokenizers
 import tyro
-from make_format_goldens import write_meta
+from measuring import ROOT
 
 import llama_jax
 from llama_jax import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
@@ -36,6 +37,10 @@ from llama_jax.tokenizers.huggingface import BYTE_CHARACTERS
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build
 from llama_jax.tokenizers.sentencepiece import Entry, EntryKind, write_model
 from llama_jax.tokenizers.tiktoken import SPECIAL_TOKENS
+
+sys.path.append(str(ROOT / "tests"))
+
+from make_format_goldens import write_meta
 
 BASE = LlamaConfig(
     vocab_size=544,
@@ -417,7 +422,6 @@ def main(output: Path) -> None:
     output.write_text(page[: page.index(MARK)] + MARK + "\n\n" + table(results))
 
 
-PAGE = Path(__file__).parent.parent / "docs/conversions.md"
 MARK = "<!-- made by experiments/conversions.py -->"
 
 if __name__ == "__main__":

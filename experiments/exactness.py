@@ -45,7 +45,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from measuring import machine, settings, text_of, versions, write_report
+from measuring import describe_run, read_text, write_report
 
 import llama_jax
 from llama_jax import Batch, Compute, OptimizerSettings, Sampling, StepOptions, init_state, make_optimizer, train_step
@@ -241,7 +241,7 @@ def trainer(work: Work) -> dict[str, int]:
 
 def some_prompts(arguments: Arguments, tokenizer: Any, context: int) -> list[list[int]]:
     """Excerpts of the text, with log-uniform lengths."""
-    ids = tokenizer.encode(text_of(arguments.text)[: 40 * arguments.longest * 8])
+    ids = tokenizer.encode(read_text(arguments.text)[: 40 * arguments.longest * 8])
     rng, longest = random.Random(2), min(arguments.longest, context - arguments.new_tokens)
     lengths = np.exp(np.linspace(0, np.log(longest), arguments.prompts)).astype(int)
     starts = [rng.randrange(max(1, len(ids) - longest)) for _ in lengths]
@@ -249,11 +249,7 @@ def some_prompts(arguments: Arguments, tokenizer: Any, context: int) -> list[lis
 
 
 def main(arguments: Arguments) -> None:
-    report: dict[str, Any] = {
-        "settings": settings(arguments),
-        "machine": machine(),
-        "versions": versions("jax", "llama_jax"),
-    }
+    report = describe_run(arguments, "llama_jax")
     for kind in arguments.kinds:
         dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float32
         quantized = None if kind in ("float32", "bfloat16") else kind
@@ -382,11 +378,7 @@ def training_price(repetitions: int) -> dict[str, float]:
 
 
 def main_of_training(arguments: Arguments) -> None:
-    report: dict[str, Any] = {
-        "settings": settings(arguments),
-        "machine": machine(),
-        "versions": versions("jax", "jaxlib", "llama_jax"),
-    }
+    report = describe_run(arguments, "llama_jax")
     output = arguments.output.with_name("exactness_training_cpu.json")
     if arguments.price:
         report["price"] = training_price(arguments.repetitions)

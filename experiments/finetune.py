@@ -28,22 +28,20 @@ Writes ``experiments/results/finetune_cpu.json``, a table in ``.md`` and a pictu
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
-import jax
 import numpy as np
 import tyro
-from measuring import cpu_name, settings, versions, write_report
+from measuring import RESULTS, ROOT, describe_run, markdown_table, once, write_report, write_text
+from plotting import COLORS, finish, new_figure, smooth
 
 import llama_jax
 from llama_jax import Lora, OptimizerSettings, Recipe
@@ -56,7 +54,6 @@ from llama_jax.training.preference_loss import PreferenceOptions
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parents[1]
 ROWS = 256  # generated at a time
 ROOM = 24  # maximum tokens of a request
 ANSWER = 32  # maximum tokens of an answer, including the token that ends it
@@ -102,7 +99,7 @@ class Arguments:
     size: Literal["full", "small"] = "full"
     workdir: Path = ROOT / "build" / "finetune"
     """Folder of the data and the runs; existing ones are reused."""
-    output: Path = ROOT / "experiments" / "results" / "finetune_cpu.json"
+    output: Path = RESULTS / "finetune_cpu.json"
     """The figures; the table and the picture are next to it."""
 
 
@@ -311,15 +308,6 @@ def curves(folder: Path, kind: str, *names: str) -> dict[str, list[float]]:
     return {name: [row[name] for row in rows] for name in ("step", *names)}
 
 
-def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of a stage, with its seconds; for a finished stage, the stored result."""
-    if not path.exists():
-        began = time.perf_counter()
-        found = make()
-        write_report(path, found | {"seconds": time.perf_counter() - began})
-    return dict(json.loads(path.read_text("utf-8")))
-
-
 def run_seed(size: Size, seed: int, folder: Path) -> dict[str, Any]:
     """Data and all stages, in a folder; finished stages are not repeated."""
     log, model, base = Log(), folder / "sft", bundled()
@@ -382,30 +370,32 @@ def run_seed(size: Size, seed: int, folder: Path) -> dict[str, Any]:
 
 def as_table(report: dict[str, Any]) -> str:
     """The report in Markdown."""
-    lines = ["# Fine-tuning of the bundled model", "", f"{report['device']}, {report['cores']} cores.", ""]
-    lines += ["Held-out requests, answers sampled from the whole distribution. Success: all words, and ended by itself.", ""]
-    lines += [
-        "| seed | model | words included | over the base | ended | success | reward |",
-        "|---|---|---:|---:|---:|---:|---:|",
+    lines = [
+        "# Fine-tuning of the bundled model",
+        "",
+        f"{report['machine']['cpu']}, {report['machine']['cores']} cores.",
+        "",
     ]
+    lines += ["Held-out requests, answers sampled from the whole distribution. Success: all words, and ended by itself.", ""]
+    rows = []
     for run in report["runs"]:
         for name in MODELS:
             row = run[name]
             cells = [f"{row['words']:.1%}", f"{row['words'] / run['base']['words']:.1f}"]
-            cells += [f"{row[key]:.1%}" for key in ("ended", "success")] + [f"{row['reward']:.3f}"]
-            lines.append(f"| {run['seed']} | {name} | " + " | ".join(cells) + " |")
+            rows.append([run["seed"], name, *cells, f"{row['ended']:.1%}", f"{row['success']:.1%}", f"{row['reward']:.3f}"])
+    heading = ("seed", "model", "words included", "over the base", "ended", "success", "reward")
+    lines.append(markdown_table(heading, rows))
     lines += ["", "DPO on held-out pairs, of GRPO the mean reward of the first and the last ten steps, and minutes:", ""]
-    lines += ["| seed | pairs | accuracy | margin | grpo | shuffled | minutes |", "|---|---:|---:|---:|---:|---:|---:|"]
+    rows = []
     for run in report["runs"]:
         curve = run["dpo"]["curve"]
-        cells = [f"{run['dpo']['held_pairs']}", f"{curve['accuracy'][-1]:.3f}", f"{curve['margin'][-1]:.2f}"]
-        cells += ["{:.3f} to {:.3f}".format(*in_training(run[name])) for name in REWARDED]
+        rewards = ["{:.3f} to {:.3f}".format(*in_training(run[name])) for name in REWARDED]
         minutes = sum(run[name]["seconds"] for name in ("data", *MODELS)) / 60
-        lines.append(f"| {run['seed']} | " + " | ".join([*cells, f"{minutes:.1f}"]) + " |")
-    lines += ["", "Was it learnt?", "", "| seed | what | found | bar | |", "|---|---|---:|---:|---|"]
-    for run in report["runs"]:
-        for what, found, bar, met in verdicts(run):
-            lines.append(f"| {run['seed']} | {what} | {found} | {bar} | {'yes' if met else 'no'} |")
+        cells = [run["dpo"]["held_pairs"], f"{curve['accuracy'][-1]:.3f}", f"{curve['margin'][-1]:.2f}", *rewards]
+        rows.append([run["seed"], *cells, f"{minutes:.1f}"])
+    lines.append(markdown_table(("seed", "pairs", "accuracy", "margin", *REWARDED, "minutes"), rows))
+    rows = [[run["seed"], *row[:3], "yes" if row[3] else "no"] for run in report["runs"] for row in verdicts(run)]
+    lines += ["", "Was it learned?", "", markdown_table(("seed", "claim", "measured", "threshold", "met"), rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -433,12 +423,7 @@ def verdicts(run: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
 
 def draw(report: dict[str, Any]) -> Figure:
     """Words included before and after; accuracy on held-out pairs; rewards, true and shuffled."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from plotting import COLORS, smooth
-
-    figure = Figure(figsize=(12, 3.8), dpi=100, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 3.8)
     left, middle, right = figure.subplots(1, 3)
     runs = report["runs"]
     for at, name in enumerate(MODELS):
@@ -459,31 +444,18 @@ def draw(report: dict[str, Any]) -> Figure:
     middle.axhline(0.5, color="black", lw=0.6, ls="--")
     middle.set(xlabel="step of DPO", ylim=(0.45, 1), title="Share of held-out pairs preferred rightly")
     right.set(xlabel="step of GRPO", ylim=(0, 1), title="Mean reward")
-    for axes in (left, middle, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#DDDDDD", lw=0.6)
-        axes.set_axisbelow(True)
-        axes.title.set(ha="left", x=0, fontsize=11)
-    for axes in (middle, right):
-        axes.legend(frameon=False, fontsize=9)
+    finish(left, middle, right)
     return figure
 
 
 def main(arguments: Arguments) -> None:
-    report: dict[str, Any] = {
-        "device": f"{jax.devices()[0].device_kind}, {cpu_name()}",
-        "cores": os.cpu_count(),
-        "versions": versions("jax", "jaxlib", "numpy"),
-        "settings": settings(arguments) | {"output": arguments.output.name, "workdir": arguments.workdir.name},
-        "size": asdict(SIZES[arguments.size]),
-        "runs": [],
-    }
+    report = describe_run(arguments, "numpy") | {"size": asdict(SIZES[arguments.size]), "runs": []}
     for seed in arguments.seeds:
         found = run_seed(SIZES[arguments.size], seed, arguments.workdir / arguments.size / str(seed))
         report["runs"].append(found)
         write_report(arguments.output, report)
     table = as_table(report)
-    arguments.output.with_suffix(".md").write_text(table, "utf-8")
+    write_text(arguments.output.with_suffix(".md"), table)
     draw(report).savefig(arguments.output.with_suffix(".png"))
     print(table)
 

@@ -137,7 +137,7 @@ class PeerProcess:
     def __init__(self, build: Callable[[str], Mapping[str, Measure]], peer: str, folder: Path) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, other_end = spawn.Pipe()
-        name, at, commit = peer.partition(":")[0].partition("@")
+        _, at, commit = peer.partition(":")[0].partition("@")
         source = unpack_commit(commit, folder) if at else None
         process = spawn.Process(
             target=_serve, args=(build, peer.replace(at + commit, "", 1), source, other_end), daemon=True
@@ -179,7 +179,8 @@ def unpack_commit(commit: str, folder: Path) -> str:
     archive = subprocess.run(["git", "archive", commit, "llama_jax"], cwd=ROOT, capture_output=True)
     if archive.returncode:
         raise SystemExit(f"{commit} is not a commit of this repository: {archive.stderr.decode().strip()}")
-    tarfile.open(fileobj=io.BytesIO(archive.stdout)).extractall(folder / commit, filter="data")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder / commit, filter="data")
     return str(folder / commit)
 
 
@@ -233,7 +234,7 @@ def seconds_of(function: Callable[[], Any], calls: int) -> list[float]:
 
 
 def write_random_model(path: Path, shape: str, dtype: str | None = None) -> Path:
-    """Write a model file of a preset's shape, with random weights and a made-up vocabulary, which other programs can load."""
+    """Write a model of a preset, with random weights and a made-up vocabulary, in a file that llama.cpp reads, too."""
     import jax
 
     import llama_jax

@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import tyro
+from plotting import new_figure
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data.load_corpus import Progress
@@ -31,6 +32,9 @@ from llama_jax.evaluation.loglikelihood import Continuation, score_pairs
 from llama_jax.model.checks import check_tokens
 from llama_jax.model.params import Llama
 from llama_jax.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STATEMENT = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is {key}"
@@ -224,27 +228,18 @@ def lay_prompt(
     return np.concatenate([start, hay[:place], said, hay[place:], keys.question]).astype(np.int32)
 
 
-def draw(found: NeedleTest, title: str) -> Any:
-    """Draw two heat maps of depth over length: how often the key is preferred to all wrong ones, and by how many nats."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    margins = found.grid("margin")
-    spans = ("chosen", 0.0, 1.0, "{:.0%}"), ("margin", min(margins.min(), 0.0), max(margins.max(), 1.0), "{:.2g}")
-    titles = f"Key preferred to {found.wrong_keys} wrong ones", "Log-probability above theirs, nats"
-    for axes, above, (name, low, high, form) in zip(figure.subplots(1, 2), titles, spans, strict=True):
-        axes.set_title(above, loc="left", fontsize=11)
-        figure.colorbar(axes.imshow(found.grid(name), aspect="auto", cmap="cividis", vmin=low, vmax=high), ax=axes)
-        axes.set_xticks(range(len(found.lengths)), [f"{length:,}" for length in found.lengths])
-        axes.set_yticks(range(len(found.depths)), [f"{depth:.0%}" for depth in found.depths])
-        axes.set_xlabel("tokens of the prompt")
-        axes.set_ylabel("depth of the needle")
-        for (row, column), one in np.ndenumerate(found.grid(name)):
-            dark = one < (low + high) / 2
-            axes.text(
-                column, row, form.format(one), ha="center", va="center", fontsize=8, color="white" if dark else "black"
-            )
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+def draw(found: NeedleTest, title: str) -> Figure:
+    """Draw a heat map of depth over length: by how many nats the key is preferred to the wrong ones."""
+    figure = new_figure(6, 4.5)
+    axes, margins = figure.subplots(), found.grid("margin")
+    low, high = min(margins.min(), 0.0), max(margins.max(), 1.0)
+    figure.colorbar(axes.imshow(margins, aspect="auto", cmap="cividis", vmin=low, vmax=high), ax=axes)
+    axes.set_xticks(range(len(found.lengths)), [f"{length:,}" for length in found.lengths])
+    axes.set_yticks(range(len(found.depths)), [f"{depth:.0%}" for depth in found.depths])
+    axes.set(xlabel="tokens of the prompt", ylabel="depth of the needle", title=f"{title}: key above wrong keys, nats")
+    for (row, column), margin in np.ndenumerate(margins):
+        color = "white" if margin < (low + high) / 2 else "black"
+        axes.text(column, row, f"{margin:.2g}", ha="center", va="center", fontsize=8, color=color)
     return figure
 
 
@@ -275,14 +270,11 @@ class Arguments:
     lengths: tuple[int, ...] = ()
     """Tokens of the prompts with their answers; by default the model's context, half of it and a quarter of it."""
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    """Positions of the needle: 0 at the beginning, 1 just before the question."""
     trials: int = 10
-    wrong_keys: int = 9
-    digits: int = 5
-    statement: str = STATEMENT
-    question: str = QUESTION
-    seed: int = 0
-    batch: int | None = None
+    """Trials for each length and depth."""
     plot: Path | None = None
+    """Output picture."""
     dtype: str | None = None
     quantize: str | None = None
 
@@ -303,12 +295,6 @@ def main(arguments: Arguments) -> None:
         lengths=a.lengths or [config.max_seq_len // part for part in (4, 2, 1)],
         depths=a.depths,
         trials=a.trials,
-        wrong_keys=a.wrong_keys,
-        seed=a.seed,
-        statement=a.statement,
-        question=a.question,
-        digits=a.digits,
-        batch=a.batch,
         progress=tqdm,
     )
     print(as_page(found))

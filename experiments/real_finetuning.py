@@ -22,7 +22,6 @@ SIGTERM resumes. Writes ``experiments/results/real_finetuning_cpu.json``, a tabl
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections.abc import Sequence
@@ -31,11 +30,11 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
-import jax
 import numpy as np
 import tyro
-from finetune import curves, decaying, once, read_lines, write_lines
-from measuring import cpu_name, settings, versions, write_report
+from finetune import curves, decaying, read_lines, write_lines
+from measuring import DATA, RESULTS, ROOT, describe_run, markdown_table, once, write_report, write_text
+from plotting import COLORS, finish, new_figure, smooth
 
 import llama_jax
 from llama_jax import Lora, Recipe
@@ -48,7 +47,6 @@ from llama_jax.tokenizers.chat import Renderer
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parents[1]
 SYSTEM = "Solve the problem in short steps. End with #### and the number."
 PROMPT = 96  # maximum tokens of a problem in its chat
 ANSWER = 64  # maximum tokens of a solution
@@ -77,13 +75,13 @@ class Arguments:
 
     model: Path
     """An instruct model of any supported format."""
-    data: Path = Path(os.environ.get("LLAMA_JAX_TEST_DATA", ROOT.parent / "shared" / "data")) / "gsm8k"
+    data: Path = DATA / "gsm8k"
     """A folder with train.jsonl and test.jsonl of GSM8K."""
     size: Literal["full", "small"] = "full"
     seed: int = 0
     workdir: Path = ROOT / "build" / "real_finetuning"
     """Folder of the data and the runs; existing ones are reused."""
-    output: Path = ROOT / "experiments" / "results" / "real_finetuning_cpu.json"
+    output: Path = RESULTS / "real_finetuning_cpu.json"
     """The figures; the table and the picture are next to it."""
 
 
@@ -213,13 +211,20 @@ def run(size: Size, arguments: Arguments, folder: Path) -> dict[str, Any]:
 def as_table(report: dict[str, Any]) -> str:
     """The report in Markdown."""
     found = report["runs"]
-    lines = ["# Fine-tuning of a real model", "", f"{report['model']}; {report['device']}, {report['cores']} cores.", ""]
+    lines = [
+        "# Fine-tuning of a real model",
+        "",
+        f"{report['settings']['model']}; {report['machine']['cpu']}, {report['machine']['cores']} cores.",
+        "",
+    ]
     lines += [f"{found['base']['answers']} answers to held-out problems of GSM8K, sampled from the whole distribution.", ""]
-    lines += ["| model | reward | in the format | right | minutes of the stage |", "|---|---:|---:|---:|---:|"]
+    rows = []
     for name in ("base", "sft", "grpo"):
         row = found[name]
-        cells = [f"{row['reward']:.3f}", f"{row['format']:.1%}", f"{row['right']:.1%}", f"{row['seconds'] / 60:.0f}"]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        rows.append(
+            [name, f"{row['reward']:.3f}", f"{row['format']:.1%}", f"{row['right']:.1%}", f"{row['seconds'] / 60:.0f}"]
+        )
+    lines.append(markdown_table(("model", "reward", "in the format", "right", "minutes of the stage"), rows))
     held, reward = found["sft"]["curve"]["held"]["loss"], found["grpo"]["curve"]["reward"]
     lines += ["", f"Loss on held-out chats after each half of SFT: {', '.join(f'{loss:.3f}' for loss in held)}."]
     lines += [f"GRPO, mean reward of the first and the last ten steps: {mean(reward[:10]):.3f}, {mean(reward[-10:]):.3f}."]
@@ -228,12 +233,7 @@ def as_table(report: dict[str, Any]) -> str:
 
 def draw(report: dict[str, Any]) -> Figure:
     """Draw the loss of each step of SFT, and the reward of each step of GRPO with the rewards of held-out problems."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from plotting import COLORS, smooth
-
-    figure = Figure(figsize=(10, 3.6), dpi=100, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10, 3.6)
     left, right = figure.subplots(1, 2)
     found = report["runs"]
     chats, held = found["sft"]["curve"], found["sft"]["curve"]["held"]
@@ -246,27 +246,16 @@ def draw(report: dict[str, Any]) -> Figure:
     ends = [found["sft"]["reward"], found["grpo"]["reward"]]
     right.plot([0, step[-1]], ends, "o", ms=6, color=COLORS[1], label="held out")
     right.set(xlabel="step of GRPO", ylim=(0, None), title="Mean reward of answers to GSM8K")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#DDDDDD", lw=0.6)
-        axes.title.set(ha="left", x=0, fontsize=11)
-        axes.legend(frameon=False, fontsize=9)
+    finish(left, right)
     return figure
 
 
 def main(arguments: Arguments) -> None:
-    report: dict[str, Any] = {
-        "model": arguments.model.name,
-        "device": f"{jax.devices()[0].device_kind}, {cpu_name()}",
-        "cores": os.cpu_count(),
-        "versions": versions("jax", "jaxlib", "numpy"),
-        "settings": settings(arguments) | {"output": arguments.output.name, "workdir": arguments.workdir.name},
-        "size": asdict(SIZES[arguments.size]),
-    }
+    report = describe_run(arguments, "numpy") | {"size": asdict(SIZES[arguments.size])}
     report["runs"] = run(SIZES[arguments.size], arguments, arguments.workdir / arguments.size / str(arguments.seed))
     write_report(arguments.output, report)
     table = as_table(report)
-    arguments.output.with_suffix(".md").write_text(table, "utf-8")
+    write_text(arguments.output.with_suffix(".md"), table)
     draw(report).savefig(arguments.output.with_suffix(".png"))
     print(table)
 

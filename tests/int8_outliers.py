@@ -17,7 +17,14 @@ OUTLIERS = {"as it is": None, **{f"{part}, {n} channels": (part, n) for part in 
 
 
 def with_outliers(
-    config: LlamaConfig, params: Llama, ids: np.ndarray, part: str, channels: int, *, largest: float = 216.0, mean: float = 6.0
+    config: LlamaConfig,
+    params: Llama,
+    ids: np.ndarray,
+    part: str,
+    channels: int,
+    *,
+    largest: float = 216.0,
+    mean: float = 6.0,
 ) -> tuple[LlamaConfig, Llama]:
     """The model with outliers in a few channels of its keys, among the last eight pairs of a head, which RoPE rotates least.
 

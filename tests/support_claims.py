@@ -220,7 +220,8 @@ Features that do not depend on the family are tested with Llama only and are not
 [Models](models.md#models) describes the families.
 
 """
-COMPILED = """The compilers for TPU v5e and H100 accept these programs of each family, on a machine with neither device. This says nothing
+COMPILED = """\
+The compilers for TPU v5e and H100 accept these programs of each family, on a machine with neither device. This says nothing
 about numbers or speed. [Compiled programs](compiled.md) has those of Llama at real sizes.
 """
 DEVICES = """

@@ -3,14 +3,13 @@
 import json
 from pathlib import Path
 
-import bench_data
 import bench_derivatives
 import bench_generate
+import bench_long_context
+import bench_serve
 import bench_train
 import measuring
 import pytest
-
-from llama_jax.tokenizers import load_tokenizer
 
 
 @pytest.mark.slow
@@ -109,29 +108,20 @@ def test_derivatives(tmp_path):
 
 
 @pytest.mark.slow
-def test_both_vocabularies_are_measured_in_turns(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("Once upon a time there was a llama who saw a dog. " * 400)
-    arguments = bench_data.Arguments(
-        megabytes=0.2, data=(tmp_path / "text.txt",), processes=(1,), repeats=1, out=tmp_path / "report.json"
-    )
-    report = bench_data.main(arguments)
-    assert json.loads((tmp_path / "report.json").read_text())["rows"] == report["rows"]
-    found = [(row["vocabulary"], row["what"], row["processes"]) for row in report["rows"]]
-    assert found == [
-        (kind, what, 1) for kind in ("sentencepiece", "tokenizers") for what in ("library", "build", "build of all")
-    ]
-    for row in report["rows"]:
-        assert row["megabytes_per_second"] > 0
-        assert row["of_library"] == 1 or row["what"] != "library"
-        assert ("of_a_quarter" in row) == (row["what"] == "build of all")
-    assert capsys.readouterr().out.count("\n") == 8
+def test_long_context(tmp_path):
+    output = tmp_path / "bench.json"
+    small = {"lengths": (64,), "step": 64, "prompt": 64, "turns": 1, "shape": "stories-260k", "output": output}
+    bench_long_context.main(bench_long_context.Arguments(**small))
+    report = json.loads(output.read_text())
+    assert {row["backend"] for row in report["attention"]} == {"reference", "dense", "blockwise"}
+    assert all(row["seconds"] > 0 for row in [*report["attention"], report["step"], report["prompt"]])
 
 
-def test_the_vocabulary_that_it_learns_is_one_of_ours(tmp_path):
-    (tmp_path / "text.txt").write_text("Once upon a time there was a llama. " * 40)
-    bench_data.learn(tmp_path / "text.txt", tmp_path / "tokenizer.json")
-    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
-    assert tokenizer.bos_id >= 0
-    ids = tokenizer.encode_batch(["Once upon a llama"])
-    assert ids == bench_data.encoder("tokenizers", tmp_path / "tokenizer.json")(["Once upon a llama"])
-    assert tokenizer.decode(ids[0]) == "Once upon a llama"
+@pytest.mark.slow
+def test_serving(tmp_path):
+    output = tmp_path / "bench.json"
+    small = {"shape": "stories-260k", "clients": (1, 16), "rows": 16, "prompt_tokens": 8, "new_tokens": 8, "requests": 1}
+    bench_serve.main(bench_serve.Arguments(**small, repetitions=1, arrivals=4, output=output))
+    loads = json.loads(output.read_text())["loads"]
+    assert loads.keys() == {"closed 1", "closed 16", "poisson"}
+    assert all(loads[f"closed {count}"]["llama_jax"]["median"] > 0 for count in (1, 16))
