@@ -14,7 +14,7 @@ machine's cores; the attackers' process has the lowest priority, since attackers
   bodies     bodies of 4 MB: unfinished, of many lists, keys, numbers or messages; long texts for /tokenize.
   leaving    clients that disconnect while their request waits, is prefilled or is decoded.
   slow       headers that never end, bodies sent byte by byte, responses that nobody reads.
-  broken     malformed or small chunks, many headers, requests followed by garbage, 1,100 upgrades in a row, only garbage.
+  broken     malformed bodies and fields, small chunks, many headers, 1,100 upgrades in a row, garbage.
 """
 
 from __future__ import annotations
@@ -243,6 +243,9 @@ class Attackers:
         noise = rng.randbytes(200)
         contents = [chunked + b"Transfer-Encoding: chunked\r\n\r\n" + part for part in (b"zz\r\n", b"1\r\na\r\n" * 100_000)]
         contents += [chunked + b"a:b\r\n" * 10_000 + b"\r\n", upgrade * 1100, upgrade + noise, b"\0" + noise]
+        wrong = {rng.choice(["max_tokens", "n", "seed", "stop", "logprobs"]): rng.choice([-1, 1e99, "x", [], {"a": 1}])}
+        bodies = (noise, b'{"prompt": "a", ', json.dumps({"prompt": "a", "x": 1} | wrong).encode())
+        contents += [post("/v1/completions", rng.choice(bodies)), post("/v1/completions", b"cut", 5000)]
         await self.send("broken", rng.choice(contents))
         await asyncio.sleep(0.05)
 

@@ -1,6 +1,6 @@
 """Kernels, copies and bytes read of a program compiled for an accelerator, parsed from its text.
 
-Used by compile_report and device_programs, and by tests that check that compiled programs do not change.
+Used by compile_report and gpu_report, and by tests that check that compiled programs do not change.
 """
 
 from __future__ import annotations
