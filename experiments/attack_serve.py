@@ -195,7 +195,7 @@ class Attackers:
         self.patterns, self.bodies = patterns(), bodies()
         endless = b'{"prompt":"Once","max_tokens":%d,"stream":true,"ignore_eos":true}' % ENDLESS
         self.endless = post("/v1/completions", endless)
-        self.kinds = (self.send_pattern, self.send_body, self.leave, self.send_slowly, self.send_broken)
+        self.methods = (self.send_pattern, self.send_body, self.leave, self.send_slowly, self.send_broken)
 
     async def send(self, name: str, content: bytes, seconds: float = 30.0) -> None:
         """Send bytes, and count the status of the response within this time."""
@@ -252,20 +252,20 @@ class Attackers:
     async def run(self, count: int, active: Event, ended: Event) -> None:
         """Attack while `active` is set, with `count` attackers of each kind, until `ended` is set."""
 
-        async def attack(kind: Any, seed: int) -> None:
+        async def attack(attack_method: Any, seed: int) -> None:
             rng = random.Random(seed)
             while not ended.is_set():
                 if not active.is_set():
                     await asyncio.sleep(0.05)
                     continue
-                attacking = asyncio.create_task(kind(rng))
+                attacking = asyncio.create_task(attack_method(rng))
                 while not attacking.done() and active.is_set() and not ended.is_set():
                     await asyncio.wait([attacking], timeout=0.2)
                 attacking.cancel()  # no attack may continue in a window without attackers
                 with suppress(OSError, ValueError, asyncio.CancelledError):
                     await attacking
 
-        await asyncio.gather(*(attack(kind, seed) for kind in self.kinds for seed in range(count)))
+        await asyncio.gather(*(attack(attack_method, seed) for attack_method in self.methods for seed in range(count)))
 
 
 def run_attackers(port: int, count: int, active: Event, ended: Event, results: Any) -> None:

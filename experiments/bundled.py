@@ -138,8 +138,8 @@ def write_files(data: Path, folder: Path, vocab_size: int) -> Files:
       SystemExit: a validation story occurs in the training text.
     """
     training, validation = training_stories(data), validation_stories(data)
-    if found := shared_stories(training, validation):
-        raise SystemExit(f"{len(found)} validation stories occur in the training text, the first: {found[0][:80]!r}")
+    if shared := shared_stories(training, validation):
+        raise SystemExit(f"{len(shared)} validation stories occur in the training text, the first: {shared[0][:80]!r}")
     vocabulary = folder / f"vocabulary{vocab_size}.model"
     files = Files(write_stories(folder / TRAINING, training), write_stories(folder / VALIDATION, validation), vocabulary)
     if not vocabulary.exists():
@@ -215,8 +215,8 @@ def continued(model: Path, prompt: str) -> str:
     ids = tokenizer.encode(prompt)
     sampling = llama_jax.Sampling(temperature=0.8, top_p=0.95, seed=0)
     new, ends = config.max_seq_len - len(ids), tokenizer.stop_ids
-    (found,) = llama_jax.generate(config, params, [ids], max_new_tokens=new, sampling=sampling, stop_tokens=ends)
-    return tokenizer.decode(ids + [token for token in found.tokens if token not in ends])
+    (story,) = llama_jax.generate(config, params, [ids], max_new_tokens=new, sampling=sampling, stop_tokens=ends)
+    return tokenizer.decode(ids + [token for token in story.tokens if token not in ends])
 
 
 def card(step: int, whole: Any, some: Any, sample: str) -> str:

@@ -197,7 +197,8 @@ def program_of(case: Case, mesh: Mesh) -> Program:
     elif case.kind in ("step", "burst", "drafted", "read-draft"):
         programs = [served(config, case, mesh)]
     else:
-        programs = [one for one in decode_programs(*shape, dtype="bfloat16", **case.options) if one.name == case.kind]
+        every = decode_programs(*shape, dtype="bfloat16", **case.options)
+        programs = [program for program in every if program.name == case.kind]
     (program,) = programs
     return program
 
@@ -312,8 +313,8 @@ def in_pages(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     decode = decoding(config, case, mesh)
     params, state, _ = decode.arguments
     shape = jax.eval_shape(lambda: init_pages(config, case.batch * case.length // PAGE_SIZE, "bfloat16"))
-    place = NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
-    pages = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+    sharding = NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
+    pages = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
     serving = ServingState(pages, None, everywhere(mesh, "int32", case.batch), state.seen)
     known = replace(decode.known, cache=bytes_per_device(pages))
     weights = decode.per_token - decode.known.cache
@@ -326,7 +327,7 @@ def decoding(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     from llama_jax.analysis.memory import decode_programs
 
     programs = decode_programs(config, mesh, case.batch, case.length, dtype="bfloat16")
-    return next(one for one in programs if one.name == "decode")
+    return next(program for program in programs if program.name == "decode")
 
 
 def everywhere(mesh: Mesh, dtype: str, *shape: int) -> Any:
@@ -352,7 +353,7 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
 
     def placed(shapes: Any, specs: Any) -> Any:
         return jax.tree.map(
-            lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shapes, shardings(mesh, specs)
+            lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes, shardings(mesh, specs)
         )
 
     sizes, lora, half = MeshSizes(**mesh.shape), Lora(rank=rank), case.length // 2
@@ -392,7 +393,7 @@ def with_table(config: LlamaConfig, decode: Program, mesh: Mesh, adapters: int, 
 
     sizes, lora = MeshSizes(**mesh.shape), Lora(rank=adapters * rank)
     pairs = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         adapter_shapes(config, lora, "bfloat16"),
         shardings(mesh, adapter_specs(config, sizes, lora, padded=True)),
     )
@@ -407,16 +408,8 @@ def with_table(config: LlamaConfig, decode: Program, mesh: Mesh, adapters: int, 
 def as_table(rows: list[dict[str, Any]]) -> str:
     """A line for each program and hardware."""
     heads = ["program", "hardware", "mesh", "batch x length", "arguments GB", "temporaries GB", "fits", "attention"]
-    heads += [
-        "kernels called",
-        "GB sent",
-        "asynchronous",
-        "overlapped",
-        "copies GB",
-        "read / least",
-        "kernels a layer",
-        "compiled in",
-    ]
+    heads += ["kernels called", "GB sent", "asynchronous", "overlapped", "copies GB", "read / least", "kernels a layer"]
+    heads += ["compiled in"]
     lines = []
     for row in rows:
         program = row["program"] + (", XLA's defaults" if row.get("flags") == "off" else "")
@@ -429,7 +422,7 @@ def as_table(rows: list[dict[str, Any]]) -> str:
         kept = memory["parameters"] + memory["optimizer"] + memory["cache"]
         fits = "yes" if row["fits"] else "no"
         calls = ", ".join(f"{count} {name.removeprefix('__cudnn$')}" for name, count in row["calls"].items())
-        sent = sum(one["sent"] for one in row["collectives"].values())
+        sent = sum(collective["sent"] for collective in row["collectives"].values())
         shares = [row["asynchronous_share"], row.get("overlapped_share")]
         token = row["token"]
         cells += [f"{kept / 1e9:,.2f}", f"{(memory['total'] - kept) / 1e9:,.2f}", fits]

@@ -104,9 +104,7 @@ class Size:
 
 SIZES = {
     "cpu": Size(128, 4, 128),
-    "test": Size(
-        32, 1, 64, (2,), 256, repetition_steps=3, steps=5, continued_steps=2, measured_tokens=1024, trials=2, rows=4
-    ),
+    "test": Size(32, 1, 64, (2,), 256, 3, 5, continued_steps=2, measured_tokens=1024, trials=2, rows=4),
 }
 
 

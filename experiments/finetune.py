@@ -78,7 +78,7 @@ class Size:
     """
 
     stories: int = 4096
-    held: int = 128
+    held_out: int = 128
     draws: int = 2
     asked: int = 512
     least: float = 1.0
@@ -87,7 +87,7 @@ class Size:
     grpo_steps: int = 300
 
 
-SIZES = {"full": Size(), "small": Size(stories=240, held=16, asked=16, least=0.1, sft_steps=10, dpo_steps=3, grpo_steps=3)}
+SIZES = {"full": Size(), "small": Size(240, held_out=16, asked=16, least=0.1, sft_steps=10, dpo_steps=3, grpo_steps=3)}
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def included(completions: Sequence[str], words: Sequence[Sequence[str]]) -> list
 def stories(count: int, seed: int) -> list[str]:
     """Beginnings of stories by the bundled model: whole sentences of at most `ANSWER` tokens, including the end token."""
     config, params, tokenizer = llama_jax.load(dtype="float32")
-    found: list[str] = []
+    texts: list[str] = []
     for begin in range(0, count, ROWS):
         seeds = [(seed << 20) + begin + i for i in range(ROWS)]
         written = llama_jax.generate(
@@ -132,9 +132,9 @@ def stories(count: int, seed: int) -> list[str]:
             sampling=llama_jax.Sampling(temperature=0.8, seed=seeds),
             stop_tokens=tokenizer.stop_ids,
         )
-        whole = (SENTENCES.match(tokenizer.decode(each.tokens)) for each in written)
-        found += [match[0].strip() for match in whole if match]
-    return found
+        whole = (SENTENCES.match(tokenizer.decode(story.tokens)) for story in written)
+        texts += [match[0].strip() for match in whole if match]
+    return texts
 
 
 def requests(written: Sequence[str], draws: int, seed: int) -> list[dict[str, Any]]:
@@ -176,7 +176,7 @@ def answers(
     """Sample `group` answers to each request from a model in a folder, without truncating its distribution."""
     config, params, tokenizer = llama_jax.load(model, "float32", adapter=adapter)
     prompts = [tokenizer.encode(line["prompt"]) for line in lines for _ in range(group)]
-    found: list[Answer] = []
+    sampled: list[Answer] = []
     for begin in range(0, len(prompts), ROWS):
         some = prompts[begin : begin + ROWS]
         seeds = [(seed << 20) + begin + i for i in range(len(some))]
@@ -188,23 +188,23 @@ def answers(
             sampling=llama_jax.Sampling(temperature=1.0, seed=seeds),
             stop_tokens=tokenizer.stop_ids,
         )
-        found += [Answer(tokenizer.decode(each.tokens), each.finish_reason == "stop") for each in written]
-    return [found[i : i + group] for i in range(0, len(found), group)]
+        sampled += [Answer(tokenizer.decode(answer.tokens), answer.finish_reason == "stop") for answer in written]
+    return [sampled[i : i + group] for i in range(0, len(sampled), group)]
 
 
 def rates(lines: Sequence[dict[str, Any]], given: Sequence[Sequence[Answer]]) -> dict[str, float]:
     """Shares of requested words, of answers with all words, of answers that ended, and of answers with both."""
-    each = [(answer, line["words"]) for line, some in zip(lines, given, strict=True) for answer in some]
-    shares = included([answer.text for answer, _ in each], [words for _, words in each])
+    judged = [(answer, line["words"]) for line, some in zip(lines, given, strict=True) for answer in some]
+    shares = included([answer.text for answer, _ in judged], [words for _, words in judged])
     complete = [share == 1 for share in shares]
-    ended = [answer.ended for answer, _ in each]
+    ended = [answer.ended for answer, _ in judged]
     return {
-        "words": sum(shares) / len(each),
-        "all": sum(complete) / len(each),
-        "ended": sum(ended) / len(each),
-        "success": sum(map(all, zip(complete, ended, strict=True))) / len(each),
-        "reward": mean(told([answer.text for answer, _ in each], [words for _, words in each])),
-        "answers": len(each),
+        "words": sum(shares) / len(judged),
+        "all": sum(complete) / len(judged),
+        "ended": sum(ended) / len(judged),
+        "success": sum(map(all, zip(complete, ended, strict=True))) / len(judged),
+        "reward": mean(told([answer.text for answer, _ in judged], [words for _, words in judged])),
+        "answers": len(judged),
     }
 
 
@@ -219,12 +219,12 @@ def pairs(lines: Sequence[dict[str, Any]], given: Sequence[Sequence[Answer]], le
         for answer in some
         if answer.ended and included([answer.text], [line["words"]])[0] >= least
     ]
-    found, half = list[dict[str, str]](), len(having) // 2
+    preferences, half = list[dict[str, str]](), len(having) // 2
     for (line, text), (other, its) in zip(having[:half], having[half:], strict=False):
         if included([text, its], [other["words"], line["words"]]) == [0, 0]:
-            found.append({"prompt": line["prompt"], "chosen": f" {text}", "rejected": f" {its}"})
-            found.append({"prompt": other["prompt"], "chosen": f" {its}", "rejected": f" {text}"})
-    return found
+            preferences.append({"prompt": line["prompt"], "chosen": f" {text}", "rejected": f" {its}"})
+            preferences.append({"prompt": other["prompt"], "chosen": f" {its}", "rejected": f" {text}"})
+    return preferences
 
 
 def told(completions: Sequence[str], words: Sequence[Sequence[str]], **columns: Any) -> list[float]:
@@ -293,7 +293,7 @@ def grpo(size: Size, seed: int, reward: str) -> Recipe:
         dtype="float32",  # with adapters a step is a third shorter than in bfloat16 on a CPU
         remat="none",
         rewards=RewardSettings(
-            functions=(f"{__file__}:{reward}",), group=GROUP, answer=ANSWER, held=size.held // 2, samples=1
+            functions=(f"{__file__}:{reward}",), group=GROUP, answer=ANSWER, held=size.held_out // 2, samples=1
         ),
         evaluate_every=max(size.grpo_steps // 3, 1),
         save_every=0,
@@ -302,9 +302,9 @@ def grpo(size: Size, seed: int, reward: str) -> Recipe:
     )
 
 
-def curves(folder: Path, kind: str, *names: str) -> dict[str, list[float]]:
+def curves(folder: Path, line_type: str, *names: str) -> dict[str, list[float]]:
     """Read the training or validation metrics of a run: steps, and these numbers at each step."""
-    rows = [row for row in read_lines(folder / "metrics.jsonl") if row["kind"] == kind]
+    rows = [row for row in read_lines(folder / "metrics.jsonl") if row["kind"] == line_type]
     return {name: [row[name] for row in rows] for name in ("step", *names)}
 
 
@@ -315,57 +315,57 @@ def run_seed(size: Size, seed: int, folder: Path) -> dict[str, Any]:
 
     def train(name: str, recipe: Recipe, data: str, weights: Path) -> Path:
         log.line(f"seed {seed}, {name}:")
-        held = files["held" if data == "taught" else f"held_{data}" if data == "pairs" else f"{data}_held"]
+        held_out = files["held" if data == "taught" else f"held_{data}" if data == "pairs" else f"{data}_held"]
         done = llama_jax.train(
-            recipe, folder / name, files[data], validation_data=held, weights=weights, resume=True, log=log
+            recipe, folder / name, files[data], validation_data=held_out, weights=weights, resume=True, log=log
         )
         if done.stopped is not None:
             raise SystemExit(1)
         return folder / name
 
     def data() -> dict[str, Any]:
-        lines = requests(stories(size.stories + size.held, seed), size.draws, seed)
+        lines = requests(stories(size.stories + size.held_out, seed), size.draws, seed)
         # Training uses no story of the held-out requests and none of their lists of words.
-        last = set(list(dict.fromkeys(line["completion"] for line in lines))[-size.held :])
-        held = list({line["completion"]: line for line in lines if line["completion"] in last}.values())
-        known = {line["prompt"] for line in held}
+        last = set(list(dict.fromkeys(line["completion"] for line in lines))[-size.held_out :])
+        held_out = list({line["completion"]: line for line in lines if line["completion"] in last}.values())
+        known = {line["prompt"] for line in held_out}
         taught = [line for line in lines if line["completion"] not in last and line["prompt"] not in known]
-        for name, some in (("taught", taught), ("held", held)):
+        for name, some in (("taught", taught), ("held", held_out)):
             # Training warns of fields without an effect, and `words` is one.
             write_lines(files[name], ({key: line[key] for key in ("prompt", "completion")} for line in some))
             asked = ({"prompt": line["prompt"], "words": line["words"]} for line in some)
             write_lines(files["asked" if name == "taught" else "asked_held"], asked)
-        return {"lines": len(taught), "held": len(held)}
+        return {"lines": len(taught), "held": len(held_out)}
 
     def sft_stage() -> dict[str, Any]:
         train("sft", sft(size, seed), "taught", base)
-        return rates(held, answers(model, held, GROUP, seed)) | {"curve": curves(model, "validation", "loss")}
+        return rates(held_out, answers(model, held_out, GROUP, seed)) | {"curve": curves(model, "validation", "loss")}
 
     def dpo_stage() -> dict[str, Any]:
         asked = read_lines(files["asked"])
         asked = asked[:: max(len(asked) // size.asked, 1)][: size.asked]
-        for name, some in (("pairs", asked), ("held_pairs", held)):
+        for name, some in (("pairs", asked), ("held_pairs", held_out)):
             if not files[name].exists():
                 write_lines(files[name], pairs(some, answers(model, some, GROUP, seed + 1000), size.least))
         preferring = train("dpo", dpo(size, seed), "pairs", model)
-        after = rates(held, answers(preferring, held, GROUP, seed))
+        after = rates(held_out, answers(preferring, held_out, GROUP, seed))
         counts = {name: len(read_lines(files[name])) for name in ("pairs", "held_pairs")}
         return after | counts | {"curve": curves(preferring, "validation", "accuracy", "margin", "loss")}
 
     def grpo_stage(name: str, reward: str) -> dict[str, Any]:
         rewarded = train(name, grpo(size, seed, reward), "asked", model)
         curve = curves(rewarded, "train", "reward", "length", "stopped", "flat")
-        after = rates(held, answers(model, held, GROUP, seed, adapter=rewarded))
+        after = rates(held_out, answers(model, held_out, GROUP, seed, adapter=rewarded))
         return after | {"curve": curve, "held_curve": curves(rewarded, "validation", "reward")}
 
-    found: dict[str, Any] = {"seed": seed, "data": once(folder / "data.json", data)}
-    held = read_lines(files["asked_held"])
-    found["base"] = once(folder / "base.json", lambda: rates(held, answers(base, held, GROUP, seed)))
-    found["sft"] = once(folder / "sft.json", sft_stage)
-    found["dpo"] = once(folder / "dpo.json", dpo_stage)
+    results: dict[str, Any] = {"seed": seed, "data": once(folder / "data.json", data)}
+    held_out = read_lines(files["asked_held"])
+    results["base"] = once(folder / "base.json", lambda: rates(held_out, answers(base, held_out, GROUP, seed)))
+    results["sft"] = once(folder / "sft.json", sft_stage)
+    results["dpo"] = once(folder / "dpo.json", dpo_stage)
     for name, reward in (("grpo", "told"), ("shuffled", "shuffled")):
-        found[name] = once(folder / f"{name}.json", partial(grpo_stage, name, reward))
-    return found
+        results[name] = once(folder / f"{name}.json", partial(grpo_stage, name, reward))
+    return results
 
 
 def as_table(report: dict[str, Any]) -> str:
@@ -399,9 +399,9 @@ def as_table(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def in_training(found: dict[str, Any]) -> tuple[float, float]:
+def in_training(results: dict[str, Any]) -> tuple[float, float]:
     """The mean rewards of the first and of the last ten steps of a GRPO run."""
-    reward = found["curve"]["reward"]
+    reward = results["curve"]["reward"]
     return mean(reward[:10]), mean(reward[-10:])
 
 
@@ -409,7 +409,7 @@ def verdicts(run: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
     """The claims about a seed: name, result, threshold, and whether it is met."""
     more = run["sft"]["words"] / run["base"]["words"]
     right = run["dpo"]["curve"]["accuracy"][-1]
-    found = [
+    rows = [
         ("sft: words included, over the base", f"{more:.1f}", "at least 3", more >= 3),
         ("dpo: accuracy on held-out pairs", f"{right:.3f}", "at least 0.9", right >= 0.9),
     ]
@@ -417,8 +417,8 @@ def verdicts(run: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
         before, after = in_training(run[name])
         for where, change in (("in training", after - before), ("held out", run[name]["reward"] - run["sft"]["reward"])):
             bar, met = ("at least +0.3", change >= 0.3) if name == "grpo" else (f"within {FLAT}", abs(change) <= FLAT)
-            found.append((f"{name}: change of the reward, {where}", f"{change:+.3f}", bar, met))
-    return found
+            rows.append((f"{name}: change of the reward, {where}", f"{change:+.3f}", bar, met))
+    return rows
 
 
 def draw(report: dict[str, Any]) -> Figure:
@@ -451,8 +451,8 @@ def draw(report: dict[str, Any]) -> Figure:
 def main(arguments: Arguments) -> None:
     report = describe_run(arguments, "numpy") | {"size": asdict(SIZES[arguments.size]), "runs": []}
     for seed in arguments.seeds:
-        found = run_seed(SIZES[arguments.size], seed, arguments.workdir / arguments.size / str(seed))
-        report["runs"].append(found)
+        results = run_seed(SIZES[arguments.size], seed, arguments.workdir / arguments.size / str(seed))
+        report["runs"].append(results)
         write_report(arguments.output, report)
     table = as_table(report)
     write_text(arguments.output.with_suffix(".md"), table)

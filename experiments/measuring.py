@@ -77,8 +77,8 @@ def devices() -> str:
     import jax
 
     several = f"{jax.device_count()} x " if jax.device_count() > 1 else ""
-    kind = cpu_name() if jax.default_backend() == "cpu" else jax.devices()[0].device_kind
-    return f"{several}{kind}, {platform.machine()}, {os.cpu_count()} cores"
+    device_name = cpu_name() if jax.default_backend() == "cpu" else jax.devices()[0].device_kind
+    return f"{several}{device_name}, {platform.machine()}, {os.cpu_count()} cores"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -137,12 +137,14 @@ class PeerProcess:
     def __init__(self, build: Callable[[str], Mapping[str, Measure]], peer: str, folder: Path) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, other_end = spawn.Pipe()
-        _, at, commit = peer.partition(":")[0].partition("@")
-        source = unpack_commit(commit, folder) if at else None
-        process = spawn.Process(
-            target=_serve, args=(build, peer.replace(at + commit, "", 1), source, other_end), daemon=True
-        )
+        name, colon, rest = peer.partition(":")
+        name, at, commit = name.partition("@")
+        process = spawn.Process(target=_serve, args=(build, name + colon + rest, other_end), daemon=True)
+        if at:
+            sys.path.insert(0, unpack_commit(commit, folder))  # a process begins with the path of the one that starts it
         process.start()
+        if at:
+            del sys.path[0]
         other_end.close()  # if the process dies, recv() then raises EOFError instead of waiting forever
         self.peer = peer
         self.measurements: list[str] = self._receive()
@@ -161,9 +163,7 @@ class PeerProcess:
             raise SystemExit(f"the process of {self.peer} ended; its error is above") from None
 
 
-def _serve(build: Callable[[str], Mapping[str, Measure]], peer: str, source: str | None, pipe: Any) -> None:
-    if source is not None:
-        sys.path.insert(0, source)
+def _serve(build: Callable[[str], Mapping[str, Measure]], peer: str, pipe: Any) -> None:
     measures = build(peer)
     pipe.send(list(measures))
     while True:

@@ -104,8 +104,8 @@ class NeedleTest:
 
     def grid(self, name: str) -> np.ndarray:
         """The field `name` of every cell, float64[depths, lengths]."""
-        found = [getattr(cell, name) for cell in self.cells]
-        return np.array(found, np.float64).reshape(len(self.lengths), len(self.depths)).T
+        values = [getattr(cell, name) for cell in self.cells]
+        return np.array(values, np.float64).reshape(len(self.lengths), len(self.depths)).T
 
 
 def needle(
@@ -147,18 +147,18 @@ def needle(
     overhead = len(start) + len(keys.question) + max(map(len, keys.statements)) + max(map(len, keys.answers))
     if lengths[0] <= overhead:
         raise UserError(f"length={lengths[0]} is too small: needle and question already take {overhead} tokens")
-    places = np.random.default_rng([seed, 1]).random(trials)
-    drawn = [Trial(number % len(keys.answers), float(place)) for number, place in enumerate(places)]
+    starts = np.random.default_rng([seed, 1]).random(trials)
+    drawn = [Trial(number % len(keys.answers), float(start_of_haystack)) for number, start_of_haystack in enumerate(starts)]
     words = word_starts(tokenizer, haystack)
     cells: list[NeedleCell] = []
     for length in lengths:
         prompts = [lay_prompt(start, haystack, words, keys, trial, length, depth) for depth in depths for trial in drawn]
         pairs = [Continuation(prompt, answer) for prompt in prompts for answer in keys.answers]
-        found = score_pairs(
+        pair_scores = score_pairs(
             config, params, pairs, context=length + max(map(len, keys.answers)), batch=batch, progress=progress
         )
-        scores = np.array([one.logprob for one in found]).reshape(len(prompts), -1)
-        best = np.array([one.greedy for one in found]).reshape(scores.shape)
+        scores = np.array([score.logprob for score in pair_scores]).reshape(len(prompts), -1)
+        best = np.array([score.greedy for score in pair_scores]).reshape(scores.shape)
         cells += _cells(length, depths, scores, best, np.array([trial.key for trial in drawn]))
     return NeedleTest(tuple(lengths), tuple(depths), wrong_keys, tuple(cells))
 
@@ -221,21 +221,21 @@ def lay_prompt(
     # If the text is long enough, all lengths begin at the same place, so that shorter haystacks are prefixes of longer ones.
     begin = min(int(trial.start * haystack.size), haystack.size - room)
     hay = haystack[begin : begin + room]
-    place = round(depth * room)
-    near = np.flatnonzero(words[begin : begin + room][max(place - FARTHEST, 0) : place + 1])
-    if 0 < place < room and len(near):
-        place = max(place - FARTHEST, 0) + int(near[-1])
-    return np.concatenate([start, hay[:place], said, hay[place:], keys.question]).astype(np.int32)
+    index = round(depth * room)
+    near = np.flatnonzero(words[begin : begin + room][max(index - FARTHEST, 0) : index + 1])
+    if 0 < index < room and len(near):
+        index = max(index - FARTHEST, 0) + int(near[-1])
+    return np.concatenate([start, hay[:index], said, hay[index:], keys.question]).astype(np.int32)
 
 
-def draw(found: NeedleTest, title: str) -> Figure:
+def draw(results: NeedleTest, title: str) -> Figure:
     """Draw a heat map of depth over length: by how many nats the key is preferred to the wrong ones."""
     figure = new_figure(6, 4.5)
-    axes, margins = figure.subplots(), found.grid("margin")
+    axes, margins = figure.subplots(), results.grid("margin")
     low, high = min(margins.min(), 0.0), max(margins.max(), 1.0)
     figure.colorbar(axes.imshow(margins, aspect="auto", cmap="cividis", vmin=low, vmax=high), ax=axes)
-    axes.set_xticks(range(len(found.lengths)), [f"{length:,}" for length in found.lengths])
-    axes.set_yticks(range(len(found.depths)), [f"{depth:.0%}" for depth in found.depths])
+    axes.set_xticks(range(len(results.lengths)), [f"{length:,}" for length in results.lengths])
+    axes.set_yticks(range(len(results.depths)), [f"{depth:.0%}" for depth in results.depths])
     axes.set(xlabel="tokens of the prompt", ylabel="depth of the needle", title=f"{title}: key above wrong keys, nats")
     for (row, column), margin in np.ndenumerate(margins):
         color = "white" if margin < (low + high) / 2 else "black"
@@ -243,18 +243,19 @@ def draw(found: NeedleTest, title: str) -> Figure:
     return figure
 
 
-def as_page(found: NeedleTest) -> str:
+def as_page(results: NeedleTest) -> str:
     """A table of depth over length for each measure."""
     parts = []
     for title, name, form in (
-        (f"key preferred to {found.wrong_keys} wrong ones ({1 / (found.wrong_keys + 1):.0%} by chance)", "chosen", "{:.0%}"),
+        (f"key preferred to {results.wrong_keys} wrong ones", "chosen", "{:.0%}"),
         ("log-probability above that of the wrong ones, nats (0 by chance)", "margin", "{:+.2f}"),
         ("key written exactly by greedy decoding", "exact", "{:.0%}"),
     ):
-        grid = found.grid(name)
-        rows = [("depth", [f"{length:,}" for length in found.lengths])]
-        rows += [(f"{depth:.0%}", [form.format(one) for one in row]) for depth, row in zip(found.depths, grid, strict=True)]
-        rows.append(("all", [form.format(one) for one in grid.mean(axis=0)]))
+        grid = results.grid(name)
+        rows = [("depth", [f"{length:,}" for length in results.lengths])]
+        for depth, row in zip(results.depths, grid, strict=True):
+            rows.append((f"{depth:.0%}", [form.format(share) for share in row]))
+        rows.append(("all", [form.format(share) for share in grid.mean(axis=0)]))
         parts.append("\n".join([title, *(f"{head:>6}" + "".join(f"{cell:>9}" for cell in cells) for head, cells in rows)]))
     return "\n\n".join(parts)
 
@@ -287,7 +288,7 @@ def main(arguments: Arguments) -> None:
     a = arguments
     config, params, tokenizer = llama_jax.load(a.path, a.dtype, quantize=a.quantize)
     haystack = tokenizer.encode(a.data.read_text("utf-8", errors="replace"), bos=False, eos=False)
-    found = needle(
+    results = needle(
         config,
         params,
         tokenizer,
@@ -297,9 +298,9 @@ def main(arguments: Arguments) -> None:
         trials=a.trials,
         progress=tqdm,
     )
-    print(as_page(found))
+    print(as_page(results))
     if a.plot is not None:
-        draw(found, str(a.path)).savefig(a.plot)
+        draw(results, str(a.path)).savefig(a.plot)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def smooth(values: np.ndarray, reach: int) -> np.ndarray:
     return values
 
 
-def read_metrics(workdir: Path, kind: str) -> Columns:
+def read_metrics(workdir: Path, line_type: str) -> Columns:
     """The numbers of a run's "train" or "validation" lines; nan where a value is missing.
 
     The last of several lines for a step counts, since a resumed run repeats steps. A line that a killed run left incomplete
@@ -74,7 +74,7 @@ def read_metrics(workdir: Path, kind: str) -> Columns:
     for text in (workdir / METRICS).read_text("utf-8").splitlines():
         with suppress(ValueError):
             line = json.loads(text)
-            if line["kind"] == kind:
+            if line["kind"] == line_type:
                 lines[line["step"]] = line
     rows = [lines[step] for step in sorted(lines)]
     names = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}

@@ -91,7 +91,7 @@ def run(chosen: Recipe, training: Path, validation: Path, workdir: Path) -> dict
 
     params = train(chosen, workdir, training, validation_data=validation, resume=True, log=Log()).state.params
     corpus = open_corpus(validation, byte_tokenizer(), reading=chosen.reading)
-    found = evaluate(chosen.model, params, corpus, length=chosen.length, stride=chosen.length)
+    evaluation = evaluate(chosen.model, params, corpus, length=chosen.length, stride=chosen.length)
     # If the run was killed before, a line may be incomplete.
     lines = [json.loads(line) for line in (workdir / METRICS).read_text("utf-8").splitlines() if line.endswith("}")]
     samples = [line["text"] for line in lines if line["kind"] == "sample"]
@@ -99,27 +99,27 @@ def run(chosen: Recipe, training: Path, validation: Path, workdir: Path) -> dict
         "parameters": parameter_count(chosen.model),
         "steps": chosen.steps,
         "tokens": chosen.steps * chosen.batch * chosen.length,
-        "nats_per_byte": found.bits_per_byte * math.log(2),
-        "bits_per_byte": found.bits_per_byte,
-        "bytes": found.bytes,
+        "nats_per_byte": evaluation.bits_per_byte * math.log(2),
+        "bits_per_byte": evaluation.bits_per_byte,
+        "bytes": evaluation.bytes,
         "sample": samples[-1],
     }
 
 
 def main(arguments: Arguments) -> None:
     training, validation = divide(arguments.data, arguments.workdir)
-    found = {
+    results = {
         name: run(override(made(), arguments.changes), training, validation, arguments.workdir / name)
         for name, made in RECIPES.items()
     }
-    print(f"\n{found['recipe']['sample']}\n")
+    print(f"\n{results['recipe']['sample']}\n")
     print(f"{'':20}{'parameters':>12}{'tokens':>12}{'nats per byte':>15}")
-    for name, row in found.items():
+    for name, row in results.items():
         print(f"{name:20}{row['parameters']:>12,}{row['tokens']:>12,}{row['nats_per_byte']:>15.4f}")
     for name, loss in NANOGPT.items():
         print(f"{name:20}{'':24}{loss:>15.4f}")
-    write_report(arguments.output, describe_run(arguments) | {"runs": found, "nanogpt": NANOGPT})
-    figure = draw_runs({name: arguments.workdir / name for name in found})
+    write_report(arguments.output, describe_run(arguments) | {"runs": results, "nanogpt": NANOGPT})
+    figure = draw_runs({name: arguments.workdir / name for name in results})
     figure.savefig(arguments.output.with_suffix(".png"), dpi=80)
 
 

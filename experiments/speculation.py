@@ -92,14 +92,14 @@ class Timed:
     @classmethod
     def of(cls, model: Any, prompts: Sequence[Sequence[int]], draft: Drafter | None, **options: Any) -> Timed:
         pieces = llama_jax.stream(*model, prompts, draft=draft, max_chunks=64, **options)
-        found = [next(pieces)]
+        chunks = [next(pieces)]
         started = time.perf_counter()
-        found += pieces
+        chunks += pieces
         seconds = time.perf_counter() - started
         rows = range(len(prompts))
-        tokens = [[t for piece in found for t in piece.tokens[row][piece.valid[row]].tolist()] for row in rows]
-        logprobs = [[x for piece in found for x in piece.logprobs[row][piece.valid[row]].tolist()] for row in rows]
-        drafted = [piece.counts for piece in found if isinstance(piece, DraftedChunk)]
+        tokens = [[t for piece in chunks for t in piece.tokens[row][piece.valid[row]].tolist()] for row in rows]
+        logprobs = [[x for piece in chunks for x in piece.logprobs[row][piece.valid[row]].tolist()] for row in rows]
+        drafted = [piece.counts for piece in chunks if isinstance(piece, DraftedChunk)]
         counts = tuple(sum(int(each.sum()) for each in part) for part in zip(*drafted, strict=True)) or (0, 0, 0)
         return cls(seconds, tokens, logprobs, counts)
 
@@ -112,7 +112,7 @@ def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Argu
     gaps = gaps_of(plain[0], drafted[0])
     passes, offered, accepted = drafted[-1].counts
     made = sum(map(len, drafted[-1].tokens)) - len(prompts)
-    seconds = [statistics.median(each.seconds for each in runs) for runs in (plain, drafted)]
+    seconds = [statistics.median(run_of_case.seconds for run_of_case in runs) for runs in (plain, drafted)]
     row = {
         "case": name,
         "batch": len(prompts),
@@ -129,14 +129,14 @@ def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Argu
     return row
 
 
-def gaps_of(one: Timed, other: Timed) -> list[dict[str, Any]]:
+def gaps_of(plain: Timed, other: Timed) -> list[dict[str, Any]]:
     """For each differing row: the number of equal tokens, and the gap of the two log-probabilities."""
-    found = []
-    for row, tokens in enumerate(one.tokens):
+    gaps = []
+    for row, tokens in enumerate(plain.tokens):
         at = next((i for i, (a, b) in enumerate(zip(tokens, other.tokens[row], strict=False)) if a != b), None)
         if at is not None:
-            found.append({"row": row, "after": at, "gap": abs(one.logprobs[row][at] - other.logprobs[row][at])})
-    return found
+            gaps.append({"row": row, "after": at, "gap": abs(plain.logprobs[row][at] - other.logprobs[row][at])})
+    return gaps
 
 
 def stories(arguments: Arguments) -> Iterator[Row]:

@@ -93,7 +93,7 @@ def measure(case: Case, device: jax.Device, repetitions: int) -> dict[str, Any]:
     started = time.perf_counter()
     with record_backends() as taken:
         compiled = program.compile(flags=False)  # the process has its flags already
-    found = look_at(program, compiled, time.perf_counter() - started, taken)
+    report = look_at(program, compiled, time.perf_counter() - started, taken)
     before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     arguments, times = filled(case, program, repetitions), []
     for _ in range(repetitions + 1):
@@ -105,10 +105,12 @@ def measure(case: Case, device: jax.Device, repetitions: int) -> dict[str, Any]:
     taken = statistics.median(times) / (STEPS_PER_CHUNK if case.kind == "decode" else 1)
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     row = {"ms": 1e3 * taken, "spread": (max(times) - min(times)) / statistics.median(times)}
-    if found.token is not None:
-        row["read_gb_per_s"] = found.token.read / taken / 1e9
+    if report.token is not None:
+        row["read_gb_per_s"] = report.token.read / taken / 1e9
     raised = {"peak_gb": peak / 1e9} if peak > before else {}
-    return _summary(found.as_dict()) | row | raised | {"compile_s": found.seconds, "attention": "; ".join(found.attention)}
+    return (
+        _summary(report.as_dict()) | row | raised | {"compile_s": report.seconds, "attention": "; ".join(report.attention)}
+    )
 
 
 def filled(case: Case, program: Program, repetitions: int) -> tuple[Any, ...]:
@@ -130,10 +132,10 @@ def filled(case: Case, program: Program, repetitions: int) -> tuple[Any, ...]:
     if case.kind == "train":
         state, batch = arguments
         position_ids = np.broadcast_to(np.arange(case.length + 1, dtype=np.int32), batch.tokens.shape)
-        one = np.ones_like(position_ids)  # one document per row
+        ones = np.ones_like(position_ids)  # one document per row
         like = batch.tokens.sharding
         if batch.segment_ids is not None:
-            batch = batch._replace(segment_ids=jax.device_put(one, like), position_ids=jax.device_put(position_ids, like))
+            batch = batch._replace(segment_ids=jax.device_put(ones, like), position_ids=jax.device_put(position_ids, like))
         return state, batch
     if case.kind == "prefill":
         params, reading, tokens, positions = arguments
@@ -168,7 +170,7 @@ def _summary(row: dict[str, Any]) -> dict[str, Any]:
     if "bytes_per_device" not in row:
         return {"refused_there": row.get("refused", row.get("error", ""))}
     memory, token = row["bytes_per_device"], row["token"]
-    found = {"plan_gb": memory["total"] / 1e9, "temporaries_gb": (memory["temporaries"] + memory["gradients"]) / 1e9}
+    summary = {"plan_gb": memory["total"] / 1e9, "temporaries_gb": (memory["temporaries"] + memory["gradients"]) / 1e9}
     if token:
-        found |= {"read_over_least": token["read_ratio"], "kernels_a_layer": token["kernels_per_layer"]}
-    return found
+        summary |= {"read_over_least": token["read_ratio"], "kernels_a_layer": token["kernels_per_layer"]}
+    return summary
