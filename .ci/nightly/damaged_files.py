@@ -115,7 +115,7 @@ class Case:
     def read(self) -> None:
         import llama_jax
         from llama_jax.tokenizers import load_tokenizer
-        from llama_jax.tokenizers.chat import shared_renderer
+        from llama_jax.tokenizers.chat_template import shared_renderer
 
         if self.kind == "template":
             chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -221,7 +221,7 @@ def _forget_peak() -> None:
 
 def work(seed: int) -> None:
     """Answer each number on standard input with a line of JSON on what came of its case."""
-    for folder in ("", "formats", "tokenizers", "../experiments"):
+    for folder in ("", "formats", "tokenizers"):
         sys.path.append(str(HERE / folder))
     import resource
     import warnings
