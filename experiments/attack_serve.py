@@ -1,21 +1,20 @@
 """The effect of attackers on a server's other clients: wrong answers, gaps in streams, memory, and shutdown time.
 
-A server of a float32 model runs in a separate process. Normal clients stream greedy requests whose answers were computed
-before by `llama_jax.generate`; attackers, in another process, come and go, so that windows with and without them alternate.
-At the end the server receives SIGTERM while all clients continue. All processes share this machine's cores; the attackers'
-process has the lowest priority, since attackers would run on other machines.
-Gaps in streams are measured by the clients, which share the cores, and inside the server: when its engine delivers tokens
-and when its event loop receives them.
+The script starts a server of a float32 model in a separate process. Normal clients send requests of all lengths and settings
+whose answers were computed before by `llama_jax.generate`; attackers, in another process, come and go, so that windows with
+and without them alternate. At the end the server receives SIGTERM while all clients continue. All processes share this
+machine's cores; the attackers' process has the lowest priority, since attackers would run on other machines.
 `failed` lists all failures; the exit status is 1 if there are any.
 
     pip install -e ".[serve]"
     python experiments/attack_serve.py
+    python experiments/attack_serve.py --model SmolLM2-135M-Instruct.Q4_1.gguf --minutes 1
 
   patterns   regular expressions and schemas that compile slowly or have very many states; half of the clients disconnect.
   bodies     bodies of 4 MB: unfinished, of many lists, keys, numbers or messages; long texts for /tokenize.
   leaving    clients that disconnect while their request waits, is prefilled or is decoded.
   slow       headers that never end, bodies sent byte by byte, responses that nobody reads.
-  broken     malformed or small chunks, many headers, requests followed by garbage, 1,100 upgrades in a row, only garbage.
+  broken     malformed bodies and fields, small chunks, many headers, 1,100 upgrades in a row, garbage.
 """
 
 from __future__ import annotations
@@ -25,35 +24,37 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import tyro
-from bench_serve import READY_SECONDS, answers, free_port, percentile
-from measuring import cpu_name, settings, versions, write_report
-from soak_serve import Clients, Kind, Report, kinds, resident, streamed
-
-from llama_jax.cli import main as command_line
-from llama_jax.serving.engine import Engine
-from llama_jax.serving.http.response import EngineBridge, UpdateStream
-from llama_jax.serving.requests import GenerationRequest, Ticket, Update
+from measuring import describe_run, markdown_table, write_report
+from server_load import (
+    LLAMA_JAX_SERVE,
+    KnownRequest,
+    Server,
+    free_port,
+    get,
+    known_requests,
+    percentile,
+    post,
+    read_answer,
+    running,
+    status,
+)
 
 MEGABYTE = 1 << 20
+REQUESTS = 96  # different ones of normal clients
 END_SECONDS = 2.0  # allowed for the exit, in addition to the drain time
 GAP_MS = 150.0  # by which the longest gap with attackers may exceed the longest gap without them
-SETTLING = 2.0  # seconds between windows, which are not counted
-MIN_GAP = 0.02  # seconds
+SETTLING_SECONDS = 2.0  # between windows, not counted
 ENDLESS = 200  # tokens that an attacker requests, more than any normal client
 GROWTH = 1.1  # allowed growth of memory from the first half of the attacks to the second, plus 64 MB
 
@@ -71,133 +72,102 @@ class Arguments:
     """Number of normal clients."""
     attackers: int = 8
     """Attackers of each kind."""
-    kinds: tuple[str, ...] = ("patterns", "bodies", "leaving", "slow", "broken")
     rows: int = 16
     """Rows of the server."""
     drain: float = 5.0
+    """Seconds that the server gives to running requests at its end."""
     output: Path = Path("experiments/results/attack_serve_cpu.json")
 
 
 @dataclass
 class Window:
-    """Results of normal clients with or without attackers; times in ms.
-
-    Attributes:
-      spans: times of the windows, by `time.perf_counter`.
-    """
+    """Results of normal clients with or without attackers; times in ms."""
 
     counts: Counter[str] = field(default_factory=Counter)
     gaps: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
-    spans: list[tuple[float, float]] = field(default_factory=list)
+    seconds: float = 0.0
 
-    @property
-    def seconds(self) -> float:
-        return sum(end - begin for begin, end in self.spans)
-
-    def shown(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"seconds": round(self.seconds, 1), **self.counts}
-        found["tokens/s"] = round(self.counts["tokens"] / max(self.seconds, 1e-9), 1)
+    def as_dict(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {"seconds": round(self.seconds, 1), **self.counts}
+        figures["tokens/s"] = round(self.counts["tokens"] / max(self.seconds, 1e-9), 1)
         for name, values in (("gap", self.gaps), ("first token", self.first)):
             if values:
-                found |= {f"{name} p{share}, ms": percentile(values, share / 100) for share in (50, 99)}
-                found[f"{name} longest, ms"] = max(values)
-        return found
+                figures |= {f"{name} p{share}, ms": percentile(values, share / 100) for share in (50, 99)}
+                figures[f"{name} longest, ms"] = max(values)
+        return figures
 
 
-class Normal:
+class NormalClients:
     """The normal clients: each answer must be correct, or a rejection."""
 
-    def __init__(self, port: int, asked: list[Kind], windows: dict[str, Window]) -> None:
-        self.clients = Clients(port, asked)
-        self.report = Report()
-        self.windows = windows
-        self.now = "without"
+    def __init__(self, port: int, requests: list[KnownRequest]) -> None:
+        self.port, self.requests = port, requests
+        self.windows = {name: Window() for name in ("without", "with", "between", "ending")}
+        self.current = "between"
         self.ending = False
+        self.failed: list[str] = []
 
-    def split(self, stamps: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
-        """The gaps that ended within each window."""
-        return {
-            name: [gap for end, gap in stamps if any(begin <= end <= until for begin, until in window.spans)]
-            for name, window in self.windows.items()
-        }
+    def fail(self, what: str) -> None:
+        self.failed.append(what[:300])
 
     async def run(self, seed: int) -> None:
-        chosen = random.Random(seed)
+        rng = random.Random(seed)
         while not self.ending:
-            if not await self.ask(chosen.choice(self.clients.kinds)):
+            if not await self.ask(rng.choice(self.requests)):
                 await asyncio.sleep(0.2)
 
-    async def ask(self, kind: Kind) -> bool:
-        begun = last = time.perf_counter()
+    async def ask(self, request: KnownRequest) -> bool:
+        began = last = time.perf_counter()
+        parts: list[bytes] = []
         try:
-            reader, writer = await self.clients.send(kind.body)
-            parts = []
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
+            writer.write(post("/v1/completions", json.dumps(request.body).encode()))
             while part := await reader.read(1 << 16):
                 now = time.perf_counter()
-                if part.startswith(b"HTTP/1.1 200"):
-                    self.windows[self.now].first.append(1e3 * (now - begun))
-                elif parts:
-                    self.windows[self.now].gaps.append(1e3 * (now - last))
+                if "stream" in request.body:
+                    window = self.windows[self.current]
+                    (window.gaps if parts else window.first).append(1e3 * (now - (last if parts else began)))
                 last = now
                 parts.append(part)
             writer.close()
         except OSError as error:
             if not self.ending:
-                self.report.fail(f"{self.now} attackers: {error!r}")
+                self.fail(f"{self.current} attackers: {error!r}")
             return False
-        head, _, content = b"".join(parts).partition(b"\r\n\r\n")
-        status = int(head.split(b" ", 2)[1]) if head else 0
-        window = self.windows[self.now]
-        window.counts[f"status {status}"] += 1
-        if status == 200 and not (self.ending and b'"code":"draining"' in content):
-            text, tokens = streamed(dechunked(content))
+        response, window = b"".join(parts), self.windows[self.current]
+        window.counts[f"status {status(response)}"] += 1
+        if status(response) == 200 and not (self.ending and b'"code":"draining"' in response):
+            text, tokens = read_answer(response)
             window.counts["tokens"] += tokens
-            if (text, tokens) != (kind.text, kind.tokens):
-                self.report.fail(f"wrong: {tokens} tokens {text!r}, not {kind.tokens} {kind.text!r}, of {kind.body}")
-        elif status != 429 and not self.ending:
-            self.report.fail(f"{self.now} attackers: status {status}: {content[:200]!r}")
-        return status == 200
+            if (text, tokens) != (request.text, request.tokens):
+                self.fail(f"wrong: {tokens} tokens {text!r}, not {request.tokens} {request.text!r}, of {request.body}")
+        elif status(response) not in (200, 429) and not self.ending:
+            self.fail(f"{self.current} attackers: {response[:200]!r}")
+        return status(response) == 200
 
 
-def dechunked(content: bytes) -> bytes:
-    """A body without HTTP's chunk sizes."""
-    parts = []
-    while content:
-        size, _, content = content.partition(b"\r\n")
-        parts.append(content[: int(size, 16)])
-        content = content[int(size, 16) + 2 :]
-    return b"".join(parts)
-
-
-def requests_of(path: str, content: bytes, length: int | None = None) -> bytes:
-    size = len(content) if length is None else length
-    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
-    return head.encode() + content
+# --- attackers -----------------------------------------------------------------------------------------------------------
 
 
 def constrained(constraint: dict[str, Any]) -> bytes:
-    return requests_of("/v1/completions", json.dumps({"prompt": "a", "response_format": constraint}).encode())
+    return post("/v1/completions", json.dumps({"prompt": "a", "response_format": constraint}).encode())
 
 
 def patterns() -> list[bytes]:
-    expressions = [
-        "a?" * 50_000,
-        "a?" * 20_000,
-        "a?" * 6_000,
-        "(a{1000}){1000}",
-        "[ab]{3}(a{1000}){1000}",
-        "[ab]*a[ab]{300}",
-    ]
-    expressions += ["(a|b|c|d){9000}", r"[^\s\S]", "(.*[a-m].{90})|(.*[n-z].{80})", "abcdefgh" * 10_000]
+    """Requests with expensive constraints."""
+    expressions = ["a?" * count for count in (50_000, 20_000, 6_000)]
+    expressions += ["(a{1000}){1000}", "[ab]{3}(a{1000}){1000}", "[ab]*a[ab]{300}", "(a|b|c|d){9000}", r"[^\s\S]"]
+    expressions += ["(.*[a-m].{90})|(.*[n-z].{80})", "abcdefgh" * 10_000]
     properties = {f"p{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 50 + 1}}}$"} for i in range(3000)}
     schemas: list[dict[str, Any]] = [{"type": "object", "properties": properties, "additionalProperties": False}]
     schemas += [{"type": "integer", "multipleOf": 99991}, {"enum": [f"w{i}" * 5 for i in range(50_000)]}, {"enum": []}]
-    found = [constrained({"type": "regex", "regex": expression}) for expression in expressions]
-    return found + [constrained({"type": "json_schema", "json_schema": {"schema": schema}}) for schema in schemas]
+    requests = [constrained({"type": "regex", "regex": expression}) for expression in expressions]
+    return requests + [constrained({"type": "json_schema", "json_schema": {"schema": schema}}) for schema in schemas]
 
 
 def bodies() -> list[bytes]:
+    """Requests with large bodies."""
     size, parts = 4 * MEGABYTE - 100, 262_000
     message = b'{"role":"user","content":"a"}'
     contents = {
@@ -213,264 +183,186 @@ def bodies() -> list[bytes]:
         "/v1/chat/completions": [b'{"messages":[' + b",".join([message] * (size // 31)) + b"]}"],
         "/tokenize": [b'{"prompt":"' + b"a1! " * (MEGABYTE - 100) + b'"}', b'{"prompt":"' + b"x" * (3 * MEGABYTE) + b'"}'],
     }
-    return [requests_of(path, content) for path, some in contents.items() for content in some]
+    return [post(path, content) for path, same_path in contents.items() for content in same_path]
 
 
 class Attackers:
-    """All kinds of attackers, active while `going` is set, and counts of their requests and responses."""
+    """All kinds of attackers, and counts of their requests and responses."""
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.counts: Counter[str] = Counter()
         self.patterns, self.bodies = patterns(), bodies()
-        self.endless = b'{"prompt":"Once","max_tokens":%d,"stream":true,"ignore_eos":true}' % ENDLESS
+        endless = b'{"prompt":"Once","max_tokens":%d,"stream":true,"ignore_eos":true}' % ENDLESS
+        self.endless = post("/v1/completions", endless)
+        self.methods = (self.send_pattern, self.send_body, self.leave, self.send_slowly, self.send_broken)
 
-    async def send(self, kind: str, content: bytes, seconds: float = 30.0) -> None:
+    async def send(self, name: str, content: bytes, seconds: float = 30.0) -> None:
         """Send bytes, and count the status of the response within this time."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
         try:
             writer.write(content)
             line = await asyncio.wait_for(reader.readline(), seconds)
-            self.counts[f"{kind}: {line.split()[1].decode() if line else 'closed'}"] += 1
+            self.counts[f"{name}: {line.split()[1].decode() if line else 'closed'}"] += 1
         except TimeoutError:
-            self.counts[f"{kind}: left"] += 1
+            self.counts[f"{name}: left"] += 1
         finally:
             writer.transport.abort()
 
-    async def attack(self, kind: str, chosen: random.Random) -> None:
-        await getattr(self, f"_{kind}")(kind, chosen)
+    async def send_pattern(self, rng: random.Random) -> None:
+        await self.send("patterns", rng.choice(self.patterns), rng.choice([0.2, 30.0]))
 
-    async def _patterns(self, kind: str, chosen: random.Random) -> None:
-        await self.send(kind, chosen.choice(self.patterns), chosen.choice([0.2, 30.0]))
-
-    async def _bodies(self, kind: str, chosen: random.Random) -> None:
-        if chosen.random() < 0.6:
-            content = chosen.choice(self.bodies)
-            await self.send("unfinished", content[: chosen.randrange(MEGABYTE, len(content) - 1)], chosen.uniform(1, 5))
+    async def send_body(self, rng: random.Random) -> None:
+        content = rng.choice(self.bodies)
+        if rng.random() < 0.6:
+            await self.send("unfinished", content[: rng.randrange(MEGABYTE, len(content) - 1)], rng.uniform(1, 5))
         else:
-            await self.send(kind, chosen.choice(self.bodies))
+            await self.send("bodies", content)
 
-    async def _leaving(self, kind: str, chosen: random.Random) -> None:
-        await self.send(kind, requests_of("/v1/completions", self.endless), chosen.random())
+    async def leave(self, rng: random.Random) -> None:
+        await self.send("leaving", self.endless, rng.random())
 
-    async def _slow(self, kind: str, chosen: random.Random) -> None:
+    async def send_slowly(self, rng: random.Random) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1)
-        content = chosen.choice([b"GET / HTTP/1.1\r\nX: ", requests_of("/v1/completions", b"", 10**6)]) + b"a" * 100
+        content = rng.choice([b"GET / HTTP/1.1\r\nX: ", post("/v1/completions", b"", 10**6)]) + b"a" * 100
         try:
-            if chosen.random() < 0.4:  # a response that nobody reads
-                writer.write(requests_of("/v1/completions", self.endless))
+            if rng.random() < 0.4:  # a response that nobody reads
+                writer.write(self.endless)
                 await asyncio.sleep(3)
             else:
-                for at in range(0, len(content), 20):
-                    writer.write(content[at : at + 20])
+                for start in range(0, len(content), 20):
+                    writer.write(content[start : start + 20])
                     await asyncio.sleep(0.3)
-            self.counts[kind] += 1
+            self.counts["slow"] += 1
         finally:
             writer.transport.abort()
 
-    async def _broken(self, kind: str, chosen: random.Random) -> None:
+    async def send_broken(self, rng: random.Random) -> None:
         chunked = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         upgrade = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
-        noise = bytes(chosen.randrange(256) for _ in range(200))
-        some = [chunked + b"Transfer-Encoding: chunked\r\n\r\n" + part for part in (b"zz\r\n", b"1\r\na\r\n" * 100_000)]
-        some += [chunked + b"a:b\r\n" * 10_000 + b"\r\n", upgrade * 1100, upgrade + noise, b"\0" + noise]
-        await self.send(kind, chosen.choice(some))
+        noise = rng.randbytes(200)
+        contents = [chunked + b"Transfer-Encoding: chunked\r\n\r\n" + part for part in (b"zz\r\n", b"1\r\na\r\n" * 100_000)]
+        contents += [chunked + b"a:b\r\n" * 10_000 + b"\r\n", upgrade * 1100, upgrade + noise, b"\0" + noise]
+        wrong = {rng.choice(["max_tokens", "n", "seed", "stop", "logprobs"]): rng.choice([-1, 1e99, "x", [], {"a": 1}])}
+        bodies = (noise, b'{"prompt": "a", ', json.dumps({"prompt": "a", "x": 1} | wrong).encode())
+        contents += [post("/v1/completions", rng.choice(bodies)), post("/v1/completions", b"cut", 5000)]
+        await self.send("broken", rng.choice(contents))
         await asyncio.sleep(0.05)
 
-    async def run(self, count: int, kinds: Sequence[str], going: Event, ended: Event) -> None:
-        async def one(kind: str, seed: int) -> None:
-            chosen = random.Random(seed)
+    async def run(self, count: int, active: Event, ended: Event) -> None:
+        """Attack while `active` is set, with `count` attackers of each kind, until `ended` is set."""
+
+        async def attack(attack_method: Any, seed: int) -> None:
+            rng = random.Random(seed)
             while not ended.is_set():
-                attacking = asyncio.create_task(self.attack(kind, chosen)) if going.is_set() else None
-                while attacking is not None and not attacking.done() and going.is_set() and not ended.is_set():
-                    await asyncio.wait([attacking], timeout=0.2)
-                if attacking is None:
+                if not active.is_set():
                     await asyncio.sleep(0.05)
                     continue
+                attacking = asyncio.create_task(attack_method(rng))
+                while not attacking.done() and active.is_set() and not ended.is_set():
+                    await asyncio.wait([attacking], timeout=0.2)
                 attacking.cancel()  # no attack may continue in a window without attackers
                 with suppress(OSError, ValueError, asyncio.CancelledError):
                     await attacking
 
-        await asyncio.gather(*(one(kind, seed) for kind in kinds for seed in range(count)))
+        await asyncio.gather(*(attack(attack_method, seed) for attack_method in self.methods for seed in range(count)))
 
 
-class Stamps:
-    """Gaps of normal streams inside the server: when its engine delivered tokens and when its event loop received them.
-
-    Each gap is written to a file when it ends, as a line: the place, the time of the end by `time.perf_counter` (shared by
-    all processes of a machine), and the length in ms.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", buffering=1)
-
-    def install(self) -> None:
-        """Stamp all later deliveries of this process's engine and event loop."""
-        engine_submit, submit, put = Engine.submit, EngineBridge.submit, UpdateStream.put
-        takes = WeakKeyDictionary[UpdateStream, Callable[[], None]]()
-
-        def stamped_engine_submit(engine: Engine, request: GenerationRequest, deliver: Callable[[Update], None]) -> Ticket:
-            stamp = self.stamping("engine") if is_normal(request) else lambda: None
-            return engine_submit(engine, request, lambda update: (stamp(), deliver(update))[1])
-
-        def stamped_submit(bridge: EngineBridge, requests: Sequence[GenerationRequest]) -> UpdateStream:
-            stream = submit(bridge, requests)
-            if is_normal(requests[0]):
-                takes[stream] = self.stamping("loop")
-            return stream
-
-        def stamped_put(stream: UpdateStream, index: int, update: Update) -> None:
-            takes.get(stream, lambda: None)()
-            put(stream, index, update)
-
-        Engine.submit, EngineBridge.submit, UpdateStream.put = stamped_engine_submit, stamped_submit, stamped_put  # type: ignore[method-assign]
-
-    def stamping(self, where: str) -> Callable[[], None]:
-        """Return a callback to call whenever a stream receives tokens."""
-        last = 0.0
-
-        def stamp() -> None:
-            nonlocal last
-            now = time.perf_counter()
-            if last and now - last >= MIN_GAP:
-                print(where, now, 1e3 * (now - last), file=self._file)
-            last = now
-
-        return stamp
-
-
-def is_normal(request: GenerationRequest) -> bool:
-    """Whether a request may come from a normal client: attackers' requests are constrained or endless."""
-    return request.constraint is None and request.max_new_tokens < ENDLESS
-
-
-def serve(path: str) -> None:
-    """Run the server's command in its own process and stamp its gaps in a file."""
-    Stamps(Path(path)).install()
-    command_line()
-
-
-def attack(port: int, count: int, kinds: Sequence[str], going: Event, ended: Event, told: Any) -> None:
+def run_attackers(port: int, count: int, active: Event, ended: Event, results: Any) -> None:
     """Run the attackers in their own process."""
     os.nice(19)
     attackers = Attackers(port)
-    told.put("ready")
-    asyncio.run(attackers.run(count, kinds, going, ended))
-    told.put(dict(attackers.counts))
+    results.put("ready")
+    asyncio.run(attackers.run(count, active, ended))
+    results.put(dict(attackers.counts))
 
 
-async def measure(arguments: Arguments, normal: Normal, going: Event, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+# --- measurement ---------------------------------------------------------------------------------------------------------
+
+
+async def measure(arguments: Arguments, normal: NormalClients, active: Event, server: Server) -> dict[str, Any]:
     """Measure windows without and with attackers, then the shutdown."""
     tasks = [asyncio.create_task(normal.run(seed)) for seed in range(arguments.clients)]
     memory: dict[str, list[int]] = {"without": [], "with": []}
-    await asyncio.sleep(2)
-    for window in normal.windows.values():
-        window.__init__()  # type: ignore[misc]
     for number in range(max(1, round(30 * arguments.minutes / arguments.window))):
         for name in ("without", "with"):
-            normal.now = "between"
-            going.set() if name == "with" else going.clear()
-            await asyncio.sleep(SETTLING)
-            normal.now, begun = name, time.perf_counter()
-            largest = 0
-            while time.perf_counter() - begun < arguments.window:
+            normal.current = "between"
+            active.set() if name == "with" else active.clear()
+            await asyncio.sleep(SETTLING_SECONDS)
+            normal.current, began, largest = name, time.perf_counter(), 0
+            while time.perf_counter() - began < arguments.window:
                 await asyncio.sleep(0.25)
-                largest = max(largest, resident(process.pid))
-            normal.windows[name].spans.append((begun, time.perf_counter()))
+                largest = max(largest, server.resident_bytes())
+            normal.windows[name].seconds += time.perf_counter() - began
             memory[name].append(round(largest / 1e6))
         print(f"{number}: {dict(normal.windows['with'].counts)}, MB {memory['with'][-1]}", flush=True)
-    normal.now, normal.ending, begun = "ending", True, time.perf_counter()
-    process.send_signal(signal.SIGTERM)
-    while process.poll() is None and time.perf_counter() - begun < arguments.drain + 60:
+    metrics = (await get(normal.port, "/metrics")).decode()
+    compilations = re.search(r"^llama_jax:compilations_after_ready_total\S* (\S+)", metrics, re.MULTILINE)
+    normal.current, normal.ending, began = "ending", True, time.perf_counter()
+    server.process.send_signal(signal.SIGTERM)
+    while server.process.poll() is None and time.perf_counter() - began < arguments.drain + 60:
         await asyncio.sleep(0.02)
-    seconds = time.perf_counter() - begun
+    end = {"seconds": time.perf_counter() - began, "drain": arguments.drain, "exit status": server.process.poll()}
     await asyncio.wait(tasks, timeout=10)
-    return {"MB": memory, "SIGTERM": {"seconds": seconds, "drain": arguments.drain, "exit status": process.poll()}}
+    compiled = int(float(compilations[1])) if compilations else None
+    return {"MB": memory, "SIGTERM": end, "compilations after ready": compiled}
 
 
-def judge(found: dict[str, Any], report: Report, log: str) -> None:
-    """Add failures to the report."""
-    without, attacked = (found[name]["gap longest, ms"] for name in ("without", "with"))
+def check(figures: dict[str, Any], log: str) -> list[str]:
+    """What fails besides answers."""
+    failed = []
+    without, attacked = (figures[name].get("gap longest, ms", 0.0) for name in ("without", "with"))
     if attacked > without + GAP_MS:
-        report.fail(f"a gap of {attacked:.0f} ms with attackers, {without:.0f} ms without")
-    end = found["SIGTERM"]
+        failed.append(f"a gap of {attacked:.0f} ms with attackers, {without:.0f} ms without")
+    end = figures["SIGTERM"]
     if end["seconds"] > end["drain"] + END_SECONDS or end["exit status"] != 0:
-        report.fail(f"slow or failed shutdown: {end}")
-    memory = found["MB"]["with"]
+        failed.append(f"slow or failed shutdown: {end}")
+    memory = figures["MB"]["with"]
     half = len(memory) // 2
     if half and max(memory[half:]) > GROWTH * max(memory[:half]) + 64:
-        report.fail(f"memory grows: {memory} MB")
+        failed.append(f"memory grows: {memory} MB")
+    if figures["compilations after ready"]:
+        failed.append(f"{figures['compilations after ready']} compilations after the server was ready")
     if "Traceback" in log:
-        report.fail("a traceback, printed above")
+        failed.append("a traceback, printed above")
         print(log[log.index("Traceback") :][:10_000])
+    return failed
 
 
-def table(found: dict[str, Any]) -> str:
-    names = list(dict.fromkeys([*found["without"], *found["with"]]))
+def as_table(figures: dict[str, Any]) -> str:
+    without, attacked = figures["without"], figures["with"]
     shown = lambda value: f"{value:,.1f}" if isinstance(value, float) else str(value)
-    rows = [f"| {name} | {shown(found['without'].get(name, 0))} | {shown(found['with'].get(name, 0))} |" for name in names]
-    return "\n".join(["| normal clients | without attackers | with |", "|---|---|---|", *rows])
+    names = dict.fromkeys([*without, *attacked])
+    rows = [[name, shown(without.get(name, 0)), shown(attacked.get(name, 0))] for name in names]
+    return markdown_table(("normal clients", "without attackers", "with"), rows)
 
 
 def main(arguments: Arguments) -> None:
-    report: dict[str, Any] = {"cpu": cpu_name(), "settings": settings(arguments)}
-    report["versions"] = versions("jax", "jaxlib", "numpy", "uvicorn", "starlette", "llguidance")
-    greedy = [kind for kind in kinds(arguments.model) if kind.body["temperature"] == 0]
-    asked = [Kind(kind.body | {"stream": True, "logprobs": None, **USAGE}, kind.text, kind.tokens) for kind in greedy]
+    report = describe_run(arguments, "numpy", "uvicorn", "starlette", "llguidance")
+    requests = known_requests(arguments.model, REQUESTS)
     port, context = free_port(), multiprocessing.get_context("spawn")
-    going, ended, told = context.Event(), context.Event(), context.Queue()
-    folder = tempfile.TemporaryDirectory()
-    stamps = Path(folder.name) / "stamps"
-    command = [
-        sys.executable,
-        "-c",
-        f"import attack_serve; attack_serve.serve({str(stamps)!r})",
-        "serve",
-        "--port",
-        str(port),
-    ]
-    command += [] if arguments.model is None else ["--model", str(arguments.model.resolve())]
-    command += ["--rows", str(arguments.rows), "--dtype", "float32", "--drain", str(arguments.drain)]
-    attackers = context.Process(
-        target=attack, args=(port, arguments.attackers, arguments.kinds, going, ended, told), daemon=True
-    )
+    active, ended, results = context.Event(), context.Event(), context.Queue()
+    command = [*LLAMA_JAX_SERVE, "--port", str(port), "--rows", str(arguments.rows), "--dtype", "float32"]
+    command += ["--drain", str(arguments.drain)]
+    command += [] if arguments.model is None else ["--model", str(arguments.model)]
+    attackers = context.Process(target=run_attackers, args=(port, arguments.attackers, active, ended, results), daemon=True)
     attackers.start()
-    with (
-        folder,
-        tempfile.TemporaryFile() as log,
-        subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=Path(__file__).parent) as process,
-    ):
-        try:
-            begun = time.perf_counter()
-            while not asyncio.run(answers(port, "/ready")):
-                if process.poll() is not None or time.perf_counter() - begun > READY_SECONDS:
-                    log.seek(0)
-                    raise SystemExit(f"the server does not answer: {log.read().decode(errors='replace')}")
-                time.sleep(0.1)
-            told.get()
-            windows = {name: Window() for name in ("without", "with", "between", "ending")}
-            normal = Normal(port, asked, windows)
-            found = asyncio.run(measure(arguments, normal, going, process))
+    normal = NormalClients(port, requests)
+    try:
+        with running(command, port) as server:
+            results.get()
+            figures = asyncio.run(measure(arguments, normal, active, server))
             ended.set()
-            found |= {name: window.shown() for name, window in windows.items()} | {"attackers": told.get(timeout=60)}
-            stamped = [line.split() for line in stamps.read_text().splitlines()]
-            for where in ("engine", "loop"):
-                gaps = [(float(end), float(gap)) for name, end, gap in stamped if name == where]
-                for window, values in normal.split(gaps).items():
-                    found[window][f"gap of the server's {where} longest, ms"] = max(values, default=0.0)
-        finally:
-            process.kill()
-            attackers.kill()
-        log.seek(0)
-        judge(found, normal.report, log.read().decode(errors="replace"))
-    found["failed"] = normal.report.failed
-    write_report(arguments.output, report | found)
-    print(table(found), json.dumps({name: found[name] for name in ("MB", "SIGTERM", "attackers")}), sep="\n\n")
-    if found["failed"]:
-        raise SystemExit("\n".join(["failures:", *found["failed"]]))
+            figures |= {name: window.as_dict() for name, window in normal.windows.items()}
+            figures |= {"attackers": results.get(timeout=60)}
+            figures["failed"] = [*normal.failed[:20], *check(figures, server.printed())]
+    finally:
+        attackers.kill()
+    write_report(arguments.output, report | figures)
+    print(as_table(figures), json.dumps({name: figures[name] for name in ("MB", "SIGTERM", "attackers")}), sep="\n\n")
+    if figures["failed"]:
+        raise SystemExit("\n".join(["failures:", *figures["failed"]]))
 
-
-USAGE = {"stream_options": {"include_usage": True}}
 
 if __name__ == "__main__":
     main(tyro.cli(Arguments, description=__doc__))

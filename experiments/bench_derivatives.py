@@ -8,7 +8,6 @@ are only compiled, not run, so that only their memory is measured.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 from jax.tree_util import Partial
-from measuring import machine, settings, versions, write_rows
+from measuring import describe_run, seconds_of, write_rows
 
 import llama_jax
 from llama_jax.model.trees import quantize
@@ -56,13 +55,13 @@ def programs(config: Any) -> dict[str, Callable[..., Any]]:
         return jax.grad(lambda delta: loss(hooked(delta), tokens))(zeros)
 
     gradient = jax.grad(loss)
-    each = jax.vmap(lambda params, row: gradient(params, row[None]), (None, 0))
+    by_row = jax.vmap(lambda params, row: gradient(params, row[None]), (None, 0))
     return {
         "loss": lambda params, along, tokens: loss(params, tokens),
         "gradient": lambda params, along, tokens: gradient(params, tokens),
         "jvp": lambda params, along, tokens: jax.jvp(partial(loss, tokens=tokens), (params,), (along,)),
         "Hessian product": lambda params, along, tokens: jax.jvp(partial(gradient, tokens=tokens), (params,), (along,))[1],
-        "gradients by example": lambda params, along, tokens: each(params, tokens),
+        "gradients by example": lambda params, along, tokens: by_row(params, tokens),
         "gradient of embeddings": lambda params, along, tokens: of_embeddings(params, tokens),
         "gradient of embeddings, int8": lambda params, along, tokens: of_embeddings(params, tokens),
     }
@@ -83,18 +82,12 @@ def main(arguments: Arguments) -> None:
             memory = compiled.memory_analysis()
             row = {"derivative": name, "batch": batch, "length": length, "temporary_mb": memory.temp_size_in_bytes / 1e6}
             if length == arguments.length:
-                seconds = []
-                for _ in range(arguments.calls + 1):
-                    start = time.perf_counter()
-                    jax.block_until_ready(compiled(*inputs))
-                    seconds.append(time.perf_counter() - start)
-                row["milliseconds"] = 1000 * min(seconds[1:])
+                row["milliseconds"] = 1000 * min(seconds_of(partial(compiled, *inputs), arguments.calls))
             rows.append(row)
             print(
                 "  ".join(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()), flush=True
             )
-    about = {"machine": machine(), "versions": versions("jax", "jaxlib"), "settings": settings(arguments)}
-    write_rows(arguments.output, about, "rows", rows)
+    write_rows(arguments.output, describe_run(arguments), "rows", rows)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,22 @@
-"""Training speed and memory on this machine's CPU, compared with transformers and PyTorch's fused AdamW.
+"""Training speed and memory on this machine's CPU, compared with transformers, PEFT, fused AdamW and earlier commits.
 
 A step is loss, gradients, clipping by global norm and AdamW on random tokens, with the same shape and precision: float32, or
 bfloat16 (ours by `Compute`, theirs by autocast) with float32 weights. Each peer is a separate process that is prepared once
 and then runs a few steps in turn, so that changes of the machine's speed affect all peers. Absolute figures depend on the
-machine and on its other load; the ratio of speeds is computed within each turn, and its median and range are reported. CPU
-time per step hardly depends on other load, but counts busy waiting as work.
+machine; ratios of speeds are taken within each turn.
 
     pip install -e ".[parity]"
     python experiments/bench_train.py
+    python experiments/bench_train.py --peers llama_jax llama_jax@HEAD~20                     # an earlier commit
+    python experiments/bench_train.py --peers lora llama_jax "peft eager" "peft compiled"     # adapters of all matrices
 
-What is measured:
-  tokens/s      of the bare step, compiled before the first turn; each turn waits for its last step. llama_jax: jitted
-                `train_step` with donated state, as in the training loop.
-  CPU s         CPU seconds per step, all threads.
-  peak MB       peak memory of the process, including compilation (VmHWM of /proc/self/status, so only on Linux).
+With adapters, a frozen model with random weights is stored and computed in the dtype; adapters, their gradients and moments
+are float32. Reported are tokens/s of the bare step, compiled before the first turn, and the peak memory of the process,
+compilation included (VmHWM of /proc/self/status, so only on Linux).
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
 import time
@@ -30,24 +28,24 @@ from typing import Any
 
 import numpy as np
 import tyro
-from measuring import machine, settings, versions, write_report
+from measuring import Measure, describe_run, print_speeds, take_turns, write_report
 
-Steps = Callable[[int], None]
-Peer = Callable[[Any, str], Steps]  # from the arguments and the dtype of the computation
-THREADS = os.cpu_count() or 1
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP_NORM = 3e-4, (0.9, 0.95), 0.1, 1.0
+SPEED, MEMORY = "tokens_per_second", "peak_memory_mb"
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Compare training speed and memory with transformers and PyTorch."""
+    """Compare training speed and memory with transformers, PEFT and earlier commits."""
 
     shape: str = "stories-15m"
     """The preset to measure, with random weights."""
     peers: tuple[str, ...] = ("llama_jax", "torch eager", "torch compiled")
-    """Peers to compare."""
+    """Peers, the first is the baseline: also lora, "peft eager", "peft compiled", and llama_jax@COMMIT or lora@COMMIT."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    """Dtypes of the computation; weights, gradients and moments are float32."""
+    """Dtypes of the computation; trained weights, gradients and moments are float32."""
+    rank: int = 16
+    """Rank of adapters."""
     batch: int = 8
     length: int = 256
     steps: int = 2
@@ -57,183 +55,122 @@ class Arguments:
     output: Path = Path("experiments/results/bench_train_cpu.json")
 
 
-def random_tokens(arguments: Any, vocab_size: int) -> np.ndarray:
+def random_tokens(arguments: Arguments, vocab_size: int) -> np.ndarray:
     shape = arguments.batch, arguments.length + 1
     return np.random.default_rng(0).integers(0, vocab_size, shape, dtype=np.int32)
 
 
-def our_optimizer(arguments: Any) -> Any:
-    import llama_jax
-
-    settings = llama_jax.OptimizerSettings(
-        learning_rate=LEARNING_RATE,
-        schedule="constant",
-        b1=BETAS[0],
-        b2=BETAS[1],
-        weight_decay=WEIGHT_DECAY,
-        clip_norm=CLIP_NORM,
-    )
-    return llama_jax.make_optimizer(settings, arguments.steps * arguments.repetitions)
-
-
-def ours(arguments: Any, dtype: str) -> Steps:
+def build_ours(arguments: Arguments, dtype: str, *, lora: bool = False) -> Callable[[], None]:
+    """A function that runs a step of `train_step`, of all parameters or of adapters."""
     import jax
 
     import llama_jax
+    from llama_jax.model.forward_options import Sharding
+    from llama_jax.model.lora import with_base
 
-    config, optimizer = llama_jax.preset(arguments.shape), our_optimizer(arguments)
-    state = llama_jax.init_state(optimizer, llama_jax.init(config, jax.random.key(0)))
+    config = llama_jax.preset(arguments.shape)
+    schedule = {"learning_rate": LEARNING_RATE, "schedule": "constant", "b1": BETAS[0], "b2": BETAS[1]}
+    adamw = llama_jax.OptimizerSettings(**schedule, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM)
+    optimizer = llama_jax.make_optimizer(adamw, arguments.steps * arguments.repetitions)
     options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.Compute(dtype)))
-    step = jax.jit(partial(llama_jax.train_step, config, optimizer, options=options), donate_argnums=0)
-    return our_steps(step, state, arguments, config.vocab_size)
+    params, adapters = llama_jax.init(config, jax.random.key(0)), llama_jax.Lora(arguments.rank)
+    base = jax.tree.map(lambda x: x.astype(dtype), params) if lora else None
+    trained = llama_jax.init_adapters(config, adapters, jax.random.key(1)) if lora else params
+    state, batch = llama_jax.init_state(optimizer, trained), llama_jax.Batch(random_tokens(arguments, config.vocab_size))
 
+    @partial(jax.jit, donate_argnums=1)
+    def train(base: Any, state: Any, batch: Any) -> Any:
+        sharding = Sharding() if base is None else with_base(Sharding(), base, adapters)
+        return llama_jax.train_step(config, optimizer, state, batch, options, sharding)
 
-def our_steps(step: Callable[..., Any], state: Any, arguments: Any, vocab_size: int) -> Steps:
-    """Return a function that runs steps of a compiled function of state and batch, like `train_step`."""
-    import jax
-
-    import llama_jax
-
-    batch = llama_jax.Batch(random_tokens(arguments, vocab_size))
-
-    def run(steps: int) -> None:
+    def step() -> None:
         nonlocal state
-        for _ in range(steps):
-            state, metrics = step(state, batch)
+        state, metrics = train(base, state, batch)
         assert np.isfinite(float(metrics["loss"]))
-        jax.block_until_ready(state)
 
-    return run
-
-
-def transformers(arguments: Any, dtype: str, *, compiled: bool) -> Steps:
-    return torch_steps(transformers_model(arguments.shape), arguments, dtype, compiled=compiled)
+    return step
 
 
-def transformers_model(shape: str) -> Any:
-    """A transformers model with random weights."""
+def build_torch(arguments: Arguments, dtype: str, *, compiled: bool, lora: bool = False) -> Callable[[], None]:
+    """A function that runs a step of a transformers model; frozen parameters are not updated."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import llama_jax
     from llama_jax.formats.huggingface import config_to_dict
 
-    return LlamaForCausalLM(LlamaConfig(**config_to_dict(llama_jax.preset(shape))))
+    torch.set_num_threads(os.cpu_count() or 1)
+    model = LlamaForCausalLM(LlamaConfig(**config_to_dict(llama_jax.preset(arguments.shape))))
+    if lora:
+        from peft import LoraConfig, get_peft_model
 
-
-def torch_steps(model: Any, arguments: Any, dtype: str, *, compiled: bool) -> Steps:
-    """Return a function that runs steps of a transformers model; frozen parameters are not updated."""
-    import torch
-
-    torch.set_num_threads(THREADS)
-    learnt = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW(learnt, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+        adapters = llama_jax.Lora(arguments.rank)
+        sizes = {"r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": list(adapters.targets)}
+        model = get_peft_model(model.to(getattr(torch, dtype)), LoraConfig(**sizes, task_type="CAUSAL_LM")).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     tokens = torch.from_numpy(random_tokens(arguments, model.config.vocab_size)).long()
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
 
-    def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def compute_loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
             logits = model(inputs, use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets)
 
-    differentiable = torch.compile(loss_of) if compiled else loss_of
+    differentiable = torch.compile(compute_loss) if compiled else compute_loss
 
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            loss = differentiable(inputs, targets)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(learnt, CLIP_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
+    def step() -> None:
+        loss = differentiable(inputs, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
         assert np.isfinite(loss.item())
 
-    return run
+    return step
 
 
-PEERS: dict[str, Peer] = {
-    "llama_jax": ours,
-    "torch eager": partial(transformers, compiled=False),
-    "torch compiled": partial(transformers, compiled=True),
+BUILDERS: dict[str, Callable[[Arguments, str], Callable[[], None]]] = {
+    "llama_jax": build_ours,
+    "lora": partial(build_ours, lora=True),
+    "torch eager": partial(build_torch, compiled=False),
+    "torch compiled": partial(build_torch, compiled=True),
+    "peft eager": partial(build_torch, compiled=False, lora=True),
+    "peft compiled": partial(build_torch, compiled=True, lora=True),
 }
 
 
-def worker(peer: Peer, dtype: str, arguments: Any, pipe: Any) -> None:
-    run = peer(arguments, dtype)
-    run(1)
-    pipe.send("ready")
-    while pipe.recv() == "turn":
-        wall, processor = time.perf_counter(), time.process_time()
-        run(arguments.steps)
-        pipe.send((time.perf_counter() - wall, time.process_time() - processor))
-    pipe.send(peak_memory_mb())
+def build_peer(dtype: str, arguments: Arguments, peer: str) -> dict[str, Measure]:
+    step = BUILDERS[peer](arguments, dtype)
+    step()
+
+    def speed() -> float:
+        start = time.perf_counter()
+        for _ in range(arguments.steps):
+            step()
+        return arguments.batch * arguments.length * arguments.steps / (time.perf_counter() - start)
+
+    return {SPEED: speed, MEMORY: peak_memory_mb}
 
 
-def peak_memory_mb() -> float | None:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
+def peak_memory_mb() -> float:
+    """The peak memory of this process; 0 if the system does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else ["VmHWM: 0"]
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
-def measure(peers: dict[str, Peer], dtype: str, arguments: Any) -> dict[str, dict]:
-    """For each peer: "tokens_per_second" and "processor_seconds_per_step" of each turn, and "peak_memory_mb"."""
-    spawn = multiprocessing.get_context("spawn")
-    workers = {}
-    for peer in arguments.peers:
-        mine, theirs = spawn.Pipe()
-        process = spawn.Process(target=worker, args=(peers[peer], dtype, arguments, theirs))
-        process.start()
-        theirs.close()  # if a worker dies, recv() then raises EOFError instead of waiting forever
-        mine.recv()  # one compiles at a time
-        workers[peer] = process, mine
-    found: dict[str, dict] = {p: {"tokens_per_second": [], "processor_seconds_per_step": []} for p in workers}
-    for repetition in range(arguments.repetitions):
-        for peer, (_, pipe) in workers.items():
-            pipe.send("turn")
-            wall, processor = pipe.recv()
-            if repetition:
-                tokens = arguments.batch * arguments.length * arguments.steps
-                found[peer]["tokens_per_second"].append(tokens / wall)
-                found[peer]["processor_seconds_per_step"].append(processor / arguments.steps)
-    for peer, (process, pipe) in workers.items():
-        pipe.send("end")
-        found[peer]["peak_memory_mb"] = pipe.recv()
-        process.join()
-    return found
-
-
-def compare(peers: dict[str, Peer], own: str, arguments: Any, packages: tuple[str, ...]) -> None:
-    """Measure, print a table and write the report; `own` is the peer whose speed is divided by the other speeds."""
-    report = {
-        "machine": machine(),
-        "versions": versions("jax", "jaxlib", "optax", "torch", "transformers", "numpy", *packages),
-        "settings": settings(arguments),
-        "load_average": [os.getloadavg()],
-        "results": {},
-    }
-    key = f"speed_of_{own.replace(' ', '_')}_over_this"
+def main(arguments: Arguments) -> None:
+    report = describe_run(arguments, "optax", "torch", "transformers", "peft", "numpy") | {"results": {}}
     print(f"{arguments.shape}, {arguments.batch} x {arguments.length} tokens, {report['machine']['cpu']}")
-    print(f"ratio: speed of {own} / speed of the peer, within each turn")
-    print(f"{'dtype':9} {'peer':15} {'tokens/s':>9} {'min':>7} {'max':>7} {'CPU s':>6} {'peak MB':>8} {'ratio':>6}  range")
+    print(f"{'':30} {'peer':24} {'median/s':>10}  {arguments.peers[0]} over it, within turns")
     for dtype in arguments.dtypes:
-        report["results"][dtype] = results = measure(peers, dtype, arguments)
-        report["load_average"].append(os.getloadavg())
-        for peer, figures in results.items():
-            speeds = figures["tokens_per_second"]
-            ratios = [a / b for a, b in zip(results.get(own, figures)["tokens_per_second"], speeds, strict=True)]
-            figures[key] = statistics.median(ratios)
-            print(
-                f"{dtype:9} {peer:15} {statistics.median(speeds):9.0f} {min(speeds):7.0f} {max(speeds):7.0f}"
-                f" {statistics.median(figures['processor_seconds_per_step']):6.2f} {figures['peak_memory_mb'] or 0:8.0f}"
-                f" {statistics.median(ratios):6.2f}  {min(ratios):.2f} to {max(ratios):.2f}",
-                flush=True,
-            )
+        results = take_turns(partial(build_peer, dtype, arguments), arguments.peers, arguments.repetitions, (MEMORY,))
+        report["results"][dtype] = results
+        print_speeds(dtype, results[SPEED])
+        print(", ".join(f"{peer} {statistics.median(values):,.0f} MB" for peer, values in results[MEMORY].items()))
     write_report(arguments.output, report)
     print(f"written to {arguments.output}")
-
-
-def main(arguments: Arguments) -> None:
-    compare(PEERS, "llama_jax", arguments, ())
 
 
 if __name__ == "__main__":

@@ -37,18 +37,18 @@ def bundle(folder: Path) -> None:
 
 def requirements(package: str) -> set[str]:
     """The packages that an installed package requires, directly or not, except those of JAX and those not installed."""
-    found: set[str] = set()
+    names: set[str] = set()
     rest = [package]
     while rest:
         for line in metadata.requires(rest.pop()) or ():
             name = re.match(r"[\w.-]+", line)
             normal = re.sub(r"[-_.]+", "-", name[0]).lower() if name else ""
-            if "extra ==" in line or normal in found | PROVIDED | UNUSED | {""}:
+            if "extra ==" in line or normal in names | PROVIDED | UNUSED | {""}:
                 continue
             try:
                 metadata.version(normal)
             except metadata.PackageNotFoundError:
                 continue
-            found.add(normal)
+            names.add(normal)
             rest.append(normal)
-    return found
+    return names

@@ -1,23 +1,18 @@
 """The bundled model: a vocabulary and a small Llama, trained on 2.4 MB of TinyStories and included in the package.
 
     python experiments/bundled.py train      trains the final recipe; writes llama_jax/assets/
-    python experiments/bundled.py sweep      compares the settings from which it was chosen
-    python experiments/bundled.py scale      other models and compressors on the same text
     python experiments/bundled.py stories    the validation stories as JSONL, for `llama-jax eval`
 
 The aim is the lowest bits per byte over all bytes of the validation file. Each story is evaluated separately, every token is
 predicted once, and the token that ends a story counts. The recipe was chosen on the validation stories that are reported,
-and the best evaluated step is kept.
+and the best evaluated step is kept. Commit 2b1345d3 has the comparison from which it was chosen (bundled_sweep.json), and
+those with other models and with compressors (bundled_scale.json).
 """
 
 from __future__ import annotations
 
 import json
-import lzma
-import math
 import re
-import shutil
-from collections import Counter, defaultdict
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -25,17 +20,14 @@ from typing import Any
 
 import numpy as np
 import tyro
-from measuring import text_of, write_report
+from measuring import DATA, ROOT, read_text
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.trees import parameter_count
-from llama_jax.runs.overrides import override
 from llama_jax.runs.recipe import Recipe
 from llama_jax.training.optimizer import OptimizerSettings
 
-ROOT = Path(__file__).parents[1]
-DATA = ROOT.parent / "shared" / "data" / "text"
-RESULTS = ROOT / "experiments" / "results"
+TEXT_FOLDER = DATA / "text"
 TRAINING, VALIDATION = "training.jsonl", "validation.jsonl"
 CARD = "README.md"
 MAX_ASSET_BYTES = 6_000_000
@@ -79,45 +71,14 @@ def recipe() -> Recipe:
     )
 
 
-# Changes of the recipe that were compared. The first ones train for two thirds of an epoch, the "long" ones until the model
-# memorizes the text, when weight decay matters.
-SHORT = ("steps=200", "optimizer.warmup_steps=10", "evaluate_every=0", "save_every=0")
-LONG = ("steps=1900", "optimizer.warmup_steps=40")
-SWEEP: dict[str, tuple[str, ...]] = {
-    "the recipe": (),
-    "vocabulary 2048": ("model.vocab_size=2048",),
-    "adamw": ("optimizer.name=adamw",),
-    "adamw, learning rate 3e-3": ("optimizer.name=adamw", "optimizer.learning_rate=3e-3"),
-    "vocabulary 8192": ("model.vocab_size=8192",),
-    "dim 256, 2 layers": ("model.dim=256", "model.hidden_dim=512", "model.n_layers=2"),
-    "dim 128, 6 layers": ("model.dim=128", "model.hidden_dim=384", "model.n_layers=6"),
-    "learning rate 16e-3": ("optimizer.learning_rate=16e-3",),
-    "length 256": ("length=256", "batch=8"),
-    "weight decay 0.1": ("optimizer.weight_decay=0.1",),
-    "without moving average": ("ema_decay=0",),
-    "learning rate 4e-3": ("optimizer.learning_rate=4e-3",),
-    "without z-loss": ("z_loss=0",),
-    "batch 8, half the steps": ("batch=8", "steps=100"),
-    "long: the recipe itself": LONG,
-    "long: weight decay 0.2, length 256": (
-        *LONG,
-        "steps=1700",
-        "optimizer.weight_decay=0.2",
-        "length=256",
-        "batch=8",
-        "model.max_seq_len=256",
-    ),
-}
-
-
 def training_stories(data: Path) -> list[str]:
     """The stories of both training files, with an empty line between paragraphs.
 
     One file has a line break between stories and an empty line between paragraphs, the other a marker between stories and a
     line break between paragraphs.
     """
-    first = re.split(r"(?<!\n)\n(?!\n)", text_of(data / "tinystories-train.txt"))
-    second = text_of(data / "tinystories-v2-train.txt").split("<|endoftext|>")
+    first = re.split(r"(?<!\n)\n(?!\n)", read_text(data / "tinystories-train.txt"))
+    second = read_text(data / "tinystories-v2-train.txt").split("<|endoftext|>")
     stories = [*first, *(re.sub(r"\s*\n\s*", PARAGRAPH, story.strip()) for story in second)]
     return [story.strip() for story in stories if story.strip()]
 
@@ -125,7 +86,7 @@ def training_stories(data: Path) -> list[str]:
 def validation_stories(data: Path) -> list[str]:
     """The stories of the validation file, divided at paragraphs that match `OPENING`."""
     stories: list[list[str]] = []
-    for paragraph in text_of(data / "tinystories-valid.txt").split(PARAGRAPH):
+    for paragraph in read_text(data / "tinystories-valid.txt").split(PARAGRAPH):
         if not stories or OPENING.match(paragraph.lstrip()):
             stories.append([])
         stories[-1].append(paragraph)
@@ -177,8 +138,8 @@ def write_files(data: Path, folder: Path, vocab_size: int) -> Files:
       SystemExit: a validation story occurs in the training text.
     """
     training, validation = training_stories(data), validation_stories(data)
-    if found := shared_stories(training, validation):
-        raise SystemExit(f"{len(found)} validation stories occur in the training text, the first: {found[0][:80]!r}")
+    if shared := shared_stories(training, validation):
+        raise SystemExit(f"{len(shared)} validation stories occur in the training text, the first: {shared[0][:80]!r}")
     vocabulary = folder / f"vocabulary{vocab_size}.model"
     files = Files(write_stories(folder / TRAINING, training), write_stories(folder / VALIDATION, validation), vocabulary)
     if not vocabulary.exists():
@@ -254,8 +215,8 @@ def continued(model: Path, prompt: str) -> str:
     ids = tokenizer.encode(prompt)
     sampling = llama_jax.Sampling(temperature=0.8, top_p=0.95, seed=0)
     new, ends = config.max_seq_len - len(ids), tokenizer.stop_ids
-    (found,) = llama_jax.generate(config, params, [ids], max_new_tokens=new, sampling=sampling, stop_tokens=ends)
-    return tokenizer.decode(ids + [token for token in found.tokens if token not in ends])
+    (story,) = llama_jax.generate(config, params, [ids], max_new_tokens=new, sampling=sampling, stop_tokens=ends)
+    return tokenizer.decode(ids + [token for token in story.tokens if token not in ends])
 
 
 def card(step: int, whole: Any, some: Any, sample: str) -> str:
@@ -318,7 +279,7 @@ file as it lies, in which nothing separates the stories, the command gives 1.107
 class Train:
     """Train the final recipe and write the assets: a quarter of an hour on two cores."""
 
-    data: Path = DATA
+    data: Path = TEXT_FOLDER
     """Folder of the TinyStories files."""
     workdir: Path = ROOT / "build" / "bundled"
     """Folder of the run, which resumes from here after an interruption."""
@@ -333,88 +294,12 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """Run the entries of `SWEEP` that are missing from the results, and print the table."""
-
-    data: Path = DATA
-    """Folder of the TinyStories files."""
-    workdir: Path = ROOT / "build" / "bundled"
-    """Folder of stories and vocabularies; the runs are not kept."""
-    results: Path = RESULTS / "bundled_sweep.json"
-    """The table, one entry per name."""
-
-    def run(self) -> None:
-        table = json.loads(self.results.read_text()) if self.results.exists() else {}
-        for name, changes in SWEEP.items():
-            if name not in table:
-                table[name] = self.measure(changes)
-                write_report(self.results, table)
-        for name, row in sorted(table.items(), key=lambda item: item[1]["bits_per_byte"]):
-            parameters, tokens = f"{row['parameters']:,}", f"{row['tokens']:,}"
-            print(f"{row['bits_per_byte']:.4f}  {parameters:>9s} parameters {tokens:>9s} tokens  {name}")
-
-    def measure(self, changes: tuple[str, ...]) -> dict[str, Any]:
-        varied = override(recipe(), (*SHORT, *changes))
-        workdir = self.workdir / "sweep"
-        shutil.rmtree(workdir, ignore_errors=True)
-        files = write_files(self.data, self.workdir, varied.model.vocab_size)
-        done = run(varied, files, workdir)
-        if done.stopped is not None:
-            raise SystemExit(f"stopped by {done.stopped}; finished entries are kept: run the same command to resume")
-        found = done.validation
-        return {
-            "changes": list(changes),
-            "bits_per_byte": found.numbers["bits_per_byte"],
-            "loss": found.loss,
-            "parameters": parameter_count(varied.model),
-            "tokens": varied.steps * varied.batch * varied.length,
-        }
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Write and print the bits per byte of the validation stories with other methods, for comparison."""
-
-    data: Path = DATA
-    """Folder of the TinyStories files."""
-    workdir: Path = ROOT / "build" / "bundled"
-    """Folder of stories and vocabulary."""
-    results: Path = RESULTS / "bundled_scale.json"
-    """The figures."""
-
-    def run(self) -> None:
-        import llama_jax
-        from llama_jax.formats.loading import bundled
-
-        training, validation = training_stories(self.data), validation_stories(self.data)
-        tokenizer = llama_jax.load_tokenizer(bundled())
-        # Measured like the model: each story separately, including the token that ends it.
-        tokens = lambda stories: [tokenizer.encode(story, bos=False, eos=True) for story in stories]
-        letters = lambda stories: [[*story.encode(), 256] for story in stories]
-        vocab_size, size = tokenizer.vocab_size, sum(len(story.encode()) for story in validation)
-        before, text = ("\n".join(stories).encode() for stories in (training, validation))
-        found = {
-            "xz of the validation text": 8 * packed(text) / size,
-            "xz, having seen the training text": 8 * (packed(before + text) - packed(before)) / size,
-            "5-grams of bytes": ngram_bits(letters(training), letters(validation), 257, 5) / size,
-            "3-grams of the model's tokens": ngram_bits(tokens(training), tokens(validation), vocab_size, 3) / size,
-            "the bundled model": measured(bundled(), self.data, self.workdir).bits_per_byte,
-        }
-        peer = self.data.parent / "stories260K"
-        if peer.exists():
-            found["stories260K, trained on far more of it"] = measured(peer, self.data, self.workdir).bits_per_byte
-        write_report(self.results, found)
-        for name, bits in sorted(found.items(), key=lambda item: item[1]):
-            print(f"{name:45s} {bits:.3f}")
-
-
-@dataclass(frozen=True)
 class Stories:
     """Write the validation stories one per line, for `llama-jax eval`; the original file has no separators."""
 
     path: tyro.conf.Positional[Path] = ROOT / "build" / "bundled" / VALIDATION
     """Output file, .jsonl."""
-    data: Path = DATA
+    data: Path = TEXT_FOLDER
     """Folder of the TinyStories files."""
 
     def run(self) -> None:
@@ -422,29 +307,5 @@ class Stories:
         print(f"{write_stories(self.path, stories)}: {len(stories):,} stories")
 
 
-def packed(text: bytes) -> int:
-    """Size in bytes with xz's best compression."""
-    return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
-
-
-def ngram_bits(training: list[list[int]], validation: list[list[int]], vocab_size: int, order: int) -> float:
-    """Bits of the validation sequences by interpolated n-grams (Witten & Bell 1991, method C) of the training sequences."""
-    counts: list[dict[tuple[int, ...], Counter[int]]] = [defaultdict(Counter) for _ in range(order)]
-    for sequence in training:
-        for at, token in enumerate(sequence):
-            for length in range(min(order, at + 1)):
-                counts[length][tuple(sequence[at - length : at])][token] += 1
-    bits = 0.0
-    for sequence in validation:
-        for at, token in enumerate(sequence):
-            probability = 1 / vocab_size
-            for length in range(min(order, at + 1)):
-                seen = counts[length].get(tuple(sequence[at - length : at]))
-                if seen:
-                    probability = (seen[token] + len(seen) * probability) / (seen.total() + len(seen))
-            bits -= math.log2(probability)
-    return bits
-
-
 if __name__ == "__main__":
-    tyro.cli(Train | Sweep | Scale | Stories).run()
+    tyro.cli(Train | Stories).run()

@@ -12,21 +12,20 @@ For each program the report has
   - copies of at least a mebibyte;
   - for decoding, the bytes read per token relative to the minimum, and the number of kernels in a layer.
 It has no times. Training uses packed rows, bfloat16 over float32 parameters, AdamW and full rematerialization unless stated
-otherwise. For "largest" the batch is doubled while it fits. After each program, writes
-``experiments/results/compile_report_tpu.json`` or ``compile_report_gpu.json``, with the table next to it in ``.md``.
+otherwise. Writes ``experiments/results/compile_report_tpu.json`` or ``compile_report_gpu.json`` after each program, with the
+table next to it in ``.md``.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from measuring import write_rows
+from measuring import RESULTS, markdown_table, write_rows, write_text
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from llama_jax.analysis.memory import Program
     from llama_jax.config import LlamaConfig
 
-RESULTS = Path(__file__).parent / "results"
 Kind = Literal["train", "pmap", "decode", "prefill", "step", "burst", "drafted", "read-draft", "rollout"]
 
 
@@ -48,7 +46,6 @@ class Case:
       options: options of `train_programs` or `decode_programs`. For a server's step: tokens of a prompt that it prefills,
         number and rank of adapters in the table, drafts per row, the smaller model that drafts, and whether it is exact.
         For a rollout: rank of the trained adapters, and answers per prompt.
-      largest: double the batch while it fits.
     """
 
     name: str
@@ -58,7 +55,6 @@ class Case:
     batch: int
     length: int
     options: dict[str, Any] = field(default_factory=dict)
-    largest: bool = False
 
 
 INT8 = {"quantized": True}
@@ -94,10 +90,10 @@ CASES = (
     Case("1b-train-8-none", "train", "tinyllama-1.1b", on("fsdp=8", "tpu-v5e"), 8, 2048, {"remat": "none"}),
     Case("1b-train-8-tensor", "train", "tinyllama-1.1b", on("fsdp=2,tensor=4", "h100", "tpu-v5e"), 8, 2048),
     Case("1b-pmap", "pmap", "tinyllama-1.1b", on("data=8", "h100") | on("data=4", "tpu-v5p"), 8, 2048),
-    Case("8b-train", "train", "llama-3.1-8b", on("fsdp=8", "h100", "h200", "tpu-v5p", "tpu-v6e"), 8, 8192, largest=True),
+    Case("8b-train", "train", "llama-3.1-8b", on("fsdp=8", "h100", "h200", "tpu-v5p", "tpu-v6e"), 8, 8192),
     Case("8b-ring", "train", "llama-3.1-8b", on("context=8", "h100", "tpu-v5p"), 1, 131072),
-    Case("70b-train", "train", "llama-3.1-70b", on("fsdp=64", "h100", "h200", "tpu-v5p"), 64, 8192, largest=True),
-    Case("405b-train", "train", "llama-3.1-405b", on("fsdp=64,tensor=8", "h100", "h200", "tpu-v5p"), 64, 8192, largest=True),
+    Case("70b-train", "train", "llama-3.1-70b", on("fsdp=64", "h100", "h200", "tpu-v5p"), 64, 8192),
+    Case("405b-train", "train", "llama-3.1-405b", on("fsdp=64,tensor=8", "h100", "h200", "tpu-v5p"), 64, 8192),
     # Adapters of all matrices and a frozen model, in bfloat16 and in 4 bits.
     Case("1b-lora", "train", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 4, 2048, LORA),
     Case("8b-lora", "train", "llama-3.1-8b", on("data=1", "h100") | on("fsdp=8", "tpu-v5e"), 8, 2048, LORA),
@@ -110,11 +106,11 @@ CASES = (
     # Decoding.
     Case("1b-decode", "decode", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e", "tpu-v6e"), 1, 2048),
     Case("8b-decode", "decode", "llama-3.1-8b", on("data=1", "h100", "h200", "tpu-v5p") | EIGHT, 1, 2048),
-    Case("8b-decode-8", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 8, 2048, largest=True),
+    Case("8b-decode-8", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 8, 2048),
     Case("8b-decode-64", "decode", "llama-3.1-8b", on("data=1", "h100", "h200") | on("tensor=8", "tpu-v5e"), 64, 2048),
     Case("8b-decode-int8", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 8, 2048, INT8),
     Case("8b-decode-long", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 1, 131072),
-    Case("70b-decode", "decode", "llama-3.1-70b", on("tensor=8", "h100", "tpu-v5p", "tpu-v6e"), 8, 2048, largest=True),
+    Case("70b-decode", "decode", "llama-3.1-70b", on("tensor=8", "h100", "tpu-v5p", "tpu-v6e"), 8, 2048),
     Case("405b-decode", "decode", "llama-3.1-405b", on("tensor=8", "h200"), 8, 2048),
     # A server's step: one token for every row, also while it prefills a chunk of a prompt; or several tokens for a single
     # row.
@@ -149,33 +145,13 @@ class Arguments:
     compiler: Literal["tpu", "gpu"]
     only: str = ""
     """Comma-separated names of programs; entries of other programs in the file are kept."""
-    hardware: str = ""
-    """Comma-separated names of hardware, for example h100; all by default."""
-    skip: str = ""
-    """Comma-separated names of programs to omit."""
     flags: Literal["on", "off"] = "on"
-    """Whether to use the commands' flags (`inference/xla_flags.py`); "off" adds separate rows with XLA's defaults."""
+    """Whether to use the commands' flags (`llama_jax/xla_flags.py`); "off" adds separate rows with XLA's defaults."""
     output: Path | None = None
 
 
-def look(case: Case, hardware: str, flags: str = "on") -> Iterator[dict[str, Any]]:
-    """Yield a program's row; for "largest", repeat it while larger batches fit."""
-    about = {"program": case.name, "hardware": hardware, "model": case.model, "mesh": case.hardware[hardware]}
-    about |= {"kind": case.kind, "length": case.length, "options": case.options, "flags": flags}
-    row = about | once(case, hardware, flags)
-    yield row
-    while case.largest and flags == "on" and row.get("fits"):
-        case = replace(case, batch=2 * case.batch)
-        larger = once(case, hardware)
-        if not larger.get("fits"):
-            yield row | {"largest_batch": row.get("largest_batch", row["batch"])}
-            break
-        row |= {"largest_batch": case.batch, "largest_total": larger["bytes_per_device"]["total"]}
-        yield row
-
-
-def once(case: Case, name: str, flags: str = "on") -> dict[str, Any]:
-    """Compile one program for one batch size."""
+def look(case: Case, name: str, flags: str = "on") -> dict[str, Any]:
+    """Compile a program for this hardware; its row."""
     import jax
     from program_report import examine
 
@@ -184,16 +160,20 @@ def once(case: Case, name: str, flags: str = "on") -> dict[str, Any]:
     from llama_jax.analysis.memory import DoesNotFitError
     from llama_jax.parallel.mesh import parse_mesh
 
+    row = {"program": case.name, "hardware": name, "model": case.model, "mesh": case.hardware[name]}
+    row |= {"kind": case.kind, "length": case.length, "options": case.options, "flags": flags, "batch": case.batch}
     program = program_of(case, mesh_for(name, parse_mesh(case.hardware[name])))
     jax.clear_caches()
     began = time.perf_counter()
     try:
-        found = examine(program, flags=flags == "on")
+        report = examine(program, flags=flags == "on")
     except DoesNotFitError as error:
-        return {"batch": case.batch, "fits": False, "refused": str(error)[:300], "compile_seconds": passed(began)}
+        row |= {"fits": False, "refused": str(error)[:300]}
     except Exception as error:  # an error of the compiler is a result, too
-        return {"batch": case.batch, "error": f"{type(error).__name__}: {error}"[:600], "compile_seconds": passed(began)}
-    return {"batch": case.batch, "fits": hardware_by_name(name).holds(found.memory.total)} | found.as_dict()
+        row |= {"error": f"{type(error).__name__}: {error}"[:600]}
+    else:
+        return row | {"fits": hardware_by_name(name).holds(report.memory.total)} | report.as_dict()
+    return row | {"compile_seconds": round(time.perf_counter() - began, 1)}
 
 
 def program_of(case: Case, mesh: Mesh) -> Program:
@@ -217,7 +197,8 @@ def program_of(case: Case, mesh: Mesh) -> Program:
     elif case.kind in ("step", "burst", "drafted", "read-draft"):
         programs = [served(config, case, mesh)]
     else:
-        programs = [one for one in decode_programs(*shape, dtype="bfloat16", **case.options) if one.name == case.kind]
+        every = decode_programs(*shape, dtype="bfloat16", **case.options)
+        programs = [program for program in every if program.name == case.kind]
     (program,) = programs
     return program
 
@@ -332,8 +313,8 @@ def in_pages(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     decode = decoding(config, case, mesh)
     params, state, _ = decode.arguments
     shape = jax.eval_shape(lambda: init_pages(config, case.batch * case.length // PAGE_SIZE, "bfloat16"))
-    place = NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
-    pages = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+    sharding = NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
+    pages = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
     serving = ServingState(pages, None, everywhere(mesh, "int32", case.batch), state.seen)
     known = replace(decode.known, cache=bytes_per_device(pages))
     weights = decode.per_token - decode.known.cache
@@ -346,7 +327,7 @@ def decoding(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     from llama_jax.analysis.memory import decode_programs
 
     programs = decode_programs(config, mesh, case.batch, case.length, dtype="bfloat16")
-    return next(one for one in programs if one.name == "decode")
+    return next(program for program in programs if program.name == "decode")
 
 
 def everywhere(mesh: Mesh, dtype: str, *shape: int) -> Any:
@@ -372,7 +353,7 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
 
     def placed(shapes: Any, specs: Any) -> Any:
         return jax.tree.map(
-            lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shapes, shardings(mesh, specs)
+            lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes, shardings(mesh, specs)
         )
 
     sizes, lora, half = MeshSizes(**mesh.shape), Lora(rank=rank), case.length // 2
@@ -405,78 +386,57 @@ def with_table(config: LlamaConfig, decode: Program, mesh: Mesh, adapters: int, 
     import jax
 
     from llama_jax.analysis.memory import bytes_per_device
-    from llama_jax.model.lora import Lora, adapter_shapes, attach_adapters
+    from llama_jax.model.lora import Lora, adapter_shapes, replace_adapted
     from llama_jax.ops.weights.multi_lora import MultiLoraWeight
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.parallel.sharding import adapter_specs, shardings
 
     sizes, lora = MeshSizes(**mesh.shape), Lora(rank=adapters * rank)
     pairs = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         adapter_shapes(config, lora, "bfloat16"),
         shardings(mesh, adapter_specs(config, sizes, lora, padded=True)),
     )
     more, scales = bytes_per_device(pairs), (2.0,) * adapters
     known = replace(decode.known, parameters=decode.known.parameters + more)
-    params = attach_adapters(
+    params = replace_adapted(
         decode.arguments[0], pairs, lora.rank, lambda leaf, pair: MultiLoraWeight(leaf, pair, scales=scales)
     )
     return replace(decode, known=known, per_token=decode.per_token + more), params
 
 
-def passed(began: float) -> float:
-    return round(time.perf_counter() - began, 1)
-
-
 def as_table(rows: list[dict[str, Any]]) -> str:
     """A line for each program and hardware."""
-    heads = [
-        "program",
-        "hardware",
-        "mesh",
-        "batch x length",
-        "arguments GB",
-        "temporaries GB",
-        "fits",
-        "attention",
-        "kernels called",
-    ]
-    heads += ["GB sent", "asynchronous", "overlapped", "copies GB", "read / least", "kernels a layer", "compiled in"]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    heads = ["program", "hardware", "mesh", "batch x length", "arguments GB", "temporaries GB", "fits", "attention"]
+    heads += ["kernels called", "GB sent", "asynchronous", "overlapped", "copies GB", "read / least", "kernels a layer"]
+    heads += ["compiled in"]
+    lines = []
     for row in rows:
-        cells = [
-            row["program"] + (", XLA's defaults" if row.get("flags") == "off" else ""),
-            row["hardware"],
-            row["mesh"],
-            f"{row['batch']} x {row['length']:,}",
-        ]
+        program = row["program"] + (", XLA's defaults" if row.get("flags") == "off" else "")
+        cells = [program, row["hardware"], row["mesh"], f"{row['batch']} x {row['length']:,}"]
         if "bytes_per_device" not in row:
             cells += ["", "", "no" if row.get("fits") is False else "error", row.get("refused", row.get("error", ""))[:120]]
-            lines.append(
-                "| " + " | ".join([*cells, *[""] * (len(heads) - len(cells) - 1), f"{row['compile_seconds']} s"]) + " |"
-            )
+            lines.append([*cells, *[""] * (len(heads) - len(cells) - 1), f"{row['compile_seconds']} s"])
             continue
         memory = row["bytes_per_device"]
         kept = memory["parameters"] + memory["optimizer"] + memory["cache"]
         fits = "yes" if row["fits"] else "no"
-        if "largest_batch" in row:
-            fits += f", to batch {row['largest_batch']:,}"
         calls = ", ".join(f"{count} {name.removeprefix('__cudnn$')}" for name, count in row["calls"].items())
-        sent = sum(one["sent"] for one in row["collectives"].values())
+        sent = sum(collective["sent"] for collective in row["collectives"].values())
         shares = [row["asynchronous_share"], row.get("overlapped_share")]
         token = row["token"]
         cells += [f"{kept / 1e9:,.2f}", f"{(memory['total'] - kept) / 1e9:,.2f}", fits]
         cells += ["; ".join(row["attention"]), calls, f"{sent / 1e9:,.2f}" if sent else ""]
         cells += ["" if share is None else f"{share:.0%}" for share in shares] + [f"{row['copies']['bytes'] / 1e9:,.2f}"]
         cells += [f"{token['read_ratio']:.3f}", f"{token['kernels_per_layer']:.1f}"] if token else ["", ""]
-        lines.append("| " + " | ".join([*cells, f"{row['compile_seconds']} s"]) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, f"{row['compile_seconds']} s"])
+    return markdown_table(heads, lines)
 
 
 def main(arguments: Arguments) -> None:
     import jax
 
-    from llama_jax.analysis.aot_compile import GPUS, TPUS, missing_compiler
+    from llama_jax.analysis.aot_compile import GPUS, TPUS, compiler_version, missing_compiler
 
     jax.config.update("jax_platforms", "cpu")
     names = tuple(TPUS if arguments.compiler == "tpu" else GPUS)
@@ -484,38 +444,24 @@ def main(arguments: Arguments) -> None:
     if missing:
         raise SystemExit(missing)
     output = arguments.output or RESULTS / f"compile_report_{arguments.compiler}.json"
-    kept = json.loads(output.read_text())["programs"] if output.exists() else []
-    only, hardware, skip = (
-        set(filter(None, text.split(","))) for text in (arguments.only, arguments.hardware, arguments.skip)
-    )
-    unknown = (only | skip) - {case.name for case in CASES}
-    if unknown:
-        raise SystemExit(
-            f"unknown program {', '.join(sorted(unknown))}; the programs are {', '.join(case.name for case in CASES)}"
-        )
-    wanted = [(case, name) for case in CASES for name in case.hardware if name in names]
-    order = [(case.name, name, flags) for case, name in wanted for flags in ("on", "off")]
-    rows = {(row["program"], row["hardware"], row.get("flags", "on")): row for row in kept}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    for case, name in wanted:
-        if (only and case.name not in only) or (hardware and name not in hardware) or case.name in skip:
+    only = set(filter(None, arguments.only.split(",")))
+    if unknown := only - {case.name for case in CASES}:
+        known = ", ".join(case.name for case in CASES)
+        raise SystemExit(f"unknown program {', '.join(sorted(unknown))}; the programs are {known}")
+    pairs = [(case, name) for case in CASES for name in case.hardware if name in names]
+    order = [(case.name, name, flags) for case, name in pairs for flags in ("on", "off")]
+    recorded = json.loads(output.read_text())["programs"] if output.exists() else []
+    rows = {(row["program"], row["hardware"], row.get("flags", "on")): row for row in recorded}
+    about = {"compiler": compiler_version(names[0]), "jax": jax.__version__}
+    for case, name in pairs:
+        if only and case.name not in only:
             continue
         key = (case.name, name, arguments.flags)
-        for row in look(case, name, arguments.flags):
-            rows[key] = row
-            write(output, name, [rows[key] for key in order if key in rows])
+        rows[key] = look(case, name, arguments.flags)
+        in_order = [rows[key] for key in order if key in rows]
+        write_rows(output, about, "programs", in_order)
+        write_text(output.with_suffix(".md"), as_table(in_order) + "\n")
         print(as_table([rows[key]]).splitlines()[-1], flush=True)
-
-
-def write(output: Path, name: str, rows: list[dict[str, Any]]) -> None:
-    """Write the rows as JSON, one per line, and the table next to it."""
-    import jax
-
-    from llama_jax.analysis.aot_compile import compiler_version
-
-    about = {"compiler": compiler_version(name), "jax": jax.__version__}
-    write_rows(output, about, "programs", rows)
-    output.with_suffix(".md").write_text(as_table(rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Context extension: how a small Llama trained at length L handles 2 L, 4 L and 8 L with each RoPE scaling.
 
     python experiments/context_extension.py                about 25 minutes on two cores; resumes where it was stopped
-    python experiments/context_extension.py --size gpu     a larger model and context, minutes on a GPU
     python experiments/context_extension.py --size test    meaningless figures, to check that it works
 
 One model is trained at length L on the bytes of a book. Then each RoPE scaling is tried at each longer length: without
@@ -17,8 +16,7 @@ batches and differs only in the scaling. The scalings are
     yarn       YaRN (section 3.4): by_parts with sharper attention
 
 Measured are the loss of held-out pages of the book by position, the cost of a scaling for texts no longer than L, and
-whether a pass key of four digits is found (Mohtashami and Jaggi 2023, section 4.2). The script judges claims of the
-literature by these numbers.
+whether a pass key of four digits is found (Mohtashami and Jaggi 2023, section 4.2).
 
 A model of this size does not learn to look up a number from books only. It is therefore trained on passkey-like text, too:
 first on rows of repeated random letters, from which it learns to continue repeated text (Olsson et al. 2022, induction
@@ -41,11 +39,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import tyro
-from measuring import devices, versions, write_report
+from measuring import DATA, RESULTS, ROOT, describe_run, markdown_table, once, write_report, write_text
+from plotting import COLORS, GRAY, finish, new_figure
 
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.training.optimizer import OptimizerSettings
@@ -58,8 +57,7 @@ if TYPE_CHECKING:
     from llama_jax.tokenizers import Tokenizer
     from llama_jax.training.batch import Batch
 
-ROOT = Path(__file__).parents[1]
-TEXT = ROOT.parent / "shared" / "data" / "text" / "war-and-peace.txt"
+TEXT = DATA / "text" / "war-and-peace.txt"
 HEAD_DIM = 32
 TURNING = 0.7  # share of the pairs of features that rotate at least once within L, as in Llama 2
 DIGITS = 4
@@ -68,8 +66,6 @@ DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 SYMBOLS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789#."  # in rows that repeat themselves
 SHARES = {"book": 0.5, "passkey": 0.3, "repetition": 0.2}  # of the rows, except in the first steps
 WARM_UP = 20  # steps of the continued training
-TIE = 0.01  # nats; smaller differences decide nothing
-EQUAL_SHARES = 0.1  # the same for shares of keys found: two standard errors of a hundred trials
 
 WAYS = ("none", "linear", "ntk", "dynamic", "by_parts", "yarn")
 STAGES = {"zero-shot": "zero-shot", "continued": "after continued training"}
@@ -90,7 +86,6 @@ class Size:
       measured_tokens: tokens of the book for each loss.
       trials: pass-key trials at each depth; with a multiple of ten, each key is hidden equally often.
       rows: batch size of the measurements.
-      dtype: dtype of the computation in training.
     """
 
     dim: int
@@ -105,37 +100,11 @@ class Size:
     measured_tokens: int = 65_536
     trials: int = 20
     rows: int = 8
-    dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 SIZES = {
-    "test": Size(
-        32,
-        1,
-        64,
-        factors=(2,),
-        tokens=256,
-        repetition_steps=3,
-        steps=5,
-        continued_steps=2,
-        measured_tokens=1024,
-        trials=2,
-        rows=4,
-    ),
     "cpu": Size(128, 4, 128),
-    "gpu": Size(
-        512,
-        8,
-        512,
-        tokens=65_536,
-        repetition_steps=1000,
-        steps=6000,
-        continued_steps=200,
-        measured_tokens=262_144,
-        trials=40,
-        rows=16,
-        dtype="bfloat16",
-    ),
+    "test": Size(32, 1, 64, (2,), 256, 3, 5, continued_steps=2, measured_tokens=1024, trials=2, rows=4),
 }
 
 
@@ -143,20 +112,20 @@ SIZES = {
 class Arguments:
     """What to run."""
 
-    size: Literal["cpu", "gpu", "test"] = "cpu"
-    """Size of everything: for two cores, for a GPU, or only to check that it works."""
+    size: Literal["cpu", "test"] = "cpu"
+    """Size of everything: for two cores, or only to check that it works."""
     text: Path = TEXT
     """A book as a text file; its last tenth is held out."""
     seed: int = 0
     """Seed of the parameters and of all random choices."""
     workdir: Path = ROOT / "build" / "context_extension"
     """Folder of the trained model and of finished measurements, which are reused."""
-    output: Path | None = None
-    """JSON file of the numbers, with a table (.md) and a picture (.png) next to it; by default in experiments/results."""
+    output: Path = RESULTS / "context_extension_cpu.json"
+    """JSON file of the numbers, with a table (.md) and a picture (.png) next to it."""
 
 
 @dataclass(frozen=True)
-class Found:
+class Measurement:
     """Measurements of one scaling, at one length and stage.
 
     Attributes:
@@ -168,7 +137,7 @@ class Found:
       passkey: share of keys that greedy decoding finds at this length.
       margin: mean log ratio of a key's probability to that of other keys.
       by_depth: `passkey` for each of `DEPTHS`.
-      seconds: time of training and measurement.
+      seconds: time of training and measurement, set by `once`.
     """
 
     way: str
@@ -181,7 +150,7 @@ class Found:
     passkey: float
     margin: float
     by_depth: list[float]
-    seconds: float
+    seconds: float = 0.0
 
 
 def config_of(size: Size) -> LlamaConfig:
@@ -228,14 +197,14 @@ def batches(
     """
     from llama_jax.training.batch import Batch
 
-    kinds, shares = list(SHARES), list(SHARES.values())
+    row_types, shares = list(SHARES), list(SHARES.values())
     for step in steps:
         random = np.random.default_rng([seed, length, step])
         made = []
         for _ in range(rows):
-            kind = "repetition" if step < only_repetition else str(random.choice(kinds, p=shares))
-            repeats = kind == "repetition"
-            made.append(repetition(random, length) if repeats else page(random, corpus, tokenizer, length, kind))
+            row_type = "repetition" if step < only_repetition else str(random.choice(row_types, p=shares))
+            repeats = row_type == "repetition"
+            made.append(repetition(random, length) if repeats else page(random, corpus, tokenizer, length, row_type))
         yield Batch(np.stack([tokens for tokens, _ in made]), loss_mask=np.stack([mask for _, mask in made]))
 
 
@@ -247,12 +216,12 @@ def repetition(random: np.random.Generator, length: int) -> tuple[np.ndarray, np
 
 
 def page(
-    random: np.random.Generator, corpus: Corpus, tokenizer: Tokenizer, length: int, kind: str
+    random: np.random.Generator, corpus: Corpus, tokenizer: Tokenizer, length: int, row_type: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """An excerpt of the book int32[T + 1], with a number that occurs twice for "passkey", and a mask: all are predicted."""
     first = int(random.integers(corpus.token_count - length))
     tokens = corpus.tokens[first : first + length + 1].astype(np.int32)
-    if kind == "passkey":
+    if row_type == "passkey":
         key = str(random.integers(10 ** (DIGITS - 1), 10**DIGITS))
         said = np.array(tokenizer.encode(" " + STATEMENT.replace("{key}", key), bos=False), np.int32)
         places = np.sort(random.integers(0, length + 2 - 2 * len(said), 2))
@@ -264,7 +233,6 @@ def page(
 def train(
     config: LlamaConfig,
     params: Llama,
-    size: Size,
     settings: OptimizerSettings,
     steps: int,
     source: Iterator[Batch],
@@ -273,11 +241,10 @@ def train(
     """Return the parameters after these steps; exit if gradients were not finite."""
     import jax
 
-    from llama_jax import Compute, LossOptions, StepOptions, init_state, make_optimizer, train_step
+    from llama_jax import init_state, make_optimizer, train_step
 
     optimizer = make_optimizer(settings, steps)
-    options = StepOptions(LossOptions(Compute(size.dtype)))
-    compiled = jax.jit(partial(train_step, config, optimizer, options=options), donate_argnums=0)
+    compiled = jax.jit(partial(train_step, config, optimizer), donate_argnums=0)
     state = init_state(optimizer, jax.tree.map(jax.numpy.copy, params))
     for number, batch in enumerate(source, 1):
         state, metrics = compiled(state, batch)
@@ -292,27 +259,26 @@ def measure(
     config: LlamaConfig,
     params: Llama,
     size: Size,
-    held: Corpus,
+    held_out: Corpus,
     tokenizer: Tokenizer,
     seed: int,
     way: str,
     factor: int,
     stage: str,
-) -> Found:
+) -> Measurement:
     """Measure loss and retrieval at factor * L."""
     from loss_by_length import cut_spans, window_losses
     from needle import needle
 
-    began = time.perf_counter()
     length = factor * size.length
-    spans = cut_spans(held.tokens, length, size.measured_tokens)
+    spans = cut_spans(held_out.tokens, length, size.measured_tokens)
     losses = window_losses(config, params, spans, length, batch=size.rows)
     within = losses if factor == 1 else window_losses(config, params, spans, size.length, batch=size.rows)
     keys = needle(
         config,
         params,
         tokenizer,
-        held.tokens,
+        held_out.tokens,
         lengths=[length],
         depths=DEPTHS,
         trials=size.trials,
@@ -322,7 +288,7 @@ def measure(
         digits=DIGITS,
         batch=size.rows,
     )
-    return Found(
+    return Measurement(
         way,
         factor,
         stage,
@@ -333,7 +299,6 @@ def measure(
         float(keys.grid("exact").mean()),
         float(keys.grid("margin").mean()),
         keys.grid("exact")[:, 0].tolist(),
-        time.perf_counter() - began,
     )
 
 
@@ -360,34 +325,18 @@ def read_book(path: Path, size: Size, tokenizer: Tokenizer) -> tuple[Corpus, Cor
     return whole(tokens[:cut]), whole(tokens[cut:])
 
 
-class Notes:
-    """Finished measurements, stored in a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.found = [Found(**one) for one in json.loads(path.read_text())] if path.exists() else []
-
-    def of(self, way: str, factor: int, stage: str) -> Found | None:
-        return next((one for one in self.found if (one.way, one.factor, one.stage) == (way, factor, stage)), None)
-
-    def add(self, one: Found) -> None:
-        self.found.append(one)
-        write_report(self.path, [asdict(one) for one in self.found])
-
-
 def prepare(arguments: Arguments) -> Path:
     """Return the folder of this run; exit if it holds another run."""
     folder = arguments.workdir / arguments.size
     folder.mkdir(parents=True, exist_ok=True)
-    mine = {"size": asdict(SIZES[arguments.size]), "seed": arguments.seed, "text": str(arguments.text.resolve())}
-    settings = folder / "settings.json"
-    if settings.exists() and json.loads(settings.read_text()) != json.loads(json.dumps(mine)):
+    run = {"size": asdict(SIZES[arguments.size]), "seed": arguments.seed, "text": str(arguments.text.resolve())}
+    stored = once(folder / "settings.json", lambda: run)
+    if {name: stored[name] for name in run} != json.loads(json.dumps(run)):
         raise SystemExit(f"{folder} belongs to a run with other settings; delete it or choose another --workdir")
-    write_report(settings, mine)
     return folder
 
 
-def run_all(arguments: Arguments, folder: Path) -> list[Found]:
+def run_all(arguments: Arguments, folder: Path) -> list[Measurement]:
     """The model and all measurements, reusing those in the folder; prints a line for each."""
     import jax
 
@@ -396,8 +345,7 @@ def run_all(arguments: Arguments, folder: Path) -> list[Found]:
 
     size, tokenizer = SIZES[arguments.size], byte_tokenizer()
     config = config_of(size)
-    corpus, held = read_book(arguments.text, size, tokenizer)
-    notes = Notes(folder / "found.json")
+    corpus, held_out = read_book(arguments.text, size, tokenizer)
     make = partial(batches, corpus, tokenizer, seed=arguments.seed)
 
     base = folder / "model"
@@ -408,168 +356,72 @@ def run_all(arguments: Arguments, folder: Path) -> list[Found]:
         began, steps = time.perf_counter(), size.repetition_steps + size.steps
 
         def say(step: int, loss: float) -> None:
-            kind = "repetition only" if step <= size.repetition_steps else "all kinds of rows"
-            print(f"step {step:>5} of {steps}  loss {loss:.3f}  {kind}  {time.perf_counter() - began:.0f} s", flush=True)
+            rows = "repetition only" if step <= size.repetition_steps else "all kinds of rows"
+            print(f"step {step:>5} of {steps}  loss {loss:.3f}  {rows}  {time.perf_counter() - began:.0f} s", flush=True)
 
         settings = OptimizerSettings(learning_rate=size.learning_rate, warmup_steps=min(50, steps // 4), b2=0.99)
         source = make(size.tokens // size.length, size.length, range(steps), size.repetition_steps)
-        trained = train(config, llama_jax.init(config, jax.random.key(arguments.seed)), size, settings, steps, source, say)
+        trained = train(config, llama_jax.init(config, jax.random.key(arguments.seed)), settings, steps, source, say)
         llama_jax.save(base, config, trained, None)
         params = llama_jax.load(base, "float32").params
 
     print(
         f"{'way':<10}{'length':>7} {'stage':<11}{'loss':>8}{'end':>8}{'within L':>10}{'keys':>7}{'margin':>8}{'seconds':>9}"
     )
+    results = []
     plan = [("none", 1, "zero-shot")] + [(way, f, stage) for f in size.factors for way in WAYS for stage in STAGES]
     for way, factor, stage in plan:
-        found = notes.of(way, factor, stage)
-        if found is None:
-            longer, measured = extended(config, way, factor), params
+
+        def run(way: str = way, factor: int = factor, stage: str = stage) -> dict[str, Any]:
+            longer, extended_params = extended(config, way, factor), params
             if stage == "continued":
-                first = size.repetition_steps + size.steps  # continue after the batches of the training
-                source = make(
-                    max(size.tokens // (factor * size.length), 1),
-                    factor * size.length,
-                    range(first, first + size.continued_steps),
-                    0,
-                )
-                settings = OptimizerSettings(
-                    learning_rate=size.learning_rate / 3,
-                    warmup_steps=min(WARM_UP, size.continued_steps // 2),
-                    b2=0.99,
-                )
-                measured = train(longer, params, size, settings, size.continued_steps, source)
-            found = measure(longer, measured, size, held, tokenizer, arguments.seed, way, factor, stage)
-            notes.add(found)
+                first, length = size.repetition_steps + size.steps, factor * size.length
+                steps = range(first, first + size.continued_steps)  # continue after the batches of the training
+                source = make(max(size.tokens // length, 1), length, steps, 0)
+                warmup = min(WARM_UP, size.continued_steps // 2)
+                settings = OptimizerSettings(learning_rate=size.learning_rate / 3, warmup_steps=warmup, b2=0.99)
+                extended_params = train(longer, params, settings, size.continued_steps, source)
+            return asdict(measure(longer, extended_params, size, held_out, tokenizer, arguments.seed, way, factor, stage))
+
+        result = Measurement(**once(folder / f"{way}-{factor}-{stage}.json", run))
+        results.append(result)
         print(
-            f"{way:<10}{factor * size.length:>7} {stage:<11}{found.loss:8.3f}{found.last_quarter:8.3f}"
-            f"{found.loss_within:10.3f}{found.passkey:7.0%}{found.margin:8.2f}{found.seconds:9.1f}",
+            f"{way:<10}{factor * size.length:>7} {stage:<11}{result.loss:8.3f}{result.last_quarter:8.3f}"
+            f"{result.loss_within:10.3f}{result.passkey:7.0%}{result.margin:8.2f}{result.seconds:9.1f}",
             flush=True,
         )
-    return [one for key in plan if (one := notes.of(*key)) is not None]
+    return results
 
 
-Verdict = tuple[str, str, str]  # the claim, the verdict, and the numbers
-
-
-def verdicts(size: Size, found: list[Found]) -> list[Verdict]:
-    """The claims of the literature, judged by these numbers."""
-    table = {(one.way, one.factor, one.stage): one for one in found}
-    base = table["none", 1, "zero-shot"]
-
-    def at(way: str, factor: int, stage: str = "zero-shot") -> Found:
-        return table[way, factor, stage]
-
-    def judged(claim: str, excess: Callable[[int], float], tie: float, unit: str) -> Verdict:
-        """`excess` is the margin by which the claim holds at a factor; it is negative if the claim does not hold."""
-        by_factor = {factor: excess(factor) for factor in size.factors}
-        groups = {
-            "holds": [factor for factor, value in by_factor.items() if value > tie],
-            "undecided": [factor for factor, value in by_factor.items() if abs(value) <= tie],
-            "does not hold": [factor for factor, value in by_factor.items() if not value >= -tie],
-        }
-        if len([one for one in groups.values() if one]) == 1:
-            verdict = next(name for name, factors in groups.items() if factors)
-        else:
-            said = [f"{name} at {', '.join(f'{f}L' for f in factors)}" for name, factors in groups.items() if factors]
-            verdict = "; ".join(said)
-        numbers = ", ".join(f"{value:+.0%}" if unit == "%" else f"{value:+.3f}" for value in by_factor.values())
-        return claim, verdict, f"{numbers}{'' if unit == '%' else ' nats'} at {', '.join(f'{f}L' for f in by_factor)}"
-
-    def lead(way: str, stage: str, value: Callable[[Found], float]) -> Callable[[int], float]:
-        """The margin by which a scaling's value is below the lowest value of the others."""
-        return lambda factor: min(value(at(w, factor, stage)) for w in WAYS if w != way) - value(at(way, factor, stage))
-
-    def loss(one: Found) -> float:
-        return one.loss
-
-    def missed(one: Found) -> float:
-        return 1 - one.passkey
-
-    def within(factor: int) -> float:
-        """Loss of the unchanged model in windows of L over the same text."""
-        return at("none", factor).loss_within
-
-    claims = [
-        (
-            "Zero-shot extrapolation is poor: without scaling the loss is higher than within L",
-            lambda f: at("none", f).loss - within(f),
-        ),
-        (
-            "Interpolation loses high frequencies: it has a price within L",
-            lambda f: at("linear", f).loss_within - within(f),
-        ),
-        (
-            "NTK-aware keeps them: its price within L is less than interpolation's",
-            lambda f: at("linear", f).loss_within - at("ntk", f).loss_within,
-        ),
-        ("Zero-shot NTK-aware has less loss than interpolation", lambda f: at("linear", f).loss - at("ntk", f).loss),
-        ("Zero-shot YaRN has the least loss of all", lead("yarn", "zero-shot", loss)),
-        (
-            "Sharper attention helps: zero-shot YaRN has less loss than by_parts",
-            lambda f: at("by_parts", f).loss - at("yarn", f).loss,
-        ),
-        (
-            "A short training repairs interpolation: it then has less loss than the model had within L",
-            lambda f: within(f) - at("linear", f, "continued").loss,
-        ),
-        ("YaRN has the least loss after continued training", lead("yarn", "continued", loss)),
-    ]
-    keys = [
-        ("Without scaling the key is found less often than within L", lambda f: base.passkey - at("none", f).passkey),
-        ("Zero-shot YaRN finds the key more often than all others", lead("yarn", "zero-shot", missed)),
-        ("YaRN finds the key more often than all others after continued training", lead("yarn", "continued", missed)),
-    ]
-    return [judged(claim, excess, TIE, "nats") for claim, excess in claims] + [
-        judged(claim, excess, EQUAL_SHARES, "%") for claim, excess in keys
-    ]
-
-
-def as_markdown(size: Size, found: list[Found], said: list[Verdict]) -> str:
+def as_markdown(size: Size, results: list[Measurement]) -> str:
     """The tables as text."""
-    table = {(one.way, one.factor, one.stage): one for one in found}
+    table = {(row.way, row.factor, row.stage): row for row in results}
     base = table["none", 1, "zero-shot"]
-    lines = [
-        f"# Context extension from L = {size.length}",
-        "",
-        f"Trained at L: {base.loss:.3f} nats per byte within L, {base.passkey:.0%} of the pass keys found.",
-        "",
-    ]
-    columns: list[tuple[str, Callable[[Found], str]]] = [
-        ("Loss, nats per byte", lambda one: f"{one.loss:.3f}"),
-        ("Loss of the last quarter", lambda one: f"{one.last_quarter:.3f}"),
-        ("Loss within L under the same scaling", lambda one: f"{one.loss_within:.3f}"),
-        ("Pass keys found", lambda one: f"{one.passkey:.0%}"),
+    lines = [f"# Context extension from L = {size.length}", ""]
+    lines += [f"Trained at L: {base.loss:.3f} nats per byte within L, {base.passkey:.0%} of the pass keys found.", ""]
+    columns: list[tuple[str, Callable[[Measurement], str]]] = [
+        ("Loss, nats per byte", lambda row: f"{row.loss:.3f}"),
+        ("Loss of the last quarter", lambda row: f"{row.last_quarter:.3f}"),
+        ("Loss within L under the same scaling", lambda row: f"{row.loss_within:.3f}"),
+        ("Pass keys found", lambda row: f"{row.passkey:.0%}"),
     ]
     heads = [f"{factor}L {stage}" for stage in STAGES.values() for factor in size.factors]
     for title, cell in columns:
-        lines += [f"## {title}", "", f"| | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
-        for way in WAYS:
-            cells = [cell(table[way, factor, stage]) for stage in STAGES for factor in size.factors]
-            lines.append(f"| {way} | {' | '.join(cells)} |")
-        lines.append("")
-    lines += ["## What is claimed, and what was found", "", "| claim | verdict | by how much |", "|---|---|---|"]
-    lines += [f"| {' | '.join(verdict)} |" for verdict in said]
-    lines += ["", f"Differences up to {TIE} nats, or {EQUAL_SHARES:.0%} of the keys, decide nothing.", ""]
+        rows = [[way, *(cell(table[way, factor, stage]) for stage in STAGES for factor in size.factors)] for way in WAYS]
+        lines += [f"## {title}", "", markdown_table(["", *heads], rows), ""]
     return "\n".join(lines)
 
 
-def draw(size: Size, found: list[Found]) -> Figure:
+def draw(size: Size, results: list[Measurement]) -> Figure:
     """Draw loss by position at each length, zero-shot above and after continued training below; on the right, keys found.
 
     The dotted line is L; the gray line is the loss of the model within L over the same text.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from plotting import COLORS, GRAY
-
-    table = {(one.way, one.factor, one.stage): one for one in found}
-    base = table["none", 1, "zero-shot"]
-    wide = len(size.factors)
-    figure = Figure(figsize=(3.4 * (wide + 1), 6.6), dpi=110, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(2, wide + 1, sharex=False, squeeze=False)
-    lowest = min(value for one in found for value in one.by_position)
+    table = {(row.way, row.factor, row.stage): row for row in results}
+    base, panels = table["none", 1, "zero-shot"], len(size.factors) + 1
+    figure = new_figure(3.4 * panels, 6.6)
+    grid = figure.subplots(2, panels, squeeze=False)
+    lowest = min(value for row in results for value in row.by_position)
     for axes_of_stage, (stage, title) in zip(grid, STAGES.items(), strict=True):
         for axes, factor in zip(axes_of_stage, size.factors, strict=False):
             for way, color in zip(WAYS, COLORS, strict=False):
@@ -587,41 +439,20 @@ def draw(size: Size, found: list[Found]) -> Figure:
         keys.set_xscale("log", base=2)
         keys.set_xticks([1, *size.factors], ["L", *(f"{factor}L" for factor in size.factors)])
         keys.set(title=f"Pass keys found, {title}", ylim=(-0.03, 1.03))
-    grid[0, 0].set_ylabel("nats per byte", color=GRAY)
-    grid[1, 0].set_ylabel("nats per byte", color=GRAY)
+        axes_of_stage[0].set_ylabel("nats per byte", color=GRAY)
+    finish(*grid.flat, legend=False)
     grid[0, -1].legend(frameon=False, fontsize=8)
-    for axes in grid.flat:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#DDDDDD", lw=0.6)
-        axes.title.set(ha="left", x=0, fontsize=10)
     return figure
 
 
 def main(arguments: Arguments) -> None:
-
-    size = SIZES[arguments.size]
-    output = arguments.output or ROOT / "experiments" / "results" / f"context_extension_{arguments.size}.json"
-    began = time.perf_counter()
-    found = run_all(arguments, prepare(arguments))
-    said = verdicts(size, found)
-    print()
-    for claim, verdict, numbers in said:
-        print(f"{claim}: {verdict} ({numbers})")
-    about = {
-        "device": devices(),
-        "versions": versions("jax", "numpy"),
-        "text": arguments.text.name,
-        "seed": arguments.seed,
-        "seconds": round(time.perf_counter() - began),
-        "size": asdict(size),
-        "rope_theta": config_of(size).rope_theta,
-        "verdicts": [dict(zip(("claim", "verdict", "numbers"), one, strict=True)) for one in said],
-        "found": [asdict(one) for one in found],
-    }
-    write_report(output, about)
-    output.with_suffix(".md").write_text(as_markdown(size, found, said))
-    draw(size, found).savefig(output.with_suffix(".png"))
-    print(f"\nwrote {output}, and .md and .png next to it; {time.perf_counter() - began:.0f} s")
+    size, output = SIZES[arguments.size], arguments.output
+    results = run_all(arguments, prepare(arguments))
+    report = describe_run(arguments, "numpy") | {"size": asdict(size), "rope_theta": config_of(size).rope_theta}
+    write_report(output, report | {"found": [asdict(row) for row in results]})
+    write_text(output.with_suffix(".md"), as_markdown(size, results))
+    draw(size, results).savefig(output.with_suffix(".png"))
+    print(f"\nwrote {output}, and .md and .png next to it")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ import jax
 import numpy as np
 import tokenizers
 import tyro
-from make_format_goldens import write_meta
+from measuring import ROOT
 
 import llama_jax
 from llama_jax import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
@@ -36,6 +37,10 @@ from llama_jax.tokenizers.huggingface import BYTE_CHARACTERS
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build_pre_tokenizer
 from llama_jax.tokenizers.sentencepiece import Entry, EntryType, write_model
 from llama_jax.tokenizers.tiktoken import SPECIAL_TOKENS
+
+sys.path.append(str(ROOT / "tests"))
+
+from make_format_goldens import write_meta
 
 BASE = LlamaConfig(
     vocab_size=544,
@@ -59,7 +64,7 @@ def sentencepiece_file(*added: tuple[str, EntryType]) -> bytes:
     pieces = [Entry("<unk>", 0.0, EntryType.UNKNOWN), *(Entry(name, 0.0, EntryType.CONTROL) for name in ("<s>", "</s>"))]
     pieces += [Entry(f"<0x{byte:02X}>", 0.0, EntryType.BYTE) for byte in range(256)]
     pieces += [Entry(text, -1.0 - i, EntryType.NORMAL) for i, text in enumerate(["▁", *"abcdefghijklmnop", "▁a", "▁b"])]
-    pieces += [Entry(text, 0.0, kind) for text, kind in added]
+    pieces += [Entry(text, 0.0, entry_kind) for text, entry_kind in added]
     return write_model(pieces, bos="<s>", eos="</s>", space_prefix=True)
 
 
@@ -125,7 +130,7 @@ def models() -> dict[str, Model]:
     turns = sentencepiece_file(("<start_of_turn>", EntryType.CONTROL), ("<end_of_turn>", EntryType.CONTROL))
     users = sentencepiece_file(("<|user|>", EntryType.USER_DEFINED), ("<pad>", EntryType.CONTROL))
     ids = {"bos_token_id": 1, "eos_token_id": 2}
-    found = {
+    published = {
         "llama-1": Model(BASE, vocabulary),
         "llama-2": Model(
             BASE,
@@ -283,7 +288,7 @@ def models() -> dict[str, Model]:
         ),
         "stories": Model(replace(BASE, tie_embeddings=True), vocabulary, {}, {"general.name": "stories"}),
     }
-    return {name: replace(model, config=_supported(model.config)) for name, model in found.items()}
+    return {name: replace(model, config=_supported(model.config)) for name, model in published.items()}
 
 
 def _supported(config: LlamaConfig) -> LlamaConfig:
@@ -307,43 +312,43 @@ def logged() -> Iterator[list[str]]:
         logger.propagate = True
 
 
-def held(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings stored next to the weights of a written model."""
     opened = open_checkpoint(path)
-    return all_settings(opened.tokenizer(), opened.about())
+    return all_settings(opened.tokenizer(), opened.metadata())
 
 
 def publish(folder: Path, model: Model) -> dict[str, Path]:
     """Write the model in every format that can store it; return the paths by format."""
     params = llama_jax.init(model.config, jax.random.key(0))
-    found = {"safetensors": folder / "safetensors"}
-    llama_jax.save(found["safetensors"], model.config, params)
-    others = [found["safetensors"]]
+    paths = {"safetensors": folder / "safetensors"}
+    llama_jax.save(paths["safetensors"], model.config, params)
+    others = [paths["safetensors"]]
     for format in ("gguf", "llama2c", "orbax"):
-        found[format] = folder / format / NAMES.get(format, "model")
-        found[format].parent.mkdir()
+        paths[format] = folder / format / NAMES.get(format, "model")
+        paths[format].parent.mkdir()
     if model.config == BASE:
         tensors = {name: np.asarray(t.read(0, t.shape[0])) for name, t in from_params(BASE, params, None).tensors.items()}
-        found["meta"] = folder / "meta"
-        write_meta(found["meta"], BASE, tensors, 1)
-        others.append(found["meta"])
-    for place in others:
-        (place / model.vocabulary_name).write_bytes(model.vocabulary)
+        paths["meta"] = folder / "meta"
+        write_meta(paths["meta"], BASE, tensors, 1)
+        others.append(paths["meta"])
+    for folder_of_weights in others:
+        (folder_of_weights / model.vocabulary_name).write_bytes(model.vocabulary)
         for name, content in model.files.items():
-            (place / name).write_text(content if isinstance(content, str) else json.dumps(content))
+            (folder_of_weights / name).write_text(content if isinstance(content, str) else json.dumps(content))
     for format in ("gguf", "llama2c", "orbax"):
         try:
-            llama_jax.convert(found["safetensors"], found[format], format=format)
+            llama_jax.convert(paths["safetensors"], paths[format], format=format)
         except CheckpointError:  # the format cannot store this family
-            del found[format]
-    if model.gguf and "gguf" in found:
-        opened = open_checkpoint(found["gguf"])
-        tokenizer, about = opened.tokenizer(), opened.about()
+            del paths[format]
+    if model.gguf and "gguf" in paths:
+        opened = open_checkpoint(paths["gguf"])
+        tokenizer, metadata = opened.tokenizer(), opened.metadata()
         fields = {key: value for key, value in model.gguf.items() if key.startswith("general.")}
         tokenizer = from_metadata(to_metadata(tokenizer) | model.gguf, "fields")
-        about = metadata_from_fields(metadata_to_fields(about, False) | fields)
-        llama_jax.save(found["gguf"], model.config, params, tokenizer, about=about, overwrite=True)
-    return found
+        metadata = metadata_from_fields(metadata_to_fields(metadata, False) | fields)
+        llama_jax.save(paths["gguf"], model.config, params, tokenizer, metadata=metadata, overwrite=True)
+    return paths
 
 
 @dataclass(frozen=True)
@@ -358,11 +363,11 @@ class Outcome:
 
 def outcomes(folder: Path, model: Model) -> dict[tuple[str, str], Outcome]:
     """The outcome of each pair of formats for a model."""
-    found = {}
+    results = {}
     with logged():
         sources = publish(folder, model)
     for source, path in sources.items():
-        before = {name: value for name, value in held(path).items() if value is not None and value != set()}
+        before = {name: value for name, value in read_settings(path).items() if value is not None and value != set()}
         for target in TARGETS:
             written = folder / f"{source}-{target}" / NAMES.get(target, "model")
             written.parent.mkdir()
@@ -371,15 +376,15 @@ def outcomes(folder: Path, model: Model) -> dict[tuple[str, str], Outcome]:
                     llama_jax.convert(path, written, format=target)
                 except CheckpointError:
                     continue
-            missing = missing_settings(before, held(written))
+            missing = missing_settings(before, read_settings(written))
             said = " ".join(lines)
-            found[source, target] = Outcome(
+            results[source, target] = Outcome(
                 len(before),
                 len(before) - len(missing),
                 tuple(sorted(name for name in missing if name in said)),
                 tuple(sorted(name for name in missing if name not in said)),
             )
-    return found
+    return results
 
 
 def table(results: dict[str, dict[tuple[str, str], Outcome]]) -> str:
@@ -417,7 +422,6 @@ def main(output: Path) -> None:
     output.write_text(page[: page.index(MARK)] + MARK + "\n\n" + table(results))
 
 
-PAGE = Path(__file__).parent.parent / "docs/conversions.md"
 MARK = "<!-- made by experiments/conversions.py -->"
 
 if __name__ == "__main__":

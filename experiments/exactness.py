@@ -45,7 +45,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from measuring import machine, settings, text_of, versions, write_report
+from measuring import describe_run, read_text, write_report
 
 import llama_jax
 from llama_jax import Batch, Compute, OptimizerSettings, Sampling, StepOptions, init_state, make_optimizer, train_step
@@ -78,7 +78,7 @@ class Arguments:
     """Text from which prompts are taken."""
     model: Path | None = None
     """Model; the bundled one by default."""
-    kinds: tuple[str, ...] = ("float32", "bfloat16", "int8", "q4_0")
+    formats: tuple[str, ...] = ("float32", "bfloat16", "int8", "q4_0")
     prompts: int = 1000
     longest: int = 2000
     """Maximum tokens of a prompt."""
@@ -106,7 +106,7 @@ class Work:
 
     def continued(self, rows: list[int], **options: Any) -> list[Row]:
         sampling = jax.tree.map(lambda *values: list(values), *(self.samplings[i] for i in rows))
-        found = llama_jax.generate(
+        answers = llama_jax.generate(
             *self.model,
             [self.prompts[i] for i in rows],
             max_new_tokens=self.new_tokens,
@@ -114,19 +114,19 @@ class Work:
             compute=self.compute,
             **options,
         )
-        return [(each.tokens, in_bits(each.logprobs)) for each in found]
+        return [(answer.tokens, in_bits(answer.logprobs)) for answer in answers]
 
     def alone(self) -> list[Row]:
         return [self.continued([i])[0] for i in range(len(self.prompts))]
 
     def batches(self, **options: Any) -> list[Row]:
-        rng, found = random.Random(0), dict[int, Row]()
+        rng, rows_by_prompt = random.Random(0), dict[int, Row]()
         left = rng.sample(range(len(self.prompts)), len(self.prompts))
         while left:
             size = rng.choice([2, 3, 8, 16, 64])
             rows, left = left[:size], left[size:]
-            found |= dict(zip(rows, self.continued(rows, **options), strict=True))
-        return [found[i] for i in range(len(self.prompts))]
+            rows_by_prompt |= dict(zip(rows, self.continued(rows, **options), strict=True))
+        return [rows_by_prompt[i] for i in range(len(self.prompts))]
 
     def chunks(self) -> list[Row]:
         with other_chunks(40):
@@ -141,18 +141,18 @@ class Work:
 
     def served(self, engine: Engine, again: bool = False) -> list[Row]:
         """The rows of all prompts; with `again` each request is repeated a few requests later, and the second rows count."""
-        rng, found = random.Random(1), [list[Any]() for _ in self.prompts]
+        rng, received = random.Random(1), [list[Any]() for _ in self.prompts]
         left = rng.sample(range(len(self.prompts)), len(self.prompts))
         if again:
             left = [i for first in range(0, len(left), FEW) for i in 2 * left[first : first + FEW]]
         while left or engine.busy:
             for i in [left.pop() for _ in range(min(rng.randrange(4), len(left)))]:
-                found[i] = []
+                received[i] = []
                 options = {"prompt": self.prompts[i], "sampling": self.samplings[i]}
                 request = GenerationRequest(max_new_tokens=self.new_tokens, **options)  # type: ignore[arg-type]
-                engine.submit(request, lambda update, to=found[i]: to.extend(update.tokens))  # type: ignore[misc]
+                engine.submit(request, lambda update, to=received[i]: to.extend(update.tokens))  # type: ignore[misc]
             engine.step()
-        return [([x.id for x in tokens], in_bits([x.logprob for x in tokens])) for tokens in found]
+        return [([x.id for x in tokens], in_bits([x.logprob for x in tokens])) for tokens in received]
 
 
 def in_bits(logprobs: list[float]) -> list[int]:
@@ -182,17 +182,17 @@ def compare(work: Work) -> dict[str, Any]:
         "full": partial(work.served, full),
         "cached": partial(work.served, engine, again=True),
     }
-    found = {}
+    results = {}
     for name, run in ways.items():
         rows = run()
         tokens = sum(row[0] != other[0] for row, other in zip(rows, alone, strict=True))
         bits = sum(row != other for row, other in zip(rows, alone, strict=True))
-        found[name] = {"rows": len(rows), "other tokens": tokens, "other bits": bits}
+        results[name] = {"rows": len(rows), "other tokens": tokens, "other bits": bits}
         print(f"  {name:8} {tokens} rows with other tokens, {bits} with other bits", flush=True)
-    found["preempted"], found["cached tokens"] = full.stats().preempted, engine.stats().cached_tokens
+    results["preempted"], results["cached tokens"] = full.stats().preempted, engine.stats().cached_tokens
     engine.close()
     full.close()
-    return found
+    return results
 
 
 def price(work: Work, repetitions: int) -> dict[str, float]:
@@ -231,17 +231,17 @@ def trainer(work: Work) -> dict[str, int]:
     length = padded.shape[1] + options.max_new_tokens - 1
     rows = answer_rows(prompts, answers, np.ones(len(seeds), bool), length)
     measure = jax.jit(partial(token_logprobs, config, options=LossOptions(work.compute), temperature=options.temperature))
-    own, learned = np.asarray(measure(params, rows.batch)), np.asarray(rows.batch.loss_mask)[:, 1:]
-    other = (own.view(np.int32) != rows.sampler_logprobs.view(np.int32)) & learned
-    ratios = np.exp(own - rows.sampler_logprobs)[learned]
-    found = {"tokens": int(learned.sum()), "other bits": int(other.sum()), "other ratios": int((ratios != 1).sum())}
-    print(f"  trainer  {found}", flush=True)
-    return found
+    trained, learned = np.asarray(measure(params, rows.batch)), np.asarray(rows.batch.loss_mask)[:, 1:]
+    other = (trained.view(np.int32) != rows.sampler_logprobs.view(np.int32)) & learned
+    ratios = np.exp(trained - rows.sampler_logprobs)[learned]
+    counts = {"tokens": int(learned.sum()), "other bits": int(other.sum()), "other ratios": int((ratios != 1).sum())}
+    print(f"  trainer  {counts}", flush=True)
+    return counts
 
 
 def some_prompts(arguments: Arguments, tokenizer: Any, context: int) -> list[list[int]]:
     """Excerpts of the text, with log-uniform lengths."""
-    ids = tokenizer.encode(text_of(arguments.text)[: 40 * arguments.longest * 8])
+    ids = tokenizer.encode(read_text(arguments.text)[: 40 * arguments.longest * 8])
     rng, longest = random.Random(2), min(arguments.longest, context - arguments.new_tokens)
     lengths = np.exp(np.linspace(0, np.log(longest), arguments.prompts)).astype(int)
     starts = [rng.randrange(max(1, len(ids) - longest)) for _ in lengths]
@@ -249,38 +249,35 @@ def some_prompts(arguments: Arguments, tokenizer: Any, context: int) -> list[lis
 
 
 def main(arguments: Arguments) -> None:
-    report: dict[str, Any] = {
-        "settings": settings(arguments),
-        "machine": machine(),
-        "versions": versions("jax", "llama_jax"),
-    }
-    for kind in arguments.kinds:
-        dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float32
-        quantized = None if kind in ("float32", "bfloat16") else kind
+    report = describe_run(arguments, "llama_jax")
+    for quant_format in arguments.formats:
+        dtype = jnp.bfloat16 if quant_format == "bfloat16" else jnp.float32
+        quantized = None if quant_format in ("float32", "bfloat16") else quant_format
         config, params, tokenizer = llama_jax.load(arguments.model or bundled(), dtype, quantize=quantized)
         prompts = some_prompts(arguments, tokenizer, config.max_seq_len)
         samplings = [Sampling(temperature=float(i % 2), top_p=0.95, seed=i) for i in range(len(prompts))]
         work = Work((config, params), prompts, samplings, arguments.new_tokens, Compute(exact=True))
-        found = report[kind] = {}
-        for name, each in (("exact", work), ("as usual", replace(work, compute=Compute()))):
-            print(f"{kind}, {name}", flush=True)
-            found[name] = compare(each) | {"trainer": trainer(each)}
+        results = report[quant_format] = {}
+        for name, variant in (("exact", work), ("as usual", replace(work, compute=Compute()))):
+            print(f"{quant_format}, {name}", flush=True)
+            results[name] = compare(variant) | {"trainer": trainer(variant)}
         if arguments.price:
-            found["price"] = price(work, arguments.repetitions)
+            results["price"] = price(work, arguments.repetitions)
         write_report(arguments.output, report)
-    print(table(report, arguments.kinds))
+    print(table(report, arguments.formats))
 
 
-def table(report: dict[str, Any], kinds: tuple[str, ...]) -> str:
+def table(report: dict[str, Any], formats: tuple[str, ...]) -> str:
     ways = ["batches", "chunks", "drafts", "served", "full", "cached"]
     lines = [f"| | {' | '.join(ways)} | trainer | decode 1 | decode 8 | prefill |", "|---" * (len(ways) + 5) + "|"]
-    for kind in kinds:
+    for quant_format in formats:
         for name in ("exact", "as usual"):
-            cells = [f"{report[kind][name][way]['other tokens']} / {report[kind][name][way]['other bits']}" for way in ways]
-            cells.append(f"{report[kind][name]['trainer']['other bits']} of {report[kind][name]['trainer']['tokens']}")
-            times = report[kind].get("price", {}) if name == "exact" else {}
+            counts = report[quant_format][name]
+            cells = [f"{counts[way]['other tokens']} / {counts[way]['other bits']}" for way in ways]
+            cells.append(f"{counts['trainer']['other bits']} of {counts['trainer']['tokens']}")
+            times = report[quant_format].get("price", {}) if name == "exact" else {}
             cells += [f"{times[work]:.2f}" if work in times else "" for work in ("decode 1", "decode 8", "prefill")]
-            lines.append(f"| {kind}, {name} | {' | '.join(cells)} |")
+            lines.append(f"| {quant_format}, {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -316,7 +313,7 @@ def train_in_processes(where: str, changes: list[str], folder: Path, text: Path)
     command = [sys.executable, "-m", "llama_jax", "train", "tiny", "--workdir", str(folder), "--data", str(text), "--resume"]
     command += [*options, *SMALL_RUN, *changes]
     joining = [[]] if processes == 1 else [["--coordinator", address, "--processes", "2", "--process-id", i] for i in "01"]
-    running = [subprocess.Popen([*command, *each], env=environment, stdout=subprocess.DEVNULL) for each in joining]
+    running = [subprocess.Popen([*command, *join], env=environment, stdout=subprocess.DEVNULL) for join in joining]
     codes = [process.wait() for process in running]
     if any(codes):
         raise SystemExit(f"training on {where} failed")
@@ -337,24 +334,24 @@ def bits_of_run(folder: Path, changes: list[str]) -> tuple[list[Any], list[bytes
 def compare_training(steps: int, stop: int, text: Path, folder: Path) -> dict[str, Any]:
     """For every mesh: whether a run has the same bits as on one device, and whether an exact run that is stopped on this
     mesh and resumed on the next one has them."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for exact in (True, False):
         names, changes, expected = list(ON_DEVICES), [f"exact={exact}"], None
         for where, other in zip(names, [*names[1:], names[0]], strict=True):
             lives = {"whole": [(where, steps)]} | ({"moved": [(where, stop), (other, steps)]} if exact else {})
             for name, parts in lives.items():
-                place = folder / f"{name}-{exact}-{names.index(where)}"
+                run_folder = folder / f"{name}-{exact}-{names.index(where)}"
                 for devices, last in parts:
-                    train_in_processes(devices, [*changes, f"steps={last}"], place, text)
-                bits = bits_of_run(place, [*changes, f"steps={steps}"])
+                    train_in_processes(devices, [*changes, f"steps={last}"], run_folder, text)
+                bits = bits_of_run(run_folder, [*changes, f"steps={steps}"])
                 expected = expected or bits
                 same = {
                     "steps": sum(a == b for a, b in zip(bits[0], expected[0], strict=True)),
                     "state": bits[1] == expected[1],
                 }
-                found.setdefault("exact" if exact else "as usual", {}).setdefault(where, {})[name] = same
+                results.setdefault("exact" if exact else "as usual", {}).setdefault(where, {})[name] = same
                 print(f"{'exact' if exact else 'as usual'}, {where}, {name}: {same}", flush=True)
-    return found
+    return results
 
 
 def training_price(repetitions: int) -> dict[str, float]:
@@ -382,11 +379,7 @@ def training_price(repetitions: int) -> dict[str, float]:
 
 
 def main_of_training(arguments: Arguments) -> None:
-    report: dict[str, Any] = {
-        "settings": settings(arguments),
-        "machine": machine(),
-        "versions": versions("jax", "jaxlib", "llama_jax"),
-    }
+    report = describe_run(arguments, "llama_jax")
     output = arguments.output.with_name("exactness_training_cpu.json")
     if arguments.price:
         report["price"] = training_price(arguments.repetitions)
@@ -395,7 +388,8 @@ def main_of_training(arguments: Arguments) -> None:
     write_report(output, report)
     print("| | exact | exact, resumed on the next | not exact |\n|---|---|---|---|")
     for where in ON_DEVICES:
-        cells = [report[kind][where][life] for kind, life in (("exact", "whole"), ("exact", "moved"), ("as usual", "whole"))]
+        lives = (("exact", "whole"), ("exact", "moved"), ("as usual", "whole"))
+        cells = [report[variant][where][life] for variant, life in lives]
         shown = [f"{cell['steps']} steps, {'same' if cell['state'] else 'different'} state" for cell in cells]
         print(f"| {where} | {' | '.join(shown)} |")
 

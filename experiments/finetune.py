@@ -28,22 +28,20 @@ Writes ``experiments/results/finetune_cpu.json``, a table in ``.md`` and a pictu
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
-import jax
 import numpy as np
 import tyro
-from measuring import cpu_name, settings, versions, write_report
+from measuring import RESULTS, ROOT, describe_run, markdown_table, once, write_report, write_text
+from plotting import COLORS, finish, new_figure, smooth
 
 import llama_jax
 from llama_jax import Lora, OptimizerSettings, Recipe
@@ -56,7 +54,6 @@ from llama_jax.training.preference_loss import PreferenceOptions
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parents[1]
 ROWS = 256  # generated at a time
 ROOM = 24  # maximum tokens of a request
 ANSWER = 32  # maximum tokens of an answer, including the token that ends it
@@ -81,7 +78,7 @@ class Size:
     """
 
     stories: int = 4096
-    held: int = 128
+    held_out: int = 128
     draws: int = 2
     asked: int = 512
     least: float = 1.0
@@ -90,7 +87,7 @@ class Size:
     grpo_steps: int = 300
 
 
-SIZES = {"full": Size(), "small": Size(stories=240, held=16, asked=16, least=0.1, sft_steps=10, dpo_steps=3, grpo_steps=3)}
+SIZES = {"full": Size(), "small": Size(240, held_out=16, asked=16, least=0.1, sft_steps=10, dpo_steps=3, grpo_steps=3)}
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ class Arguments:
     size: Literal["full", "small"] = "full"
     workdir: Path = ROOT / "build" / "finetune"
     """Folder of the data and the runs; existing ones are reused."""
-    output: Path = ROOT / "experiments" / "results" / "finetune_cpu.json"
+    output: Path = RESULTS / "finetune_cpu.json"
     """The figures; the table and the picture are next to it."""
 
 
@@ -124,7 +121,7 @@ def included(completions: Sequence[str], words: Sequence[Sequence[str]]) -> list
 def stories(count: int, seed: int) -> list[str]:
     """Beginnings of stories by the bundled model: whole sentences of at most `ANSWER` tokens, including the end token."""
     config, params, tokenizer = llama_jax.load(dtype="float32")
-    found: list[str] = []
+    texts: list[str] = []
     for begin in range(0, count, ROWS):
         seeds = [(seed << 20) + begin + i for i in range(ROWS)]
         written = llama_jax.generate(
@@ -135,9 +132,9 @@ def stories(count: int, seed: int) -> list[str]:
             sampling=llama_jax.Sampling(temperature=0.8, seed=seeds),
             stop_tokens=tokenizer.stop_ids,
         )
-        whole = (SENTENCES.match(tokenizer.decode(each.tokens)) for each in written)
-        found += [match[0].strip() for match in whole if match]
-    return found
+        whole = (SENTENCES.match(tokenizer.decode(story.tokens)) for story in written)
+        texts += [match[0].strip() for match in whole if match]
+    return texts
 
 
 def requests(written: Sequence[str], draws: int, seed: int) -> list[dict[str, Any]]:
@@ -179,7 +176,7 @@ def answers(
     """Sample `group` answers to each request from a model in a folder, without truncating its distribution."""
     config, params, tokenizer = llama_jax.load(model, "float32", adapter=adapter)
     prompts = [tokenizer.encode(line["prompt"]) for line in lines for _ in range(group)]
-    found: list[Answer] = []
+    sampled: list[Answer] = []
     for begin in range(0, len(prompts), ROWS):
         some = prompts[begin : begin + ROWS]
         seeds = [(seed << 20) + begin + i for i in range(len(some))]
@@ -191,23 +188,23 @@ def answers(
             sampling=llama_jax.Sampling(temperature=1.0, seed=seeds),
             stop_tokens=tokenizer.stop_ids,
         )
-        found += [Answer(tokenizer.decode(each.tokens), each.finish_reason == "stop") for each in written]
-    return [found[i : i + group] for i in range(0, len(found), group)]
+        sampled += [Answer(tokenizer.decode(answer.tokens), answer.finish_reason == "stop") for answer in written]
+    return [sampled[i : i + group] for i in range(0, len(sampled), group)]
 
 
 def rates(lines: Sequence[dict[str, Any]], given: Sequence[Sequence[Answer]]) -> dict[str, float]:
     """Shares of requested words, of answers with all words, of answers that ended, and of answers with both."""
-    each = [(answer, line["words"]) for line, some in zip(lines, given, strict=True) for answer in some]
-    shares = included([answer.text for answer, _ in each], [words for _, words in each])
+    judged = [(answer, line["words"]) for line, some in zip(lines, given, strict=True) for answer in some]
+    shares = included([answer.text for answer, _ in judged], [words for _, words in judged])
     complete = [share == 1 for share in shares]
-    ended = [answer.ended for answer, _ in each]
+    ended = [answer.ended for answer, _ in judged]
     return {
-        "words": sum(shares) / len(each),
-        "all": sum(complete) / len(each),
-        "ended": sum(ended) / len(each),
-        "success": sum(map(all, zip(complete, ended, strict=True))) / len(each),
-        "reward": mean(told([answer.text for answer, _ in each], [words for _, words in each])),
-        "answers": len(each),
+        "words": sum(shares) / len(judged),
+        "all": sum(complete) / len(judged),
+        "ended": sum(ended) / len(judged),
+        "success": sum(map(all, zip(complete, ended, strict=True))) / len(judged),
+        "reward": mean(told([answer.text for answer, _ in judged], [words for _, words in judged])),
+        "answers": len(judged),
     }
 
 
@@ -222,12 +219,12 @@ def pairs(lines: Sequence[dict[str, Any]], given: Sequence[Sequence[Answer]], le
         for answer in some
         if answer.ended and included([answer.text], [line["words"]])[0] >= least
     ]
-    found, half = list[dict[str, str]](), len(having) // 2
+    preferences, half = list[dict[str, str]](), len(having) // 2
     for (line, text), (other, its) in zip(having[:half], having[half:], strict=False):
         if included([text, its], [other["words"], line["words"]]) == [0, 0]:
-            found.append({"prompt": line["prompt"], "chosen": f" {text}", "rejected": f" {its}"})
-            found.append({"prompt": other["prompt"], "chosen": f" {its}", "rejected": f" {text}"})
-    return found
+            preferences.append({"prompt": line["prompt"], "chosen": f" {text}", "rejected": f" {its}"})
+            preferences.append({"prompt": other["prompt"], "chosen": f" {its}", "rejected": f" {text}"})
+    return preferences
 
 
 def told(completions: Sequence[str], words: Sequence[Sequence[str]], **columns: Any) -> list[float]:
@@ -296,7 +293,7 @@ def grpo(size: Size, seed: int, reward: str) -> Recipe:
         dtype="float32",  # with adapters a step is a third shorter than in bfloat16 on a CPU
         remat="none",
         rewards=RewardSettings(
-            functions=(f"{__file__}:{reward}",), group=GROUP, answer=ANSWER, held=size.held // 2, samples=1
+            functions=(f"{__file__}:{reward}",), group=GROUP, answer=ANSWER, held=size.held_out // 2, samples=1
         ),
         evaluate_every=max(size.grpo_steps // 3, 1),
         save_every=0,
@@ -305,19 +302,10 @@ def grpo(size: Size, seed: int, reward: str) -> Recipe:
     )
 
 
-def curves(folder: Path, kind: str, *names: str) -> dict[str, list[float]]:
+def curves(folder: Path, line_type: str, *names: str) -> dict[str, list[float]]:
     """Read the training or validation metrics of a run: steps, and these numbers at each step."""
-    rows = [row for row in read_lines(folder / "metrics.jsonl") if row["kind"] == kind]
+    rows = [row for row in read_lines(folder / "metrics.jsonl") if row["kind"] == line_type]
     return {name: [row[name] for row in rows] for name in ("step", *names)}
-
-
-def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of a stage, with its seconds; for a finished stage, the stored result."""
-    if not path.exists():
-        began = time.perf_counter()
-        found = make()
-        write_report(path, found | {"seconds": time.perf_counter() - began})
-    return dict(json.loads(path.read_text("utf-8")))
 
 
 def run_seed(size: Size, seed: int, folder: Path) -> dict[str, Any]:
@@ -327,91 +315,93 @@ def run_seed(size: Size, seed: int, folder: Path) -> dict[str, Any]:
 
     def train(name: str, recipe: Recipe, data: str, weights: Path) -> Path:
         log.line(f"seed {seed}, {name}:")
-        held = files["held" if data == "taught" else f"held_{data}" if data == "pairs" else f"{data}_held"]
+        held_out = files["held" if data == "taught" else f"held_{data}" if data == "pairs" else f"{data}_held"]
         done = llama_jax.train(
-            recipe, folder / name, files[data], validation_data=held, weights=weights, resume=True, log=log
+            recipe, folder / name, files[data], validation_data=held_out, weights=weights, resume=True, log=log
         )
         if done.stopped is not None:
             raise SystemExit(1)
         return folder / name
 
     def data() -> dict[str, Any]:
-        lines = requests(stories(size.stories + size.held, seed), size.draws, seed)
+        lines = requests(stories(size.stories + size.held_out, seed), size.draws, seed)
         # Training uses no story of the held-out requests and none of their lists of words.
-        last = set(list(dict.fromkeys(line["completion"] for line in lines))[-size.held :])
-        held = list({line["completion"]: line for line in lines if line["completion"] in last}.values())
-        known = {line["prompt"] for line in held}
+        last = set(list(dict.fromkeys(line["completion"] for line in lines))[-size.held_out :])
+        held_out = list({line["completion"]: line for line in lines if line["completion"] in last}.values())
+        known = {line["prompt"] for line in held_out}
         taught = [line for line in lines if line["completion"] not in last and line["prompt"] not in known]
-        for name, some in (("taught", taught), ("held", held)):
+        for name, some in (("taught", taught), ("held", held_out)):
             # Training warns of fields without an effect, and `words` is one.
             write_lines(files[name], ({key: line[key] for key in ("prompt", "completion")} for line in some))
             asked = ({"prompt": line["prompt"], "words": line["words"]} for line in some)
             write_lines(files["asked" if name == "taught" else "asked_held"], asked)
-        return {"lines": len(taught), "held": len(held)}
+        return {"lines": len(taught), "held": len(held_out)}
 
     def sft_stage() -> dict[str, Any]:
         train("sft", sft(size, seed), "taught", base)
-        return rates(held, answers(model, held, GROUP, seed)) | {"curve": curves(model, "validation", "loss")}
+        return rates(held_out, answers(model, held_out, GROUP, seed)) | {"curve": curves(model, "validation", "loss")}
 
     def dpo_stage() -> dict[str, Any]:
         asked = read_lines(files["asked"])
         asked = asked[:: max(len(asked) // size.asked, 1)][: size.asked]
-        for name, some in (("pairs", asked), ("held_pairs", held)):
+        for name, some in (("pairs", asked), ("held_pairs", held_out)):
             if not files[name].exists():
                 write_lines(files[name], pairs(some, answers(model, some, GROUP, seed + 1000), size.least))
         preferring = train("dpo", dpo(size, seed), "pairs", model)
-        after = rates(held, answers(preferring, held, GROUP, seed))
+        after = rates(held_out, answers(preferring, held_out, GROUP, seed))
         counts = {name: len(read_lines(files[name])) for name in ("pairs", "held_pairs")}
         return after | counts | {"curve": curves(preferring, "validation", "accuracy", "margin", "loss")}
 
     def grpo_stage(name: str, reward: str) -> dict[str, Any]:
         rewarded = train(name, grpo(size, seed, reward), "asked", model)
         curve = curves(rewarded, "train", "reward", "length", "stopped", "flat")
-        after = rates(held, answers(model, held, GROUP, seed, adapter=rewarded))
+        after = rates(held_out, answers(model, held_out, GROUP, seed, adapter=rewarded))
         return after | {"curve": curve, "held_curve": curves(rewarded, "validation", "reward")}
 
-    found: dict[str, Any] = {"seed": seed, "data": once(folder / "data.json", data)}
-    held = read_lines(files["asked_held"])
-    found["base"] = once(folder / "base.json", lambda: rates(held, answers(base, held, GROUP, seed)))
-    found["sft"] = once(folder / "sft.json", sft_stage)
-    found["dpo"] = once(folder / "dpo.json", dpo_stage)
+    results: dict[str, Any] = {"seed": seed, "data": once(folder / "data.json", data)}
+    held_out = read_lines(files["asked_held"])
+    results["base"] = once(folder / "base.json", lambda: rates(held_out, answers(base, held_out, GROUP, seed)))
+    results["sft"] = once(folder / "sft.json", sft_stage)
+    results["dpo"] = once(folder / "dpo.json", dpo_stage)
     for name, reward in (("grpo", "told"), ("shuffled", "shuffled")):
-        found[name] = once(folder / f"{name}.json", partial(grpo_stage, name, reward))
-    return found
+        results[name] = once(folder / f"{name}.json", partial(grpo_stage, name, reward))
+    return results
 
 
 def as_table(report: dict[str, Any]) -> str:
     """The report in Markdown."""
-    lines = ["# Fine-tuning of the bundled model", "", f"{report['device']}, {report['cores']} cores.", ""]
-    lines += ["Held-out requests, answers sampled from the whole distribution. Success: all words, and ended by itself.", ""]
-    lines += [
-        "| seed | model | words included | over the base | ended | success | reward |",
-        "|---|---|---:|---:|---:|---:|---:|",
+    lines = [
+        "# Fine-tuning of the bundled model",
+        "",
+        f"{report['machine']['cpu']}, {report['machine']['cores']} cores.",
+        "",
     ]
+    lines += ["Held-out requests, answers sampled from the whole distribution. Success: all words, and ended by itself.", ""]
+    rows = []
     for run in report["runs"]:
         for name in MODELS:
             row = run[name]
             cells = [f"{row['words']:.1%}", f"{row['words'] / run['base']['words']:.1f}"]
-            cells += [f"{row[key]:.1%}" for key in ("ended", "success")] + [f"{row['reward']:.3f}"]
-            lines.append(f"| {run['seed']} | {name} | " + " | ".join(cells) + " |")
+            rows.append([run["seed"], name, *cells, f"{row['ended']:.1%}", f"{row['success']:.1%}", f"{row['reward']:.3f}"])
+    heading = ("seed", "model", "words included", "over the base", "ended", "success", "reward")
+    lines.append(markdown_table(heading, rows))
     lines += ["", "DPO on held-out pairs, of GRPO the mean reward of the first and the last ten steps, and minutes:", ""]
-    lines += ["| seed | pairs | accuracy | margin | grpo | shuffled | minutes |", "|---|---:|---:|---:|---:|---:|---:|"]
+    rows = []
     for run in report["runs"]:
         curve = run["dpo"]["curve"]
-        cells = [f"{run['dpo']['held_pairs']}", f"{curve['accuracy'][-1]:.3f}", f"{curve['margin'][-1]:.2f}"]
-        cells += ["{:.3f} to {:.3f}".format(*in_training(run[name])) for name in REWARDED]
+        rewards = ["{:.3f} to {:.3f}".format(*in_training(run[name])) for name in REWARDED]
         minutes = sum(run[name]["seconds"] for name in ("data", *MODELS)) / 60
-        lines.append(f"| {run['seed']} | " + " | ".join([*cells, f"{minutes:.1f}"]) + " |")
-    lines += ["", "Was it learnt?", "", "| seed | what | found | bar | |", "|---|---|---:|---:|---|"]
-    for run in report["runs"]:
-        for what, found, bar, met in verdicts(run):
-            lines.append(f"| {run['seed']} | {what} | {found} | {bar} | {'yes' if met else 'no'} |")
+        cells = [run["dpo"]["held_pairs"], f"{curve['accuracy'][-1]:.3f}", f"{curve['margin'][-1]:.2f}", *rewards]
+        rows.append([run["seed"], *cells, f"{minutes:.1f}"])
+    lines.append(markdown_table(("seed", "pairs", "accuracy", "margin", *REWARDED, "minutes"), rows))
+    rows = [[run["seed"], *row[:3], "yes" if row[3] else "no"] for run in report["runs"] for row in verdicts(run)]
+    lines += ["", "Was it learned?", "", markdown_table(("seed", "claim", "measured", "threshold", "met"), rows)]
     return "\n".join(lines) + "\n"
 
 
-def in_training(found: dict[str, Any]) -> tuple[float, float]:
+def in_training(results: dict[str, Any]) -> tuple[float, float]:
     """The mean rewards of the first and of the last ten steps of a GRPO run."""
-    reward = found["curve"]["reward"]
+    reward = results["curve"]["reward"]
     return mean(reward[:10]), mean(reward[-10:])
 
 
@@ -419,7 +409,7 @@ def verdicts(run: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
     """The claims about a seed: name, result, threshold, and whether it is met."""
     more = run["sft"]["words"] / run["base"]["words"]
     right = run["dpo"]["curve"]["accuracy"][-1]
-    found = [
+    rows = [
         ("sft: words included, over the base", f"{more:.1f}", "at least 3", more >= 3),
         ("dpo: accuracy on held-out pairs", f"{right:.3f}", "at least 0.9", right >= 0.9),
     ]
@@ -427,18 +417,13 @@ def verdicts(run: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
         before, after = in_training(run[name])
         for where, change in (("in training", after - before), ("held out", run[name]["reward"] - run["sft"]["reward"])):
             bar, met = ("at least +0.3", change >= 0.3) if name == "grpo" else (f"within {FLAT}", abs(change) <= FLAT)
-            found.append((f"{name}: change of the reward, {where}", f"{change:+.3f}", bar, met))
-    return found
+            rows.append((f"{name}: change of the reward, {where}", f"{change:+.3f}", bar, met))
+    return rows
 
 
 def draw(report: dict[str, Any]) -> Figure:
     """Words included before and after; accuracy on held-out pairs; rewards, true and shuffled."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from plotting import COLORS, smooth
-
-    figure = Figure(figsize=(12, 3.8), dpi=100, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 3.8)
     left, middle, right = figure.subplots(1, 3)
     runs = report["runs"]
     for at, name in enumerate(MODELS):
@@ -459,31 +444,18 @@ def draw(report: dict[str, Any]) -> Figure:
     middle.axhline(0.5, color="black", lw=0.6, ls="--")
     middle.set(xlabel="step of DPO", ylim=(0.45, 1), title="Share of held-out pairs preferred rightly")
     right.set(xlabel="step of GRPO", ylim=(0, 1), title="Mean reward")
-    for axes in (left, middle, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#DDDDDD", lw=0.6)
-        axes.set_axisbelow(True)
-        axes.title.set(ha="left", x=0, fontsize=11)
-    for axes in (middle, right):
-        axes.legend(frameon=False, fontsize=9)
+    finish(left, middle, right)
     return figure
 
 
 def main(arguments: Arguments) -> None:
-    report: dict[str, Any] = {
-        "device": f"{jax.devices()[0].device_kind}, {cpu_name()}",
-        "cores": os.cpu_count(),
-        "versions": versions("jax", "jaxlib", "numpy"),
-        "settings": settings(arguments) | {"output": arguments.output.name, "workdir": arguments.workdir.name},
-        "size": asdict(SIZES[arguments.size]),
-        "runs": [],
-    }
+    report = describe_run(arguments, "numpy") | {"size": asdict(SIZES[arguments.size]), "runs": []}
     for seed in arguments.seeds:
-        found = run_seed(SIZES[arguments.size], seed, arguments.workdir / arguments.size / str(seed))
-        report["runs"].append(found)
+        results = run_seed(SIZES[arguments.size], seed, arguments.workdir / arguments.size / str(seed))
+        report["runs"].append(results)
         write_report(arguments.output, report)
     table = as_table(report)
-    arguments.output.with_suffix(".md").write_text(table, "utf-8")
+    write_text(arguments.output.with_suffix(".md"), table)
     draw(report).savefig(arguments.output.with_suffix(".png"))
     print(table)
 

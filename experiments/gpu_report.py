@@ -68,8 +68,7 @@ from gpu_parts.decode import decode, formats
 from gpu_parts.families import families
 from gpu_parts.matmuls import matmuls
 from gpu_parts.options import compiler_options
-from gpu_parts.peer import WORKER, transformers
-from gpu_parts.peer_one import transformers_worker
+from gpu_parts.peer import WORKER, transformers, transformers_worker
 from gpu_parts.plan import GOAL_SHAPE, LARGE, SMALL
 from gpu_parts.prefill import prefill
 from gpu_parts.programs import programs

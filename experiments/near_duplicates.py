@@ -76,8 +76,8 @@ def signatures(texts: Sequence[str]) -> np.ndarray:
     if not counts:
         return np.zeros((0, MINIMA), np.uint32)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint64)
-    found = rensa.RMinHash.digest_matrix_from_flat_token_hashes(np.concatenate(hashes), starts, MINIMA, SEED)
-    return np.array(found.to_rows(), np.uint32)
+    rows_of_minima = rensa.RMinHash.digest_matrix_from_flat_token_hashes(np.concatenate(hashes), starts, MINIMA, SEED)
+    return np.array(rows_of_minima.to_rows(), np.uint32)
 
 
 def shingles(contents: Sequence[bytes]) -> np.ndarray:
@@ -129,17 +129,17 @@ def find_near(signed: np.ndarray, similarity: float) -> list[Near]:
         for document, its_group in zip(several.tolist(), group[several].tolist(), strict=True):
             groups[document].append(its_group * count + band)
     kept: dict[int, list[int]] = defaultdict(list)
-    found = []
+    duplicates = []
     for document in sorted(groups):
         for other in sorted({other for group in groups[document] for other in kept[group]}):
             estimate = np.count_nonzero(signed[other] == signed[document]) / MINIMA
             if estimate >= similarity:
-                found.append(Near(document, other, estimate))
+                duplicates.append(Near(document, other, estimate))
                 break
         else:
             for group in groups[document]:
                 kept[group].append(document)
-    return found
+    return duplicates
 
 
 def sign(path: Path, reading: DocumentFormat, span: Span | None) -> np.ndarray:
@@ -155,8 +155,8 @@ def main(arguments: Arguments) -> list[Near]:
     with process_pool(arguments.processes) as pool:
         spans = pool([(spans_of, file, reading, UNIT) for file in files], None)
         calls = [(sign, file, reading, span) for file, some in zip(files, spans, strict=True) for span in some]
-        found = find_near(np.concatenate([np.zeros((0, MINIMA), np.uint32), *pool(calls, None)]), arguments.similarity)
-    left_out = {one.document for one in found}
+        duplicates = find_near(np.concatenate([np.zeros((0, MINIMA), np.uint32), *pool(calls, None)]), arguments.similarity)
+    left_out = {near.document for near in duplicates}
     places: list[str] = []  # file of each document, and its number in the file from 1
     texts = chain.from_iterable(((file, document.text) for document in read_documents(file, reading)) for file in files)
     numbers: dict[Path, int] = defaultdict(int)
@@ -168,10 +168,10 @@ def main(arguments: Arguments) -> list[Near]:
                 kept.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
     with arguments.out.with_suffix(".tsv").open("w", encoding="utf-8") as listing:
         listing.write("file\tdocument\tnear_file\tnear_document\tsimilarity\n")
-        for one in found:
-            listing.write(f"{places[one.document]}\t{places[one.other]}\t{one.similarity:.3f}\n")
-    print(f"{len(places) - len(found):,} of {len(places):,} documents kept in {arguments.out}")
-    return found
+        for near in duplicates:
+            listing.write(f"{places[near.document]}\t{places[near.other]}\t{near.similarity:.3f}\n")
+    print(f"{len(places) - len(duplicates):,} of {len(places):,} documents kept in {arguments.out}")
+    return duplicates
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import tyro
+from plotting import new_figure
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data.load_corpus import MegabyteProgress
@@ -31,6 +32,9 @@ from llama_jax.evaluation.loglikelihood import Continuation, score_pairs
 from llama_jax.model.checks import check_tokens
 from llama_jax.model.params import Llama
 from llama_jax.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STATEMENT = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is {key}"
@@ -100,8 +104,8 @@ class NeedleTest:
 
     def grid(self, name: str) -> np.ndarray:
         """The field `name` of every cell, float64[depths, lengths]."""
-        found = [getattr(cell, name) for cell in self.cells]
-        return np.array(found, np.float64).reshape(len(self.lengths), len(self.depths)).T
+        values = [getattr(cell, name) for cell in self.cells]
+        return np.array(values, np.float64).reshape(len(self.lengths), len(self.depths)).T
 
 
 def needle(
@@ -143,18 +147,18 @@ def needle(
     overhead = len(start) + len(keys.question) + max(map(len, keys.statements)) + max(map(len, keys.answers))
     if lengths[0] <= overhead:
         raise UserError(f"length={lengths[0]} is too small: needle and question already take {overhead} tokens")
-    places = np.random.default_rng([seed, 1]).random(trials)
-    drawn = [Trial(number % len(keys.answers), float(place)) for number, place in enumerate(places)]
+    starts = np.random.default_rng([seed, 1]).random(trials)
+    drawn = [Trial(number % len(keys.answers), float(start_of_haystack)) for number, start_of_haystack in enumerate(starts)]
     words = word_starts(tokenizer, haystack)
     cells: list[NeedleCell] = []
     for length in lengths:
         prompts = [lay_prompt(start, haystack, words, keys, trial, length, depth) for depth in depths for trial in drawn]
         pairs = [Continuation(prompt, answer) for prompt in prompts for answer in keys.answers]
-        found = score_pairs(
+        pair_scores = score_pairs(
             config, params, pairs, context=length + max(map(len, keys.answers)), batch=batch, progress=progress
         )
-        scores = np.array([one.logprob for one in found]).reshape(len(prompts), -1)
-        best = np.array([one.greedy for one in found]).reshape(scores.shape)
+        scores = np.array([score.logprob for score in pair_scores]).reshape(len(prompts), -1)
+        best = np.array([score.greedy for score in pair_scores]).reshape(scores.shape)
         cells += _cells(length, depths, scores, best, np.array([trial.key for trial in drawn]))
     return NeedleTest(tuple(lengths), tuple(depths), wrong_keys, tuple(cells))
 
@@ -217,49 +221,41 @@ def lay_prompt(
     # If the text is long enough, all lengths begin at the same place, so that shorter haystacks are prefixes of longer ones.
     begin = min(int(trial.start * haystack.size), haystack.size - room)
     hay = haystack[begin : begin + room]
-    place = round(depth * room)
-    near = np.flatnonzero(words[begin : begin + room][max(place - FARTHEST, 0) : place + 1])
-    if 0 < place < room and len(near):
-        place = max(place - FARTHEST, 0) + int(near[-1])
-    return np.concatenate([start, hay[:place], said, hay[place:], keys.question]).astype(np.int32)
+    index = round(depth * room)
+    near = np.flatnonzero(words[begin : begin + room][max(index - FARTHEST, 0) : index + 1])
+    if 0 < index < room and len(near):
+        index = max(index - FARTHEST, 0) + int(near[-1])
+    return np.concatenate([start, hay[:index], said, hay[index:], keys.question]).astype(np.int32)
 
 
-def draw(found: NeedleTest, title: str) -> Any:
-    """Draw two heat maps of depth over length: how often the key is preferred to all wrong ones, and by how many nats."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    margins = found.grid("margin")
-    spans = ("chosen", 0.0, 1.0, "{:.0%}"), ("margin", min(margins.min(), 0.0), max(margins.max(), 1.0), "{:.2g}")
-    titles = f"Key preferred to {found.wrong_keys} wrong ones", "Log-probability above theirs, nats"
-    for axes, above, (name, low, high, form) in zip(figure.subplots(1, 2), titles, spans, strict=True):
-        axes.set_title(above, loc="left", fontsize=11)
-        figure.colorbar(axes.imshow(found.grid(name), aspect="auto", cmap="cividis", vmin=low, vmax=high), ax=axes)
-        axes.set_xticks(range(len(found.lengths)), [f"{length:,}" for length in found.lengths])
-        axes.set_yticks(range(len(found.depths)), [f"{depth:.0%}" for depth in found.depths])
-        axes.set_xlabel("tokens of the prompt")
-        axes.set_ylabel("depth of the needle")
-        for (row, column), one in np.ndenumerate(found.grid(name)):
-            dark = one < (low + high) / 2
-            axes.text(
-                column, row, form.format(one), ha="center", va="center", fontsize=8, color="white" if dark else "black"
-            )
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+def draw(results: NeedleTest, title: str) -> Figure:
+    """Draw a heat map of depth over length: by how many nats the key is preferred to the wrong ones."""
+    figure = new_figure(6, 4.5)
+    axes, margins = figure.subplots(), results.grid("margin")
+    low, high = min(margins.min(), 0.0), max(margins.max(), 1.0)
+    figure.colorbar(axes.imshow(margins, aspect="auto", cmap="cividis", vmin=low, vmax=high), ax=axes)
+    axes.set_xticks(range(len(results.lengths)), [f"{length:,}" for length in results.lengths])
+    axes.set_yticks(range(len(results.depths)), [f"{depth:.0%}" for depth in results.depths])
+    axes.set(xlabel="tokens of the prompt", ylabel="depth of the needle", title=f"{title}: key above wrong keys, nats")
+    for (row, column), margin in np.ndenumerate(margins):
+        color = "white" if margin < (low + high) / 2 else "black"
+        axes.text(column, row, f"{margin:.2g}", ha="center", va="center", fontsize=8, color=color)
     return figure
 
 
-def as_page(found: NeedleTest) -> str:
+def as_page(results: NeedleTest) -> str:
     """A table of depth over length for each measure."""
     parts = []
     for title, name, form in (
-        (f"key preferred to {found.wrong_keys} wrong ones ({1 / (found.wrong_keys + 1):.0%} by chance)", "chosen", "{:.0%}"),
+        (f"key preferred to {results.wrong_keys} wrong ones", "chosen", "{:.0%}"),
         ("log-probability above that of the wrong ones, nats (0 by chance)", "margin", "{:+.2f}"),
         ("key written exactly by greedy decoding", "exact", "{:.0%}"),
     ):
-        grid = found.grid(name)
-        rows = [("depth", [f"{length:,}" for length in found.lengths])]
-        rows += [(f"{depth:.0%}", [form.format(one) for one in row]) for depth, row in zip(found.depths, grid, strict=True)]
-        rows.append(("all", [form.format(one) for one in grid.mean(axis=0)]))
+        grid = results.grid(name)
+        rows = [("depth", [f"{length:,}" for length in results.lengths])]
+        for depth, row in zip(results.depths, grid, strict=True):
+            rows.append((f"{depth:.0%}", [form.format(share) for share in row]))
+        rows.append(("all", [form.format(share) for share in grid.mean(axis=0)]))
         parts.append("\n".join([title, *(f"{head:>6}" + "".join(f"{cell:>9}" for cell in cells) for head, cells in rows)]))
     return "\n\n".join(parts)
 
@@ -275,14 +271,11 @@ class Arguments:
     lengths: tuple[int, ...] = ()
     """Tokens of the prompts with their answers; by default the model's context, half of it and a quarter of it."""
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    """Positions of the needle: 0 at the beginning, 1 just before the question."""
     trials: int = 10
-    wrong_keys: int = 9
-    digits: int = 5
-    statement: str = STATEMENT
-    question: str = QUESTION
-    seed: int = 0
-    batch: int | None = None
+    """Trials for each length and depth."""
     plot: Path | None = None
+    """Output picture."""
     dtype: str | None = None
     quantize: str | None = None
 
@@ -295,7 +288,7 @@ def main(arguments: Arguments) -> None:
     a = arguments
     config, params, tokenizer = llama_jax.load(a.path, a.dtype, quantize=a.quantize)
     haystack = tokenizer.encode(a.data.read_text("utf-8", errors="replace"), bos=False, eos=False)
-    found = needle(
+    results = needle(
         config,
         params,
         tokenizer,
@@ -303,17 +296,11 @@ def main(arguments: Arguments) -> None:
         lengths=a.lengths or [config.max_seq_len // part for part in (4, 2, 1)],
         depths=a.depths,
         trials=a.trials,
-        wrong_keys=a.wrong_keys,
-        seed=a.seed,
-        statement=a.statement,
-        question=a.question,
-        digits=a.digits,
-        batch=a.batch,
         progress=tqdm,
     )
-    print(as_page(found))
+    print(as_page(results))
     if a.plot is not None:
-        draw(found, str(a.path)).savefig(a.plot)
+        draw(results, str(a.path)).savefig(a.plot)
 
 
 if __name__ == "__main__":

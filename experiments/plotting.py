@@ -1,4 +1,4 @@
-"""What the experiments draw with: colors, a mean over neighbors, and the curves of training runs."""
+"""What the experiments draw with: colors, figures without frames, a mean over neighbors, and the curves of training runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,24 @@ PANELS = {
 }
 
 
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of this size in inches, which needs no display."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=100, layout="constrained", facecolor="white")
+
+
+def finish(*panels: Any, legend: bool = True) -> None:
+    """Remove the frames of panels, and add a grid and the legends of labelled curves."""
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#DDDDDD", lw=0.6)
+        axes.set_axisbelow(True)
+        axes.title.set(ha="left", x=0, fontsize=11)
+        if legend and axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=9)
+
+
 def smooth(values: np.ndarray, reach: int) -> np.ndarray:
     """A mean over `reach` neighbors on each side, applied twice: float64[n]; non-finite values are ignored and stay nan.
 
@@ -46,7 +64,7 @@ def smooth(values: np.ndarray, reach: int) -> np.ndarray:
     return values
 
 
-def read_metrics(workdir: Path, kind: str) -> Columns:
+def read_metrics(workdir: Path, line_type: str) -> Columns:
     """The numbers of a run's "train" or "validation" lines; nan where a value is missing.
 
     The last of several lines for a step counts, since a resumed run repeats steps. A line that a killed run left incomplete
@@ -56,7 +74,7 @@ def read_metrics(workdir: Path, kind: str) -> Columns:
     for text in (workdir / METRICS).read_text("utf-8").splitlines():
         with suppress(ValueError):
             line = json.loads(text)
-            if line["kind"] == kind:
+            if line["kind"] == line_type:
                 lines[line["step"]] = line
     rows = [lines[step] for step in sorted(lines)]
     names = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
@@ -69,21 +87,18 @@ def draw_runs(runs: Mapping[str, Path]) -> Figure:
     Args:
       runs: the folders of the runs by name.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 7), layout="constrained", facecolor="white")
-    grid = figure.subplots(2, 2, sharex=True).flat
+    figure = new_figure(11, 7)
+    grid = list(figure.subplots(2, 2, sharex=True).flat)
     for axes, (name, title) in zip(grid, PANELS.items(), strict=True):
         for (label, workdir), color in zip(runs.items(), COLORS, strict=False):
-            columns, held = read_metrics(workdir, "train"), read_metrics(workdir, "validation")
+            columns, validation = read_metrics(workdir, "train"), read_metrics(workdir, "validation")
             reach = 0 if name == "learning_rate" else len(columns[name]) // 100
             axes.plot(columns["tokens"], smooth(columns[name], reach), color=color, lw=1.6, label=label)
-            if name in held:
-                tokens = np.interp(held["step"], columns["step"], columns["tokens"])
-                axes.plot(tokens, held[name], "o", color=color, mfc="white", ms=5)
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#DDDDDD", lw=0.6)
+            if name in validation:
+                tokens = np.interp(validation["step"], columns["step"], columns["tokens"])
+                axes.plot(tokens, validation[name], "o", color=color, mfc="white", ms=5)
+        axes.set_title(title)
+    finish(*grid, legend=False)
     for axes in grid[2:]:
         axes.set_xlabel("tokens", color=GRAY)
     grid[0].legend(frameon=False)

@@ -1,6 +1,6 @@
 """Kernels, copies and bytes read of a program compiled for an accelerator, parsed from its text.
 
-Used by compile_report and device_programs, and by tests that check that compiled programs do not change.
+Used by compile_report and gpu_report, and by tests that check that compiled programs do not change.
 """
 
 from __future__ import annotations
@@ -106,78 +106,88 @@ class DeviceProgram(ProgramText):
         Args:
           cheapest: follow only the branch with the fewest instructions (e.g. sampling without filters), not all branches.
         """
-        for one in self.computations[computation]:
-            if one.opcode not in CONTROL:
-                yield computation, one, 1, False
+        for instruction in self.computations[computation]:
+            if instruction.opcode not in CONTROL:
+                yield computation, instruction, 1, False
                 continue
-            called = [name for name in one.called if name in self.computations]
-            if one.opcode == "while":
-                called = [one.calls("body")]  # the condition is a comparison
-            if one.opcode == "conditional" and cheapest and called:
+            called = [name for name in instruction.called if name in self.computations]
+            if instruction.opcode == "while":
+                called = [instruction.calls("body")]  # the condition is a comparison
+            if instruction.opcode == "conditional" and cheapest and called:
                 called = [min(called, key=self._size)]
-            trips = (self.trips(computation, one) or 1) if one.opcode == "while" else 1
+            trips = (self.trips(computation, instruction) or 1) if instruction.opcode == "while" else 1
             for name in called:
                 for where, inner, times, in_loop in self.run(name, cheapest=cheapest):
-                    yield where, inner, times * trips, in_loop or one.opcode == "while"
+                    yield where, inner, times * trips, in_loop or instruction.opcode == "while"
 
     def _size(self, computation: str) -> int:
         """Number of instructions in a computation and the computations that it calls."""
-        own = self.computations[computation]
-        return len(own) + sum(self._size(name) for one in own for name in one.called if name in self.computations)
+        instructions = self.computations[computation]
+        return len(instructions) + sum(
+            self._size(name) for instruction in instructions for name in instruction.called if name in self.computations
+        )
 
     def memory_bytes(self, type: str) -> int:
         """Bytes of a type's arrays in the device's memory; arrays on the chip or in host memory count 0."""
         return sum(array_bytes(*array) for *array, layout in ARRAY.findall(type) if not self._elsewhere(layout))
 
     def _elsewhere(self, layout: str) -> bool:
-        found = re.search(r"S\((\d+)\)", layout)
-        return found is not None and (self.is_tpu or found[1] == "5")
+        space = re.search(r"S\((\d+)\)", layout)
+        return space is not None and (self.is_tpu or space[1] == "5")
 
 
-def is_kernel(text: DeviceProgram, one: Instruction) -> bool:
+def is_free(instruction: Instruction) -> bool:
+    """Whether an instruction itself moves no bytes: it names a buffer, waits, or runs other computations."""
+    free = instruction.opcode in _FREE or instruction.opcode in CONTROL or instruction.opcode.endswith("-done")
+    return free or instruction.target in _FREE_CALLS
+
+
+def is_kernel(text: DeviceProgram, instruction: Instruction) -> bool:
     """Whether the device starts a kernel for it. A TPU's copies between memories do not count: they run concurrently."""
-    if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.startswith(_COLLECTIVES) or one.opcode.endswith("-done"):
+    if is_free(instruction) or instruction.opcode.startswith(_COLLECTIVES):
         return False
-    if one.opcode == "custom-call":
-        return one.target not in _FREE_CALLS
-    if not text.is_tpu:
+    if instruction.opcode == "custom-call" or not text.is_tpu:
         return True
-    if one.opcode.endswith("-start") or not any(shape for *_, shape, _ in ARRAY.findall(one.type)):
+    if instruction.opcode.endswith("-start") or not any(shape for *_, shape, _ in ARRAY.findall(instruction.type)):
         return False
     started = ("fusion", "convolution", "dot", "reduce", "sort", "scatter", "gather", "copy", "transpose")
-    return one.opcode in started or one.opcode in _IN_PLACE
+    return instruction.opcode in started or instruction.opcode in _IN_PLACE
 
 
-def multiplies(text: DeviceProgram, one: Instruction) -> bool:
+def multiplies(text: DeviceProgram, instruction: Instruction) -> bool:
     """Whether an instruction is or contains a matmul or a custom kernel."""
-    if one.opcode in ("dot", "convolution") or (one.opcode == "custom-call" and one.target not in _FREE_CALLS):
+    if instruction.opcode in ("dot", "convolution") or (
+        instruction.opcode == "custom-call" and instruction.target not in _FREE_CALLS
+    ):
         return True
-    inside = text.computations.get(one.calls("calls"), []) if one.opcode == "fusion" else []
+    inside = text.computations.get(instruction.calls("calls"), []) if instruction.opcode == "fusion" else []
     return any(multiplies(text, inner) for inner in inside)
 
 
-def bytes_read(text: DeviceProgram, computation: str, one: Instruction, layers: int = 1) -> int:
+def bytes_read(text: DeviceProgram, computation: str, instruction: Instruction, layers: int = 1) -> int:
     """Bytes of the device's memory that an instruction reads.
 
     Args:
       layers: layers of the model. Paged attention has the pages of all layers as operands, after the queries, but reads
         those of one layer.
     """
-    if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.endswith("-done") or one.target in _FREE_CALLS:
+    if is_free(instruction):
         return 0
-    if one.opcode in ("iota", "broadcast"):
+    if instruction.opcode in ("iota", "broadcast"):
         return 0
-    types = [text.by_name(computation)[name].type for name in one.operands if name in text.by_name(computation)]
-    if one.opcode in _PARTS and types:
-        return min(text.memory_bytes(types[0]), sum(array_bytes(*array) for *array, _ in ARRAY.findall(one.type)))
-    if one.opcode == "slice-start" and types:
-        part = tuple_elements(one.type)[1]
+    types = [text.named(computation)[name].type for name in instruction.operands if name in text.named(computation)]
+    if instruction.opcode in _PARTS and types:
+        return min(text.memory_bytes(types[0]), sum(array_bytes(*array) for *array, _ in ARRAY.findall(instruction.type)))
+    if instruction.opcode == "slice-start" and types:
+        part = tuple_elements(instruction.type)[1]
         return min(text.memory_bytes(types[0]), sum(array_bytes(*array) for *array, _ in ARRAY.findall(part)))
-    if one.opcode in _IN_PLACE:
+    if instruction.opcode in _IN_PLACE:
         return sum(map(text.memory_bytes, types[1:]))
-    if one.opcode == "fusion" and one.called and one.called[0] in text.computations:
-        return sum(math.ceil(text.memory_bytes(type) * _share(text, one.called[0], i)) for i, type in enumerate(types))
-    if one.opcode == "custom-call" and _OVER_PAGES.search(one.rest):
+    if instruction.opcode == "fusion" and instruction.called and instruction.called[0] in text.computations:
+        return sum(
+            math.ceil(text.memory_bytes(type) * _share(text, instruction.called[0], i)) for i, type in enumerate(types)
+        )
+    if instruction.opcode == "custom-call" and _OVER_PAGES.search(instruction.rest):
         numbers = [type for type in types if not type.startswith("s32[")]
         return sum(map(text.memory_bytes, types)) - sum(map(text.memory_bytes, numbers[1:])) * (layers - 1) // layers
     return sum(map(text.memory_bytes, types))
@@ -185,10 +195,10 @@ def bytes_read(text: DeviceProgram, computation: str, one: Instruction, layers: 
 
 def _share(text: DeviceProgram, computation: str, index: int) -> float:
     """The share of its operand that a fusion reads."""
-    for one in text.computations[computation]:
-        if one.opcode == "parameter" and one.rest.startswith(f"{index})"):
-            whole = _elements(one.type)
-            return min(1.0, _used(text, computation, one.name) / whole) if whole else 0.0
+    for instruction in text.computations[computation]:
+        if instruction.opcode == "parameter" and instruction.rest.startswith(f"{index})"):
+            whole = _elements(instruction.type)
+            return min(1.0, _used(text, computation, instruction.name) / whole) if whole else 0.0
     return 1.0
 
 
@@ -199,53 +209,53 @@ def _used(text: DeviceProgram, computation: str, name: str, in_place: bool = Fal
       in_place: the array is the result of an update in place, so that returning it does not count as a read.
     """
     lines = text.computations[computation]
-    whole, used = _elements(text.by_name(computation)[name].type), 0
+    whole, used = _elements(text.named(computation)[name].type), 0
     if lines[-1].name == name:
         return 0 if in_place else whole
-    for one in lines:
-        if name not in one.operands:
+    for instruction in lines:
+        if name not in instruction.operands:
             continue
-        place = one.operands.index(name)
-        if one.opcode in _PARTS and place == 0:
-            used += _elements(one.type)
-        elif one.opcode in _IN_PLACE and place == 0:
-            used += _used(text, computation, one.name, True)
-        elif one.opcode in ("bitcast", "reshape", "copy", "convert", "transpose", "bitcast-convert"):
-            same = _elements(one.type) == whole
-            used += _used(text, computation, one.name, in_place) if same else whole
-        elif one.opcode == "fusion" and _ALIASED in one.rest and _elements(one.type) == whole:
-            used += _used(text, computation, one.name, in_place)  # the same memory with another tiling
-        elif one.opcode == "fusion" and one.called:
-            used += math.ceil(_share(text, one.called[0], place) * whole)
-        elif one.opcode == "tuple" and in_place:
+        index = instruction.operands.index(name)
+        if instruction.opcode in _PARTS and index == 0:
+            used += _elements(instruction.type)
+        elif instruction.opcode in _IN_PLACE and index == 0:
+            used += _used(text, computation, instruction.name, True)
+        elif instruction.opcode in ("bitcast", "reshape", "copy", "convert", "transpose", "bitcast-convert"):
+            same = _elements(instruction.type) == whole
+            used += _used(text, computation, instruction.name, in_place) if same else whole
+        elif instruction.opcode == "fusion" and _ALIASED in instruction.rest and _elements(instruction.type) == whole:
+            used += _used(text, computation, instruction.name, in_place)  # the same memory with another tiling
+        elif instruction.opcode == "fusion" and instruction.called:
+            used += math.ceil(_share(text, instruction.called[0], index) * whole)
+        elif instruction.opcode == "tuple" and in_place:
             continue
         else:
             return whole
     return min(used, whole)
 
 
-def bytes_written(text: DeviceProgram, computation: str, one: Instruction) -> int:
+def bytes_written(text: DeviceProgram, computation: str, instruction: Instruction) -> int:
     """Bytes of the device's memory that an instruction writes; for updates in place, the bytes of the update."""
-    if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.endswith("-done") or one.target in _FREE_CALLS:
+    if is_free(instruction):
         return 0
-    if one.opcode.endswith("-start"):
-        parts = tuple_elements(one.type)
-        return text.memory_bytes(parts[0] if one.opcode == "copy-start" else parts[min(1, len(parts) - 1)])
-    if one.opcode == "fusion" and one.called and one.called[0] in text.computations:
-        return _written_by(text, one.called[0], one.type)
-    if one.opcode in _IN_PLACE:
-        return _written_over(text.memory_bytes(one.type), text.by_name(computation), one)
-    return text.memory_bytes(one.type)
+    if instruction.opcode.endswith("-start"):
+        parts = tuple_elements(instruction.type)
+        return text.memory_bytes(parts[0] if instruction.opcode == "copy-start" else parts[min(1, len(parts) - 1)])
+    if instruction.opcode == "fusion" and instruction.called and instruction.called[0] in text.computations:
+        return _written_by(text, instruction.called[0], instruction.type)
+    if instruction.opcode in _IN_PLACE:
+        return _written_over(text.memory_bytes(instruction.type), text.named(computation), instruction)
+    return text.memory_bytes(instruction.type)
 
 
 def _written_by(text: DeviceProgram, computation: str, type: str) -> int:
-    named = text.by_name(computation)
+    named = text.named(computation)
     root = text.computations[computation][-1]
     results = [named[name] for name in root.operands] if root.opcode == "tuple" else [root]
     types = tuple_elements(type) if type.startswith("(") else [type]
     total = 0
-    for result, kind in zip(results, types, strict=False):
-        size = text.memory_bytes(kind)
+    for result, result_type in zip(results, types, strict=False):
+        size = text.memory_bytes(result_type)
         while result.opcode in ("bitcast", "bitcast-convert", "reshape") and result.operands and result.operands[0] in named:
             result = named[result.operands[0]]
         if result.opcode in _IN_PLACE and size:
@@ -254,58 +264,58 @@ def _written_by(text: DeviceProgram, computation: str, type: str) -> int:
     return total
 
 
-def _written_over(size: int, named: Mapping[str, Instruction], one: Instruction) -> int:
+def _written_over(size: int, named: Mapping[str, Instruction], instruction: Instruction) -> int:
     """Bytes of the update, at most `size`, or `size` if the update is not found."""
-    update = named.get(one.operands[_IN_PLACE[one.opcode]])
+    update = named.get(instruction.operands[_IN_PLACE[instruction.opcode]])
     return min(size, sum(array_bytes(*array) for *array, _ in ARRAY.findall(update.type))) if update else size
 
 
 def is_overlapped(start: Instruction, computation: Iterable[Instruction], text: DeviceProgram) -> bool:
     """Whether a device runs a matmul, a custom kernel or a loop between an instruction's start and its end."""
     lines = list(computation)
-    for one in lines[lines.index(start) + 1 :]:
-        if one.opcode.endswith("-done") and start.name in one.operands:
+    for instruction in lines[lines.index(start) + 1 :]:
+        if instruction.opcode.endswith("-done") and start.name in instruction.operands:
             return False
-        if one.opcode in CONTROL or multiplies(text, one):
+        if instruction.opcode in CONTROL or multiplies(text, instruction):
             return True
     return True  # it ends in the next iteration of the loop
 
 
 def custom_calls(text: DeviceProgram) -> Counter[str]:
     """Names of custom kernels, with the number of places in the program that start them."""
-    found: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     for computation in text.computations.values():
-        for one in computation:
-            if one.opcode == "custom-call" and one.target not in _FREE_CALLS:
-                kernel = re.search(r'kernel_name = \\?"(\w+)|"?kernel_name"?[:=] ?\\?"?(\w+)', one.rest)
-                name = re.search(r'op_name="[^"]*/(\w+)"', one.rest)
+        for instruction in computation:
+            if instruction.opcode == "custom-call" and instruction.target not in _FREE_CALLS:
+                kernel = re.search(r'kernel_name = \\?"(\w+)|"?kernel_name"?[:=] ?\\?"?(\w+)', instruction.rest)
+                name = re.search(r'op_name="[^"]*/(\w+)"', instruction.rest)
                 inner = kernel and (kernel[1] or kernel[2])
-                if one.target in ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu_v2"):
+                if instruction.target in ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu_v2"):
                     inner = inner or (name and name[1])
-                found[f"{one.target}:{inner}" if inner else one.target] += 1
-    return found
+                calls[f"{instruction.target}:{inner}" if inner else instruction.target] += 1
+    return calls
 
 
 def find_copies(text: DeviceProgram, at_least: int = 1 << 20) -> list[Copy]:
     """Instructions that write at least this many bytes and only move data: the same array or slices in another layout."""
-    found = []
-    for where, one, times, in_loop in text.run(text.entry):
-        size = bytes_written(text, where, one)
-        if size < at_least or not _only_moves(text, one):
+    copies = []
+    for where, instruction, times, in_loop in text.run(text.entry):
+        size = bytes_written(text, where, instruction)
+        if size < at_least or not _only_moves(text, instruction):
             continue
-        op_name = re.search(r'op_name="([^"]*)"', one.rest)
-        array = ARRAY.search(one.type)
-        shape = "".join(array.group(1, 2, 3)) + f"[{array[4]}]" if array else one.type
-        found.append(Copy(one.name, shape, size, times, in_loop, op_name[1] if op_name else ""))
-    return found
+        op_name = re.search(r'op_name="([^"]*)"', instruction.rest)
+        array = ARRAY.search(instruction.type)
+        shape = "".join(array.group(1, 2, 3)) + f"[{array[4]}]" if array else instruction.type
+        copies.append(Copy(instruction.name, shape, size, times, in_loop, op_name[1] if op_name else ""))
+    return copies
 
 
-def _only_moves(text: DeviceProgram, one: Instruction) -> bool:
-    if one.opcode in ("copy", "transpose", "copy-start"):
+def _only_moves(text: DeviceProgram, instruction: Instruction) -> bool:
+    if instruction.opcode in ("copy", "transpose", "copy-start"):
         return True
-    if one.opcode != "fusion" or not one.called or one.called[0] not in text.computations:
+    if instruction.opcode != "fusion" or not instruction.called or instruction.called[0] not in text.computations:
         return False
-    inside = text.computations[one.called[0]]
+    inside = text.computations[instruction.called[0]]
     return all(x.opcode in _MOVES for x in inside) and any(x.opcode in ("copy", "transpose") for x in inside)
 
 
@@ -319,9 +329,9 @@ def token_of(text: DeviceProgram, n_layers: int, chunk: int, least: int = 0) -> 
     """
     turn = text.entry
     while True:
-        loops = [one for one in text.computations[turn] if one.opcode == "while"]
-        loops = [one for one in loops if text.trips(turn, one) in (None, chunk)]
-        most = max(loops, key=lambda one: _reads(text, one.calls("body"), n_layers), default=None)
+        loops = [instruction for instruction in text.computations[turn] if instruction.opcode == "while"]
+        loops = [instruction for instruction in loops if text.trips(turn, instruction) in (None, chunk)]
+        most = max(loops, key=lambda instruction: _reads(text, instruction.calls("body"), n_layers), default=None)
         if most is None:
             break
         once = _reads(text, most.calls("body"), n_layers)
@@ -331,19 +341,19 @@ def token_of(text: DeviceProgram, n_layers: int, chunk: int, least: int = 0) -> 
         turn = most.calls("body")
     kernels: Counter[str] = Counter()
     read = written = collectives = 0
-    for where, one, times, _ in text.run(turn, cheapest=True):
-        read += times * bytes_read(text, where, one, n_layers)
-        written += times * bytes_written(text, where, one)
-        if is_kernel(text, one):
-            kernels[f"{one.opcode} {re.sub(r'{[^}]*}', '', one.type)}"] += times
-        collectives += times * (one.opcode.startswith(_COLLECTIVES) and not one.opcode.endswith("-done"))
+    for where, instruction, times, _ in text.run(turn, cheapest=True):
+        read += times * bytes_read(text, where, instruction, n_layers)
+        written += times * bytes_written(text, where, instruction)
+        if is_kernel(text, instruction):
+            kernels[f"{instruction.opcode} {re.sub(r'{[^}]*}', '', instruction.type)}"] += times
+        collectives += times * (instruction.opcode.startswith(_COLLECTIVES) and not instruction.opcode.endswith("-done"))
     layered = sum(times for times in kernels.values() if 2 * times >= n_layers) if n_layers > 1 else sum(kernels.values())
     return Token(read, written, sum(kernels.values()), layered, collectives)
 
 
 def _reads(text: DeviceProgram, computation: str, layers: int) -> int:
     run = text.run(computation, cheapest=True)
-    return sum(bytes_read(text, where, one, layers) * times for where, one, times, _ in run)
+    return sum(bytes_read(text, where, instruction, layers) * times for where, instruction, times, _ in run)
 
 
 def _elements(type: str) -> int:
@@ -361,17 +371,17 @@ def overlap(text: DeviceProgram) -> list[tuple[bool, bool]]:
     started, overlapped = (
         {_channel(x) for name in names for x in computations[name]} for names in ((*starting, *beside), computing)
     )
-    found = []
-    for where, one, _ in collective_instructions(text):
-        apart = one.opcode.endswith("-start")
-        meanwhile = _channel(one) in overlapped or (apart and is_overlapped(one, computations[where], text))
-        found.append((apart or _channel(one) in started, meanwhile))
-    return found
+    overlaps = []
+    for where, instruction, _ in collective_instructions(text):
+        apart = instruction.opcode.endswith("-start")
+        meanwhile = _channel(instruction) in overlapped or (apart and is_overlapped(instruction, computations[where], text))
+        overlaps.append((apart or _channel(instruction) in started, meanwhile))
+    return overlaps
 
 
-def _channel(one: Instruction) -> str:
-    found = re.search(r"channel_id=(\d+)", one.rest)
-    return found[1] if found else one.name
+def _channel(instruction: Instruction) -> str:
+    channel = re.search(r"channel_id=(\d+)", instruction.rest)
+    return channel[1] if channel else instruction.name
 
 
 @dataclass(frozen=True)
@@ -411,7 +421,7 @@ class Findings:
     @property
     def sent(self) -> float:
         """Bytes that a device sends in a run of the program, with ring algorithms."""
-        return sum(one.sent * one.count for one in self.collectives)
+        return sum(collective.sent * collective.count for collective in self.collectives)
 
     @property
     def asynchronous(self) -> float | None:
@@ -424,7 +434,11 @@ class Findings:
         return self._share(1)
 
     def _share(self, which: int) -> float | None:
-        sent = sum(one.sent * one.count for one, how in zip(self.collectives, self.overlap, strict=True) if how[which])
+        sent = sum(
+            collective.sent * collective.count
+            for collective, how in zip(self.collectives, self.overlap, strict=True)
+            if how[which]
+        )
         return sent / self.sent if self.sent else None
 
     @property
@@ -439,15 +453,16 @@ class Findings:
 
     def as_dict(self) -> dict[str, Any]:
         """The findings as JSON, with sizes in bytes."""
-        kinds: dict[str, dict[str, int]] = {}
-        for one, (asynchronous, overlapped) in zip(self.collectives, self.overlap, strict=True):
-            row = kinds.setdefault(
-                f"{one.opcode} over {','.join(one.axes)}", {"count": 0, "asynchronous": 0, "overlapped": 0, "sent": 0}
+        rows: dict[str, dict[str, int]] = {}
+        for collective, (asynchronous, overlapped) in zip(self.collectives, self.overlap, strict=True):
+            row = rows.setdefault(
+                f"{collective.kind} over {','.join(collective.axes)}",
+                {"count": 0, "asynchronous": 0, "overlapped": 0, "sent": 0},
             )
-            row["count"] += one.count
-            row["asynchronous"] += one.count * asynchronous
-            row["overlapped"] += one.count * overlapped
-            row["sent"] += int(one.sent * one.count)
+            row["count"] += collective.count
+            row["asynchronous"] += collective.count * asynchronous
+            row["overlapped"] += collective.count * overlapped
+            row["sent"] += int(collective.sent * collective.count)
         token = None
         if self.token is not None:
             token = asdict(self.token) | {
@@ -460,7 +475,7 @@ class Findings:
             "compile_seconds": round(self.seconds, 1),
             "attention": list(self.attention),
             "calls": self.calls,
-            "collectives": kinds,
+            "collectives": rows,
             "asynchronous_share": None if self.asynchronous is None else round(self.asynchronous, 3),
             "overlapped_share": None if self.overlapped is None else round(self.overlapped, 3),
             "copies": {

@@ -1,47 +1,36 @@
-"""The cost of quantization: weight formats by size, speed and divergence from float32, on this machine's CPU.
+"""The cost of quantization: weight formats by size and divergence from float32.
 
-    python experiments/quantization.py                      about ten minutes on two cores
-    python experiments/quantization.py --stages quality     only divergence, which does not depend on the machine's load
-    python experiments/quantization.py --stages speed       only speed; the report keeps its results of the other stage and
-                                                            of other shapes and formats
-    python experiments/quantization.py --stages quality --model SmolLM2-135M-Instruct.Q4_1.gguf --tokens 4096
-                                                            a real model, compared with llama.cpp's quantizers; the report
-                                                            keeps the other models
+    python experiments/quantization.py                      the bundled model, minutes on two cores
+    python experiments/quantization.py --model SmolLM2-135M-Instruct.Q4_1.gguf --tokens 4096
+                                                            a real model, compared with llama.cpp's quantizers
 
-quality  For trained models, compared with float32: KL divergence of the next token with its standard error, ratio of
-         perplexities, how often the most probable token is the same, and the errors of each layer's output and of each
-         matrix. The models are the bundled one and, if the shared data is next to this clone (or in LLAMA_JAX_TEST_DATA),
-         the 260K stories model, on its validation stories; without the data, on stories that each model generates. A real
-         model (--model) uses WikiText's test split from the shared data. If llama-cpp-python is installed, llama.cpp also
-         quantizes its floats, each type with llama.cpp's default mix, and this library loads the files.
-speed    With random weights of larger shapes: decoding one row after a prompt, and prefilling 256 tokens. All formats are in
-         memory and take turns, so that changes of the machine's speed affect all of them; medians.
+Measured against float32: KL divergence of the next token with its standard error, ratio of perplexities, how often the most
+probable token is the same, and the errors of each layer's output and of each matrix. The text is --text; by default the
+validation stories of the shared data (../shared/data, or LLAMA_JAX_TEST_DATA), or WikiText's test split for a real model;
+without the data, stories that the model generates. If llama-cpp-python is installed, llama.cpp also quantizes a real model's
+floats, each type with llama.cpp's default mix, and this library loads the files. `bench_generate.py` compares the speed of
+formats.
 
-Formats are those that the library can quantize to (`ops.weights.formats.ENCODABLE`), float32 and bfloat16. The speed stage
-also has formats that exist only in files, made of random bytes; `--gguf` adds files of the first model to the quality stage,
-in their format. The computation is in float32 except for bfloat16. Writes ``experiments/results/quantization_cpu.json``, the
-tables in ``.md`` and a picture in ``.png``.
+The report keeps earlier results of other models and formats. Writes ``experiments/results/quantization_cpu.json``, the table
+in ``.md`` and a picture in ``.png``.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tyro
-from bench_generate import quantize_file
-from measuring import cpu_name, settings, versions, write_report
+from measuring import DATA, RESULTS, describe_run, markdown_table, write_report, write_text
+from plotting import COLORS, DASHES, finish, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,8 +40,6 @@ if TYPE_CHECKING:
     from llama_jax.model.params import Llama
     from llama_jax.tokenizers import Tokenizer
 
-ROOT = Path(__file__).parents[1]
-DATA = Path(os.environ.get("LLAMA_JAX_TEST_DATA", ROOT.parent / "shared" / "data"))
 FLOATS = ("float32", "bfloat16")
 SHOWN_LAYERS = 8  # more matrices would be most of the report
 LENGTH = 512  # maximum tokens of a window
@@ -63,77 +50,42 @@ WRITTEN = 24  # stories that a model generates if there is no text
 class Arguments:
     """What to measure."""
 
-    stages: tuple[str, ...] = ("quality", "speed")
-    """Stages: quality and speed; the report keeps its results of an omitted stage."""
     model: Path | None = None
-    """A real model, of any supported format; only its quality is measured."""
+    """A model of any supported format; the bundled one by default."""
+    text: Path | None = None
+    """A text file, one document."""
     llama_cpp: tuple[str, ...] = ("Q8_0", "Q6_K", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0", "IQ4_NL", "Q3_K_M", "Q2_K")
     """llama.cpp's mixes to compare, by llama.cpp's names."""
-    kinds: tuple[str, ...] = ()
-    """Only these formats; all by default."""
-    gguf: tuple[Path, ...] = ()
-    """Quantized files of the model (the bundled one without --model), measured in their format."""
+    formats: tuple[str, ...] = ()
+    """Only these formats; by default floats and all that the library quantizes to."""
     tokens: int = 16_384
-    """Maximum tokens for the divergence of each model."""
-    shapes: tuple[str, ...] = ("stories-110m",)
-    """Presets whose speed is measured, with random weights."""
-    repetitions: int = 7
-    """Interleaved repetitions of each measurement of speed, after an uncounted warm-up."""
-    new_tokens: int = 32
-    """Tokens decoded in each repetition."""
-    output: Path = ROOT / "experiments" / "results" / "quantization_cpu.json"
-    """The report; tables and picture are next to it."""
+    """Maximum tokens of the text."""
+    output: Path = RESULTS / "quantization_cpu.json"
+    """The report; table and picture are next to it."""
 
 
-def kinds_of(arguments: Arguments) -> tuple[str, ...]:
-    """Floats, formats that the library quantizes to, and formats that only files have."""
-    from llama_jax.ops.weights.formats import ENCODABLE, QUANT_FORMATS, PureFormatName
+def formats_of(arguments: Arguments) -> tuple[str, ...]:
+    """The formats to measure."""
+    from llama_jax.model.mixtures import MIXTURES
 
-    every = (*FLOATS, *ENCODABLE, *(kind for kind, form in QUANT_FORMATS.items() if form.is_gguf and kind not in ENCODABLE))
-    pure = get_args(PureFormatName)
-    unknown = set(arguments.kinds) - {*every, *pure}
+    unknown = set(arguments.formats) - {*FLOATS, *MIXTURES}
     if unknown:
-        raise SystemExit(f"--kinds {' '.join(sorted(unknown))}: unknown; the kinds are {', '.join(every)}")
-    return tuple(kind for kind in (*every, *pure) if kind in (arguments.kinds or every))
+        raise SystemExit(f"--formats {' '.join(sorted(unknown))}: unknown; they are {', '.join((*FLOATS, *MIXTURES))}")
+    return arguments.formats or (*FLOATS, *MIXTURES)
 
 
-def in_kind(params: Llama, kind: str) -> Llama:
-    """Convert float32 parameters to another kind; ConfigError if rows are not a multiple of its block size."""
+def convert(params: Llama, name: str) -> Llama:
+    """Float32 parameters in another format; ConfigError if rows are not a multiple of its block size."""
     import jax
 
     from llama_jax.model.trees import quantize
 
-    if kind in FLOATS:
-        return jax.tree.map(lambda leaf: leaf.astype(kind), params)
-    return quantize(params, kind)
+    if name in FLOATS:
+        return jax.tree.map(lambda leaf: leaf.astype(name), params)
+    return quantize(params, name)
 
 
-def in_random_blocks(params: Llama, kind: str) -> Llama:
-    """Parameters of a kind that the library cannot quantize to: random bytes, with factors that keep numbers small."""
-    import jax
-    import jax.numpy as jnp
-
-    from llama_jax.model.params import spec_at
-    from llama_jax.ops.weights.formats import QUANT_FORMATS
-    from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
-
-    random, form = np.random.default_rng(0), QUANT_FORMATS[kind]
-
-    def plane(dtype: Any, shape: tuple[int, ...]) -> Any:
-        if np.dtype(dtype).kind == "f":
-            return jnp.asarray(random.uniform(0, 1e-4, shape).astype(dtype))
-        return jnp.asarray(random.integers(0, 256, shape, np.uint8).view(dtype))
-
-    def blocks(path: tuple, leaf: Any) -> Any:
-        if not spec_at(path).is_quantizable:
-            return leaf
-        planes = tuple(plane(one.dtype, one.shape(leaf.shape)) for one in form.planes)
-        return QuantizedWeight(planes, kind, str(leaf.dtype))
-
-    return jax.tree_util.tree_map_with_path(blocks, params)
-
-
-def held(params: Llama) -> dict[str, float]:
+def size_of(params: Llama) -> dict[str, float]:
     """Bytes, and bits per parameter, including norms."""
     from llama_jax.model.trees import bytes_in_memory, count
 
@@ -141,18 +93,7 @@ def held(params: Llama) -> dict[str, float]:
     return {"bytes": size, "bits": 8 * size / count(params)}
 
 
-# --- quality -------------------------------------------------------------------------------------------------------------
-
-
-def trained_models() -> dict[str, Path]:
-    """The bundled model and the available shared ones, by name."""
-    from llama_jax.formats.loading import bundled
-
-    stories = DATA / "stories260K"
-    return {"bundled": bundled()} | ({"stories-260k": stories} if stories.is_dir() else {})
-
-
-def text_for(config: LlamaConfig, params: Llama, tokenizer: Tokenizer, tokens: int, path: Path) -> tuple[str, Corpus]:
+def read_corpus(config: LlamaConfig, params: Llama, tokenizer: Tokenizer, tokens: int, path: Path) -> tuple[str, Corpus]:
     """A description of the text, and documents of at most `tokens` tokens from a file or from stories of the model."""
     import llama_jax
     from llama_jax.data import Corpus, open_corpus
@@ -165,12 +106,11 @@ def text_for(config: LlamaConfig, params: Llama, tokenizer: Tokenizer, tokens: i
         return path.name, Corpus(corpus.tokens, *shortened, corpus.vocab_size, corpus.digest)
     sampling = llama_jax.Sampling(temperature=1.0, seed=list(range(WRITTEN)))
     prompts, most = [[tokenizer.bos_id]] * WRITTEN, min(config.max_seq_len // 2, tokens // WRITTEN)
-    found = llama_jax.generate(
-        config, params, prompts, max_new_tokens=most, sampling=sampling, stop_tokens=tokenizer.stop_ids
-    )
-    written = [[tokenizer.bos_id, *one.tokens] for one in found]
-    stops = np.cumsum([len(one) for one in written])
-    starts = stops - [len(one) for one in written]
+    stops = tokenizer.stop_ids
+    stories = llama_jax.generate(config, params, prompts, max_new_tokens=most, sampling=sampling, stop_tokens=stops)
+    written = [[tokenizer.bos_id, *story.tokens] for story in stories]
+    stops = np.cumsum([len(story) for story in written])
+    starts = stops - [len(story) for story in written]
     flat = np.concatenate(written).astype(np.uint32)
     return "stories of its own", Corpus(flat, starts, stops, np.zeros(len(stops), np.int64), config.vocab_size, "")
 
@@ -193,7 +133,22 @@ def errors_by_layer(config: LlamaConfig, params: Llama, reference: Llama, tokens
     return [float(jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs)) for ours, theirs in pairs]
 
 
-def by_llama_cpp(path: Path, names: tuple[str, ...], folder: Path) -> dict[str, Path]:
+def quantize_file(source: Path, target: Path, file_type: int) -> None:
+    """Quantize with llama.cpp, by its number of the mix."""
+    import llama_cpp
+    from llama_cpp import _logger
+
+    silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(silent, None)  # otherwise it logs a line for every tensor
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = file_type
+    failed = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), options)
+    llama_cpp.llama_log_set(_logger.llama_log_callback, None)  # `silent` is freed when this function returns
+    if failed:
+        raise SystemExit(f"llama.cpp could not write {target.name}; K-quants need a row length that is a multiple of 256")
+
+
+def quantize_with_llama_cpp(path: Path, names: tuple[str, ...], folder: Path) -> dict[str, Path]:
     """Quantize a model's floats with llama.cpp; return the files by name, or none if it is not installed."""
     if not names or find_spec("llama_cpp") is None:
         return {}
@@ -206,11 +161,11 @@ def by_llama_cpp(path: Path, names: tuple[str, ...], folder: Path) -> dict[str, 
     files = {}
     for name in names:
         files[f"llama.cpp {name}"] = file = folder / f"{name}.gguf"
-        quantize_file(floats, file, getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}"), pure=False)
+        quantize_file(floats, file, getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}"))
     return files
 
 
-def in_file(path: Path) -> dict[str, float]:
+def file_size(path: Path) -> dict[str, float]:
     """Bytes of a GGUF's tensors, and bits per parameter."""
     from gguf import GGUFReader
 
@@ -219,246 +174,133 @@ def in_file(path: Path) -> dict[str, float]:
     return {"bytes": size, "bits": 8 * size / int(sum(tensor.n_elements for tensor in tensors))}
 
 
-def quality(
-    path: Path,
-    text: Path,
-    kinds: tuple[str, ...],
-    files: dict[str, Path],
-    most: int,
-    write: Callable[[dict[str, Any]], None],
-) -> None:
-    """Measure each kind and each file of a model and add the results to the report; for an unsupported kind, the reason."""
+def measure(
+    path: Path, text: Path, formats: tuple[str, ...], files: dict[str, Path], arguments: Arguments
+) -> Iterator[dict[str, Any]]:
+    """Yield the results so far after each format and each file of a model; for an unsupported format, the reason."""
     import llama_jax
     from llama_jax.errors import UserError
     from llama_jax.evaluation.perplexity import kl_to_reference
     from llama_jax.verify.rounding_error import matrix_errors
 
     config, params, tokenizer = llama_jax.load(path, "float32")
-    assert tokenizer is not None
-    read, corpus = text_for(config, params, tokenizer, most, text)
-    made: dict[str, Callable[[], Llama]] = {kind: partial(in_kind, params, kind) for kind in kinds}
-    kept = lambda file: llama_jax.load(file, "float32", quantize="keep").params
-    made |= {name: partial(kept, file) for name, file in files.items()}
+    read, corpus = read_corpus(config, params, tokenizer, arguments.tokens, text)
+    length = min(LENGTH, config.max_seq_len)
+    first = corpus.document(0)[: length // 2].astype(np.int32)
+    load = lambda file: llama_jax.load(file, "float32", quantize="keep").params
+    models: dict[str, Callable[[], Llama]] = {name: partial(convert, params, name) for name in formats}
+    models |= {name: partial(load, file) for name, file in files.items()}
     rows: dict[str, Any] = {}
-    for kind, make in made.items():
+    for name, make in models.items():
         try:
-            ours = make()
+            quantized = make()
         except UserError as error:
-            rows[kind] = {"refused": str(error)}
-            print(f"  {kind:16} {error}", flush=True)
+            rows[name] = {"refused": str(error)}
+            print(f"  {name:16} {error}", flush=True)
             continue
-        found = asdict(kl_to_reference(config, ours, params, corpus, batch=1, length=min(LENGTH, config.max_seq_len)))
-        model, dense = found.pop("model"), found.pop("reference")
-        first = corpus.document(0)[: min(LENGTH, config.max_seq_len) // 2].astype(np.int32)
-        rows[kind] = {
-            **(in_file(files[kind]) if kind in files else held(ours)),
-            **found,
-            "perplexity": model["perplexity"],
-            "by_layer": errors_by_layer(config, ours, params, first),
-        }
+        row = asdict(kl_to_reference(config, quantized, params, corpus, batch=1, length=length))
+        model, dense = row.pop("model"), row.pop("reference")
+        row |= file_size(files[name]) if name in files else size_of(quantized)
+        row |= {"perplexity": model["perplexity"], "by_layer": errors_by_layer(config, quantized, params, first)}
         if config.n_layers <= SHOWN_LAYERS:
-            rows[kind]["matrices"] = [error._asdict() for error in matrix_errors(ours, params)]
+            row["matrices"] = [error._asdict() for error in matrix_errors(quantized, params)]
+        rows[name] = row
         print(
-            f"  {kind:16} {rows[kind]['bits']:6.2f} bits  KL {found['kl']:.2e} ± {found['kl_error']:.0e}"
-            f"  perplexity x {found['perplexity_ratio']:.4f}  same token {found['same_top']:.2%}",
+            f"  {name:16} {row['bits']:6.2f} bits  KL {row['kl']:.2e} ± {row['kl_error']:.0e}"
+            f"  perplexity x {row['perplexity_ratio']:.4f}  same token {row['same_top']:.2%}",
             flush=True,
         )
-        write({"read": read, "tokens": dense["tokens"], "perplexity": dense["perplexity"], "kinds": rows})
-
-
-# --- speed ---------------------------------------------------------------------------------------------------------------
-
-
-def speed(shape: str, kinds: tuple[str, ...], arguments: Arguments) -> dict[str, Any]:
-    """Tokens/s of every kind, interleaved."""
-    import jax
-
-    import llama_jax
-    from llama_jax.errors import UserError
-    from llama_jax.model.cache import init_cache
-    from llama_jax.ops.weights.formats import QUANT_FORMATS
-
-    config = llama_jax.preset(shape)
-    params = llama_jax.init(config, jax.random.key(0))
-    models: dict[str, Llama] = {}
-    rows: dict[str, Any] = {}
-    for kind in kinds:
-        made_here = kind in FLOATS or QUANT_FORMATS[kind].encode is not None
-        if not made_here and (config.dim % QUANT_FORMATS[kind].block or config.hidden_dim % QUANT_FORMATS[kind].block):
-            rows[kind] = {"refused": f"rows of {config.dim} and {config.hidden_dim} numbers are not whole blocks of it"}
-            continue
-        try:
-            models[kind] = in_kind(params, kind) if made_here else in_random_blocks(params, kind)
-        except UserError as error:
-            rows[kind] = {"refused": str(error)}
-    random = np.random.default_rng(0)
-
-    def decode(params: Llama) -> float:
-        prompt = random.integers(3, config.vocab_size, (1, 64)).tolist()
-        pieces = llama_jax.stream(config, params, prompt, max_new_tokens=arguments.new_tokens, max_chunks=1 << 20)
-        next(pieces)
-        start = time.perf_counter()
-        made = sum(int(piece.valid.sum()) for piece in pieces)
-        return made / (time.perf_counter() - start)
-
-    @jax.jit
-    def read(params: Llama, tokens: Any) -> Any:
-        cache = init_cache(config, 1, 256, params.embedding.dtype)
-        hidden, cache = llama_jax.forward(config, params, tokens, cache)
-        return llama_jax.unembed(config, params, hidden[:, -1]), cache
-
-    def prefill(params: Llama) -> float:
-        tokens = random.integers(3, config.vocab_size, (1, 256), dtype=np.int32)
-        start = time.perf_counter()
-        jax.block_until_ready(read(params, tokens))
-        return 256 / (time.perf_counter() - start)
-
-    taken: dict[str, dict[str, list[float]]] = {kind: {"decode": [], "prefill": []} for kind in models}
-    for repetition in range(arguments.repetitions + 1):
-        for kind, ours in models.items():
-            for name, measure in (("decode", decode), ("prefill", prefill)):
-                rate = measure(ours)
-                if repetition:
-                    taken[kind][name].append(round(rate, 2))
-    for kind, ours in models.items():
-        medians = {f"{name}_median": statistics.median(rates) for name, rates in taken[kind].items()}
-        rows[kind] = {**held(ours), **taken[kind], **medians}
-    return {kind: rows[kind] for kind in kinds}
-
-
-# --- what is written -----------------------------------------------------------------------------------------------------
+        yield {"read": read, "tokens": dense["tokens"], "perplexity": dense["perplexity"], "kinds": rows}
 
 
 def as_tables(report: dict[str, Any]) -> str:
     """The report in Markdown."""
-    lines = ["# Weights in fewer bits", "", f"{report['device']}, {report['cores']} cores.", ""]
-    for name, found in report.get("quality", {}).items():
+    lines = ["# Weights in fewer bits", "", f"{report['machine']['cpu']}, {report['machine']['cores']} cores.", ""]
+    for name, results in report["quality"].items():
         lines += [f"## {name}: divergence from float32", ""]
-        lines += [f"{found['tokens']:,} tokens of {found['read']}; perplexity {found['perplexity']:.3f} in float32.", ""]
-        lines += ["| kind | bits a weight | MB | KL, nats a token | perplexity x | same top token | last layer off by |"]
-        lines += ["|---|---:|---:|---:|---:|---:|---:|"]
-        for kind, row in found["kinds"].items():
-            if "refused" not in row:
-                kl = f"{row['kl']:.1e} ± {row['kl_error']:.0e}" if row["kl"] else "0"
-                cells = [f"{row['bits']:.2f}", f"{row['bytes'] / 1e6:.2f}", kl]
-                cells += [f"{row['perplexity_ratio']:.4f}", f"{row['same_top']:.2%}", f"{row['by_layer'][-1]:.2%}"]
-                lines.append(f"| {kind} | " + " | ".join(cells) + " |")
-        refused = [kind for kind, row in found["kinds"].items() if "refused" in row]
-        if refused:
-            lines += ["", f"Not of this model, whose rows are not made of whole blocks: {', '.join(refused)}."]
-        lines.append("")
-    for shape, rows in report.get("speed", {}).items():
-        there = {kind: row for kind, row in rows.items() if "refused" not in row}
-        base = next(iter(there.values()))
         lines += [
-            f"## {shape}: tokens/s",
-            "",
-            "One row, medians of interleaved runs; after the slash, over the first.",
+            f"{results['tokens']:,} tokens of {results['read']}; perplexity {results['perplexity']:.3f} in float32.",
             "",
         ]
-        lines += ["| kind | bits a weight | MB | decode | prefill of 256 |", "|---|---:|---:|---:|---:|"]
-        for kind, row in there.items():
-            cells = [f"{row['bits']:.2f}", f"{row['bytes'] / 1e6:.0f}"]
-            for name in ("decode_median", "prefill_median"):
-                cells.append(f"{row[name]:,.1f} / {row[name] / base[name]:.2f}")
-            lines.append(f"| {kind} | " + " | ".join(cells) + " |")
-        lines.append("")
+        heading = (
+            "format",
+            "bits a weight",
+            "MB",
+            "KL, nats a token",
+            "perplexity x",
+            "same top token",
+            "last layer off by",
+        )
+        cells = []
+        for quant, row in results["kinds"].items():
+            if "refused" not in row:
+                kl = f"{row['kl']:.1e} ± {row['kl_error']:.0e}" if row["kl"] else "0"
+                shares = f"{row['perplexity_ratio']:.4f}", f"{row['same_top']:.2%}", f"{row['by_layer'][-1]:.2%}"
+                cells.append((quant, f"{row['bits']:.2f}", f"{row['bytes'] / 1e6:.2f}", kl, *shares))
+        lines += [markdown_table(heading, cells), ""]
+        refused = [quant for quant, row in results["kinds"].items() if "refused" in row]
+        if refused:
+            lines += [f"Not of this model, whose rows are not made of whole blocks: {', '.join(refused)}.", ""]
     return "\n".join(lines)
 
 
 def draw(report: dict[str, Any]) -> Figure:
-    """Draw divergence over bits per weight, with a mark for each kind, and the error of each layer of the first model."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from plotting import COLORS, DASHES
-
-    figure = Figure(figsize=(10, 4.2), dpi=100, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    """Draw divergence over bits per weight, with a mark for each format, and the error of each layer of the first model."""
+    figure = new_figure(10, 4.2)
     left, right = figure.subplots(1, 2, width_ratios=(1.4, 1))
-    for (name, found), color, mark in zip(report["quality"].items(), COLORS, "os^v", strict=False):
-        rows = {kind: row for kind, row in found["kinds"].items() if row.get("kl", 0) > 0}
+    for (name, results), color, mark in zip(report["quality"].items(), COLORS, "os^v", strict=False):
+        rows = {quant: row for quant, row in results["kinds"].items() if row.get("kl", 0) > 0}
         points = [(row["bits"], row["kl"]) for row in rows.values()]
         left.plot(*zip(*points, strict=True), mark, color=color, ms=7, label=name)
-        for kind, point in zip(rows, points, strict=True):
-            left.annotate(kind, point, xytext=(6, 4), textcoords="offset points", fontsize=9, color=color)
+        for quant, point in zip(rows, points, strict=True):
+            left.annotate(quant, point, xytext=(6, 4), textcoords="offset points", fontsize=9, color=color)
     left.set(xscale="log", yscale="log", xlabel="bits for each weight", title="KL divergence from float32, nats a token")
     ticks = (4, 6, 8, 16)
     left.set_xticks(ticks, map(str, ticks))
     left.minorticks_off()
     left.margins(x=0.12)
-    left.legend(frameon=False)
-    first = next(iter(report["quality"].values()))["kinds"]
+    model, first = next(iter(report["quality"].items()))
     looks = itertools.cycle((color, dashes) for dashes in DASHES for color in COLORS)
-    for kind, row in first.items():
-        if "refused" not in row and row["by_layer"][-1] > 0:
+    measured = {quant: row for quant, row in first["kinds"].items() if "refused" not in row}
+    for quant, row in measured.items():
+        if row["by_layer"][-1] > 0:
             color, dashes = next(looks)
-            right.plot(row["by_layer"], color=color, ls=dashes, marker="o", ms=4, lw=1.2, label=kind)
-    count = len(next(row for row in first.values() if "by_layer" in row)["by_layer"])
+            right.plot(row["by_layer"], color=color, ls=dashes, marker="o", ms=4, lw=1.2, label=quant)
+    count = len(next(iter(measured.values()))["by_layer"])
     names = ["embedding", *(f"layer {i}" for i in range(count - 1))]
     step = -(-count // 6)
     right.set_xticks(range(0, count, step), names[::step], fontsize=8)
-    right.set(yscale="log", title=f"Error of each layer's output,\n{next(iter(report['quality']))}")
+    right.set(yscale="log", title=f"Error of each layer's output,\n{model}")
+    finish(left, right)
     right.legend(frameon=False, fontsize=7, ncols=2)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#DDDDDD", lw=0.6)
-        axes.title.set(ha="left", x=0, fontsize=11)
     return figure
 
 
 def main(arguments: Arguments) -> None:
-    import jax
+    from llama_jax.formats.loading import bundled
 
-    from llama_jax.ops.cpu import native
-
-    unknown = set(arguments.stages) - {"quality", "speed"}
-    if unknown:
-        raise SystemExit(f"--stages {' '.join(sorted(unknown))}: unknown; the stages are quality and speed")
-    kinds = kinds_of(arguments)
-    report: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    report |= {
-        "device": f"{jax.devices()[0].device_kind}, {cpu_name()}",
-        "cores": os.cpu_count(),
-        "kernel": "native" if native.compiler() else "XLA",
-        "versions": versions("jax", "jaxlib", "numpy", "gguf"),
-        "settings": settings(arguments) | {"gguf": [file.name for file in arguments.gguf], "output": arguments.output.name},
-    }
-    if "quality" in arguments.stages:
-        from llama_jax.model.mixtures import MIXTURES
-
-        makes = tuple(kind for kind in kinds if kind in (*FLOATS, *MIXTURES))
-        with TemporaryDirectory() as folder:
-            if arguments.model is None:
-                gguf = {file.stem: file for file in arguments.gguf}
-                stories = DATA / "text" / "tinystories-valid.txt"
-                models = {
-                    name: (path, stories, gguf if name == "bundled" else {}) for name, path in trained_models().items()
-                }
-            else:
-                blocks = by_llama_cpp(arguments.model, arguments.llama_cpp, Path(folder))
-                blocks |= {file.stem: file for file in arguments.gguf}
-                models = {arguments.model.stem: (arguments.model, DATA / "text" / "wikitext-2-test.txt", blocks)}
-            for name, (path, text, files) in models.items():
-                print(f"{name}:", flush=True)
-
-                def write(found: dict[str, Any], name: str = name) -> None:
-                    before = report.get("quality", {})
-                    same = before.get(name, {})
-                    if (same.get("read"), same.get("tokens")) == (found["read"], found["tokens"]):
-                        found["kinds"] = same["kinds"] | found["kinds"]
-                    report["quality"] = ({name: found} if arguments.model else {}) | before | {name: found}
-                    write_report(arguments.output, report)
-
-                quality(path, text, makes, files, arguments.tokens, write)
-    if "speed" in arguments.stages:
-        for shape in arguments.shapes:
-            report["speed"] = report.get("speed", {}) | {shape: speed(shape, kinds, arguments)}
+    formats = formats_of(arguments)
+    report: dict[str, Any] = json.loads(arguments.output.read_text("utf-8")) if arguments.output.exists() else {}
+    report |= describe_run(arguments, "numpy", "gguf")
+    before = report.get("quality", {})
+    name = "bundled" if arguments.model is None else arguments.model.stem
+    default = "tinystories-valid.txt" if arguments.model is None else "wikitext-2-test.txt"
+    print(f"{name}:", flush=True)
+    with TemporaryDirectory() as folder:
+        files = (
+            {} if arguments.model is None else quantize_with_llama_cpp(arguments.model, arguments.llama_cpp, Path(folder))
+        )
+        path, text = arguments.model or bundled(), arguments.text or DATA / "text" / default
+        for results in measure(path, text, formats, files, arguments):
+            same = before.get(name, {})
+            if (same.get("read"), same.get("tokens")) == (results["read"], results["tokens"]):
+                results = results | {"kinds": same["kinds"] | results["kinds"]}
+            report["quality"] = ({name: results} if arguments.model else {}) | before | {name: results}
             write_report(arguments.output, report)
     tables = as_tables(report)
-    arguments.output.with_suffix(".md").write_text(tables, "utf-8")
+    write_text(arguments.output.with_suffix(".md"), tables)
     print(tables)
-    if "quality" in report:
-        draw(report).savefig(arguments.output.with_suffix(".png"))
+    draw(report).savefig(arguments.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

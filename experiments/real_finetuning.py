@@ -22,7 +22,6 @@ SIGTERM resumes. Writes ``experiments/results/real_finetuning_cpu.json``, a tabl
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections.abc import Sequence
@@ -31,11 +30,11 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
-import jax
 import numpy as np
 import tyro
-from finetune import curves, decaying, once, read_lines, write_lines
-from measuring import cpu_name, settings, versions, write_report
+from finetune import curves, decaying, read_lines, write_lines
+from measuring import DATA, RESULTS, ROOT, describe_run, markdown_table, once, write_report, write_text
+from plotting import COLORS, finish, new_figure, smooth
 
 import llama_jax
 from llama_jax import Lora, Recipe
@@ -48,7 +47,6 @@ from llama_jax.tokenizers.chat import Renderer
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parents[1]
 SYSTEM = "Solve the problem in short steps. End with #### and the number."
 PROMPT = 96  # maximum tokens of a problem in its chat
 ANSWER = 64  # maximum tokens of a solution
@@ -63,12 +61,12 @@ class Size:
     """Amounts: chats to train on, held-out problems for each measurement, and steps."""
 
     chats: int = 160
-    held: int = 48
+    held_out: int = 48
     sft_steps: int = 40
     grpo_steps: int = 30
 
 
-SIZES = {"full": Size(), "small": Size(chats=16, held=4, sft_steps=2, grpo_steps=2)}
+SIZES = {"full": Size(), "small": Size(chats=16, held_out=4, sft_steps=2, grpo_steps=2)}
 
 
 @dataclass(frozen=True)
@@ -77,40 +75,40 @@ class Arguments:
 
     model: Path
     """An instruct model of any supported format."""
-    data: Path = Path(os.environ.get("LLAMA_JAX_TEST_DATA", ROOT.parent / "shared" / "data")) / "gsm8k"
+    data: Path = DATA / "gsm8k"
     """A folder with train.jsonl and test.jsonl of GSM8K."""
     size: Literal["full", "small"] = "full"
     seed: int = 0
     workdir: Path = ROOT / "build" / "real_finetuning"
     """Folder of the data and the runs; existing ones are reused."""
-    output: Path = ROOT / "experiments" / "results" / "real_finetuning_cpu.json"
+    output: Path = RESULTS / "real_finetuning_cpu.json"
     """The figures; the table and the picture are next to it."""
 
 
 def final_number(text: str) -> float | None:
     """The number after #### at the end of a text, or None."""
-    found = FINAL.search(text)
-    return None if found is None else float(found[1].replace(",", ""))
+    match = FINAL.search(text)
+    return None if match is None else float(match[1].replace(",", ""))
 
 
 def judged(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
     """The reward: 1 for the right number after "####" at the end, `FORMAT` for another number there, else 0."""
-    found = map(final_number, completions)
-    return [0.0 if n is None else 1.0 if n == float(right) else FORMAT for n, right in zip(found, answer, strict=True)]
+    numbers = map(final_number, completions)
+    return [0.0 if n is None else 1.0 if n == float(right) else FORMAT for n, right in zip(numbers, answer, strict=True)]
 
 
 def problems(path: Path, tokenizer: Any) -> list[dict[str, Any]]:
     """The problems of a GSM8K file that fit, each as a prompt, a solution and the correct number."""
-    found, format, renderer = [], resolve_format(tokenizer, "auto"), Renderer()
+    problems_that_fit, format, renderer = [], resolve_format(tokenizer, "auto"), Renderer()
     for line in read_lines(path):
         solution = ANNOTATION.sub("", line["answer"])
         number = solution.rpartition("####")[2].strip().replace(",", "")
         prompt = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": line["question"]}]
         fits = len(encode_chat(tokenizer, prompt, format, renderer)) <= PROMPT
         if fits and len(tokenizer.encode(solution)) < ANSWER:
-            found.append({"prompt": prompt, "solution": solution, "answer": number})
+            problems_that_fit.append({"prompt": prompt, "solution": solution, "answer": number})
     renderer.close()
-    return found
+    return problems_that_fit
 
 
 def short(recipe: Recipe, steps: int, rank: int, rate: float, seed: int) -> Recipe:
@@ -157,7 +155,7 @@ def measured(model: Path, lines: Sequence[dict[str, Any]], seed: int, adapter: P
             sampling=llama_jax.Sampling(temperature=1.0, seed=[(seed << 20) + begin + i for i in range(len(some))]),
             stop_tokens=reply_ends(tokenizer, format),
         )
-        texts += [tokenizer.decode(each.tokens) for each in made]
+        texts += [tokenizer.decode(answer.tokens) for answer in made]
     rewards = judged(texts, [line["answer"] for line in asked])
     return {
         "reward": mean(rewards),
@@ -171,9 +169,9 @@ def run(size: Size, arguments: Arguments, folder: Path) -> dict[str, Any]:
     """All stages, in a folder; finished stages are not repeated."""
     log, seed, chats, floats, merged = Log(), arguments.seed, folder / "chats.jsonl", folder / "base", folder / "merged"
 
-    def train(name: str, recipe: Recipe, data: Path, held: Path, weights: Path) -> None:
+    def train(name: str, recipe: Recipe, data: Path, held_out: Path, weights: Path) -> None:
         log.line(f"{name}:")
-        done = llama_jax.train(recipe, folder / name, data, validation_data=held, weights=weights, resume=True, log=log)
+        done = llama_jax.train(recipe, folder / name, data, validation_data=held_out, weights=weights, resume=True, log=log)
         if done.stopped is not None:
             raise SystemExit(1)
 
@@ -182,10 +180,10 @@ def run(size: Size, arguments: Arguments, folder: Path) -> dict[str, Any]:
         tokenizer = llama_jax.load_tokenizer(floats)
         train, test = (problems(arguments.data / f"{split}.jsonl", tokenizer) for split in ("train", "test"))
         random.Random(seed).shuffle(train)
-        for name, some in (("chats", train[: size.chats]), ("held_chats", test[: size.held])):
+        for name, some in (("chats", train[: size.chats]), ("held_chats", test[: size.held_out])):
             solved = ([*line["prompt"], {"role": "assistant", "content": line["solution"]}] for line in some)
             write_lines(folder / f"{name}.jsonl", ({"messages": messages} for messages in solved))
-        for name, some in (("asked", train[size.chats :]), ("held", test[: size.held])):
+        for name, some in (("asked", train[size.chats :]), ("held", test[: size.held_out])):
             write_lines(folder / f"{name}.jsonl", ({key: line[key] for key in ("prompt", "answer")} for line in some))
         return {"train": len(train), "test": len(test)}
 
@@ -195,78 +193,72 @@ def run(size: Size, arguments: Arguments, folder: Path) -> dict[str, Any]:
         adapter = llama_jax.load_adapter(folder / "sft", config)
         llama_jax.save(merged, config, llama_jax.merge(params, adapter.params, adapter.lora), tokenizer, overwrite=True)
         curve = curves(folder / "sft", "train", "loss") | {"held": curves(folder / "sft", "validation", "loss")}
-        return measured(merged, held, seed) | {"curve": curve}
+        return measured(merged, held_out, seed) | {"curve": curve}
 
     def grpo_stage() -> dict[str, Any]:
         train("grpo", grpo(size, seed), folder / "asked.jsonl", folder / "held.jsonl", merged)
         curve = curves(folder / "grpo", "train", "reward", "length", "stopped", "flat")
-        return measured(merged, held, seed, adapter=folder / "grpo") | {"curve": curve}
+        return measured(merged, held_out, seed, adapter=folder / "grpo") | {"curve": curve}
 
-    found: dict[str, Any] = {"data": once(folder / "data.json", data)}
-    held = read_lines(folder / "held.jsonl")
-    found["base"] = once(folder / "base.json", lambda: measured(floats, held, seed))
-    found["sft"] = once(folder / "sft.json", sft_stage)
-    found["grpo"] = once(folder / "grpo.json", grpo_stage)
-    return found
+    results: dict[str, Any] = {"data": once(folder / "data.json", data)}
+    held_out = read_lines(folder / "held.jsonl")
+    results["base"] = once(folder / "base.json", lambda: measured(floats, held_out, seed))
+    results["sft"] = once(folder / "sft.json", sft_stage)
+    results["grpo"] = once(folder / "grpo.json", grpo_stage)
+    return results
 
 
 def as_table(report: dict[str, Any]) -> str:
     """The report in Markdown."""
-    found = report["runs"]
-    lines = ["# Fine-tuning of a real model", "", f"{report['model']}; {report['device']}, {report['cores']} cores.", ""]
-    lines += [f"{found['base']['answers']} answers to held-out problems of GSM8K, sampled from the whole distribution.", ""]
-    lines += ["| model | reward | in the format | right | minutes of the stage |", "|---|---:|---:|---:|---:|"]
+    results = report["runs"]
+    lines = [
+        "# Fine-tuning of a real model",
+        "",
+        f"{report['settings']['model']}; {report['machine']['cpu']}, {report['machine']['cores']} cores.",
+        "",
+    ]
+    lines += [
+        f"{results['base']['answers']} answers to held-out problems of GSM8K, sampled from the whole distribution.",
+        "",
+    ]
+    rows = []
     for name in ("base", "sft", "grpo"):
-        row = found[name]
-        cells = [f"{row['reward']:.3f}", f"{row['format']:.1%}", f"{row['right']:.1%}", f"{row['seconds'] / 60:.0f}"]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    held, reward = found["sft"]["curve"]["held"]["loss"], found["grpo"]["curve"]["reward"]
-    lines += ["", f"Loss on held-out chats after each half of SFT: {', '.join(f'{loss:.3f}' for loss in held)}."]
+        row = results[name]
+        rows.append(
+            [name, f"{row['reward']:.3f}", f"{row['format']:.1%}", f"{row['right']:.1%}", f"{row['seconds'] / 60:.0f}"]
+        )
+    lines.append(markdown_table(("model", "reward", "in the format", "right", "minutes of the stage"), rows))
+    held_out, reward = results["sft"]["curve"]["held"]["loss"], results["grpo"]["curve"]["reward"]
+    lines += ["", f"Loss on held-out chats after each half of SFT: {', '.join(f'{loss:.3f}' for loss in held_out)}."]
     lines += [f"GRPO, mean reward of the first and the last ten steps: {mean(reward[:10]):.3f}, {mean(reward[-10:]):.3f}."]
     return "\n".join(lines) + "\n"
 
 
 def draw(report: dict[str, Any]) -> Figure:
     """Draw the loss of each step of SFT, and the reward of each step of GRPO with the rewards of held-out problems."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from plotting import COLORS, smooth
-
-    figure = Figure(figsize=(10, 3.6), dpi=100, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10, 3.6)
     left, right = figure.subplots(1, 2)
-    found = report["runs"]
-    chats, held = found["sft"]["curve"], found["sft"]["curve"]["held"]
+    results = report["runs"]
+    chats, held_out = results["sft"]["curve"], results["sft"]["curve"]["held"]
     left.plot(chats["step"], chats["loss"], lw=1.2, color=COLORS[0], label="of each step")
-    left.plot(held["step"], held["loss"], "o", ms=6, color=COLORS[1], label="held out")
+    left.plot(held_out["step"], held_out["loss"], "o", ms=6, color=COLORS[1], label="held out")
     left.set(xlabel="step of SFT", title="Loss of the assistant's tokens, nats")
-    step, reward = found["grpo"]["curve"]["step"], np.array(found["grpo"]["curve"]["reward"])
+    step, reward = results["grpo"]["curve"]["step"], np.array(results["grpo"]["curve"]["reward"])
     right.plot(step, reward, ".", ms=4, color=COLORS[0], alpha=0.5, label="of each step")
     right.plot(step, smooth(reward, 5), lw=1.4, color=COLORS[0], label="smoothed")
-    ends = [found["sft"]["reward"], found["grpo"]["reward"]]
+    ends = [results["sft"]["reward"], results["grpo"]["reward"]]
     right.plot([0, step[-1]], ends, "o", ms=6, color=COLORS[1], label="held out")
     right.set(xlabel="step of GRPO", ylim=(0, None), title="Mean reward of answers to GSM8K")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#DDDDDD", lw=0.6)
-        axes.title.set(ha="left", x=0, fontsize=11)
-        axes.legend(frameon=False, fontsize=9)
+    finish(left, right)
     return figure
 
 
 def main(arguments: Arguments) -> None:
-    report: dict[str, Any] = {
-        "model": arguments.model.name,
-        "device": f"{jax.devices()[0].device_kind}, {cpu_name()}",
-        "cores": os.cpu_count(),
-        "versions": versions("jax", "jaxlib", "numpy"),
-        "settings": settings(arguments) | {"output": arguments.output.name, "workdir": arguments.workdir.name},
-        "size": asdict(SIZES[arguments.size]),
-    }
+    report = describe_run(arguments, "numpy") | {"size": asdict(SIZES[arguments.size])}
     report["runs"] = run(SIZES[arguments.size], arguments, arguments.workdir / arguments.size / str(arguments.seed))
     write_report(arguments.output, report)
     table = as_table(report)
-    arguments.output.with_suffix(".md").write_text(table, "utf-8")
+    write_text(arguments.output.with_suffix(".md"), table)
     draw(report).savefig(arguments.output.with_suffix(".png"))
     print(table)
 

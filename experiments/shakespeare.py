@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from measuring import devices, text_of, versions, write_report
+from measuring import DATA, RESULTS, ROOT, describe_run, read_text, write_report
 from plotting import draw_runs
 
 from llama_jax.model.trees import parameter_count
@@ -30,7 +30,6 @@ from llama_jax.runs.overrides import override
 from llama_jax.runs.recipe import Recipe
 from llama_jax.training.optimizer import OptimizerSettings
 
-ROOT = Path(__file__).parents[1]
 NANOGPT = {"nanoGPT on a CPU": 1.88, "nanoGPT on a GPU": 1.4697}
 
 
@@ -62,17 +61,17 @@ class Arguments:
 
     changes: tyro.conf.Positional[tuple[str, ...]] = ()
     """Changes to both recipes, for example steps=300 optimizer.learning_rate=1e-3."""
-    data: Path = ROOT.parent / "shared" / "data" / "text" / "tinyshakespeare.txt"
+    data: Path = DATA / "text" / "tinyshakespeare.txt"
     """The plays; other texts work as well, with other figures."""
     workdir: Path = ROOT / "build" / "shakespeare"
     """Folder of the two runs, which are named after their recipes."""
-    output: Path = ROOT / "experiments" / "results" / "shakespeare_cpu.json"
+    output: Path = RESULTS / "shakespeare_cpu.json"
     """JSON file of the figures, with the curves (.png) next to it."""
 
 
 def divide(data: Path, folder: Path) -> tuple[Path, Path]:
     """Write the first nine tenths and the last tenth of a text to two files; return their paths."""
-    text = text_of(data)
+    text = read_text(data)
     end = int(0.9 * len(text))
     parts = folder / "training.txt", folder / "validation.txt"
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +91,7 @@ def run(chosen: Recipe, training: Path, validation: Path, workdir: Path) -> dict
 
     params = train(chosen, workdir, training, validation_data=validation, resume=True, log=Log()).state.params
     corpus = open_corpus(validation, byte_tokenizer(), reading=chosen.reading)
-    found = evaluate(chosen.model, params, corpus, length=chosen.length, stride=chosen.length)
+    evaluation = evaluate(chosen.model, params, corpus, length=chosen.length, stride=chosen.length)
     # If the run was killed before, a line may be incomplete.
     lines = [json.loads(line) for line in (workdir / METRICS).read_text("utf-8").splitlines() if line.endswith("}")]
     samples = [line["text"] for line in lines if line["kind"] == "sample"]
@@ -100,34 +99,27 @@ def run(chosen: Recipe, training: Path, validation: Path, workdir: Path) -> dict
         "parameters": parameter_count(chosen.model),
         "steps": chosen.steps,
         "tokens": chosen.steps * chosen.batch * chosen.length,
-        "nats_per_byte": found.bits_per_byte * math.log(2),
-        "bits_per_byte": found.bits_per_byte,
-        "bytes": found.bytes,
+        "nats_per_byte": evaluation.bits_per_byte * math.log(2),
+        "bits_per_byte": evaluation.bits_per_byte,
+        "bytes": evaluation.bytes,
         "sample": samples[-1],
     }
 
 
 def main(arguments: Arguments) -> None:
     training, validation = divide(arguments.data, arguments.workdir)
-    found = {
+    results = {
         name: run(override(made(), arguments.changes), training, validation, arguments.workdir / name)
         for name, made in RECIPES.items()
     }
-    print(f"\n{found['recipe']['sample']}\n")
+    print(f"\n{results['recipe']['sample']}\n")
     print(f"{'':20}{'parameters':>12}{'tokens':>12}{'nats per byte':>15}")
-    for name, row in found.items():
+    for name, row in results.items():
         print(f"{name:20}{row['parameters']:>12,}{row['tokens']:>12,}{row['nats_per_byte']:>15.4f}")
     for name, loss in NANOGPT.items():
         print(f"{name:20}{'':24}{loss:>15.4f}")
-    about = {
-        "device": devices(),
-        "versions": versions("jax"),
-        "changes": list(arguments.changes),
-        "runs": found,
-        "nanogpt": NANOGPT,
-    }
-    write_report(arguments.output, about)
-    figure = draw_runs({name: arguments.workdir / name for name in found})
+    write_report(arguments.output, describe_run(arguments) | {"runs": results, "nanogpt": NANOGPT})
+    figure = draw_runs({name: arguments.workdir / name for name in results})
     figure.savefig(arguments.output.with_suffix(".png"), dpi=80)
 
 

@@ -63,9 +63,9 @@ def main(arguments: Arguments) -> dict[str, float | str]:
         sampling=Sampling(temperature=0.0),
     )
     text = bytes(token - 3 for token in written.tokens if 3 <= token < 259).decode(errors="replace")
-    found = {"before": before, "after": float(loss(state.params, batch)), "text": arguments.text[:20] + text}
-    print(f"{found['before']:.3f} -> {found['after']:.3f} nats per token; it writes {found['text']!r}")
-    return found
+    results = {"before": before, "after": float(loss(state.params, batch)), "text": arguments.text[:20] + text}
+    print(f"{results['before']:.3f} -> {results['after']:.3f} nats per token; it writes {results['text']!r}")
+    return results
 
 
 if __name__ == "__main__":

@@ -7,14 +7,11 @@
 Cases:
   stories  the bundled model continues stories, greedy and sampled, with prompt lookup: does it cost anything?
   copied   repetitive text with prompt lookup: random weights of the 15M and 110M shapes, which end in a loop.
-  draft    a 15M draft for a 110M model, both with random weights. No trained pair is available, so the draft's tokens are
-           replaced by the model's next tokens, with enough wrong ones to reach the given acceptance rate.
-  chats    a real instruct model (--model) answers with prompt lookup, greedy: questions, and requests whose answers copy
-           parts of them.
+  chats    a real instruct model (--model) answers greedily, with prompt lookup or a smaller model of the same vocabulary
+           (--draft): questions, and requests whose answers copy parts of them.
 
-Speed-up is the ratio of the medians of the time after the first token, including failed drafts. The cost of a pass is its
-time with the full number of drafts, relative to a step without drafts. For tokens that differ, the report has the gap of the
-two log-probabilities under the model, which shows whether it was a near tie.
+Speed-up is the ratio of the medians of the time after the first token, including failed drafts. For tokens that differ, the
+report has the gap of the two log-probabilities under the model, which shows whether it was a near tie.
 """
 
 from __future__ import annotations
@@ -28,25 +25,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
-from flax import struct
-from measuring import machine, settings, versions, write_report
+from measuring import describe_run, write_report
 
 import llama_jax
 from llama_jax import DraftModel, PromptLookup, Sampling
-from llama_jax.inference.compiled_decode import CompiledDecode
 from llama_jax.inference.drafter import DraftedChunk
-from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.inference.speculation import Drafter
-from llama_jax.inference.speculation.draft_length import halved_lengths
-from llama_jax.inference.speculation.speculative_decode import drafted_chunks
-from llama_jax.model.cache import CacheOptions
-from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.tokenizers import encode_chat, reply_ends
 
-Case = Literal["stories", "copied", "draft", "chats"]
+Case = Literal["stories", "copied", "chats"]
 Row = dict[str, Any]
 OPENINGS = (
     "Once upon a time",
@@ -78,41 +67,17 @@ COPIES = (
 class Arguments:
     """Measure the benefit of drafts."""
 
-    cases: tuple[Case, ...] = ("stories", "copied", "draft")
+    cases: tuple[Case, ...] = ("stories", "copied")
     model: Path | None = None
     """Model for the case chats, with a chat template, of any supported format."""
     quantize: Literal["none", "keep", "int8", "q8_0", "q4_0"] = "none"
     """Format of its matrices: float32 ("none"), the file's format ("keep"), or another one."""
+    draft: Path | None = None
+    """A smaller model that drafts in the case chats; by default, drafts are looked up in the text."""
     new_tokens: int = 192
     repetitions: int = 5
     """Interleaved repetitions, after each program has run once."""
-    acceptances: tuple[float, ...] = (0.6, 0.7, 0.8, 0.9)
-    """Acceptance rates for the case draft."""
     output: Path = Path("experiments/results/speculation_cpu.json")
-
-
-class Rehearsed(Drafter, struct.PyTreeNode):
-    """A draft model that runs, but whose proposals are replaced by given tokens int32[B, any]."""
-
-    model: DraftModel
-    answers: jax.Array
-    tokens: int = struct.field(pytree_node=False, default=4)
-
-    def begin(self, *arguments: Any) -> Any:
-        model, drafter_state = self.model.begin(*arguments)
-        return self.replace(model=model), drafter_state
-
-    def catch_up(self, *arguments: Any) -> Any:
-        return self.model.catch_up(*arguments)
-
-    def roll_back(self, *arguments: Any) -> Any:
-        return self.model.roll_back(*arguments)
-
-    def propose(self, drafter_state: Any, state: Any, history: jax.Array, count: int) -> tuple[jax.Array, Any]:
-        drafts, drafter_state = self.model.propose(drafter_state, state, history, count)
-        places = jnp.minimum(state.count[:, None] + jnp.arange(count), self.answers.shape[1] - 1)
-        told = jnp.take_along_axis(self.answers, places, axis=1)
-        return jnp.where(drafts < 0, drafts, told), drafter_state  # keeps the draft from being optimized away
 
 
 @dataclass(frozen=True)
@@ -127,14 +92,14 @@ class Timed:
     @classmethod
     def of(cls, model: Any, prompts: Sequence[Sequence[int]], draft: Drafter | None, **options: Any) -> Timed:
         pieces = llama_jax.stream(*model, prompts, draft=draft, max_chunks=64, **options)
-        found = [next(pieces)]
+        chunks = [next(pieces)]
         started = time.perf_counter()
-        found += pieces
+        chunks += pieces
         seconds = time.perf_counter() - started
         rows = range(len(prompts))
-        tokens = [[t for piece in found for t in piece.tokens[row][piece.valid[row]].tolist()] for row in rows]
-        logprobs = [[x for piece in found for x in piece.logprobs[row][piece.valid[row]].tolist()] for row in rows]
-        drafted = [piece.counts for piece in found if isinstance(piece, DraftedChunk)]
+        tokens = [[t for piece in chunks for t in piece.tokens[row][piece.valid[row]].tolist()] for row in rows]
+        logprobs = [[x for piece in chunks for x in piece.logprobs[row][piece.valid[row]].tolist()] for row in rows]
+        drafted = [piece.counts for piece in chunks if isinstance(piece, DraftedChunk)]
         counts = tuple(sum(int(each.sum()) for each in part) for part in zip(*drafted, strict=True)) or (0, 0, 0)
         return cls(seconds, tokens, logprobs, counts)
 
@@ -142,18 +107,12 @@ class Timed:
 def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Arguments, **options: Any) -> Row:
     """Measure one row of the table."""
     run = partial(Timed.of, model, prompts, max_new_tokens=arguments.new_tokens, **options)
-    passes_of = partial(seconds_of_pass, model, prompts, draft, max_new_tokens=arguments.new_tokens, **options)
-    numbers = 0, *halved_lengths(draft.tokens)
-    rehearsed = [[passes_of(number) for number in numbers] for _ in range(3)][1:]  # the first compiles every program
-    prices = np.median([[seconds / row[0] for seconds in row] for row in rehearsed], axis=0)
-    plain, drafted = [], []
-    for _ in range(arguments.repetitions):
-        plain.append(run(None))
-        drafted.append(run(draft))
+    pairs = [(run(None), run(draft)) for _ in range(arguments.repetitions + 1)][1:]  # the first compiles every program
+    plain, drafted = zip(*pairs, strict=True)
     gaps = gaps_of(plain[0], drafted[0])
     passes, offered, accepted = drafted[-1].counts
     made = sum(map(len, drafted[-1].tokens)) - len(prompts)
-    seconds = [statistics.median(each.seconds for each in runs) for runs in (plain, drafted)]
+    seconds = [statistics.median(run_of_case.seconds for run_of_case in runs) for runs in (plain, drafted)]
     row = {
         "case": name,
         "batch": len(prompts),
@@ -162,7 +121,6 @@ def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Argu
         "speedup": round(seconds[0] / seconds[1], 3),
         "tokens_per_pass": round(made / passes, 2),
         "accepted": round(accepted / offered, 3) if offered else None,
-        "price_of_pass": {number: round(float(price), 2) for number, price in zip(numbers, prices, strict=True)},
         "same_rows": f"{len(prompts) - len(gaps)} of {len(prompts)}",
         "gaps_where_not": gaps,
         "seconds": {"plain": [x.seconds for x in plain], "drafted": [x.seconds for x in drafted]},
@@ -171,35 +129,14 @@ def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Argu
     return row
 
 
-def seconds_of_pass(
-    model: Any,
-    prompts: Any,
-    draft: Drafter,
-    number: int,
-    max_new_tokens: int,
-    sampling: Sampling = Sampling(),
-    stop_tokens: Sequence[int] = (),
-) -> float:
-    """Generate with this many drafts per pass; return the seconds of a pass."""
-    config, params = model
-    options = CacheOptions()
-    prepared = prepare_inputs(config, prompts, max_new_tokens, sampling, stop_tokens, options)
-    programs = CompiledDecode(config, params, Compute(), Sharding())
-    pieces = drafted_chunks(programs, draft, prepared, options, 64, lambda state: number)
-    next(pieces)
-    started = time.perf_counter()
-    passes = sum(piece.counts.passes for piece in pieces if isinstance(piece, DraftedChunk))
-    return (time.perf_counter() - started) / int(np.max(passes))
-
-
-def gaps_of(one: Timed, other: Timed) -> list[dict[str, Any]]:
+def gaps_of(plain: Timed, other: Timed) -> list[dict[str, Any]]:
     """For each differing row: the number of equal tokens, and the gap of the two log-probabilities."""
-    found = []
-    for row, tokens in enumerate(one.tokens):
+    gaps = []
+    for row, tokens in enumerate(plain.tokens):
         at = next((i for i, (a, b) in enumerate(zip(tokens, other.tokens[row], strict=False)) if a != b), None)
         if at is not None:
-            found.append({"row": row, "after": at, "gap": abs(one.logprobs[row][at] - other.logprobs[row][at])})
-    return found
+            gaps.append({"row": row, "after": at, "gap": abs(plain.logprobs[row][at] - other.logprobs[row][at])})
+    return gaps
 
 
 def stories(arguments: Arguments) -> Iterator[Row]:
@@ -229,49 +166,32 @@ def copied(arguments: Arguments) -> Iterator[Row]:
             yield compare(f"copied, {name}", model, prompts, PromptLookup(), arguments)
 
 
-def draft(arguments: Arguments) -> Iterator[Row]:
-    target, small = shape("stories-110m", 0), shape("stories-15m", 1)
-    prompts = random_prompts(target[0], 1)
-    found = llama_jax.generate(*target, prompts, max_new_tokens=arguments.new_tokens)
-    tokens = np.array([row.tokens for row in found], np.int32)
-    for acceptance in arguments.acceptances:
-        wrong = np.random.default_rng(1).random(tokens.shape) >= acceptance
-        answers = jnp.array(np.where(wrong, (tokens + 1) % target[0].vocab_size, tokens))
-        drafter = Rehearsed(DraftModel(*small, tokens=4), answers, 4)
-        yield compare(f"draft 15M for 110M, acceptance {acceptance}", target, prompts, drafter, arguments)
-
-
 def chats(arguments: Arguments) -> Iterator[Row]:
     if arguments.model is None:
         raise SystemExit("--cases chats needs an instruct model; pass its file or folder as --model")
     quantize = None if arguments.quantize == "none" else arguments.quantize
     config, params, tokenizer = llama_jax.load(arguments.model, "float32", quantize=quantize)
+    draft = PromptLookup() if arguments.draft is None else DraftModel(*llama_jax.load(arguments.draft, "float32")[:2])
     for name, requests in (("questions", QUESTIONS), ("copies", COPIES)):
         for text in requests:
             prompts, ends = [encode_chat(tokenizer, [{"role": "user", "content": text}])], reply_ends(tokenizer)
             what = f"chats, {name}: {text[:20]}"
-            yield compare(what, (config, params), prompts, PromptLookup(), arguments, stop_tokens=ends)
+            yield compare(what, (config, params), prompts, draft, arguments, stop_tokens=ends)
 
 
 def line(row: Row) -> str:
     accepted = "-" if row["accepted"] is None else f"{row['accepted']:.2f}"
-    prices = ", ".join(f"{price:.2f}" for number, price in row["price_of_pass"].items() if number)
     return (
         f"| {row['case']} | {row['batch']} | {row['plain_tokens_per_second']:,.1f} | {row['drafted_tokens_per_second']:,.1f}"
-        f" | {row['speedup']:.2f} | {row['tokens_per_pass']:.2f} | {accepted} | {prices} | {row['same_rows']} |"
+        f" | {row['speedup']:.2f} | {row['tokens_per_pass']:.2f} | {accepted} | {row['same_rows']} |"
     )
 
 
 def main(arguments: Arguments) -> None:
-    print("| case | batch | plain, tokens/s | drafted | speed-up | tokens/pass | accepted | price of a pass | same rows |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    cases = {"stories": stories, "copied": copied, "draft": draft, "chats": chats}
-    report: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions("jax", "jaxlib"),
-        "settings": settings(arguments),
-        "rows": [],
-    }
+    print("| case | batch | plain, tokens/s | drafted | speed-up | tokens/pass | accepted | same rows |")
+    print("|---|---|---|---|---|---|---|---|")
+    cases = {"stories": stories, "copied": copied, "chats": chats}
+    report = describe_run(arguments) | {"rows": []}
     for case in arguments.cases:
         for row in cases[case](arguments):
             report["rows"].append(row)

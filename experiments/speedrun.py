@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import bundled
 import tyro
-from measuring import cpu_name, versions, write_rows
+from measuring import RESULTS, ROOT, cpu_name, versions, write_rows
 
 from llama_jax.config import LlamaConfig
 from llama_jax.config.presets import preset
@@ -44,9 +44,8 @@ from llama_jax.runs.recipe import Recipe, to_dict
 from llama_jax.runs.recipes import find
 from llama_jax.training.optimizer import OptimizerSettings
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "speedrun.md"
-RESULTS = ROOT / "experiments" / "results" / "speedrun.json"
+ENTRIES = RESULTS / "speedrun.json"
 MINUTES = 30.0
 CORES = 2
 REHEARSED = 16  # steps that measure what one takes
@@ -197,19 +196,19 @@ def prepare(data: Path, folder: Path, training: Sequence[Path] = ()) -> Text:
     Raises:
       SystemExit: a validation story is in the training text.
     """
-    held = bundled.validation_stories(data)
-    validation = bundled.write_stories(folder / bundled.VALIDATION, held)
+    validation_texts = bundled.validation_stories(data)
+    validation = bundled.write_stories(folder / bundled.VALIDATION, validation_texts)
     if training:
-        known, files = {" ".join(story.split()) for story in held}, tuple(training)
-        found = [story for story in stories_of(files) if " ".join(story.split()) in known]
+        known, files = {" ".join(story.split()) for story in validation_texts}, tuple(training)
+        shared = [story for story in stories_of(files) if " ".join(story.split()) in known]
     else:
         stories = bundled.training_stories(data)
         files = (bundled.write_stories(folder / bundled.TRAINING, stories),)
-        found = bundled.shared_stories(stories, held)
-    if found:
-        raise SystemExit(f"{len(found)} validation stories are in the training text, the first: {found[0][:80]!r}")
+        shared = bundled.shared_stories(stories, validation_texts)
+    if shared:
+        raise SystemExit(f"{len(shared)} validation stories are in the training text, the first: {shared[0][:80]!r}")
     sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (*files, validation)}
-    return Text(files, validation, tuple(name for name, found in sums.items() if TEXTS.get(name) != found))
+    return Text(files, validation, tuple(name for name, shared in sums.items() if TEXTS.get(name) != shared))
 
 
 def fit(recipe: Recipe, rehearse: Callable[[Recipe, Log], Any], clock: Clock) -> Recipe:
@@ -245,12 +244,12 @@ def attempt(recipe: Recipe, text: Text, clock: Clock, folder: Path, tokenizer: P
         tokenizer = folder / "vocabulary.model"
         bundled.train_vocabulary(islice(stories_of(text.training), VOCABULARY), recipe.model.vocab_size, tokenizer)
 
-    def run(one: Recipe, workdir: str, log: Log) -> Any:
+    def run(variant: Recipe, workdir: str, log: Log) -> Any:
         validation = text.validation
-        return train(one, folder / workdir, text.training, validation_data=validation, tokenizer=tokenizer, log=log)
+        return train(variant, folder / workdir, text.training, validation_data=validation, tokenizer=tokenizer, log=log)
 
     with clock.stopping():
-        recipe = fit(recipe, lambda one, log: run(one, "rehearsal", log), clock)
+        recipe = fit(recipe, lambda variant, log: run(variant, "rehearsal", log), clock)
         done = run(recipe, "run", Log())
     used = clock.minutes - clock.left / 60
     return {
@@ -266,7 +265,7 @@ def attempt(recipe: Recipe, text: Text, clock: Clock, folder: Path, tokenizer: P
 
 def stories_of(files: Sequence[Path]) -> Iterator[str]:
     """The documents of files that the library reads."""
-    return (one.text for file in files for one in read_documents(file, DocumentFormat()))
+    return (document.text for file in files for document in read_documents(file, DocumentFormat()))
 
 
 def measured(recipe: Recipe, run: Path, validation: Path) -> dict[str, Any]:
@@ -293,10 +292,10 @@ def measured(recipe: Recipe, run: Path, validation: Path) -> dict[str, Any]:
     first, second = llama_jax.forward(config, params, jnp.asarray(ids))[0][:, :half]
     if not np.allclose(first, second, rtol=1e-3, atol=1e-3):
         raise SystemExit("predictions of the first half of a row depend on the second half")
-    found = evaluate(config, params, open_corpus(validation, tokenizer), length=recipe.length)
+    evaluation = evaluate(config, params, open_corpus(validation, tokenizer), length=recipe.length)
     return {
-        "bits_per_byte": round(found.bits_per_byte, 4),
-        "loss": round(found.loss, 4),
+        "bits_per_byte": round(evaluation.bits_per_byte, 4),
+        "loss": round(evaluation.loss, 4),
         "parameters": parameter_count(config),
         "vocabulary": config.vocab_size,
     }
@@ -315,9 +314,9 @@ def use(track: Track) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     import jax
 
-    found = jax.devices()
-    if track == "h100" and ("H100" not in found[0].device_kind or len(found) != 1):
-        raise SystemExit(f"this track is for one H100, and here is {len(found)} x {found[0].device_kind}")
+    devices = jax.devices()
+    if track == "h100" and ("H100" not in devices[0].device_kind or len(devices) != 1):
+        raise SystemExit(f"this track is for one H100, and here is {len(devices)} x {devices[0].device_kind}")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -336,10 +335,10 @@ def leaderboard(rows: Sequence[dict[str, Any]], track: Track) -> str:
     if not entries:
         return "No entry yet."
     lines = [
-        f"| {place} | {row['bits_per_byte']:.4f} | {row['name']} | {row['by']} | {row['date']} |"
+        f"| {rank} | {row['bits_per_byte']:.4f} | {row['name']} | {row['by']} | {row['date']} |"
         f" {row['parameters'] / 1e6:.1f}M | {row['steps']:,} | {row['tokens'] / 1e6:.1f}M | {row['used']:.1f} |"
         f" {row['device']} |"
-        for place, row in enumerate(entries, 1)
+        for rank, row in enumerate(entries, 1)
     ]
     head = "| | bits per byte | entry | by | date | parameters | steps | tokens | minutes | device |"
     return "\n".join([head, "|---|---|---|---|---|---|---|---|---|---|", *lines])
@@ -347,26 +346,26 @@ def leaderboard(rows: Sequence[dict[str, Any]], track: Track) -> str:
 
 def ladder(rows: Sequence[dict[str, Any]]) -> str:
     """How far each idea took our entry, and what did not help, as far as they were measured."""
-    found = {row["name"]: row for row in rows if row["kind"] == "idea"}
-    if "baseline" not in found:
+    ideas = {row["name"]: row for row in rows if row["kind"] == "idea"}
+    if "baseline" not in ideas:
         return "Not measured yet."
-    same = lambda row: [row[name] == found["baseline"][name] for name in ("minutes", "clock")]
-    found = {name: row for name, row in found.items() if all(same(row))}
+    same = lambda row: [row[name] == ideas["baseline"][name] for name in ("minutes", "clock")]
+    ideas = {name: row for name, row in ideas.items() if all(same(row))}
     line = lambda name, before: (
-        f"| {name} | {found[name]['bits_per_byte']:.4f} |"
-        f" {'' if before is None else format(found[name]['bits_per_byte'] - before, '+.4f')} | {found[name]['steps']:,} |"
+        f"| {name} | {ideas[name]['bits_per_byte']:.4f} |"
+        f" {'' if before is None else format(ideas[name]['bits_per_byte'] - before, '+.4f')} | {ideas[name]['steps']:,} |"
     )
     head = "| {} | bits per byte | change | steps |\n|---|---|---|---|"
-    clock = "on the clock" if found["baseline"]["clock"] == "wall" else "of processor time per core"
+    clock = "on the clock" if ideas["baseline"]["clock"] == "wall" else "of processor time per core"
     table, before = (
-        [f"Each ran for {found['baseline']['minutes']:g} minutes {clock}:", "", head.format("with this too")],
+        [f"Each ran for {ideas['baseline']['minutes']:g} minutes {clock}:", "", head.format("with this too")],
         None,
     )
     for name in ("baseline", *IDEAS):
-        if name in found:
+        if name in ideas:
             table.append(line(name, before))
-            before = found[name]["bits_per_byte"]
-    if tried := [line(name, before) for name in TRIED if name in found]:
+            before = ideas[name]["bits_per_byte"]
+    if tried := [line(name, before) for name in TRIED if name in ideas]:
         table += ["", head.format("all of that, and"), *tried]
     return "\n".join(table)
 
@@ -376,9 +375,9 @@ def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     return {**{track: leaderboard(rows, track) for track in TRACKS}, "ideas": ladder(rows)}
 
 
-def with_tables(page: str, found: dict[str, str]) -> str:
+def with_tables(page: str, tables_by_name: dict[str, str]) -> str:
     """The page with these tables between ``<!-- NAME -->`` and ``<!-- end -->``."""
-    for name, table in found.items():
+    for name, table in tables_by_name.items():
         page = re.sub(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", lambda m, t=table: m[1] + t + m[2], page, flags=re.DOTALL)
     return page
 
@@ -412,11 +411,11 @@ class Run:
     """Whose entry it is."""
     tokenizer: Path | None = None
     """For a recipe with vocabulary=given; without it that learns one from the training stories, within the time."""
-    data: Path = bundled.DATA
+    data: Path = bundled.TEXT_FOLDER
     """Folder of the three slices of TinyStories."""
     training: tuple[Path, ...] = ()
     """Training text in place of the slices; entries of the track of two cores have none."""
-    output: Path = RESULTS
+    output: Path = ENTRIES
     """Where an entry is recorded; practice is printed only, except as an idea of `ideas`."""
     idea: bool = False
     """Record the row as an idea."""
@@ -450,9 +449,9 @@ class Ideas:
     minutes: float = MINUTES
     clock: ClockName = "wall"
     only: Literal["ideas", "tried", "all"] = "all"
-    data: Path = bundled.DATA
+    data: Path = bundled.TEXT_FOLDER
     """Folder of the three slices of TinyStories."""
-    output: Path = RESULTS
+    output: Path = ENTRIES
     """What is recorded there with the same minutes does not run again."""
 
     def run(self) -> None:
@@ -479,7 +478,7 @@ class Ideas:
 class Page:
     """Write the tables of docs/speedrun.md."""
 
-    output: Path = RESULTS
+    output: Path = ENTRIES
 
     def run(self) -> None:
         PAGE.write_text(with_tables(PAGE.read_text("utf-8"), tables(read_rows(self.output))), "utf-8")

@@ -54,7 +54,7 @@ LARGEST_PROGRAMS = 2**30
 
 def pytest_configure(config: pytest.Config) -> None:
     """Programs compiled once are kept: for the processes of this run, and for the next run."""
-    config.pluginmanager.register(SupportClaims(config))
+    config.pluginmanager.register(SupportClaims())
     for ignored in (signal.SIGHUP, signal.SIGINT):  # as under nohup, and after & in a script: children would inherit it
         if signal.getsignal(ignored) is signal.SIG_IGN:
             signal.signal(ignored, signal.default_int_handler if ignored is signal.SIGINT else signal.SIG_DFL)

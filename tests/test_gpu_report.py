@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import device_programs
 import jax
 import jax.numpy as jnp
 import pytest
 from bundle import bundle
 from gpu_parts import attention, decode, prefill
+from gpu_parts import programs as device_programs
 from gpu_parts.plan import GOAL_SHAPE, SMALL
 from gpu_parts.run import Run
 
@@ -119,13 +119,13 @@ def test_programs_stand_beside_what_compilers_foretold_of_them(tmp_path):
     row = {"program": "8b-decode", "hardware": hardware, "token": {"read_ratio": 1.004, "kernels_per_layer": 9.0}}
     row["bytes_per_device"] = {"total": 16_500_000_000, "temporaries": 2_000_000, "gradients": 0}
     (tmp_path / "compile_report_gpu.json").write_text(json.dumps({"programs": [row, row | {"flags": "off", "token": None}]}))
-    assert device_programs.foretold(cases["8b-decode"], hardware, tmp_path) == {
+    assert device_programs.find_prediction(cases["8b-decode"], hardware, tmp_path) == {
         "table_plan_gb": 16.5,
         "table_temporaries_gb": 0.002,
         "table_read_over_least": 1.004,
         "table_kernels_a_layer": 9.0,
     }
-    assert device_programs.foretold(cases["1b-train"], hardware, tmp_path) == {}
+    assert device_programs.find_prediction(cases["1b-train"], hardware, tmp_path) == {}
     assert device_programs.hardware_of(SimpleNamespace(device_kind="NVIDIA H200")) == "h200"
     assert device_programs.hardware_of(jax.devices("cpu")[0]) is None
 

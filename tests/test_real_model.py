@@ -7,7 +7,7 @@ The goldens of this file were made once with other programs: ids, greedy text an
 import json
 from dataclasses import replace
 
-import int8_cache
+import int8_outliers
 import jax
 import numpy as np
 import pytest
@@ -82,15 +82,15 @@ def test_perplexity_of_windows_is_llama_cpps(model):
     assert np.exp(losses(params, windows).mean()) == pytest.approx(91.2302, rel=3e-4)
 
 
-@pytest.mark.parametrize("outliers", int8_cache.MODELS.values(), ids=int8_cache.MODELS)
+@pytest.mark.parametrize("outliers", int8_outliers.OUTLIERS.values(), ids=int8_outliers.OUTLIERS)
 def test_a_cache_of_int8(model, outliers):
     """Also where keys stand out as in Qwen2.5, with which a cache that rounds them as they come is off by 0.02 nats."""
     config, params, tokenizer = model
     text = shared_data("text/wikitext-2-test.txt").read_text()[:4000]
     ids = np.asarray(tokenizer.encode(text)[:512], np.int32)
     if outliers is not None:
-        config, params = int8_cache.with_outliers(config, params, ids, *outliers)
-    assert int8_cache.divergences(config, params, ids).mean() < 2e-3
+        config, params = int8_outliers.with_outliers(config, params, ids, *outliers)
+    assert int8_outliers.cache_divergences(config, params, ids).mean() < 2e-3
 
 
 def test_the_servers_engine_answers_a_chat(model):

@@ -223,7 +223,7 @@ def _forget_peak() -> None:
 
 def work(seed: int) -> None:
     """Answer each number on standard input with a line of JSON on what came of its case."""
-    for folder in ("", "formats", "tokenizers", "../experiments"):
+    for folder in ("", "formats", "tokenizers"):
         sys.path.append(str(HERE / folder))
     import resource
     import warnings

@@ -490,7 +490,7 @@ def _import(folder: Path) -> None:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "LLAMA_JAX_CACHE": str(folder / "cache"),
     }
-    for folder in ("", "data", "runs", "tokenizers", "../experiments"):
+    for folder in ("", "data", "runs", "tokenizers"):
         sys.path.append(str(HERE / folder))
     sys.path.insert(0, str(HERE.parent))
     import byte_tokenizer  # noqa: F401

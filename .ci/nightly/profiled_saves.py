@@ -34,6 +34,7 @@ def profile(folder: Path, seed: int, number: int) -> list[str]:
     from mortal_run import recipe
 
     import llama_jax
+    from llama_jax.errors import CheckpointError
     from llama_jax.formats.step_dirs import check_checksums
 
     rng = random.Random(f"{seed} {number}")
@@ -53,7 +54,11 @@ def profile(folder: Path, seed: int, number: int) -> list[str]:
     saved = sorted(folder.glob("run/checkpoints/*"))
     if result.step != STEPS or [path.name for path in saved] != [str(step) for step in range(1, STEPS + 1)]:
         wrong.append(f"{result.step} steps, and the checkpoints {[path.name for path in saved]}")
-    wrong += [f"{path.name} has no checksums" for path in saved if not check_checksums(path)]
+    for path in saved:
+        try:
+            check_checksums(path)
+        except CheckpointError as error:
+            wrong.append(str(error))
     if not list((folder / "run" / "trace").rglob("*.xplane.pb")):
         wrong.append(f"there is no profile of the steps {steps}")
     left = [thread.name for thread in threading.enumerate() if thread not in before and not thread.daemon]
@@ -93,7 +98,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="the run of this number")
     given = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    for folder in ("", "runs", "../experiments"):
+    for folder in ("", "runs"):
         sys.path.append(str(HERE / folder))
     sys.path.insert(0, str(HERE.parent))
     with tempfile.TemporaryDirectory() as programs:  # each run compiles the same

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    sys.path += [str(Path(__file__).parents[2] / name) for name in ("tests", "experiments")]
+    sys.path.append(str(Path(__file__).parents[2] / "tests"))
 
 import conftest  # noqa: F401  XLA's settings for tests
 import jax

@@ -25,7 +25,7 @@ LOSS_TOLERANCE = 1e-5  # relative to the loss
 
 
 def families(run: Run) -> Iterator[Row]:
-    """Yield the rows that `support_matrix` reads, three per family: a feature of its ON_DEVICE, and whether it is `ok`."""
+    """Yield the rows of docs/support.md, three per family: a feature, and whether it is `ok`."""
     for kind in FAMILY_MODELS:
         for feature, measure in (("logits", logits), ("generate", generate), ("training step", training_step)):
             yield run.attempt({"family": kind, "feature": feature}, partial(measure, kind, run.device))

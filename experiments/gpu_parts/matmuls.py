@@ -55,16 +55,16 @@ def ways(form: QuantFormat | None, rows: int) -> dict[str, Product]:
     """The products to compare; `form` is None for bfloat16."""
     if form is None:
         return {"dense": dense} | ({"tokamax": ragged} if importlib.util.find_spec("tokamax") else {})
-    found: dict[str, Product] = {"library": lambda form, x, planes: library.multiply(x, planes, form)}
+    products: dict[str, Product] = {"library": lambda form, x, planes: library.multiply(x, planes, form)}
     if form.words is not None and rows <= 8:
-        found["words"] = by_words
+        products["words"] = by_words
     if form.has_row_scales:
-        found["in the matmul"] = in_the_matmul
+        products["in the matmul"] = in_the_matmul
     elif rows == 1:
-        found["weights"] = by_weights
+        products["weights"] = by_weights
     if not form.has_row_scales and rows > 1:
-        found["chunks"] = lambda form, x, planes: library._by_chunks(x, planes, form)
-    return found
+        products["chunks"] = lambda form, x, planes: library._by_chunks(x, planes, form)
+    return products
 
 
 def matmuls(run: Run) -> Iterator[Row]:

@@ -34,13 +34,13 @@ def serving(run: Run) -> Iterator[Row]:
 
 def answers(engine: Engine, prompts: list[list[int]], new_tokens: int) -> list[Tokens]:
     """Tokens of all prompts, requested at once."""
-    found: list[Tokens] = [[] for _ in prompts]
-    for prompt, into in zip(prompts, found, strict=True):
+    received: list[Tokens] = [[] for _ in prompts]
+    for prompt, into in zip(prompts, received, strict=True):
         take = lambda update, into=into: into.extend((token.id, token.logprob) for token in update.tokens)
         engine.submit(GenerationRequest(prompt=prompt, max_new_tokens=new_tokens), take)
     while engine.step():
         pass
-    return found
+    return received
 
 
 def random_prompts(config: llama_jax.LlamaConfig, lengths: list[int]) -> list[list[int]]:

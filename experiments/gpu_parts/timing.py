@@ -16,14 +16,14 @@ from gpu_parts.run import Row
 def seconds(program: Callable[[], Any], repetitions: int, calls: int = 1) -> list[float]:
     """Seconds per call of each repetition. `calls` are queued at once, which hides the cost of launching them."""
     jax.block_until_ready(program())
-    found = []
+    times = []
     for _ in range(repetitions):
         start = time.perf_counter()
         for _ in range(calls):
             result = program()
         jax.block_until_ready(result)
-        found.append((time.perf_counter() - start) / calls)
-    return found
+        times.append((time.perf_counter() - start) / calls)
+    return times
 
 
 def spread(times: list[float]) -> float:

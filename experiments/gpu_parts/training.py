@@ -103,5 +103,5 @@ def measure_training(
 
 def best_training(rows: list[Row], case: Training) -> Row | None:
     """The row of the fastest candidate; None without a published peak to compare with."""
-    found = [row for row in rows if row.get("mfu") and (row["shape"], row["parameters"]) == (case.shape, case.parameters)]
-    return max(found, key=lambda row: row["mfu"], default=None)
+    measured = [row for row in rows if row.get("mfu") and (row["shape"], row["parameters"]) == (case.shape, case.parameters)]
+    return max(measured, key=lambda row: row["mfu"], default=None)

@@ -6,11 +6,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import check_estimate
 import commands
-import mesh_report
 import pytest
 from commands import error_of, run_here
+from process_memory import ProgramCase, estimate_ratio
 
 from llama_jax import cache_bytes, load, parameter_count, preset
 from llama_jax.cli.estimate import formats_in_files, read_model_config
@@ -18,7 +17,6 @@ from llama_jax.formats.huggingface import config_to_dict
 from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.model.lora import Lora, adapter_count
 from llama_jax.model.trees import bytes_in_memory
-from llama_jax.parallel.mesh import parse_mesh
 
 CONFIG = preset("stories-260k")
 
@@ -218,37 +216,18 @@ def test_bad_arguments_are_one_line_and_exit_code_2(arguments, message):
 
 
 @pytest.mark.slow
-def test_meshes_are_compared_by_what_they_take_and_send():
-    row = mesh_report.look("stories-260k", "fsdp=2", 64, ("h200", "tpu-v5p"))
-    assert (row["devices"], row["batch"]) == (2, 2)
-    assert row["sent"]["all-gather over fsdp"]["count"] > 2 * CONFIG.n_layers
-    assert 0 < row["least_sent"] <= sum(one["bytes"] for one in row["sent"].values())
-    head, _, line = mesh_report.as_table([row], ("h200", "tpu-v5p")).splitlines()
-    assert head.count("|") == line.count("|") == 9
-    assert "stories-260k | fsdp=2" in line
-    assert "% to " in line  # it fits
-    large = row | {"hardware": {name: {"fits": False, "share_of_memory": 2.5} for name in ("h200", "tpu-v5p")}}
-    assert mesh_report.as_table([large], ("h200", "tpu-v5p")).count("2.50 x its memory") == 2
-
-
-def test_every_mesh_of_the_report_has_as_many_devices_as_it_says():
-    for devices, meshes in mesh_report.MESHES.items():
-        assert {parse_mesh(mesh).devices for mesh in meshes} == {devices}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(check_estimate.CASES[0], marks=pytest.mark.nightly),
-        check_estimate.CASES[12],
-        pytest.param(replace(check_estimate.CASES[7], preset="stories-15m", length=256), marks=pytest.mark.nightly),
-        pytest.param(check_estimate.CASES[4], marks=pytest.mark.nightly),
+        pytest.param(ProgramCase("train step", "stories-15m", "data=1", 8, 256), marks=pytest.mark.nightly),
+        ProgramCase("prefill", "stories-110m", "data=1", 1, 1024, dtype="bfloat16"),
+        pytest.param(ProgramCase("train step", "stories-15m", "fsdp=2,tensor=2", 8, 256), marks=pytest.mark.nightly),
+        pytest.param(ProgramCase("train step", "stories-42m", "data=1", 4, 256, remat="none"), marks=pytest.mark.nightly),
     ],
     ids=lambda case: f"{case.program} {case.mesh}",
 )
 def test_the_estimate_is_what_a_process_takes(case):
-    assert check_estimate.check(case)["ratio"] == pytest.approx(1, abs=0.1)
+    assert estimate_ratio(case) == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.slow

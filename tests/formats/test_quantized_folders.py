@@ -34,7 +34,7 @@ def test_numbers_are_those_of_the_format(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", writers.PACKAGES)
 def test_numbers_are_those_that_the_packages_themselves_decode(kind, tmp_path, monkeypatch):
-    """What AutoGPTQ and AutoAWQ packed and decoded, in float16 (`experiments/make_gptq_awq_goldens.py`)."""
+    """What AutoGPTQ and AutoAWQ packed and decoded, in float16; make_gptq_awq_goldens.py of commit 2b1345d3 wrote it."""
     monkeypatch.setitem(writers.FOLDERS, "golden", (writers.PACKAGES[kind], writers.by_package(kind), None))
     dense = params_of(writers.CONFIG, writers.write_folder(tmp_path, "golden"))
     half = lambda params: jax.tree.map(lambda leaf: np.asarray(leaf, np.float16), params)

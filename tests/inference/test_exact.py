@@ -330,7 +330,7 @@ def test_with_the_usual_options_of_the_compiler(tmp_path):
     text, found = tmp_path / "text.txt", tmp_path / "found.json"
     text.write_text(" ".join(random.Random(0).choices(["once", "upon", "a", "time", "there", "was", "king,"], k=4000)))
     options = ["--text", text, "--output", found, "--prompts", "12", "--longest", "120", "--no-price"]
-    command = [sys.executable, exactness.__file__, *map(str, options), "--kinds", "float32", "q4_0"]
+    command = [sys.executable, exactness.__file__, *map(str, options), "--formats", "float32", "q4_0"]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     subprocess.run(command, env=environment, check=True)
     for kind in ("float32", "q4_0"):

@@ -6,8 +6,8 @@ from typing import get_args
 import jax
 import numpy as np
 import pytest
-from bench_generate import quantize_file
 from conftest import sharp
+from quantization import quantize_file
 
 import llama_jax
 from llama_jax.formats.saving import Blocks
@@ -94,7 +94,7 @@ def test_a_file_is_llama_cpps(floats, tmp_path, kind):
 
     name = {"q4_k": "Q4_K_M", "q5_k": "Q5_K_M"}.get(kind, kind.upper())
     llama_jax.convert(floats, tmp_path / "ours.gguf", dtype=kind)
-    quantize_file(floats, tmp_path / "theirs.gguf", getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}"), pure=False)
+    quantize_file(floats, tmp_path / "theirs.gguf", getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}"))
     readers = [GGUFReader(tmp_path / f"{whose}.gguf") for whose in ("ours", "theirs")]
     ours, theirs = ({tensor.name: tensor for tensor in reader.tensors} for reader in readers)
     assert ours.keys() == theirs.keys()

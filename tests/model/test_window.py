@@ -9,7 +9,7 @@ import pytest
 from conftest import sharp
 from hypothesis import given
 from hypothesis import strategies as st
-from int8_cache import with_outliers
+from int8_outliers import with_outliers
 
 import llama_jax
 from llama_jax import ops

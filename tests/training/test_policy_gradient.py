@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from make_preference_goldens import GOLDEN, POLICIES, rollouts
+from preference_inputs import GOLDEN, POLICIES, rollouts
 
 from llama_jax.errors import ConfigError
 from llama_jax.training.policy_gradient import PolicyOptions, group_advantages, policy_loss

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from make_preference_goldens import CASES, GOLDEN, numbers
+from preference_inputs import CASES, GOLDEN, numbers
 
 from llama_jax.errors import ConfigError
 from llama_jax.training.preference_loss import Pair, PreferenceOptions, kto_loss, preference_loss

@@ -1,7 +1,7 @@
 """Write a small model in every format, with that format's own writer, for the tests.
 
     pip install -e ".[parity]"
-    python experiments/make_format_goldens.py
+    python tests/make_format_goldens.py
 
 torch writes Meta's ``.pth`` in 1, 2, 4 and 8 ranks, ``pytorch_model.bin``, single and sharded, and llama2.c's ``ckpt.pt``;
 llama.cpp's quantizer writes a Q4_K_M. These files go to ``tests/goldens/formats``. Formats that need only NumPy or the gguf

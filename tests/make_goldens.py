@@ -1,7 +1,7 @@
 """Write transformers' results on small random models, for tests to compare with if torch is not installed.
 
     pip install -e ".[parity]"
-    python experiments/make_goldens.py
+    python tests/make_goldens.py
 
 The weights are drawn from NumPy's generator. Only the results are stored, so that the files stay small.
 """
@@ -16,7 +16,7 @@ from llama_jax import LlamaConfig, RopeScaling
 from llama_jax.config import RopeScalingKind
 from llama_jax.formats.huggingface import HF_NAMES, config_to_dict
 
-GOLDENS = Path(__file__).parents[1] / "tests" / "goldens"
+GOLDENS = Path(__file__).parent / "goldens"
 
 
 def _config(**changes) -> LlamaConfig:

@@ -1,7 +1,7 @@
 """Write PEFT's results with adapters on a small random model, for tests to compare with if PEFT is not installed.
 
     pip install -e ".[parity]"
-    python experiments/make_adapter_goldens.py
+    python tests/make_adapter_goldens.py
 
 Weights and adapters are drawn from NumPy's generator and are not stored. Stored are results in float64: logits, gradients of
 a loss, and the losses and adapters of twenty steps of AdamW, in which magnitudes do not decay. Transformers never computes
