@@ -73,7 +73,16 @@ MORE_ARGUMENTS = {
     "inference/generate.py stream": 10,  # those of generate, and max_chunks
     "model/logits.py observe": 8,  # those of forward, and hooks
     "model/cache.py attend_gathered": 8,  # as `attend_paged`
-    "ops/attention/paged.py attend_paged": 8,  # those of `attend`, with chunks and sinks in the place of a mask as arrays
+    "inference/decode.py begin_decode": 8,  # prefilled prompts, their tokens and settings, computation and sharding
+    # Those of `attend`, with chunks and sinks in the place of a mask as arrays, and the options that choose kernels.
+    "ops/attention/paged.py attend_paged": 9,
+    "ops/attention/paged.py attend_on_device": 8,
+    "ops/attention/paged_blocks.py attend_by_blocks": 8,
+    # Three matrices, and the options that choose kernels.
+    "ops/layers.py feed_forward": 8,
+    "ops/moe.py mixture_of_experts": 8,
+    "ops/moe.py _chosen_experts": 8,
+    "ops/moe.py all_experts": 8,
 }
 
 

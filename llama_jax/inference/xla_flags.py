@@ -208,7 +208,8 @@ def keep_freed_memory(platforms: Iterable[str] | None = None, environment: Mappi
     if users or tuple(platforms) != ("cpu",) or sys.platform != "linux":
         return False
     library = ctypes.CDLL(None)
-    if not (hasattr(library, "gnu_get_libc_version") and all(library.mallopt(*option) for option in MALLOC_OPTIONS)):
+    is_glibc = getattr(library, "gnu_get_libc_version", None) is not None
+    if not (is_glibc and all(library.mallopt(*option) for option in MALLOC_OPTIONS)):
         return False
     _keeping.append(True)
     return True

@@ -12,6 +12,7 @@ This module exports what every model uses. Import the rest by module.
 
 from llama_jax.ops.attention import attend, attend_paged, write_paged
 from llama_jax.ops.layers import add_bias, embed, feed_forward, gated_activation, map_all_tokens, project, rms_norm
+from llama_jax.ops.platform import before_cpu_programs
 from llama_jax.ops.rotary import apply_rotary, inverse_frequencies, rotary_table
 
 __all__ = [
@@ -29,3 +30,9 @@ __all__ = [
     "rotary_table",
     "write_paged",
 ]
+
+
+@before_cpu_programs
+def import_cpu_variants() -> None:
+    """Register the variants in `ops.cpu`."""
+    import llama_jax.ops.cpu  # noqa: F401

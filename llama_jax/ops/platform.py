@@ -84,6 +84,12 @@ def tracing_for(params: Any) -> AbstractContextManager[Any]:
 
 
 _CPU_VARIANTS: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[str, ...]]] = {}
+_variant_imports: list[Callable[[], None]] = []
+
+
+def before_cpu_programs(import_variants: Callable[[], None]) -> None:
+    """Call a function that imports variants before any are looked up; the file of a variant imports what it replaces."""
+    _variant_imports.append(import_variants)
 
 
 def has_cpu_variant(plain: F) -> F:
@@ -94,9 +100,8 @@ def has_cpu_variant(plain: F) -> F:
         platform = lowering_platform()
         if platform in ("gpu", "tpu"):
             return plain(*args, **options)
-        from llama_jax.ops import cpu  # registers the variants; imported here, because it imports what it replaces
-
-        del cpu
+        for import_variants in _variant_imports:
+            import_variants()
         variant, platforms = _CPU_VARIANTS.get(dispatch, (plain, ()))
         return variant(plain, *args, **options) if platform in platforms else plain(*args, **options)
 
