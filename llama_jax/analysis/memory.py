@@ -331,7 +331,7 @@ def kernel_scratch(program: str) -> int:
     own memory, outside the plan.
 
     One such array at a time is what the library's programs use beyond the plan, apart from packed operands, which are
-    relatively small (measured by `experiments/check_estimate.py`).
+    relatively small (measured by `tests/process_memory.py`).
     """
     text = ProgramText(program)
     groups = {
