@@ -175,7 +175,7 @@ def bytes_read(text: DeviceProgram, computation: str, instruction: Instruction, 
         return 0
     if instruction.opcode in ("iota", "broadcast"):
         return 0
-    types = [text.named(computation)[name].type for name in instruction.operands if name in text.named(computation)]
+    types = [text.by_name(computation)[name].type for name in instruction.operands if name in text.by_name(computation)]
     if instruction.opcode in _PARTS and types:
         return min(text.memory_bytes(types[0]), sum(array_bytes(*array) for *array, _ in ARRAY.findall(instruction.type)))
     if instruction.opcode == "slice-start" and types:
@@ -209,7 +209,7 @@ def _used(text: DeviceProgram, computation: str, name: str, in_place: bool = Fal
       in_place: the array is the result of an update in place, so that returning it does not count as a read.
     """
     lines = text.computations[computation]
-    whole, used = _elements(text.named(computation)[name].type), 0
+    whole, used = _elements(text.by_name(computation)[name].type), 0
     if lines[-1].name == name:
         return 0 if in_place else whole
     for instruction in lines:
@@ -244,12 +244,12 @@ def bytes_written(text: DeviceProgram, computation: str, instruction: Instructio
     if instruction.opcode == "fusion" and instruction.called and instruction.called[0] in text.computations:
         return _written_by(text, instruction.called[0], instruction.type)
     if instruction.opcode in _IN_PLACE:
-        return _written_over(text.memory_bytes(instruction.type), text.named(computation), instruction)
+        return _written_over(text.memory_bytes(instruction.type), text.by_name(computation), instruction)
     return text.memory_bytes(instruction.type)
 
 
 def _written_by(text: DeviceProgram, computation: str, type: str) -> int:
-    named = text.named(computation)
+    named = text.by_name(computation)
     root = text.computations[computation][-1]
     results = [named[name] for name in root.operands] if root.opcode == "tuple" else [root]
     types = tuple_elements(type) if type.startswith("(") else [type]
@@ -456,7 +456,7 @@ class Findings:
         rows: dict[str, dict[str, int]] = {}
         for collective, (asynchronous, overlapped) in zip(self.collectives, self.overlap, strict=True):
             row = rows.setdefault(
-                f"{collective.kind} over {','.join(collective.axes)}",
+                f"{collective.opcode} over {','.join(collective.axes)}",
                 {"count": 0, "asynchronous": 0, "overlapped": 0, "sent": 0},
             )
             row["count"] += collective.count

@@ -21,13 +21,13 @@ from llama_jax.model.checks import check_arguments, check_exact, check_head, che
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.hooks import HookCaller
 from llama_jax.model.layer import KeyValues, LayerContext, TokenTables, layer, scale
-from llama_jax.model.operations import Ops, kernels_of, select_ops
+from llama_jax.model.operations import Ops, select_ops
 from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialize
 from llama_jax.model.rope import token_tables
 from llama_jax.ops import exact
 from llama_jax.ops.attention import PagedView
-from llama_jax.ops.platform import AnyArray, lowering_platform
+from llama_jax.ops.platform import AnyArray, KernelOptions, lowering_platform
 from llama_jax.ops.weights.layers import scan_reads_in_place, split_for_scan
 
 
@@ -264,7 +264,8 @@ def unembed_with_hooks(
     """`unembed` with hooks called by `call_hooks`, which collects the values that hooks keep."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     head = lm_head_of(config, params)
-    logits = ops.project(hidden, head, out_dtype=wide, kernels=kernels_of(params, compute))
+    kernels = KernelOptions(compute.exact, compute.native_code)
+    logits = ops.project(hidden, head, out_dtype=wide, kernels=kernels)
     padding = head.shape[0] - config.vocab_size
     if call_hooks.has("logits"):
         logits = call_hooks("logits", logits[..., : config.vocab_size])

@@ -66,7 +66,8 @@ def select_ops(
     # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. For 8B on eight v5e, this has less
     # than 1.05 times the minimal HBM traffic; a kernel per device has 1.24 times.
     head_sharding = sharding.head_sharding if starts is None else None
-    kernels = kernels_of(params, compute)
+    options = KernelOptions(compute.exact, compute.native_code, save_cast_weights=compute.remat != "none")
+    kernels = kernel_options(params, options)
     table = Ops(
         experts=partial(_call_experts, config, sharding.experts, kernels),
         project=partial(ops.project, kernels=kernels),
@@ -90,12 +91,6 @@ def select_ops(
     if config.rotary_dim is not None:
         table = table._replace(rotary=partial(_rotate_first, config.rotary_dim, table.rotary))
     return table
-
-
-def kernels_of(params: Llama, compute: Compute) -> KernelOptions:
-    """The kernels of a pass with these parameters."""
-    options = KernelOptions(compute.exact, compute.native_code, save_cast_weights=compute.remat != "none")
-    return kernel_options(params, options)
 
 
 def _with_parts(table: Ops, config: LlamaConfig, compute: Compute, sharding: Sharding) -> Ops:

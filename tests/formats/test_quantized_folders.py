@@ -106,7 +106,7 @@ def test_values_in_another_kind_than_queries_and_keys(tmp_path):
     params = llama_jax.load(tmp_path, quantize="keep").params
     qkv = llama_jax.layers_of(params)[1].attention.qkv
     assert isinstance(qkv, JoinedWeight)
-    assert [getattr(part, "kind", "dense") for part in qkv.parts] == ["int8", "int8", "dense"]
+    assert [getattr(part, "quant_format", "dense") for part in qkv.parts] == ["int8", "int8", "dense"]
     same(jit_dequantize(params), params_of(writers.CONFIG, dense))
 
 

@@ -46,7 +46,7 @@ def test_the_same_model_is_quantized_better(params, texts, kind):
 
 def test_what_cannot_be_scaled(params, texts):
     read, _ = texts
-    with pytest.raises(ConfigError, match=r"kind='iq4_xs' is not one of"):
+    with pytest.raises(ConfigError, match=r"quantize='iq4_xs' is not one of"):
         scale_channels(CONFIG, params, read, "iq4_xs")
     with pytest.raises(ConfigError, match="needs dense parameters"):
         scale_channels(CONFIG, quantize(params, "int8"), read, "int4")

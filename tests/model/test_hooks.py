@@ -305,7 +305,7 @@ def test_errors(params):
     optimizer = llama_jax.make_optimizer(llama_jax.OptimizerSettings(), 10)
     for keeps in (
         partial(llama_jax.init_state, optimizer),
-        partial(quantize, kind="int8"),
+        partial(quantize, quant_format="int8"),
         partial(llama_jax.save, "x", CONFIG),
     ):
         with raises("hooks"):

@@ -520,8 +520,8 @@ def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
     """With AVX-512 but no instruction for bfloat16, with AVX2, and with neither AVX2 nor VNNI."""
     if level == "cascadelake" and "avx512_vnni" not in native.processor().split():
         pytest.skip("this processor has no AVX-512")
-    monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("native", level) for flag in native.COMPILER_FLAGS))
-    monkeypatch.setattr(native, "PREFIX", f"llama_jax_{level}_")
+    monkeypatch.setattr(native, "COMPILER_FLAGS", tuple(flag.replace("native", level) for flag in native.COMPILER_FLAGS))
+    monkeypatch.setattr(native, "KERNEL_PREFIX", f"llama_jax_{level}_")
     monkeypatch.setattr(native, "_futures", {})
     usual = [name for name in native.LIBRARIES if not name.startswith("exact_")]
     native.prepare(usual)

@@ -180,7 +180,7 @@ def test_weights_are_not_gathered_over_tensor():
     rows, mesh = 4, make_mesh(MeshSizes(1, 4, 2))
     (program,) = train_programs(DIVISIBLE, mesh, rows, 128, remat="none")
     compiled = program.function.lower(*program.arguments).compile()
-    gathers = [c for c in find_collectives(compiled.as_text(), mesh) if c.kind == "all-gather" and c.loops]
+    gathers = [c for c in find_collectives(compiled.as_text(), mesh) if c.opcode == "all-gather" and c.loops]
     weights = [c for c in gathers if c.axes == ("fsdp",)]
     halves = [[128, 32], [32, 64], [24, 32], [24, 32], [32, 24]]
     assert shapes_of(c for c in weights if c.phase == "forward") == sorted(halves)
@@ -190,7 +190,7 @@ def test_weights_are_not_gathered_over_tensor():
 def test_data_parallel_sums_every_gradient_once(exchanged):
     """In one bucket per layer, and one for all that is in no layer."""
     collectives = exchanged(MeshSizes(8))
-    assert {c.kind for c in collectives} == {"all-reduce"}
+    assert {c.opcode for c in collectives} == {"all-reduce"}
     assert sorted(c.loops for c in collectives) == [(), (LAYERS,)]
     gradients = 4 * parameter_count(DIVISIBLE)
     assert gradients <= sum(c.count * c.bytes for c in collectives) <= gradients + 16  # and the loss
@@ -198,7 +198,7 @@ def test_data_parallel_sums_every_gradient_once(exchanged):
 
 def test_fsdp_gathers_the_weights_of_each_layer_once_forward_and_once_backward(exchanged):
     collectives = exchanged(MeshSizes(1, 8))
-    gathers = [c for c in collectives if c.kind == "all-gather"]
+    gathers = [c for c in collectives if c.opcode == "all-gather"]
     forward = [c for c in gathers if c.loops and c.phase == "forward"]
     backward = [c for c in gathers if c.loops and c.phase != "forward"]
     assert shapes_of(forward) == shapes_of(backward) == sorted(MATRICES)
@@ -213,12 +213,12 @@ def test_fsdp_gathers_the_weights_of_each_layer_once_forward_and_once_backward(e
 def test_tensor_parallel_sums_twice_per_layer_forward(exchanged):
     """Each sum is a reduce-scatter where the residual stream is split by positions, with a gather before what reads it."""
     collectives = [c for c in exchanged(MeshSizes(1, 1, 8)) if c.loops == (LAYERS,) and c.phase == "forward"]
-    kinds = [c.kind for c in collectives]
+    kinds = [c.opcode for c in collectives]
     assert kinds.count("all-reduce") == kinds.count("all-gather") == 2
     assert len(kinds) == 4
     stream = ROWS * 128 * DIVISIBLE.dim * 4
     assert {c.bytes for c in collectives} == {stream}
-    assert all(c.sliced == stream for c in collectives if c.kind == "all-reduce")
+    assert all(c.sliced == stream for c in collectives if c.opcode == "all-reduce")
 
 
 @pytest.mark.slow
@@ -226,17 +226,17 @@ def test_context_sends_keys_and_values_around_and_shares_weights_as_fsdp(exchang
     """Of an eighth of each row; what else travels in a layer are the weights, once for each pass."""
     collectives = exchanged(MeshSizes(context=8))
     keys = ROWS * 8 * 128 // 8 * 8 * 4  # [B, K, T / n, H] of float32
-    ring = [c for c in collectives if c.kind == "collective-permute"]
+    ring = [c for c in collectives if c.opcode == "collective-permute"]
     assert {c.bytes for c in ring} == {keys}
     turns = {phase: sum(c.count for c in ring if c.phase == phase) for phase in ("forward", "again", "backward")}
     # Two arrays, seven times; in the backward pass their gradients go with them, and home.
     assert turns == {"forward": 14 * LAYERS, "again": 14 * LAYERS, "backward": (14 + 16) * LAYERS}
-    gathers = [c for c in collectives if c.kind == "all-gather" and c.loops]
+    gathers = [c for c in collectives if c.opcode == "all-gather" and c.loops]
     for again in (False, True):
         assert shapes_of(c for c in gathers if (c.phase == "forward") != again) == sorted(MATRICES)
-    assert {c.kind for c in collectives if c.loops} == {"collective-permute", "all-gather", "all-reduce"}
+    assert {c.opcode for c in collectives if c.loops} == {"collective-permute", "all-gather", "all-reduce"}
     assert all(c.loops[0] == LAYERS for c in collectives if c.loops)  # nothing for every chunk of logits
-    outside = [c for c in collectives if not c.loops and c.kind == "all-gather" and "s32" not in c.dtypes]
+    outside = [c for c in collectives if not c.loops and c.opcode == "all-gather" and "s32" not in c.dtypes]
     assert shapes_of(outside) == [[DIVISIBLE.vocab_size, DIVISIBLE.dim]]
 
 
@@ -244,13 +244,13 @@ def test_context_sends_keys_and_values_around_and_shares_weights_as_fsdp(exchang
 def test_what_context_sends_is_the_least(exchanged):
     def sent(found):
         return {
-            kind: sum(c.count * c.sent for c in found if c.kind == kind) for kind in ("collective-permute", "all-to-all")
+            kind: sum(c.count * c.sent for c in found if c.opcode == kind) for kind in ("collective-permute", "all-to-all")
         }
 
     sizes = MeshSizes(context=8)
     assert sent(exchanged(sizes)) == sent(least_traffic(DIVISIBLE, sizes, ROWS, 128, "float32"))
-    compiled = sum(c.count * c.sent_if_scattered for c in exchanged(sizes) if c.kind == "all-reduce")
-    (scatter,) = (c for c in least_traffic(DIVISIBLE, sizes, ROWS, 128, "float32") if c.kind == "reduce-scatter")
+    compiled = sum(c.count * c.sent_if_scattered for c in exchanged(sizes) if c.opcode == "all-reduce")
+    (scatter,) = (c for c in least_traffic(DIVISIBLE, sizes, ROWS, 128, "float32") if c.opcode == "reduce-scatter")
     assert scatter.sent <= compiled < 1.1 * scatter.sent  # and the gradients of normalizations
 
 

@@ -263,7 +263,7 @@ def test_quantized_blocks_have_a_digest(tmp_path):
         found.append(load_frozen(tmp_path / f"{name}.gguf", config, MeshSizes(), "float32", "none")[1]["digest"])
     assert found[0] == found[1] != found[2]
     four = quantize_matrix(jax.random.normal(jax.random.key(1), (4, 128)), "q4_0")
-    assert digest({"gate": four}) != digest({"gate": four.replace(kind="iq4_nl")})
+    assert digest({"gate": four}) != digest({"gate": four.replace(quant_format="iq4_nl")})
 
 
 @pytest.mark.slow
