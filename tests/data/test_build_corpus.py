@@ -107,14 +107,14 @@ def test_two_processes_write_the_same_bytes(files, built, tmp_path):
 
 DYING = """
 import os, signal, sys
-from llama_jax.data.build_corpus import BuildOptions, build
+from llama_jax.data.build_corpus import BuildOptions, tokenize_files
 
 def die(done, of):
     if done == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
-    build(*sys.argv[1:], options=BuildOptions(unit=2000), processes=2, progress=die)
+    tokenize_files(*sys.argv[1:], options=BuildOptions(unit=2000), processes=2, progress=die)
 """
 
 

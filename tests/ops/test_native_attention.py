@@ -95,7 +95,9 @@ def test_tokens_and_their_probabilities_are_those_without_it(dtype, monkeypatch)
     options = {"max_new_tokens": 20, "cache": llama_jax.CacheOptions(dtype=dtype)}
     run = partial(llama_jax.generate, CONFIG, params, [[1, 5, 9], [4], list(range(3, 40))], **options)
     found = run()
-    monkeypatch.setattr(native, "attend_pages", lambda queries, view, **options: paged_reference(queries, view, **options))
+    monkeypatch.setattr(
+        native, "attend_pages", lambda queries, view, *, exact, **options: paged_reference(queries, view, **options)
+    )
     jax.clear_caches()
     wanted = run()
     jax.clear_caches()

@@ -139,7 +139,9 @@ def test_16_bit_rows_are_close_and_sent_as_such():
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == jnp.bfloat16
         assert np.linalg.norm(np.float32(a) - b) < 0.02 * np.linalg.norm(b)
-    sent = [c for c in find_collectives(run.lower(*given, None).compile().as_text(), mesh) if c.opcode == "collective-permute"]
+    sent = [
+        c for c in find_collectives(run.lower(*given, None).compile().as_text(), mesh) if c.opcode == "collective-permute"
+    ]
     found = sorted((*c.dtypes, c.loops) for c in sent)
     # Keys and values forward and backward; their gradients at every turn, and home.
     assert found == [("f32", ())] * 2 + [("f32", (3,))] * 2 + [("u16", (3,))] * 4
