@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face Hub, through huggingface_hub, which is installed with the tokenizers.
+"""Repositories of the Hugging Face Hub, through huggingface_hub, which the tokenizers need too.
 
 A file that is in the library's cache in the current version, where ``llama-jax fetch`` and ``hf download`` put it, is read
 from there; others are read from the Hub in byte ranges, which are not cached. The library handles access tokens; nothing
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llama_jax.errors import UserError, reason_of
+from llama_jax.errors import reason_of
 from llama_jax.storage.consistent_reader import FOLDER_ENTRY, StoreEntry
 
 Result = TypeVar("Result")
@@ -26,10 +26,8 @@ def open_hub(root: str) -> Repository:
     """The repository at hf://ORGANIZATION/NAME or hf://ORGANIZATION/NAME@REVISION, at its current commit; for datasets
     hf://datasets/ORGANIZATION/NAME.
     """
-    try:
-        from huggingface_hub import HfApi, HfFileSystem
-    except ImportError:
-        raise UserError(f"{root} needs huggingface_hub, which is not installed; pip install huggingface_hub") from None
+    from huggingface_hub import HfApi, HfFileSystem
+
     name, _, revision = root.removeprefix("hf://").partition("@")
     repo_type, repo_id = (
         ("dataset", name.removeprefix(DATASETS_PREFIX)) if name.startswith(DATASETS_PREFIX) else ("model", name)

@@ -178,9 +178,6 @@ def test_without_its_library_a_url_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(UserError, match=r's3://bucket needs obstore.*pip install -e "\.\[stores\]"'):
         paths.locate("s3://bucket/x").exists()
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UserError, match="hf://a/b needs huggingface_hub"):
-        paths.locate("hf://a/b").exists()
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/run", Path("gs://bucket/run"), "hf://one/two"])
