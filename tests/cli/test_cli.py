@@ -355,7 +355,7 @@ import os, sys
 from llama_jax.inference import xla_flags as flags
 from llama_jax.cli.jax_setup import start_backend
 known, unknown = flags.Flag("KNOWN", "KNOWN", "1", False), flags.Flag("XLA_FLAGS", "xla_no_such_flag", "1")
-flags.FLAGS = {"cpu": (known, unknown)}
+flags.PLATFORM_FLAGS = {"cpu": (known, unknown)}
 start_backend(training=True)
 print(os.environ.get("KNOWN"), os.environ.get("XLA_FLAGS", ""))
 """

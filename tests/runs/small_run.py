@@ -102,7 +102,7 @@ def _cases() -> None:
     CASES["making the folder"] = (async_path, "mkdir", die), 30, 30
     CASES["writing"] = (tensorstore, "open", die), 30, 30
     CASES["renaming"] = (async_path, "rename", die), 30, 30
-    CASES["renamed"] = (checkpoint_manager, "_write_about", die), 30, 30
+    CASES["renamed"] = (checkpoint_manager, "_write_metadata", die), 30, 30
     CASES["writing the checksums"] = (step_dirs, "write_atomically", die), 30, 30
     CASES["complete"] = (checkpoint_manager, "by_loss", die), 30, 30
     CASES["removing the oldest"] = (shutil, "rmtree", die_removing), 30, 30
