@@ -85,8 +85,9 @@ def exact_logprobs(
     def of_block(hidden: jax.Array, targets: jax.Array) -> jax.Array:
         logits = unembed(config, params, hidden, compute).astype(jnp.float32)
         of_rows = lambda logits, targets: exact.logprob_of(logits / temperature, targets)
-        found = exact.map_row_blocks(True, of_rows, exact.rows_in_use(targets < 0), logits, jnp.maximum(targets, 0))
-        return jnp.where(targets >= 0, found, 0)
+        in_use = exact.rows_in_use(targets < 0)
+        row_logprobs = exact.map_blocks(of_rows, exact.row_block_size(), in_use, logits, jnp.maximum(targets, 0))
+        return jnp.where(targets >= 0, row_logprobs, 0)
 
     flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     logprobs = exact.map_blocks(of_block, exact.block_size(), exact.rows_in_use(flat[1] < 0), *flat)

@@ -3,6 +3,7 @@
 import errno
 import gc
 import json
+import logging
 import os
 import re
 import shutil
@@ -280,6 +281,36 @@ def test_a_save_whose_thread_dies_is_an_error(kept, monkeypatch):
         with pytest.raises(StuckSaveError, match=r"step 20 is not saved: the thread that writes it has died; .* step 10$"):
             save(kept, 20, 20)
     same(kept.restore(shapes_of())[0], state_of(10))
+
+
+def test_a_failed_save_is_one_error_though_several_writers_fail(kept, monkeypatch, caplog):
+    """Orbax raises the first one's error and logs the traceback of a second, which is still writing."""
+    failed = threading.Event()
+
+    def second_writer():
+        failed.wait(30)
+        path = os.path.join("lib", "orbax", "future.py")
+        logging.getLogger("absl").handle(logging.LogRecord("absl", logging.ERROR, path, 1, "of a writer", None, None))
+
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def wait_for_writers():
+        failed.set()
+        writer.join(30)
+
+    def save_and_wait():
+        save(kept, 10, 10)
+        kept.wait()
+
+    writer = threading.Thread(target=second_writer)
+    writer.start()
+    monkeypatch.setattr(logging.getLogger("absl"), "propagate", True)
+    monkeypatch.setattr(checkpoint_manager.ocp, "save_checkpointables_async", fail)
+    monkeypatch.setattr(checkpoint_manager, "wait_for_writers", wait_for_writers)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        save_and_wait()
+    assert "of a writer" not in caplog.text
 
 
 DAMAGE = {
