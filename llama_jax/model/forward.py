@@ -27,7 +27,7 @@ from llama_jax.model.remat import rematerialize
 from llama_jax.model.rope import token_tables
 from llama_jax.ops import exact
 from llama_jax.ops.attention import PagedView
-from llama_jax.ops.platform import AnyArray, KernelOptions, lowering_platform
+from llama_jax.ops.platform import AnyArray, lowering_platform
 from llama_jax.ops.weights.layers import scan_reads_in_place, split_for_scan
 
 
@@ -264,8 +264,7 @@ def unembed_with_hooks(
     """`unembed` with hooks called by `call_hooks`, which collects the values that hooks keep."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     head = lm_head_of(config, params)
-    kernels = KernelOptions(compute.exact, compute.native_code)
-    logits = ops.project(hidden, head, out_dtype=wide, kernels=kernels)
+    logits = ops.project(hidden, head, out_dtype=wide, kernels=compute.kernels())
     padding = head.shape[0] - config.vocab_size
     if call_hooks.has("logits"):
         logits = call_hooks("logits", logits[..., : config.vocab_size])

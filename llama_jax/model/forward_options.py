@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh
 from llama_jax.config.validation import is_floating
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention import AttentionBackend, HeadSharding
+from llama_jax.ops.attention.dispatch import KERNELS
+from llama_jax.ops.platform import KernelOptions
 
 Attend = Callable[..., jax.Array]  # (queries, view, mask, *, scale, window), as `ops.attend`
 Remat = Literal["none", "dots", "full", "offload"]
@@ -61,10 +63,12 @@ class Compute:
       exact: batch invariance: a token's results depend, bit for bit, only on its own row, not on other rows, their order,
         padding, the chunks of the prefill, or how many tokens are verified at once, see `ops.exact`. One device only, not
         differentiable.
+      forward_mode: use functions that JAX differentiates in every mode: `jax.jvp`, `jax.linearize`, `jax.jacfwd`, and second
+        derivatives. Otherwise a pass uses fast functions with custom gradients, for reverse mode. See docs/derivatives.md.
 
     Raises:
       ConfigError: a dtype that is not a floating-point type; an unknown backend or rematerialization; `exact` with a
-        backend.
+        backend; `forward_mode` with `exact` or a kernel.
     """
 
     dtype: Any = None
@@ -73,6 +77,7 @@ class Compute:
     exact: bool = False
     unroll: bool = False
     native_code: bool = False
+    forward_mode: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not is_floating(self.dtype):
@@ -83,6 +88,13 @@ class Compute:
             raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(AttentionBackend))}")
         if self.exact and self.attention != "auto":
             raise ConfigError("exact=True has its own attention; leave attention out")
+        if self.forward_mode and (self.exact or self.attention in KERNELS.values()):
+            reason = "exact=True" if self.exact else f"attention={self.attention!r}"
+            raise ConfigError(f"{reason} has no forward mode; leave it out, or forward_mode=True")
+
+    def kernels(self) -> KernelOptions:
+        """The options that select kernels, but for those that depend on the parameters."""
+        return KernelOptions(self.exact, self.native_code and not self.forward_mode, forward_mode=self.forward_mode)
 
 
 def unconstrained(x: jax.Array, where: str) -> jax.Array:

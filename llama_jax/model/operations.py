@@ -61,18 +61,21 @@ def select_ops(
 
     Raises:
       ConfigError: custom functions or an attention backend with an option that would not use them.
-      MeshError: likewise, on a mesh with ring attention.
+      MeshError: likewise, on a mesh with ring attention; that mesh with `forward_mode`.
     """
     # Ragged rows share one page pool and are not sharded by rows; XLA shards the heads. For 8B on eight v5e, this has less
     # than 1.05 times the minimal HBM traffic; a kernel per device has 1.24 times.
     head_sharding = sharding.head_sharding if starts is None else None
-    options = KernelOptions(compute.exact, compute.native_code, save_cast_weights=compute.remat != "none")
+    if compute.forward_mode and sharding.attend is not None:
+        raise MeshError("forward_mode=True has no ring attention; use a mesh without context")
+    options = compute.kernels()._replace(save_cast_weights=compute.remat != "none")
     kernels = kernel_options(params, options)
     table = Ops(
         experts=partial(_call_experts, config, sharding.experts, kernels),
         project=partial(ops.project, kernels=kernels),
+        norm=partial(ops.rms_norm, kernels=kernels),
         feed_forward=partial(ops.feed_forward, kernels=kernels),
-        attend=sharding.attend or partial(ops.attend, head_sharding=head_sharding),
+        attend=sharding.attend or partial(ops.attend, head_sharding=head_sharding, forward_mode=kernels.forward_mode),
         attend_paged=partial(ops.attend_paged, head_sharding=head_sharding, kernels=kernels),
         write_pages=partial(ops.write_paged, head_sharding=head_sharding, kernels=kernels),
         smooth_keys=partial(smooth_keys, kernels=kernels),
@@ -81,7 +84,7 @@ def select_ops(
         count = jnp.asarray(starts)[-1]
         map_tokens = partial(exact.map_all, count)
         table = table._replace(
-            norm=partial(exact.map_first, count, ops.rms_norm),
+            norm=partial(exact.map_first, count, table.norm),
             rotary=partial(map_tokens, ops.apply_rotary),
             feed_forward=partial(ops.feed_forward, map_tokens=map_tokens, kernels=kernels),
             smooth_keys=partial(map_tokens, table.smooth_keys),

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from llama_jax.ops.gradients import with_gradient
 from llama_jax.ops.layers import Weight, project, weight_gradient
-from llama_jax.ops.platform import lowering_platform
+from llama_jax.ops.platform import KernelOptions, lowering_platform
 
 Constrain = Callable[[jax.Array, str], jax.Array]  # (array, its name) -> the array with a sharding constraint
 
@@ -46,6 +45,7 @@ class LogitOptions:
         over the shards once after the last chunk.
       constrain: constrains the sharding of an array, given its name: "lm_head_sharded" [V, D], as stored;
         "lm_head_gathered" [V, D]; "logits" [B, chunk, V]; "lm_head_gradient" [batch_shards, D, V].
+      kernels: see `ops.layers.project`.
     """
 
     chunk: int | None = None
@@ -53,6 +53,7 @@ class LogitOptions:
     vocab_size: int | None = None
     batch_shards: int = 1
     constrain: Constrain = lambda x, name: x
+    kernels: KernelOptions = KernelOptions()
 
 
 def cross_entropy(
@@ -73,8 +74,10 @@ def cross_entropy(
         LoRA head, the backward pass is derived by autodiff and recomputes the logits.
       weights: the weight of each token in the sums, such as the loss mask; 0 ignores the token. Not differentiated.
     """
-    loss_sums = _loss_sums_by_autodiff if isinstance(head, Weight) else _loss_sums
-    sums = loss_sums(options, hidden, head, targets, weights)
+    if isinstance(head, Weight) or options.kernels.forward_mode:
+        sums = _loss_sums_by_autodiff(options, hidden, head, targets, weights)
+    else:
+        sums = _loss_sums(options, hidden, head, targets, weights)
     return LossSums(sums.loss, lax.stop_gradient(sums.nll))
 
 
@@ -105,7 +108,10 @@ def chunked_logprobs(
 
     @jax.checkpoint
     def chunk_logprobs(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = options.constrain(project(hidden, weight, out_dtype=logits_dtype), "logits") / temperature
+        logits = (
+            options.constrain(project(hidden, weight, out_dtype=logits_dtype, kernels=options.kernels), "logits")
+            / temperature
+        )
         if options.vocab_size is not None and options.vocab_size < weight.shape[0]:
             logits = jnp.where(vocab_ids < options.vocab_size, logits, -jnp.inf)
         target_logits = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
@@ -113,21 +119,6 @@ def chunked_logprobs(
 
     chunks = split_chunks(hidden, options.chunk), split_chunks(targets, options.chunk, fill=-1)
     return join_chunks(lax.map(lambda chunk: chunk_logprobs(*chunk), chunks), targets.shape[1])
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _loss_sums(
-    options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
-) -> LossSums:
-    """`cross_entropy` for a head that is an array, without gradients."""
-    head_cast = gathered_head(head, hidden.dtype, options.constrain)
-
-    def add_chunk(sums: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
-        chunk_sums, _ = _chunk_sums_and_d_logits(options, head_cast, *chunk)
-        return LossSums(*map(jnp.add, sums, chunk_sums)), None
-
-    row_sums, _ = lax.scan(add_chunk, _zero_row_sums(hidden), _chunks(options.chunk, hidden, targets, weights))
-    return LossSums(*map(jnp.sum, row_sums))
 
 
 def _loss_sums_by_autodiff(
@@ -144,22 +135,31 @@ def _loss_sums_by_autodiff(
     return LossSums(*map(jnp.sum, row_sums))
 
 
-@partial(_loss_sums.defjvp, symbolic_zeros=True)
-def _loss_sums_jvp(options: LogitOptions, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[LossSums, LossSums]:
-    """The sums, and their tangents: inner products of gradients and tangents. `jax.grad` transposes them.
-
-    The head's gradient, [V, D], is not computed if its tangent is a symbolic zero.
-    """
-    needs_d_hidden, needs_d_head = (not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
-    sums, gradients = _loss_sums_and_gradients(options, needs_d_head, *primals)
-    is_needed = needs_d_hidden, needs_d_head
-    terms = [_inner_product(gradients[i], tangents[i]) for i, needed in enumerate(is_needed) if needed]
-    zero = jnp.zeros_like(sums.loss)  # `nll` is not differentiated
-    return sums, LossSums(reduce(jnp.add, terms) if terms else zero, zero)
+def _loss_sums_forward(
+    options: LogitOptions, needed: Any, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[LossSums, Any]:
+    """The sums, and their gradients as residuals. That of the head, [V, D], is computed only if it is needed."""
+    return _loss_sums_and_gradients(options, needed[1], hidden, head, targets, weights)
 
 
-def _inner_product(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
-    return jnp.sum(gradient * tangent, dtype=jnp.promote_types(gradient.dtype, jnp.float32))
+def _loss_sums_backward(options: LogitOptions, needed: Any, gradients: list[Any], cotangents: LossSums) -> tuple[Any, ...]:
+    d_hidden, d_head = (None if x is None else x * cotangents.loss.astype(x.dtype) for x in gradients)
+    return d_hidden, d_head, None, None
+
+
+@with_gradient(_loss_sums_forward, _loss_sums_backward)
+def _loss_sums(
+    options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
+) -> LossSums:
+    """`cross_entropy` for a head that is an array, without gradients."""
+    head_cast = gathered_head(head, hidden.dtype, options.constrain)
+
+    def add_chunk(sums: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
+        chunk_sums, _ = _chunk_sums_and_d_logits(options, head_cast, *chunk)
+        return LossSums(*map(jnp.add, sums, chunk_sums)), None
+
+    row_sums, _ = lax.scan(add_chunk, _zero_row_sums(hidden), _chunks(options.chunk, hidden, targets, weights))
+    return LossSums(*map(jnp.sum, row_sums))
 
 
 def _loss_sums_and_gradients(
@@ -202,7 +202,7 @@ def _chunk_sums_and_d_logits(
     """For one chunk of positions: the sums of each row, [B], and the gradient of the loss by the logits, [B, chunk, V]."""
     z_loss, vocab_size = options.z_loss, options.vocab_size
     logits_dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-    logits = options.constrain(project(hidden, head, out_dtype=logits_dtype), "logits")
+    logits = options.constrain(project(hidden, head, out_dtype=logits_dtype, kernels=options.kernels), "logits")
     vocab_ids = jnp.arange(head.shape[0], dtype=targets.dtype)
     targets = jnp.where(weights != 0, targets, 0)  # ignored targets may be any value, such as -100
     targets = jnp.where(targets < 0, head.shape[0], targets)  # out of range, which gives NaN; negative indices would wrap

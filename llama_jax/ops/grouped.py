@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int32
 
-from llama_jax.ops.layers import MATMUL_OUTPUT, Weight, project, weight_gradient
-from llama_jax.ops.linear_map import directional, linear_map
+from llama_jax.ops.gradients import gradient_of_needed, with_gradient
+from llama_jax.ops.layers import MATMUL_OUTPUT, Weight, dense, project, weight_gradient
 from llama_jax.ops.platform import (
     KernelOptions,
     has_cpu_variant,
@@ -67,7 +66,9 @@ def grouped_matmul(
     Returns:
       In the dtype of `x`; sums are float32 at least.
     """
-    if isinstance(weight, Weight):
+    if kernels.forward_mode:
+        product = _multiply("rows", x, _cast_and_gather(gather, dense(weight), x.dtype), sizes, x.dtype, kernels)
+    elif isinstance(weight, Weight):
         product = _grouped_project(kernels, x, weight, sizes)
     elif gather is not None or x.dtype != weight.dtype:
         product = _cast_and_gathered((gather, kernels, weight.dtype), x, weight, sizes)
@@ -76,29 +77,21 @@ def grouped_matmul(
     return checkpoint_name(product, MATMUL_OUTPUT)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cast_and_gathered(settings: tuple[Any, ...], x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """`grouped_matmul` with an array in another dtype or in shards: the weight's gradient is summed in the weight's dtype.
-
-    Args:
-      settings: `gather`; `kernels`; the weight's dtype.
-    """
-    return _forward_cast(settings, x, weight, sizes)[0]
-
-
 def _cast_and_gather(gather: Gather | None, weight: jax.Array, dtype: Any) -> jax.Array:
     cast = weight.astype(dtype)
     return cast if gather is None else lax.all_gather(cast, gather.mesh_axes, axis=gather.axis, tiled=True)
 
 
-def _forward_cast(settings: tuple[Any, ...], x: jax.Array, weight: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+def _forward_cast(
+    settings: tuple[Any, ...], needed: Any, x: jax.Array, weight: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, Any]:
     gather, kernels, _ = settings
     matrices = _cast_and_gather(gather, weight, x.dtype)
     product = _multiply("rows", x, matrices, sizes, x.dtype, kernels)
     return product, (x, matrices if kernels.save_cast_weights else weight, sizes)
 
 
-def _backward_cast(settings: tuple[Any, ...], residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+def _backward_cast(settings: tuple[Any, ...], needed: Any, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     (gather, kernels, dtype), (x, weight, sizes) = settings, residuals
     matrices = weight if kernels.save_cast_weights else _cast_and_gather(gather, weight, x.dtype)
     dx = _multiply("columns", gradient, matrices, sizes, x.dtype, kernels)
@@ -108,40 +101,42 @@ def _backward_cast(settings: tuple[Any, ...], residuals: Any, gradient: jax.Arra
     return dx, d_weight, None
 
 
-_cast_and_gathered.defvjp(_forward_cast, _backward_cast)
+@with_gradient(_forward_cast, _backward_cast)
+def _cast_and_gathered(settings: tuple[Any, ...], x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`grouped_matmul` with an array in another dtype or in shards: the weight's gradient is summed in the weight's dtype.
+
+    Args:
+      settings: `gather`; `kernels`; the weight's dtype.
+    """
+    return _forward_cast(settings, None, x, weight, sizes)[0]
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _grouped_project(kernels: KernelOptions, x: jax.Array, weight: Any, sizes: jax.Array) -> jax.Array:
-    """`grouped_matmul` for weights that are not arrays; differentiable in `x` and in the weight's float arrays."""
+def _grouped_forward(
+    kernels: KernelOptions, needed: Any, x: jax.Array, weight: Any, sizes: jax.Array
+) -> tuple[jax.Array, Any]:
     multiply_block = partial(multiply_group, out_dtype=x.dtype, kernels=kernels)
-    return _by_blocks(multiply_block, x, weight, sizes, jax.ShapeDtypeStruct((len(x), weight.shape[1]), x.dtype), kernels)
+    like = jax.ShapeDtypeStruct((len(x), weight.shape[1]), x.dtype)
+    return _by_blocks(multiply_block, x, weight, sizes, like, kernels), (x, weight, sizes)
 
 
-@partial(_grouped_project.defjvp, symbolic_zeros=True)
-def _grouped_project_jvp(kernels: KernelOptions, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (x, weight, sizes), (d_x, d_weight, _) = primals, tangents
-
-    def project_rows(x: jax.Array) -> jax.Array:
-        forward = lambda residuals, x: _grouped_project(kernels, x, *residuals)
-        return linear_map(forward, partial(_gradient_of_rows, kernels), (weight, sizes), x)
-
-    changes = directional(lambda weight: grouped_matmul(x, weight.to_dense(), sizes), weight, d_weight)
-    if not isinstance(d_x, SymbolicZero):
-        changes.append(project_rows(d_x))
-    return project_rows(x), sum(changes[1:], changes[0])
-
-
-def _gradient_of_rows(kernels: KernelOptions, residuals: Any, gradient: jax.Array) -> jax.Array:
-    weight, sizes = residuals
-    dtype, (_, _, columns) = gradient.dtype, weight.shape
+def _grouped_backward(
+    kernels: KernelOptions, needed: Any, residuals: Any, gradient: jax.Array
+) -> tuple[jax.Array, Any, None]:
+    x, weight, sizes = residuals
+    columns = x.shape[1]
 
     def transposed(rows: jax.Array, weight: Any, group: jax.Array) -> jax.Array:
-        zeros = jnp.zeros((len(rows), columns), dtype)
+        zeros = jnp.zeros((len(rows), columns), gradient.dtype)
         return jax.vjp(lambda x: project(x, index_stack(weight, group)), zeros)[1](rows)[0]
 
-    out = jax.ShapeDtypeStruct((len(gradient), columns), dtype)
-    return _by_blocks(transposed, gradient, weight, sizes, out, kernels)
+    dx = _by_blocks(transposed, gradient, weight, sizes, jax.ShapeDtypeStruct(x.shape, gradient.dtype), kernels)
+    return dx, gradient_of_needed(lambda weight: grouped_matmul(x, dense(weight), sizes), weight, needed[1], gradient), None
+
+
+@with_gradient(_grouped_forward, _grouped_backward)
+def _grouped_project(kernels: KernelOptions, x: jax.Array, weight: Any, sizes: jax.Array) -> jax.Array:
+    """`grouped_matmul` for weights that are not arrays; differentiable in `x` and in the weight's float arrays."""
+    return _grouped_forward(kernels, None, x, weight, sizes)[0]
 
 
 # --- the primitive: linear in both arrays, so its derivatives are the same primitive in another mode -----------------------

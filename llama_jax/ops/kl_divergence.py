@@ -76,7 +76,7 @@ def token_divergence(
     heads = heads[0], lax.stop_gradient(heads[1])
 
     def logits_of(hidden: jax.Array, head: Any, options: LogitOptions) -> jax.Array:
-        logits = options.constrain(project(hidden, head, out_dtype=wide), "logits")
+        logits = options.constrain(project(hidden, head, out_dtype=wide, kernels=options.kernels), "logits")
         size = options.vocab_size or logits.shape[-1]
         return logits if size == logits.shape[-1] else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, -jnp.inf)
 

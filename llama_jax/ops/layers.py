@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
 from llama_jax.ops import exact
-from llama_jax.ops.linear_map import linear_map
+from llama_jax.ops.gradients import with_gradient
 from llama_jax.ops.platform import AnyArray, KernelOptions, has_cpu_variant, is_partitioned, lowering_platform
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -135,6 +135,7 @@ def rms_norm(
     offset: float = 0.0,
     *,
     nan_on_overflow: bool = False,
+    kernels: KernelOptions = KernelOptions(),
 ) -> Float[Array, "*batch D"]:
     """Divide by the root mean square and multiply by the weight (Zhang & Sennrich 2019, equation 4).
 
@@ -144,12 +145,12 @@ def rms_norm(
       eps: added to the mean square.
       offset: added to the weight.
       nan_on_overflow: return NaN instead of zeros if the mean square overflows (costs one more kernel on a GPU).
+      kernels: see `project`.
 
     Returns:
       In the dtype of `x`.
     """
 
-    @remat
     def normalize(x: jax.Array, weight: AnyArray) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)  # [..., 1]
@@ -161,7 +162,7 @@ def rms_norm(
         factor = weight.astype(wide.dtype)
         return (rounded * lax.broadcast_to_rank(factor + offset if offset else factor, x.ndim)).astype(x.dtype)
 
-    return normalize(x, weight)
+    return remat(normalize, kernels)(x, weight)
 
 
 def add_bias(x: Float[Array, " ..."], bias: Float[AnyArray, " ..."] | None) -> Float[Array, " ..."]:
@@ -191,7 +192,6 @@ def feed_forward(
     """
     project_rows = partial(project, kernels=kernels)
 
-    @remat
     def project_gated(gates: jax.Array, values: jax.Array, down: Any, biases: Any) -> jax.Array:
         """The gated activation is recomputed in the backward pass instead of saved."""
 
@@ -200,7 +200,8 @@ def feed_forward(
 
         return project_rows(map_tokens(gated, gates, values), down)
 
-    return project_gated(project_rows(x, gate), project_rows(x, up), down, biases)  # of [..., F] and [..., F]
+    run = remat(project_gated, kernels)
+    return run(project_rows(x, gate), project_rows(x, up), down, biases)  # of [..., F] and [..., F]
 
 
 @has_cpu_variant
@@ -216,7 +217,7 @@ def matmul(
     x: Float[Array, "*batch D"], weight: Float[Array, "*out D"], out_dtype: Any, kernels: KernelOptions
 ) -> Float[Array, " ..."]:
     """Contract the last axes of `x` and `weight`: [*batch, *out]."""
-    if x.dtype.itemsize < weight.dtype.itemsize and out_dtype == x.dtype:
+    if x.dtype.itemsize < weight.dtype.itemsize and out_dtype == x.dtype and not kernels.forward_mode:
         return matmul_cast_weight((kernels.save_cast_weights, weight.dtype), x, weight)
     return _matmul(x, weight.astype(x.dtype), out_dtype)
 
@@ -230,38 +231,13 @@ def _matmul(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     return jnp.tensordot(x, weight, axes=((-1,), (-1,)), preferred_element_type=out_dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def matmul_cast_weight(
-    settings: tuple[bool, Any], x: Float[Array, "*batch D"], weight: Float[Array, "*out D"]
-) -> Float[Array, " ..."]:
-    """`matmul` with a weight kept in a wider dtype than `x`, as in mixed-precision training.
-
-    Its custom derivative computes the weight's gradient, a sum over all tokens and devices, in the weight's dtype. Autodiff
-    would round it to the dtype of `x` before the sum over devices.
-
-    Args:
-      settings: (`KernelOptions.save_cast_weights`; the weight's dtype).
-    """
-    return _matmul(x, weight.astype(x.dtype), x.dtype)
-
-
-@partial(matmul_cast_weight.defjvp, symbolic_zeros=True)
-def _matmul_cast_weight_jvp(settings: tuple[bool, Any], primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    x, weight = primals
+def _matmul_cast_forward(settings: tuple[bool, Any], needed: Any, x: jax.Array, weight: jax.Array) -> tuple[Any, Any]:
     matrix = weight.astype(x.dtype)
-    residuals = x, matrix if settings[0] else weight
-    backward = partial(_matmul_cast_weight_gradients, settings)
-    return _matmul(x, matrix, x.dtype), linear_map(_matmul_cast_weight_tangent, backward, residuals, tuple(tangents))
+    return _matmul(x, matrix, x.dtype), (x, matrix if settings[0] else weight)
 
 
-def _matmul_cast_weight_tangent(residuals: Any, tangents: Any) -> jax.Array:
-    x, matrix = residuals
-    cast = lambda weight: weight.astype(x.dtype)
-    return _matmul(tangents[0], cast(matrix), x.dtype) + _matmul(x, cast(tangents[1]), x.dtype)
-
-
-def _matmul_cast_weight_gradients(
-    settings: tuple[bool, Any], residuals: Any, gradient: jax.Array
+def _matmul_cast_backward(
+    settings: tuple[bool, Any], needed: Any, residuals: Any, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, matrix = residuals[0], residuals[1].astype(residuals[0].dtype)
     outputs = tuple(range(matrix.ndim - 1))
@@ -269,6 +245,21 @@ def _matmul_cast_weight_gradients(
     rows = tuple(range(x.ndim - 1))
     d_weight = jnp.tensordot(gradient, x, axes=(rows, rows), preferred_element_type=settings[1])
     return dx, d_weight
+
+
+@with_gradient(_matmul_cast_forward, _matmul_cast_backward)
+def matmul_cast_weight(
+    settings: tuple[bool, Any], x: Float[Array, "*batch D"], weight: Float[Array, "*out D"]
+) -> Float[Array, " ..."]:
+    """`matmul` with a weight kept in a wider dtype than `x`, as in mixed-precision training.
+
+    Its custom gradient computes the weight's gradient, a sum over all tokens and devices, in the weight's dtype. Autodiff
+    would round it to the dtype of `x` before the sum over devices.
+
+    Args:
+      settings: (`KernelOptions.save_cast_weights`; the weight's dtype).
+    """
+    return _matmul(x, weight.astype(x.dtype), x.dtype)
 
 
 @has_cpu_variant
@@ -285,17 +276,20 @@ def weight_gradient(
     return lax.dot_general(a, b, ((rows, rows), (batch, batch)), preferred_element_type=wide)
 
 
-def remat(function: F) -> F:
+def remat(function: F, kernels: KernelOptions) -> F:
     """`jax.checkpoint` that saves only the arguments.
 
     For values that are cheap to compute and large to save: elementwise functions and softmaxes (Chen et al. 2016, section
-    3). Differentiable in every mode; with 16-bit inputs on CPUs only once.
+    3).
     """
     # Inside a scan over layers, no barrier against CSE is needed.
-    return cast(F, partial(remat_saving_arguments, function, jax.checkpoint(function, prevent_cse=False)))
+    rematerialized = jax.checkpoint(function, prevent_cse=False)
+    return cast(F, partial(remat_saving_arguments, kernels, function, rematerialized))
 
 
 @has_cpu_variant
-def remat_saving_arguments(function: Callable[..., Any], rematerialized: Callable[..., Any], *args: Any) -> Any:
+def remat_saving_arguments(
+    kernels: KernelOptions, function: Callable[..., Any], rematerialized: Callable[..., Any], *args: Any
+) -> Any:
     """`rematerialized(*args)`, which is `function` under `jax.checkpoint`."""
     return rematerialized(*args)

@@ -128,11 +128,10 @@ def _chosen_experts(
     multiply = partial(grouped_matmul, sizes=sizes, kernels=kernels)
     gates, values = (multiply(rows, matrices, gather=on_last) for matrices in (gate, up))  # [R, F]
 
-    @remat
     def project_gated(gates: jax.Array, values: jax.Array, down: Any, sizes: jax.Array) -> jax.Array:
         return grouped_matmul(gated_activation(gates, values, "silu"), down, sizes, gather=on_first, kernels=kernels)
 
-    results = project_gated(gates, values, down, sizes)
+    results = remat(project_gated, kernels)(gates, values, down, sizes)
     by_token = results.at[jnp.argsort(by_expert)].get(unique_indices=True).reshape(*chosen.shape, dim)
     return jnp.einsum("...e,...ed->...d", weights, by_token.astype(weights.dtype)).astype(x.dtype)
 

@@ -38,11 +38,13 @@ class KernelOptions(NamedTuple):
       save_cast_weights: whether a matmul saves its weight cast to the dtype of the computation for the backward pass. In a
         rematerialized layer it is recomputed anyway, and so gathered from the devices once per pass; otherwise a matmul
         saves the original weight, which is in memory already.
+      forward_mode: whether only functions may be used that JAX differentiates in every mode, see `ops.gradients`.
     """
 
     exact: bool = False
     native_code: bool = False
     save_cast_weights: bool = False
+    forward_mode: bool = False
 
 
 def lowering_platform() -> str:

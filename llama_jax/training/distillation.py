@@ -16,7 +16,6 @@ from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward, lm_head_for_loss
 from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.params import Llama
-from llama_jax.ops.cross_entropy import LogitOptions
 from llama_jax.ops.kl_divergence import DivergenceOptions, Logits, token_divergence
 from llama_jax.ops.weights.formats import FrozenFormatName
 from llama_jax.training.batch import Batch, apply_weights, to_next_token_batch
@@ -85,8 +84,8 @@ def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[...
 
         def read(model: tuple[LlamaConfig, Llama], sharding: Sharding) -> tuple[Logits, Any]:
             hidden, _ = forward(*model, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
-            logit_options = LogitOptions(options.chunk, 0.0, model[0].vocab_size, sharding.batch_shards, sharding.constrain)
-            return Logits(sharding.constrain(hidden, "hidden"), lm_head_for_loss(*model)), logit_options
+            logits = Logits(sharding.constrain(hidden, "hidden"), lm_head_for_loss(*model))
+            return logits, options.logit_options(model[0], sharding)
 
         with sharding.context():
             student, logit_options = read((config, params), sharding)

@@ -14,7 +14,7 @@ from llama_jax.model.forward import forward, lm_head_for_loss
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.logits import exact_logprobs
 from llama_jax.model.params import Llama
-from llama_jax.ops.cross_entropy import LogitOptions, chunked_logprobs
+from llama_jax.ops.cross_entropy import chunked_logprobs
 from llama_jax.training.batch import Batch, to_next_token_batch
 from llama_jax.training.loss import LossOptions
 
@@ -60,9 +60,8 @@ def token_logprobs(
     hidden, _ = forward(config, params, inputs.tokens, positions=positions, compute=options.compute, sharding=sharding)
     with sharding.context():
         hidden = sharding.constrain(hidden, "hidden")
-        logit_options = LogitOptions(options.chunk, 0.0, config.vocab_size, sharding.batch_shards, sharding.constrain)
-        targets = jnp.where(inputs.target_mask, inputs.targets, -1)
-        return chunked_logprobs(hidden, lm_head_for_loss(config, params), targets, logit_options, temperature)
+        targets, head = jnp.where(inputs.target_mask, inputs.targets, -1), lm_head_for_loss(config, params)
+        return chunked_logprobs(hidden, head, targets, options.logit_options(config, sharding), temperature)
 
 
 def _exact_logprobs(

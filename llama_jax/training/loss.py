@@ -16,6 +16,7 @@ from llama_jax.model.forward import forward, lm_head_for_loss
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LogitOptions, LossSums, cross_entropy
+from llama_jax.ops.platform import KernelOptions
 from llama_jax.training.batch import Batch, replace_zero, target_mask, to_next_token_batch
 from llama_jax.training.neftune import with_noise
 
@@ -47,6 +48,11 @@ class LossOptions:
             raise ConfigError(f"z_loss={self.z_loss} must be at least 0")
         if not 0 <= self.neftune < float("inf"):
             raise ConfigError(f"neftune={self.neftune} must be at least 0")
+
+    def logit_options(self, config: LlamaConfig, sharding: Sharding) -> LogitOptions:
+        """How the logits of a model are computed."""
+        kernels = KernelOptions(forward_mode=self.compute.forward_mode)
+        return LogitOptions(self.chunk, self.z_loss, config.vocab_size, sharding.batch_shards, sharding.constrain, kernels)
 
 
 class LossSumsAndMetrics(NamedTuple):
@@ -107,7 +113,5 @@ def total_loss(
     with sharding.context():
         hidden = sharding.constrain(hidden, "hidden")
         weights = inputs.target_mask.astype(jnp.promote_types(hidden.dtype, jnp.float32))
-        logit_options = LogitOptions(
-            options.chunk, options.z_loss, config.vocab_size, sharding.batch_shards, sharding.constrain
-        )
-        return cross_entropy(hidden, lm_head_for_loss(config, params), inputs.targets, weights, logit_options)
+        head = lm_head_for_loss(config, params)
+        return cross_entropy(hidden, head, inputs.targets, weights, options.logit_options(config, sharding))

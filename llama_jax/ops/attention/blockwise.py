@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -20,10 +20,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from llama_jax.ops.attention.dense import ATTENTION_OUTPUT, LOWEST, masked_scores, query_key_scores, weighted_values
+from llama_jax.ops.attention.dense import ATTENTION_OUTPUT, LOWEST, masked_scores, weighted_values
 from llama_jax.ops.attention.mask import NO_KEY, NO_QUERY, AttentionMask, visible
+from llama_jax.ops.gradients import with_gradient
 from llama_jax.ops.layers import weight_gradient
-from llama_jax.ops.linear_map import linear_map
 from llama_jax.ops.platform import has_cpu_variant, pack_bits, unpack_bits
 
 BLOCK_SIDE = 1024  # scores along one side of a block: large enough to amortize the launch of its kernels
@@ -34,7 +34,6 @@ PartialAttention = tuple[Float[Array, "*queries W"], Float[Array, "*queries 1"]]
 Gradients = tuple[Float[Array, "B K T G H"], Float[Array, "B K S H"], Float[Array, "B K S W"]]  # queries, keys, values
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(4, 5))
 def blockwise(
     queries: Float[Array, "B K T G H"],
     keys: Float[Array, "B K S H"],
@@ -42,37 +41,49 @@ def blockwise(
     mask: AttentionMask,
     scale: float,
     window: int | None = None,
+    *,
+    forward_mode: bool = False,
 ) -> Float[Array, "B K T G W"]:
-    """Arguments and result as for `attend`. Differentiable in forward and reverse mode, and in forward mode of the gradient.
+    """Arguments and result as for `attend`.
 
-    The derivatives are separate loops: those that JAX derives would save every iteration's inputs.
+    The gradient is a separate loop: the one that JAX derives would save every iteration's inputs.
+
+    Args:
+      forward_mode: differentiable in every mode of JAX; in float32 at least.
     """
-    return forward_part(queries, keys, values, mask, scale=scale, window=window)[0].astype(queries.dtype)
+    if forward_mode:
+        q, k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (queries, keys, values))
+        return forward_part(q, k, v, mask, scale=scale, window=window, forward_mode=True)[0].astype(queries.dtype)
+    return _blockwise((scale, window), queries, keys, values, mask)
 
 
-@partial(blockwise.defjvp, symbolic_zeros=True)
-def _blockwise_jvp(scale: float, window: int | None, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    queries, keys, values, mask = primals
+def _blockwise_forward(
+    settings: tuple[float, int | None], needed: Any, queries: Any, keys: Any, values: Any, mask: AttentionMask
+) -> tuple[jax.Array, Any]:
+    scale, window = settings
     out, lse = forward_part(queries, keys, values, mask, scale=scale, window=window)
     # Named, so that remat policies can save it instead of re-running the loop.
     out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in (out.astype(queries.dtype), lse))
-    residuals = pack_bits((queries, keys, values, out)), lse, mask
-    forward, backward = (partial(function, scale, window) for function in (_blockwise_tangent, _blockwise_gradients))
-    return out, linear_map(forward, backward, residuals, tuple(tangents[:3]))
+    return out, (pack_bits((queries, keys, values, out)), lse, mask)
 
 
-def _blockwise_tangent(scale: float, window: int | None, residuals: Any, tangents: Three) -> jax.Array:
-    arrays, lse, mask = residuals
-    *arrays, out = unpack_bits(arrays)
-    return tangent_part(arrays, tangents, lse, out, mask, scale=scale, window=window).astype(out.dtype)
-
-
-def _blockwise_gradients(scale: float, window: int | None, residuals: Any, d_out: jax.Array) -> Three:
+def _blockwise_backward(
+    settings: tuple[float, int | None], needed: Any, residuals: Any, d_out: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    scale, window = settings
     arrays, lse, mask = residuals
     queries, keys, values, out = unpack_bits(arrays)
     inputs = QueryGradientInputs.of(queries, lse, out, d_out)
     dq, dk, dv = backward_part(inputs, keys, values, mask, scale=scale, window=window)
-    return dq.astype(queries.dtype), dk.astype(keys.dtype), dv.astype(values.dtype)
+    return dq.astype(queries.dtype), dk.astype(keys.dtype), dv.astype(values.dtype), None
+
+
+@with_gradient(_blockwise_forward, _blockwise_backward)
+def _blockwise(
+    settings: tuple[float, int | None], queries: jax.Array, keys: jax.Array, values: jax.Array, mask: AttentionMask
+) -> jax.Array:
+    scale, window = settings
+    return forward_part(queries, keys, values, mask, scale=scale, window=window)[0].astype(queries.dtype)
 
 
 def forward_part(
@@ -83,11 +94,13 @@ def forward_part(
     *,
     scale: float,
     window: int | None = None,
+    forward_mode: bool = False,
 ) -> tuple[Float[Array, "B K T G W"], Float[Array, "B K T G 1"]]:
     """Attention to some of the keys; `combine` joins it with attention to the others.
 
     Args:
       mask: the mask of these queries and keys.
+      forward_mode: see `blockwise`.
 
     Returns:
       The output and the log-sum-exp of each query's scores, both in float32 at least; 0 and -inf for a query that sees none
@@ -97,6 +110,7 @@ def forward_part(
     query_blocks, key_blocks = _blocks_of(queries, keys)
     first, end = _visible_key_blocks(mask, window, query_blocks, key_blocks)
     arrays = pack_bits((queries, keys, values))  # sliced block by block
+    loop_over_keys = partial(_loop_of_static_length, key_blocks.count) if forward_mode else lax.fori_loop
 
     def block_of_queries(i: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         query = unpack_bits(query_blocks.cut(arrays[0], i, -3))
@@ -105,7 +119,7 @@ def forward_part(
             row_max, total, out = carry
             key, value = (unpack_bits(key_blocks.cut(x, j, -2)) for x in arrays[1:])
             scores = masked_scores(query, key, visible(_cut_mask(mask, query_blocks, i, key_blocks, j), window), scale)
-            new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1, keepdims=True))
+            new_max = lax.stop_gradient(jnp.maximum(row_max, jnp.max(scores, axis=-1, keepdims=True)))
             correction, weights = jnp.exp(row_max - new_max), jnp.exp(scores - new_max)
             total = total * correction + jnp.sum(weights, axis=-1, keepdims=True)
             return new_max, total, out * correction + weighted_values(weights, value)
@@ -113,58 +127,16 @@ def forward_part(
         # `zeros_like`, so that `shard_map`'s varying-axes check passes.
         total, out = (jnp.zeros_like(query, precise, (*query.shape[:-1], size)) for size in (1, width))
         start = jnp.full_like(total, LOWEST), total, out
-        row_max, total, out = lax.fori_loop(first[i], end[i], block_of_keys, start)
-        out = out / jnp.where(total == 0, 1, total)
-        lse = jnp.where(total == 0, -jnp.inf, row_max + jnp.log(total))
+        row_max, total, out = loop_over_keys(first[i], end[i], block_of_keys, start)
+        positive = jnp.where(total == 0, 1, total)
+        out = out / positive
+        lse = jnp.where(total == 0, -jnp.inf, row_max + jnp.log(positive))
         return query_blocks.put(results[0], out, i, -3), query_blocks.put(results[1], lse, i, -3)
 
     out, lse = (jnp.zeros_like(queries, precise, (*queries.shape[:-1], size)) for size in (width, 1))
+    if forward_mode:
+        return lax.fori_loop(0, query_blocks.count, block_of_queries, (out, lse))
     return _loop(query_blocks.count, block_of_queries, (out, lse))
-
-
-def tangent_part(
-    arrays: Sequence[jax.Array],
-    tangents: Sequence[jax.Array],
-    lse: Float[Array, "B K T G 1"],
-    out: Float[Array, "B K T G W"],
-    mask: AttentionMask,
-    *,
-    scale: float,
-    window: int | None = None,
-) -> Float[Array, "B K T G W"]:
-    """The derivative of the output along a direction, in float32 at least.
-
-    With weights w and the derivatives ds of the scores: sum_j w_j (ds_j v_j + dv_j) - out sum_j w_j ds_j.
-
-    Args:
-      arrays, tangents: queries [B, K, T, G, H], keys [B, K, S, H] and values [B, K, S, W].
-      lse, out: the results of `forward_part`.
-    """
-    precise = lse.dtype
-    query_blocks, key_blocks = _blocks_of(*arrays[:2])
-    first, end = _visible_key_blocks(mask, window, query_blocks, key_blocks)
-    of_queries = pack_bits((arrays[0], tangents[0], lse, out))
-    of_keys = pack_bits((*arrays[1:], *tangents[1:]))
-
-    def block_of_queries(i: jax.Array, result: jax.Array) -> jax.Array:
-        query, d_query, lse, out = unpack_bits(query_blocks.cut(of_queries, i, -3))
-        normalizer = jnp.where(lse == -jnp.inf, 0, lse)  # a query that sees no key has only scores of -inf
-
-        def block_of_keys(j: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            total, d_out = carry
-            key, value, d_key, d_value = unpack_bits(key_blocks.cut(of_keys, j, -2))
-            allowed = visible(_cut_mask(mask, query_blocks, i, key_blocks, j), window)
-            weights = jnp.exp(masked_scores(query, key, allowed, scale) - normalizer)
-            change = query_key_scores(d_query.astype(key.dtype), key) + query_key_scores(query.astype(key.dtype), d_key)
-            weighted = weights * change * scale
-            d_out += weighted_values(weighted, value) + weighted_values(weights, d_value)
-            return total + jnp.sum(weighted, axis=-1, keepdims=True), d_out
-
-        start = tuple(jnp.zeros_like(query, precise, (*query.shape[:-1], size)) for size in (1, out.shape[-1]))
-        total, d_out = lax.fori_loop(first[i], end[i], block_of_keys, start)
-        return query_blocks.put(result, d_out - out * total, i, -3)
-
-    return _loop(query_blocks.count, block_of_queries, jnp.zeros_like(arrays[0], precise, out.shape))
 
 
 class QueryGradientInputs(NamedTuple):
@@ -240,6 +212,16 @@ def _loop(count: int, body: Callable[[jax.Array, Carry], Carry], start: Carry) -
     values for each block of queries.
     """
     return lax.while_loop(lambda c: c[0] < count, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), start))[1]
+
+
+def _loop_of_static_length(count: int, first: Any, end: Any, body: Callable[[Any, Carry], Carry], start: Carry) -> Carry:
+    """`lax.fori_loop(first, end, body, start)` with end <= count, as a scan, which JAX differentiates in every mode."""
+
+    @jax.checkpoint  # saves the carry of each iteration, but not its scores
+    def step(i: jax.Array, carry: Carry) -> Carry:
+        return lax.cond((first <= i) & (i < end), partial(body, i), lambda carry: carry, carry)
+
+    return lax.fori_loop(0, count, step, start)
 
 
 def block_gradients(

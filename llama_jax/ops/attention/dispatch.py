@@ -13,7 +13,12 @@ from llama_jax.errors import ConfigError
 from llama_jax.ops.attention.checks import check_shapes
 from llama_jax.ops.attention.dense import dense_attention
 from llama_jax.ops.attention.mask import AttentionMask, AttentionShape, HeadSharding, KVView
-from llama_jax.ops.platform import current_mesh_sizes, log_backend, lowering_device_kind, lowering_platform
+from llama_jax.ops.platform import (
+    current_mesh_sizes,
+    log_backend,
+    lowering_device_kind,
+    lowering_platform,
+)
 
 AttentionBackend = Literal["auto", "reference", "dense", "blockwise", "cudnn", "splash"]
 KERNELS: Mapping[str, AttentionBackend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
@@ -33,6 +38,7 @@ def attend(
     window: int | None = None,
     backend: AttentionBackend = "auto",
     head_sharding: HeadSharding | None = None,
+    forward_mode: bool = False,
 ) -> Float[Array, "B K T G W"]:
     """Attend from each query to the keys at its own and earlier positions (Vaswani et al. 2017, section 3.2.1).
 
@@ -50,6 +56,7 @@ def attend(
         "cudnn" and "splash" are kernels for GPUs and TPUs. "auto" uses `choose_backend`.
       head_sharding: the axes of the current mesh over which rows and heads are sharded. Without it, no kernel is used on a
         mesh.
+      forward_mode: use no kernel, and functions that JAX differentiates in every mode.
 
     Returns:
       In the dtype of `queries`; softmax in float32 at least. Zeros for a query that attends to no key.
@@ -69,14 +76,17 @@ def attend(
         current_mesh_sizes(),
         head_sharding,
     )
-    name, why = choose_backend(lowering_platform(), lowering_device_kind(), shapes, backend)
+    if forward_mode and backend == "auto":
+        name, why = _without_kernel(lowering_platform(), shapes)
+    else:
+        name, why = choose_backend(lowering_platform(), lowering_device_kind(), shapes, backend)
     log_backend(name, why)
     if name == "dense":
         return dense_attention(queries, keys, values, mask, scale, window)
     if name == "blockwise":
         from llama_jax.ops.attention.blockwise import blockwise
 
-        return blockwise(queries, keys, values, mask, scale, window)
+        return blockwise(queries, keys, values, mask, scale, window, forward_mode=forward_mode)
     if name == "reference":
         from llama_jax.ops.attention.reference import reference
 

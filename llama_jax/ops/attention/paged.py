@@ -266,7 +266,7 @@ def attend_on_device(
     )
     name, why = choose_paged_backend(lowering_platform(), shapes)
     log_backend(name, why)
-    if name == "paged blocks":
+    if name == "paged blocks" or kernels.forward_mode:
         return attend_by_blocks(queries, view, sink_queries=sink_queries, **options)
     from llama_jax.ops.attention.paged_kernels import ragged, triton
 

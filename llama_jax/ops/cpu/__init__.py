@@ -35,7 +35,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -43,8 +42,8 @@ from llama_jax.ops import grouped, layers, platform, rotary, sampling
 from llama_jax.ops.attention import blockwise, dense, paged
 from llama_jax.ops.cpu import native
 from llama_jax.ops.cpu.threefry import unrolled_threefry
+from llama_jax.ops.gradients import gradient_of_needed, with_gradient
 from llama_jax.ops.layers import Weight, is_quantized
-from llama_jax.ops.linear_map import flattened, linear_map, replaced
 from llama_jax.ops.platform import (
     KernelOptions,
     cpu_variant_of,
@@ -83,6 +82,8 @@ def matmul_on_cpu(
     XLA for CPU has no matmul with a 16-bit result. It converts one to a float32 result, except when it plans for an
     accelerator. With more axes it copies a transpose: of the weight in every matmul, of `x` for the weight's gradient.
     """
+    if kernels.forward_mode:
+        return plain(x, weight, out_dtype, kernels)
     if weight.ndim > 2 or x.ndim > 2:
         product = matmul_on_cpu(plain, _to_rows(x), _to_rows(weight), out_dtype, kernels)
         return product.reshape(*x.shape[:-1], *weight.shape[:-1])
@@ -138,21 +139,18 @@ def _max_native_rows(dtype: Any, kernels: KernelOptions) -> int:
     return 0 if kernels.exact else rows  # in an exact program no matmul depends on the number of rows
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _native_matmul(exact: bool, x: jax.Array, weight: jax.Array) -> jax.Array:
-    return native.multiply_floats(x, weight, exact=exact)
+def _native_matmul_forward(exact: bool, needed: Any, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+    return native.multiply_floats(x, weight, exact=exact), (x, weight)
 
 
-def _native_matmul_forward(exact: bool, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
-    return _native_matmul(exact, x, weight), (x, weight)
-
-
-def _native_matmul_backward(exact: bool, residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _native_matmul_backward(exact: bool, needed: Any, residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, weight = residuals
     return (gradient @ weight).astype(x.dtype), (gradient.T @ x).astype(weight.dtype)
 
 
-_native_matmul.defvjp(_native_matmul_forward, _native_matmul_backward)
+@with_gradient(_native_matmul_forward, _native_matmul_backward)
+def _native_matmul(exact: bool, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return native.multiply_floats(x, weight, exact=exact)
 
 
 def _matmul_16_bit(x: jax.Array, weight: jax.Array, kernels: KernelOptions) -> jax.Array:
@@ -160,33 +158,24 @@ def _matmul_16_bit(x: jax.Array, weight: jax.Array, kernels: KernelOptions) -> j
     return _matmul_cast_to_16_bits((kernels.save_cast_weights, weight.dtype), x, weight)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _matmul_cast_to_16_bits(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`layers.matmul_cast_weight` of matrices, with 16-bit matmuls in its derivative, where JAX would use float32."""
-    return _matmul_to_float32(x, weight.astype(x.dtype))
-
-
-@functools.partial(_matmul_cast_to_16_bits.defjvp, symbolic_zeros=True)
-def _matmul_cast_to_16_bits_jvp(settings: tuple[bool, Any], primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    x, weight = primals
+def _matmul_16_bit_forward(settings: tuple[bool, Any], needed: Any, x: jax.Array, weight: jax.Array) -> tuple[Any, Any]:
     matrix = weight.astype(x.dtype)
-    residuals = pack_bits((x, matrix if settings[0] else weight))
-    backward = functools.partial(_matmul_cast_to_16_bits_gradients, settings)
-    return _matmul_to_float32(x, matrix), linear_map(_matmul_cast_to_16_bits_tangent, backward, residuals, tuple(tangents))
+    return _matmul_to_float32(x, matrix), pack_bits((x, matrix if settings[0] else weight))
 
 
-def _matmul_cast_to_16_bits_tangent(residuals: Any, tangents: Any) -> jax.Array:
-    x, matrix = unpack_bits(residuals)
-    return _matmul_to_float32(tangents[0], matrix.astype(x.dtype)) + _matmul_to_float32(x, tangents[1].astype(x.dtype))
-
-
-def _matmul_cast_to_16_bits_gradients(
-    settings: tuple[bool, Any], residuals: Any, gradient: jax.Array
+def _matmul_16_bit_backward(
+    settings: tuple[bool, Any], needed: Any, residuals: Any, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, matrix = unpack_bits(residuals)
     rows = gradient.astype(x.dtype)
     dx = lax.dot_general(rows, matrix.astype(x.dtype), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     return dx.astype(x.dtype), _weight_gradient_16_bit(rows, x, jnp.float32).astype(settings[1])
+
+
+@with_gradient(_matmul_16_bit_forward, _matmul_16_bit_backward)
+def _matmul_cast_to_16_bits(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`layers.matmul_cast_weight` of matrices, with 16-bit matmuls in its gradient, where JAX would use float32."""
+    return _matmul_to_float32(x, weight.astype(x.dtype))
 
 
 @cpu_variant_of(layers.weight_gradient)
@@ -293,6 +282,8 @@ def is_native(quant_format: str, exact: bool) -> bool:
 @cpu_variant_of(platform.kernel_options)
 def kernel_options_on_cpu(plain: Callable[..., KernelOptions], params: Any, options: KernelOptions) -> KernelOptions:
     """`platform.kernel_options`: with native code if any quantized weight has a native format."""
+    if options.forward_mode:
+        return options
     leaves = jax.tree.leaves(params, is_leaf=is_quantized)
     formats = {leaf.quant_format for leaf in leaves if is_quantized(leaf)} & {*native.NATIVE_FORMATS}
     if not is_partitioned():  # compiled in parallel
@@ -439,8 +430,8 @@ batching.defvectorized(_as_bits_p)
 def _no_derivative(*_: Any, **__: Any) -> Any:
     """Without this rule, JAX would treat the derivative of the bits as zero."""
     raise TypeError(
-        "second derivatives, and derivatives of a pass with a cache, are not supported in 16 bits on CPUs; compute in"
-        " float32, with Compute(dtype=jnp.float32) and float32 parameters"
+        "second derivatives in 16 bits on CPUs need Compute(forward_mode=True); derivatives of a pass with a cache are not"
+        " supported in 16 bits, compute them in float32"
     )
 
 
@@ -459,36 +450,33 @@ def unpack_bits_of_floats(plain: Callable[[Any], Any], tree: Any) -> Any:
 
 @cpu_variant_of(layers.remat_saving_arguments)
 def remat_on_cpu(
-    plain: Callable[..., Any], function: Callable[..., jax.Array], rematerialized: Callable[..., jax.Array], *args: jax.Array
+    plain: Callable[..., Any],
+    kernels: KernelOptions,
+    function: Callable[..., jax.Array],
+    rematerialized: Callable[..., jax.Array],
+    *args: Any,
 ) -> jax.Array:
     """`layers.remat`, with the residuals (the arguments) kept as `Bits` if they have 16 bits."""
-    if not has_16_bit_floats(*jax.tree.leaves(args)):
-        return plain(function, rematerialized, *args)
+    if kernels.forward_mode or not has_16_bit_floats(*jax.tree.leaves(args)):
+        return plain(kernels, function, rematerialized, *args)
+    return _call_saving_bits(function, *args)
 
-    @jax.custom_jvp
-    def run(*args: jax.Array) -> jax.Array:
-        return function(*args)
 
-    @functools.partial(run.defjvp, symbolic_zeros=True)
-    def derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        # Only leaves with a tangent: instantiated zeros would make JAX differentiate quantized weights too.
-        leaves, structure = flattened(tuple(primals))
-        changes = structure.flatten_up_to(tuple(tangents))
-        moved = [i for i, change in enumerate(changes) if not isinstance(change, SymbolicZero)]
+def _call_saving_bits_forward(function: Callable[..., jax.Array], needed: Any, *args: Any) -> tuple[jax.Array, Any]:
+    return function(*args), pack_bits(args)
 
-        def of_moved(residuals: Any, *some: jax.Array) -> jax.Array:
-            return function(*jax.tree.unflatten(structure, replaced(unpack_bits(residuals), moved, some)))
 
-        def at(residuals: Any) -> list[jax.Array]:
-            return [unpack_bits(residuals)[i] for i in moved]
+def _call_saving_bits_backward(
+    function: Callable[..., jax.Array], needed: Any, residuals: Any, gradient: jax.Array
+) -> tuple[Any, ...]:
+    # Of what is needed only: JAX would differentiate quantized weights too.
+    gradients = gradient_of_needed(lambda args: function(*args), unpack_bits(residuals), needed, gradient)
+    return gradients or (None,) * len(needed)
 
-        forward = lambda residuals, some: jax.jvp(functools.partial(of_moved, residuals), at(residuals), some)[1]
-        backward = lambda residuals, gradient: list(
-            jax.vjp(functools.partial(of_moved, residuals), *at(residuals))[1](gradient)
-        )
-        return function(*primals), linear_map(forward, backward, pack_bits(leaves), [changes[i] for i in moved])
 
-    return run(*args)
+@with_gradient(_call_saving_bits_forward, _call_saving_bits_backward)
+def _call_saving_bits(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
+    return function(*args)
 
 
 # --- elementwise ---------------------------------------------------------------------------------------------------------

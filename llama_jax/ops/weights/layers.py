@@ -13,11 +13,10 @@ import numpy as np
 from flax import struct
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
+from llama_jax.ops.gradients import gradient_of_needed, with_gradient
 from llama_jax.ops.layers import MATMUL_OUTPUT, Weight, dense, is_quantized, project
-from llama_jax.ops.linear_map import directional, linear_map
 from llama_jax.ops.platform import KernelOptions, has_cpu_variant, pack_bits, unpack_bits
 
 
@@ -95,7 +94,11 @@ class LayerWeight(Weight):
         axes, index = (1, self.layer) if self.expert_index is None else (2, self.layer * out[1] + self.expert_index)
         shape = math.prod(out[:axes]), math.prod(out[axes:])
         flat = self.stack.reshape(*shape, columns)
-        product = _project_in_place(jnp.dtype(out_dtype), kernels, x.reshape(-1, columns), flat, index)
+        rows = x.reshape(-1, columns)
+        if kernels.forward_mode:
+            product = project(rows, _copy_entry(flat, index), out_dtype=out_dtype, kernels=kernels)
+        else:
+            product = _project_in_place((jnp.dtype(out_dtype), kernels), rows, flat, index)
         return checkpoint_name(product.reshape(*x.shape[:-1], *out[axes:]), MATMUL_OUTPUT)
 
     def to_dense(self) -> Float[Array, " ..."]:
@@ -146,32 +149,32 @@ def multiply_group(
     return project(x, index_stack(weight, group), out_dtype=out_dtype, kernels=kernels)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _project_in_place(out_dtype: Any, kernels: KernelOptions, x: jax.Array, stack: Any, layer: jax.Array) -> jax.Array:
-    """[R, D] times the matrix of one layer of [L, N, D]: [R, N]. Differentiable in `x` and in arrays of floats."""
-    return multiply_group(x, stack, layer, out_dtype, kernels)
+def _project_in_place_forward(
+    settings: tuple[Any, KernelOptions], needed: Any, x: jax.Array, stack: Any, layer: jax.Array
+) -> tuple[jax.Array, Any]:
+    return multiply_group(x, stack, layer, *settings), (x, stack, layer)
 
 
-@partial(_project_in_place.defjvp, symbolic_zeros=True)
-def _project_in_place_jvp(
-    out_dtype: Any, kernels: KernelOptions, primals: Any, tangents: Any
-) -> tuple[jax.Array, jax.Array]:
-    (x, stack, layer), (d_x, d_stack, _) = primals, tangents
-    multiply = partial(project, out_dtype=out_dtype, kernels=kernels)
+def _project_in_place_backward(
+    settings: tuple[Any, KernelOptions], needed: Any, residuals: Any, gradient: jax.Array
+) -> tuple[jax.Array, Any, None]:
+    x, stack, layer = residuals
+    multiply = partial(project, out_dtype=settings[0], kernels=settings[1])
+    weight, zeros = index_stack(stack, layer), jnp.zeros(x.shape, x.dtype)
+    dx = jax.vjp(lambda x: multiply(x, weight), zeros)[1](gradient)[0]
+    d_stack = gradient_of_needed(lambda stack: multiply(x, _copy_entry(stack, layer)), stack, needed[1], gradient)
+    return dx, d_stack, None
 
-    def gradient_of_x(residuals: Any, gradient: jax.Array) -> jax.Array:
-        weight, zeros = index_stack(*residuals), jnp.zeros(x.shape, x.dtype)
-        return jax.vjp(lambda x: multiply(x, weight), zeros)[1](gradient)[0]
 
-    def project_rows(x: jax.Array) -> jax.Array:
-        forward = lambda residuals, x: _project_in_place(out_dtype, kernels, x, *residuals)
-        return linear_map(forward, gradient_of_x, (stack, layer), x)
+@with_gradient(_project_in_place_forward, _project_in_place_backward)
+def _project_in_place(settings: tuple[Any, KernelOptions], x: jax.Array, stack: Any, layer: jax.Array) -> jax.Array:
+    """[R, D] times the matrix of one layer of [L, N, D]: [R, N]. Settings: the dtype of the result, and see `project`."""
+    return multiply_group(x, stack, layer, *settings)
 
-    take = partial(lax.dynamic_index_in_dim, index=layer, keepdims=False)
-    changes = directional(lambda stack: multiply(x, jax.tree.map(take, stack)), stack, d_stack)
-    if not isinstance(d_x, SymbolicZero):
-        changes.append(project_rows(d_x))
-    return project_rows(x), sum(changes[1:], changes[0])
+
+def _copy_entry(weight: Any, index: jax.Array) -> Any:
+    """`index_stack`, differentiable in the weight."""
+    return jax.tree.map(partial(lax.dynamic_index_in_dim, index=index, keepdims=False), weight)
 
 
 @has_cpu_variant

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +11,12 @@ import numpy as np
 from flax import struct
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Integer
 
+from llama_jax.ops.gradients import gradient_of_needed, with_gradient
 from llama_jax.ops.layers import MATMUL_OUTPUT, Weight, dense, project
-from llama_jax.ops.linear_map import directional, linear_map
 from llama_jax.ops.platform import (
     AnyArray,
     KernelOptions,
@@ -81,7 +79,8 @@ class QuantizedWeight(Weight):
     def project(self, x: Float[Array, "*batch D"], out_dtype: Any, kernels: KernelOptions) -> Float[Array, " ..."]:
         """See `ops.layers.project`."""
         settings = _MatmulSettings(self.quant_format, x.dtype.name, jnp.dtype(out_dtype).name, kernels)
-        return checkpoint_name(_project_quantized(settings, x, self.planes), MATMUL_OUTPUT)
+        project_rows = _project_dequantized if kernels.forward_mode else _project_quantized
+        return checkpoint_name(project_rows(settings, x, self.planes), MATMUL_OUTPUT)
 
     def embed(self, rows: Integer[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Look up rows of a table [V, D]."""
@@ -177,41 +176,39 @@ class _MatmulSettings(NamedTuple):
     kernels: KernelOptions
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _project_dequantized(settings: _MatmulSettings, x: jax.Array, planes: tuple[jax.Array, ...]) -> jax.Array:
+    """`_project_quantized` by one matmul with the dense weight, which JAX differentiates in every mode."""
+    matrix = QUANT_FORMATS[settings.quant_format].decode(*planes)
+    return jnp.tensordot(x.astype(jnp.float32), matrix, axes=((-1,), (-1,))).astype(settings.out_dtype)
+
+
+def _project_forward(
+    settings: _MatmulSettings, needed: Any, x: jax.Array, planes: tuple[jax.Array, ...]
+) -> tuple[jax.Array, Any]:
+    form = QUANT_FORMATS[settings.quant_format]
+    product = multiply(x.reshape(-1, x.shape[-1]), _as_matrix(form, planes), form, settings.kernels)
+    out = product.astype(settings.out_dtype).reshape(*x.shape[:-1], *_out(form, planes))
+    return out, (x if any(needed[1]) else None, planes)
+
+
+def _project_backward(
+    settings: _MatmulSettings, needed: Any, residuals: Any, gradient: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array | None, ...] | None]:
+    (x, planes), form = residuals, QUANT_FORMATS[settings.quant_format]
+    out = _out(form, planes)
+    rows = gradient.reshape(-1, math.prod(out))
+    product = multiply_transposed(rows, _as_matrix(form, planes), form)
+    dx = product.astype(settings.dtype).reshape(*gradient.shape[: gradient.ndim - len(out)], -1)
+    return dx, gradient_of_needed(lambda planes: _project_dequantized(settings, x, planes), planes, needed[1], gradient)
+
+
+@with_gradient(_project_forward, _project_backward)
 def _project_quantized(settings: _MatmulSettings, x: jax.Array, planes: tuple[jax.Array, ...]) -> jax.Array:
     """Project [..., D] onto the rows of a weight: [..., *out].
 
     Differentiable in `x` and in planes of floats, such as scales, for which the whole weight is dequantized.
     """
-    form = QUANT_FORMATS[settings.quant_format]
-    product = multiply(x.reshape(-1, x.shape[-1]), _as_matrix(form, planes), form, settings.kernels)
-    return product.astype(settings.out_dtype).reshape(*x.shape[:-1], *_out(form, planes))
-
-
-@partial(_project_quantized.defjvp, symbolic_zeros=True)
-def _project_jvp(settings: _MatmulSettings, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (x, planes), (d_x, d_planes), form = primals, tangents, QUANT_FORMATS[settings.quant_format]
-
-    def project_decoded(planes: tuple[jax.Array, ...]) -> jax.Array:
-        product = jnp.tensordot(x.astype(jnp.float32), form.decode(*planes), axes=((-1,), (-1,)))
-        return product.astype(settings.out_dtype)
-
-    def project_rows(x: jax.Array) -> jax.Array:
-        forward = lambda planes, x: _project_quantized(settings, x, planes)
-        return linear_map(forward, partial(_gradient_of_x, settings), planes, x)
-
-    changes = directional(project_decoded, planes, d_planes)
-    if not isinstance(d_x, SymbolicZero):
-        changes.append(project_rows(d_x))
-    return project_rows(x), sum(changes[1:], changes[0])
-
-
-def _gradient_of_x(settings: _MatmulSettings, planes: Any, gradient: jax.Array) -> jax.Array:
-    form = QUANT_FORMATS[settings.quant_format]
-    out = _out(form, planes)
-    rows = gradient.reshape(-1, math.prod(out))
-    product = multiply_transposed(rows, _as_matrix(form, planes), form)
-    return product.astype(settings.dtype).reshape(*gradient.shape[: gradient.ndim - len(out)], -1)
+    return _project_forward(settings, (True, (False,) * len(planes)), x, planes)[0]
 
 
 def _columns_of(plane: QuantField) -> int:
