@@ -46,8 +46,9 @@ def _add(delta: jax.Array, x: jax.Array, at: Any) -> tuple[jax.Array, None]:
 def programs(config: Any) -> dict[str, Callable[..., Any]]:
     """Functions of parameters, a direction and tokens [B, T + 1], by name."""
 
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        return llama_jax.next_token_loss(config, params, llama_jax.Batch(tokens))
+    def loss(params: Any, tokens: jax.Array, forward_mode: bool = False) -> jax.Array:
+        options = llama_jax.LossOptions(llama_jax.Compute(forward_mode=forward_mode))
+        return llama_jax.next_token_loss(config, params, llama_jax.Batch(tokens), options)
 
     def of_embeddings(params: Any, tokens: jax.Array) -> jax.Array:
         hooked = lambda delta: llama_jax.with_hooks(params, {"embedded": Partial(_add, delta)})
@@ -59,7 +60,7 @@ def programs(config: Any) -> dict[str, Callable[..., Any]]:
     return {
         "loss": lambda params, along, tokens: loss(params, tokens),
         "gradient": lambda params, along, tokens: gradient(params, tokens),
-        "jvp": lambda params, along, tokens: jax.jvp(partial(loss, tokens=tokens), (params,), (along,)),
+        "jvp": lambda params, along, tokens: jax.jvp(partial(loss, tokens=tokens, forward_mode=True), (params,), (along,)),
         "Hessian product": lambda params, along, tokens: jax.jvp(partial(gradient, tokens=tokens), (params,), (along,))[1],
         "gradients by example": lambda params, along, tokens: by_row(params, tokens),
         "gradient of embeddings": lambda params, along, tokens: of_embeddings(params, tokens),

@@ -11,10 +11,13 @@ from conftest import as_float64, jit_init
 from jax.tree_util import Partial
 
 import llama_jax
-from llama_jax import Batch, Lora, ops
+from llama_jax import Batch, Compute, Lora, LossOptions, ops
 from llama_jax.model.trees import dequantize, quantize
+from llama_jax.ops.platform import KernelOptions
 from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.quantized_matmul import QuantizedWeight, quantize_matrix
+
+FORWARD_MODE = KernelOptions(forward_mode=True)
 
 
 @pytest.fixture
@@ -175,11 +178,11 @@ def test_the_gradient_of_scales(kind):
     x, out = (jnp.asarray(rng.standard_normal((5, n)), jnp.float32) for n in (256, 24))
     floats = [i for i, plane in enumerate(weight.planes) if plane.dtype == np.float32]
 
-    def value(x, scales):
+    def value(x, scales, kernels=KernelOptions()):
         planes = list(weight.planes)
         for i, plane in zip(floats, scales, strict=True):
             planes[i] = plane
-        return jnp.vdot(ops.project(x, weight.replace(planes=tuple(planes))), out)
+        return jnp.vdot(ops.project(x, weight.replace(planes=tuple(planes)), kernels=kernels), out)
 
     scales = [jnp.asarray(weight.planes[i]) for i in floats]
     along = [jnp.asarray(direction_like(scale), jnp.float32) * jnp.abs(scale).mean() for scale in scales]
@@ -193,7 +196,8 @@ def test_the_gradient_of_scales(kind):
     of_scales = partial(value, x)
     gradient = jax.jit(jax.grad(of_scales))(scales)
     np.testing.assert_allclose(sum(np.vdot(*pair) for pair in zip(gradient, along, strict=True)), wanted, rtol=2e-3)
-    forward = jax.jit(lambda scales, along: jax.jvp(of_scales, (scales,), (along,))[1])
+    in_forward_mode = partial(of_scales, kernels=FORWARD_MODE)
+    forward = jax.jit(lambda scales, along: jax.jvp(in_forward_mode, (scales,), (along,))[1])
     np.testing.assert_allclose(forward(scales, along), wanted, rtol=2e-3)
 
 
@@ -204,7 +208,7 @@ def test_derivatives_through_a_quantized_matmul_are_those_of_the_dense_one():
     x, along = (jnp.asarray(rng.standard_normal((5, 256)), jnp.float32) for _ in range(2))
 
     def derivatives(weight):
-        loss = lambda x: jnp.sum(jnp.sin(ops.project(x, weight)))
+        loss = lambda x: jnp.sum(jnp.sin(ops.project(x, weight, kernels=FORWARD_MODE)))
         by_scale = jax.vmap(lambda scale: jax.grad(loss)(scale * along))(jnp.arange(3.0))
         return jax.jvp(loss, (x,), (along,)), by_scale, jax.jvp(jax.grad(loss), (x,), (along,))[1]
 
@@ -235,7 +239,7 @@ def test_derivatives_through_a_quantized_model_are_those_of_the_dense_one(quanti
     def derivatives(params):
         def loss(delta):
             hooked = llama_jax.with_hooks(params, {"embedded": Partial(_added, delta)})
-            return llama_jax.next_token_loss(config, hooked, batch)
+            return llama_jax.next_token_loss(config, hooked, batch, LossOptions(Compute(forward_mode=True)))
 
         by_scale = jax.vmap(lambda scale: jax.grad(loss)(scale * along))(jnp.arange(3.0))
         return jax.jvp(loss, (zeros,), (along,)), by_scale, jax.jvp(jax.grad(loss), (zeros,), (along,))[1]
@@ -276,7 +280,8 @@ def test_a_hessian_of_adapters_on_a_quantized_model(quantized):
     )
 
     def hvp(params):
-        loss = lambda adapters: llama_jax.next_token_loss(config, llama_jax.adapted(params, adapters, lora), batch)
+        options = LossOptions(Compute(forward_mode=True))
+        loss = lambda adapters: llama_jax.next_token_loss(config, llama_jax.adapted(params, adapters, lora), batch, options)
         return jax.jvp(jax.grad(loss), (adapters,), (adapters,))[1]
 
     found, wanted = (jax.tree.leaves(x) for x in map(jax.jit(hvp), (coded, dense)))

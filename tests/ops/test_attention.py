@@ -183,31 +183,36 @@ class TestEveryBackendIsTheReference:
 
 
 class TestDerivatives:
-    """Whole rows of float32 and float64 are plain mathematics: every kind of derivative."""
+    """Every kind of derivative in forward mode, and products with the Hessian also without it."""
 
     @pytest.mark.parametrize("window", [None, pytest.param(3, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("backend", [pytest.param("dense", marks=pytest.mark.slow), "blockwise"])
     def test_forward_and_second_order_are_those_of_the_reference(self, backend, window):
-        def derivatives(backend, arrays, direction):
-            def loss(arrays):
-                seen = AttentionMask.causal(LENGTH, some_segments(2, LENGTH))
-                view = KVView(*arrays[1:])
-                mixed = ops.attend(arrays[0], view, seen, scale=0.5, window=window, backend=backend)
-                return jnp.sum(jnp.sin(mixed))
+        def loss(backend, forward_mode, arrays):
+            mask = AttentionMask.causal(LENGTH, some_segments(2, LENGTH))
+            options = dict(scale=0.5, window=window, backend=backend, forward_mode=forward_mode)
+            return jnp.sum(jnp.sin(ops.attend(arrays[0], KVView(*arrays[1:]), mask, **options)))
 
+        def products(backend, forward_mode, arrays, direction):
+            gradient = jax.grad(partial(loss, backend, forward_mode))
             along = lambda scale: jax.tree.map(lambda x: scale * x, direction)
-            hessian_by_vector = lambda scale: jax.jvp(jax.grad(loss), (arrays,), (along(scale),))[1]
-            linear = jax.linearize(loss, arrays)[1]
-            forward = jax.jvp(loss, (arrays,), (direction,)), linear(direction)
+            return jax.vmap(lambda scale: jax.jvp(gradient, (arrays,), (along(scale),))[1])(jnp.arange(3.0))
+
+        def derivatives(backend, arrays, direction):
+            attend = partial(loss, backend, True)
+            linear = jax.linearize(attend, arrays)[1]
+            forward = jax.jvp(attend, (arrays,), (direction,)), linear(direction)
             reverse_of_forward = jax.grad(lambda direction: jnp.sin(linear(direction)))(direction)
-            rematerialized = jax.jvp(jax.grad(jax.checkpoint(loss)), (arrays,), (direction,))
-            return forward, reverse_of_forward, rematerialized, jax.vmap(hessian_by_vector)(jnp.arange(3.0))
+            rematerialized = jax.jvp(jax.grad(jax.checkpoint(attend)), (arrays,), (direction,))
+            return forward, reverse_of_forward, rematerialized, products(backend, True, arrays, direction)
 
         with jax.enable_x64(True):
             arrays, direction = (jax.tree.map(lambda x: x.astype(jnp.float64), operands(seed)) for seed in (0, 1))
             run = jax.jit(derivatives, static_argnums=0)
             found, expected = (run(name, arrays, direction) for name in (backend, "reference"))
             assert_near(found, expected, rtol=1e-9, atol=1e-11)
+            without = jax.jit(products, static_argnums=(0, 1))(backend, False, arrays, direction)
+            assert_near(without, expected[-1], rtol=1e-9, atol=1e-11)
 
     def test_saves_no_scores_for_the_backward_pass(self):
         queries, keys = jnp.zeros((2, 3, 40, 1, 4)), jnp.zeros((2, 3, 40, 4))
@@ -280,7 +285,8 @@ class TestMemory:
         if direction is None:
             lowered = value_and_gradients.lower(arrays, mask, "auto")
         else:
-            attend = lambda arrays: ops.attend(arrays[0], KVView(*arrays[1:]), mask, scale=0.5)
+            options = dict(scale=0.5, forward_mode=direction == "jvp")
+            attend = lambda arrays: ops.attend(arrays[0], KVView(*arrays[1:]), mask, **options)
             function = attend if direction == "jvp" else jax.grad(lambda arrays: jnp.sum(jnp.sin(attend(arrays))))
             lowered = jax.jit(lambda arrays, along: jax.jvp(function, (arrays,), (along,))[1]).lower(arrays, arrays)
         return lowered.compile().memory_analysis().temp_size_in_bytes
@@ -484,7 +490,7 @@ class TestKernels:
     def test_cudnn_reads_a_cache(self, monkeypatch):
         self.by_xla(monkeypatch)
         (queries, *_), (_, keys, values) = operands(0, (2, 2, 16, 3, 8)), operands(1, (2, 2, 64, 3, 8))
-        seen = piece_over_a_cache(2, 16, 64)
+        seen = jax.tree.map(jnp.asarray, piece_over_a_cache(2, 16, 64))
         expected = ops.attend(queries, KVView(keys, values), seen, scale=0.5, window=20, backend="reference")
         assert_near(cudnn(queries, keys, values, seen, scale=0.5, window=20), expected)
 

@@ -96,12 +96,12 @@ def test_gradients_are_those_of_the_definition_and_the_teacher_has_none(top_k):
 def test_equal_distributions_and_ties_are_finite():
     (hidden, head), _ = drawn_float32()
     targets, made = jnp.zeros((ROWS, LENGTH), int), (LogitOptions(4), LogitOptions(4))
-    flat = np.zeros_like(hidden)  # a teacher for which all are as probable: all of them are among the first two
+    flat = jnp.zeros_like(hidden)  # a teacher for which all are as probable: all of them are among the first two
     for theirs, top_k in ((hidden, 0), (hidden, 3), (flat, 2)):
 
-        def total(hidden, theirs=theirs, top_k=top_k):
+        def total(hidden, teacher=Logits(jnp.asarray(theirs), head), top_k=top_k):
             options = DivergenceOptions(1.0, top_k)
-            return jnp.sum(token_divergence(Logits(hidden, head), Logits(theirs, head), targets, made, options).divergence)
+            return jnp.sum(token_divergence(Logits(hidden, head), teacher, targets, made, options).divergence)
 
         value, gradient = jax.value_and_grad(total)(hidden)
         assert np.isfinite(np.asarray(gradient)).all()
