@@ -168,6 +168,7 @@ def _loss_sums_and_gradients(
     """The sums, and the gradients of the loss: d_hidden [B, T, D], and d_head [V, D] or, without `needs_d_head`, None."""
     batch_shards, constrain = options.batch_shards, options.constrain
     head_cast = gathered_head(head, hidden.dtype, constrain)
+    transposed_head = head_cast.T  # outside the loop: XLA for CPU would convert the whole head to float32 instead
 
     def add_chunk(carry: tuple[LossSums, jax.Array | None], chunk: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         sums, d_head = carry
@@ -176,7 +177,7 @@ def _loss_sums_and_gradients(
         if d_head is not None:
             hidden_rows, d_logits_rows = (x.reshape(batch_shards, -1, x.shape[-1]) for x in (chunk[0], d_logits))
             d_head = constrain(d_head + weight_gradient(hidden_rows, d_logits_rows, d_head.dtype), "lm_head_gradient")
-        d_hidden = project(d_logits, head_cast.T)
+        d_hidden = project(d_logits, transposed_head)
         return (LossSums(*map(jnp.add, sums, chunk_sums)), d_head), d_hidden
 
     d_head = None
