@@ -13,7 +13,8 @@ from tyro.constructors import MISSING_NONPROP, ConstructorRegistry, StructConstr
 
 from llama_jax.cli.terminal import paragraphs
 from llama_jax.errors import UserError
-from llama_jax.settings import check_bounds, help_of
+from llama_jax.inference.sampling_settings import Sampling
+from llama_jax.settings import check_fields, help_of, number_fields
 
 CHANGE = re.compile(r"[A-Za-z_][\w.]*=", re.ASCII)
 # The options without a value, of the commands that `arranged` knows.
@@ -43,7 +44,7 @@ def parse_command(command: Any, name: str, arguments: Sequence[str]) -> Any:
         config=MARKERS,
         registry=OPTION_RULES,
     )
-    check_bounds(options)
+    check_fields(options)
     return options
 
 
@@ -70,6 +71,19 @@ def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
     last = [name for base in command.__mro__ for name in vars(base).get("SHOWN_LAST", ())]
     middle = [name for name in specs if name not in last]
     return StructConstructorSpec(command, tuple(specs[name] for name in dict.fromkeys((*first, *middle, *last))))
+
+
+@OPTION_RULES.struct_rule
+def _sampling_options(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """An option for each field of `Sampling`, except the seed, which commands have their own option for."""
+    if info.type is not Sampling:
+        return None
+    numbers = {name: number for name, number in number_fields(Sampling).items() if name != "seed"}
+    specs = [
+        StructFieldSpec(name=name, type=number.type, default=getattr(info.default, name), helptext=number.help)
+        for name, number in numbers.items()
+    ]
+    return StructConstructorSpec(Sampling, tuple(specs))
 
 
 def _help(command: type, name: str) -> str | None:

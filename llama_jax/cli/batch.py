@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,7 +35,7 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
     """Continue every prompt of a .jsonl and write the results to another, one JSON object per line, as they finish. Prompts
     whose results are already in OUT are skipped, so the same command resumes after a stop."""
 
-    SHOWN_FIRST = ("prompts", "out", "model", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "rows")
+    SHOWN_FIRST = ("prompts", "out", "model", "max_new_tokens", "sampling", "seed", "stop", "rows")
 
     prompts: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PROMPTS")]]
     """A .jsonl with a prompt per line, for example {"prompt": "Once"}. The seed increases by one per line. "adapter": NAME
@@ -69,7 +69,7 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
             raise GenerationError(f"{self.prompts} requests the adapter {shown(adapter, 40)}, but --adapter names {names}")
         done = _Output(self.out, prompts)
         seed = self.choose_seed() if self.seed is not None or done.seed is None else done.seed
-        self.sampling(seed)
+        self.seeded_sampling(seed)
         settings = self._settings(seed)
         done.check(settings)
         left = [line for line in range(1, len(prompts) + 1) if line not in done.lines]
@@ -97,12 +97,10 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
 
     def _settings(self, seed: int) -> dict[str, Any]:
         """Everything that the texts depend on, apart from the files themselves."""
-        sampling = [field.name for field in fields(SamplingOptions) if field.name != "seed"]
-        names = ("dtype", "quantize", "cache", "rope", *sampling)
         return {
             "model": None if self.model is None else self.model.name,
-            **{name: getattr(self, name) for name in names},
-            "seed": seed,
+            **{name: getattr(self, name) for name in ("dtype", "quantize", "cache", "rope")},
+            **asdict(self.sampling.replace(seed=seed)),
             "max_new_tokens": self.max_new_tokens,
             "stop": list(self.stop),
             "ignore_eos": self.ignore_eos,
@@ -129,7 +127,7 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
             request = GenerationRequest(
                 prompt=ids,
                 max_new_tokens=min(self.max_new_tokens, room),
-                sampling=self.sampling((seed + line - 1) % 2**32),
+                sampling=self.seeded_sampling((seed + line - 1) % 2**32),
                 stop_tokens=() if self.ignore_eos else tokenizer.stop_ids,
                 adapter=numbers[prompts[line - 1].adapter],
             )

@@ -43,7 +43,7 @@ class Chat(TemplateOptions, ModelOptions):
     note says so. Ctrl-C stops a reply; pressed twice, or at the prompt, it ends the program. /help lists the commands.
     """
 
-    SHOWN_FIRST = ("model", "system", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
+    SHOWN_FIRST = ("model", "system", "max_new_tokens", "sampling", "seed")
 
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """System prompt. It is never dropped."""
@@ -63,7 +63,7 @@ class Chat(TemplateOptions, ModelOptions):
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
         seed = self.choose_seed()
-        sampling, options = self.sampling(seed), self.cache_options()
+        sampling, options = self.seeded_sampling(seed), self.cache_options()
         self.parse_draft()
         self.check_template(self.format)
         renderer = Renderer(template_args=self.template_args())

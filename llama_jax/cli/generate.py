@@ -35,7 +35,7 @@ PROMPT_HINT = "pass some text to continue, such as 'Once upon a time'"
 class Generate(ModelOptions, StopOptions):
     """Continue a prompt. Streams the text to stdout and prints statistics to stderr."""
 
-    SHOWN_FIRST = ("prompt", "model", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "json")
+    SHOWN_FIRST = ("prompt", "model", "max_new_tokens", "sampling", "seed", "stop", "json")
 
     prompt: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[PROMPT]")]] = None
     """Text to continue; - reads stdin."""
@@ -60,7 +60,7 @@ class Generate(ModelOptions, StopOptions):
 
         # Invalid values end the command before minutes go into loading.
         seed = self.choose_seed()
-        sampling, options = self.sampling(seed), self.cache_options()
+        sampling, options = self.seeded_sampling(seed), self.cache_options()
         self.parse_draft()
         several = self._several()
         if self.batch is not None and not several:

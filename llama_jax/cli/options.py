@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
@@ -20,6 +20,8 @@ import llama_jax
 from llama_jax.config import ROPE_FIELDS, LlamaConfig, RopeScaling, RopeScalingKind
 from llama_jax.config.rope import scaled_length
 from llama_jax.errors import ConfigError, GenerationError, MeshError, UserError, shown
+from llama_jax.inference.sampling_settings import Sampling
+from llama_jax.settings import check_value
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import Format, Tokenizer
 
@@ -409,26 +411,16 @@ class AdapterOptions(LoadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    temperature: float = 0.8
-    """Divide the logits by this. 0 always takes the most probable token and ignores top-k, top-p, min-p and seed."""
-    top_k: int = 0
-    """Sample from the k most probable tokens; 0 keeps all."""
-    top_p: float = 0.95
-    """Sample from the smallest set of most probable tokens whose probabilities sum to p; 1 keeps all."""
-    min_p: float = 0.0
-    """Sample from tokens with at least this fraction of the highest probability; 0 keeps all."""
-    repetition_penalty: float = 1.0
-    """Values above 1 make tokens that the text already contains less probable; 1 changes nothing."""
+    sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling(temperature=0.8, top_p=0.95)
     seed: int | None = None
     """Random seed. By default it is taken from the clock and printed."""
 
     def choose_seed(self) -> int:
         return time.time_ns() % 2**32 if self.seed is None else self.seed
 
-    def sampling(self, seed: int) -> llama_jax.Sampling:
+    def seeded_sampling(self, seed: int) -> llama_jax.Sampling:
         """The sampling; GenerationError for an invalid value."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(SamplingOptions)}
-        sampling = llama_jax.Sampling(**values | {"seed": seed})
+        sampling = self.sampling.replace(seed=seed)
         sampling.per_row(1)
         return sampling
 
@@ -446,10 +438,10 @@ class DraftOptions(ExactOption, LoadOptions):
         match = re.fullmatch(r"(.+):(-?\d{1,18})", self.draft)
         if not match:
             return self.draft, None
-        from llama_jax.inference.drafter import MAX_DRAFT_TOKENS, check_number
+        from llama_jax.inference.drafter import DraftTokens
 
         number = int(match[2])
-        check_number("tokens", number, MAX_DRAFT_TOKENS)
+        check_value("tokens", number, DraftTokens, GenerationError)
         return match[1], number
 
     def draft_model(self) -> str:

@@ -26,7 +26,7 @@ from llama_jax.cli.options import (
 from llama_jax.cli.terminal import print_status
 from llama_jax.errors import GenerationError, MeshError, UserError
 from llama_jax.runs.progress import progress_counter
-from llama_jax.settings import Bounds, at_least, check_bounds
+from llama_jax.settings import Bounds, at_least, check_fields
 from llama_jax.storage import StoredPath
 from llama_jax.tokenizers import Tokenizer, reply_ends, resolve_format
 from llama_jax.tokenizers.chat_template import Renderer
@@ -306,7 +306,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
         return Started(engine, served)
 
     def _check(self) -> None:
-        check_bounds(self)
+        check_fields(self)
         self.parse_draft()
         if self._name() in self.named_adapters():
             raise GenerationError(f"adapter {self._name()!r} has the model's name; choose another, or set --name")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from llama_jax.config.families import ModelType, model_type_of
 from llama_jax.config.parts import Parts
 from llama_jax.config.rope import RopeScaling, check_fits, unscaled_length
-from llama_jax.config.validation import check_heads, check_sizes, require_number, require_positive_int
-from llama_jax.errors import ConfigError, shown
+from llama_jax.errors import ConfigError
+from llama_jax.settings import Bounds, NonNegative, Positive, PositiveNumber, above, check_fields
 
+RopeTheta = Annotated[float, above(1)]
 MAX_SUGGESTED_FACTOR = 64  # of a RoPE scaling in messages; models were trained with up to 40
 
 
@@ -31,21 +32,15 @@ class LayerConfig:
       ConfigError: an invalid value; the message names it.
     """
 
-    window: int | None = None
+    window: Positive | None = None
     rope: Literal["model", "unscaled", "none"] = "model"
-    rope_theta: float | None = None
-    chunk: int | None = None
+    rope_theta: RopeTheta | None = None
+    chunk: Positive | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("window", self.window), ("chunk", self.chunk)):
-            if value is not None:
-                require_positive_int(name, value)
-        if self.rope not in ("model", "unscaled", "none"):
-            raise ConfigError(f"rope={shown(self.rope, 40)} of a layer must be 'model', 'unscaled' or 'none'")
-        if self.rope_theta is not None:
-            if self.rope != "unscaled":
-                raise ConfigError(f"rope_theta={shown(self.rope_theta, 40)} of a layer needs rope='unscaled'")
-            require_number("rope_theta", self.rope_theta, above=1.0)
+        check_fields(self, ConfigError, "layer.")
+        if self.rope_theta is not None and self.rope != "unscaled":
+            raise ConfigError(f"rope_theta={self.rope_theta} of a layer needs rope='unscaled'")
 
 
 @dataclass(frozen=True)
@@ -64,18 +59,13 @@ class QueryScaling:
       ConfigError: an invalid value; the message names it.
     """
 
-    beta: float
-    context: int
-    offset: int = 0
+    beta: PositiveNumber
+    context: Positive
+    offset: NonNegative = 0
     rotated: bool = True
 
     def __post_init__(self) -> None:
-        require_number("beta", self.beta, above=0.0)
-        require_positive_int("context", self.context)
-        if type(self.offset) is not int or self.offset < 0:
-            raise ConfigError(f"offset={shown(self.offset, 40)} of a query scaling must be an integer of at least 0")
-        if not isinstance(self.rotated, bool):
-            raise ConfigError(f"rotated={shown(self.rotated, 40)} of a query scaling must be True or False")
+        check_fields(self, ConfigError, "query_scaling.")
 
 
 def period(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
@@ -144,53 +134,49 @@ class LlamaConfig:
       ConfigError: an invalid size; the message names it.
     """
 
-    vocab_size: int
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    hidden_dim: int
-    max_seq_len: int
-    norm_eps: float
-    rope_theta: float
+    vocab_size: Positive
+    dim: Positive
+    n_layers: Positive
+    n_heads: Positive
+    n_kv_heads: Positive
+    hidden_dim: Positive
+    max_seq_len: Positive
+    norm_eps: PositiveNumber
+    rope_theta: RopeTheta
     tie_embeddings: bool
-    head_dim: int = 0  # replaced by dim // n_heads in __post_init__
+    head_dim: NonNegative = 0  # replaced by dim // n_heads in __post_init__
     rope_scaling: RopeScaling | None = None
-    window: int | None = None
+    window: Positive | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["head", "all", "l2"] | None = None
-    experts: int = 0
-    experts_per_token: int = 0
+    experts: NonNegative = 0
+    experts_per_token: NonNegative = 0
     normalize_expert_weights: bool = True
     expert_scores: Literal["softmax", "sigmoid"] = "softmax"
     shared_expert: bool = False
     layers: tuple[LayerConfig, ...] = ()
     norm: Literal["pre", "post", "both"] = "pre"
-    norm_offset: float = 0.0
+    norm_offset: Annotated[float, Bounds()] = 0.0
     activation: Literal["silu", "gelu"] = "silu"
-    rotary_dim: int | None = None
+    rotary_dim: Positive | None = None
     query_scaling: QueryScaling | None = None
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    attention_multiplier: float | None = None
-    logits_scaling: float = 1.0
+    embedding_multiplier: PositiveNumber = 1.0
+    residual_multiplier: PositiveNumber = 1.0
+    attention_multiplier: PositiveNumber | None = None
+    logits_scaling: PositiveNumber = 1.0
     parts: Parts = Parts()
-    unscaled_max_seq_len: int | None = None
+    unscaled_max_seq_len: Positive | None = None
 
     def __post_init__(self) -> None:
-        for name, cls in (("rope_scaling", RopeScaling), ("query_scaling", QueryScaling)):
-            if not isinstance(getattr(self, name), cls | None):
-                raise ConfigError(f"{name}={shown(getattr(self, name))} must be a {cls.__name__} or None")
-        if not isinstance(self.layers, tuple) or not all(isinstance(layer, LayerConfig) for layer in self.layers):
-            raise ConfigError(f"layers={shown(self.layers)} must be a tuple of LayerConfig")
-        check_sizes(self)
+        check_fields(self, ConfigError)
+        self._check_features()
         if self.head_dim == 0 or isinstance(self.head_dim, _DefaultHeadDim):
             if self.dim % self.n_heads:
                 raise ConfigError(f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or set head_dim")
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
-        check_heads(self)
+        self._check_heads()
         if self.rope_scaling is not None:
             check_fits(self.rope_scaling, self.rope_dim)
         if self.head_dim * self.n_heads == self.dim:
@@ -200,10 +186,35 @@ class LlamaConfig:
             uniform = layers == (LayerConfig(layers[0].window),)
             object.__setattr__(self, "layers", () if uniform else layers)
             object.__setattr__(self, "window", layers[0].window if uniform else None)
-        if self.unscaled_max_seq_len is not None:
-            require_positive_int("unscaled_max_seq_len", self.unscaled_max_seq_len)
-            if self.rope_scaling is None or self.unscaled_max_seq_len >= self.max_seq_len:
-                object.__setattr__(self, "unscaled_max_seq_len", None)
+        if self.rope_scaling is None or (self.unscaled_max_seq_len or 0) >= self.max_seq_len:
+            object.__setattr__(self, "unscaled_max_seq_len", None)
+
+    def _check_features(self) -> None:
+        """Raise ConfigError for sizes and features that exclude each other."""
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
+        if self.layers and self.window is not None:
+            raise ConfigError(f"window={self.window} is for models without `layers`; set it in each LayerConfig instead")
+        if self.expert_scores != "softmax" and not self.normalize_expert_weights:
+            raise ConfigError("normalize_expert_weights=False is for expert_scores='softmax'; leave it out")
+        if not self.experts:
+            for name in ("experts_per_token", "normalize_expert_weights", "expert_scores", "shared_expert"):
+                if getattr(self, name) != getattr(LlamaConfig, name):
+                    raise ConfigError(f"{name}={getattr(self, name)!r} is for models with experts; leave it out")
+            return
+        if not 1 <= self.experts_per_token <= self.experts:
+            raise ConfigError(
+                f"experts_per_token={self.experts_per_token} must be at least 1 and at most experts={self.experts}"
+            )
+        if self.activation != "silu" or self.mlp_bias:
+            raise ConfigError("models with experts have activation='silu' and mlp_bias=False; leave both out")
+
+    def _check_heads(self) -> None:
+        """Raise ConfigError for an invalid head_dim or rotary_dim."""
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even: rotary embedding rotates pairs of features")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or self.rotary_dim >= self.head_dim):
+            raise ConfigError(f"rotary_dim={self.rotary_dim} must be even and below head_dim={self.head_dim}")
 
     @property
     def model_type(self) -> ModelType:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
+from llama_jax.settings import Bounds, Positive, PositiveNumber, check_fields, check_value
 
 RopeScalingKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
 
@@ -72,37 +72,31 @@ class RopeScaling:
     """
 
     kind: RopeScalingKind
-    factor: float
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_seq_len: int | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
+    factor: Annotated[float, Bounds(1)]
+    low_freq_factor: PositiveNumber | None = None
+    high_freq_factor: PositiveNumber | None = None
+    original_max_seq_len: Positive | None = None
+    beta_fast: PositiveNumber | None = None
+    beta_slow: PositiveNumber | None = None
     truncate: bool | None = None
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    short_factor: tuple[float, ...] | None = None
-    long_factor: tuple[float, ...] | None = None
+    attention_factor: PositiveNumber | None = None
+    mscale: PositiveNumber | None = None
+    mscale_all_dim: PositiveNumber | None = None
+    short_factor: tuple[PositiveNumber, ...] | None = None
+    long_factor: tuple[PositiveNumber, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, str) or self.kind not in ROPE_FIELDS:
-            raise ConfigError(f"rope scaling kind={shown(self.kind, 40)} is not supported; use {', '.join(ROPE_FIELDS)}")
-        require_number("factor", self.factor, minimum=1.0)
+        check_value("rope scaling kind", self.kind, RopeScalingKind, ConfigError)
         read = ROPE_FIELDS[self.kind]
         for field in fields(self)[2:]:
             name, value = field.name, getattr(self, field.name)
-            if name not in read:
-                if value is not None:
-                    raise ConfigError(
-                        f"rope scaling kind={self.kind!r} does not read {name}={shown(value, 40)}; leave it out"
-                    )
-            elif value is not None:
-                object.__setattr__(self, name, _check_scaling(name, value))
-            elif read[name] is REQUIRED:
+            if value is not None and name not in read:
+                raise ConfigError(f"rope scaling kind={self.kind!r} does not read {name}={shown(value, 40)}; leave it out")
+            if value is None and read.get(name) is REQUIRED:
                 raise ConfigError(f"rope scaling kind={self.kind!r} needs {name}")
-            else:
-                object.__setattr__(self, name, read[name])
+            value = read.get(name) if value is None else value
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        check_fields(self, ConfigError)
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             # Llama 4 Scout has no ramp: both are 1.
             step = self.kind == "llama3" and getattr(self, high) == getattr(self, low)
@@ -135,24 +129,6 @@ def scaled_length(length: int, factor: float) -> int:
 def unscaled_length(length: int, factor: float) -> int:
     """The shortest context length that `scaled_length` extends to at least `length`."""
     return math.ceil(length / factor - 1e-6)
-
-
-def _check_scaling(name: str, value: Any) -> Any:
-    """The validated value of a field of `RopeScaling`, with lists as tuples; ConfigError for an invalid one."""
-    if name == "original_max_seq_len":
-        require_positive_int(name, value)
-    elif name == "truncate":
-        if not isinstance(value, bool):
-            raise ConfigError(f"truncate={shown(value, 40)} must be True or False")
-    elif name in ("short_factor", "long_factor"):
-        if not isinstance(value, list | tuple) or not value:
-            raise ConfigError(f"{name}={shown(value, 40)} must be a list of numbers, one for each pair of features")
-        for i, number in enumerate(value):
-            require_number(f"{name}[{i}]", number, above=0.0)
-        return tuple(value)
-    else:
-        require_number(name, value, above=0.0)
-    return value
 
 
 def check_fits(scaling: RopeScaling, head_dim: int) -> None:

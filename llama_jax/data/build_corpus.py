@@ -29,7 +29,7 @@ from llama_jax.data.data_files import UNFINISHED, Paths, check_untouched, descri
 from llama_jax.data.documents import TOKEN_SUFFIXES, DocumentFormat, Span, file_type, spans_of
 from llama_jax.data.load_corpus import VocabularyInfo, examine, read_tokens
 from llama_jax.errors import DataError, shown
-from llama_jax.settings import Bounds, check_bounds
+from llama_jax.settings import Bounds, check_fields
 from llama_jax.storage import locate, on_disk, resolved
 from llama_jax.storage.atomic_write import cannot_write, lock_file, remove, write_atomically
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
@@ -64,7 +64,7 @@ class BuildOptions:
     drop_duplicates: bool = False
 
     def __post_init__(self) -> None:
-        check_bounds(self, DataError)
+        check_fields(self, DataError)
 
 
 class PartJob(NamedTuple):

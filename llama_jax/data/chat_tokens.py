@@ -18,7 +18,7 @@ from llama_jax.data.corpus import Corpus
 from llama_jax.data.data_files import Paths, check_untouched, describe_source, find_files
 from llama_jax.data.documents import RECORD_UNITS, file_type, location
 from llama_jax.errors import DataError, GenerationError, TokenizerError, shown
-from llama_jax.settings import check_bounds
+from llama_jax.settings import check_fields
 from llama_jax.tokenizers import Format, Tokenizer
 from llama_jax.tokenizers.chat_targets import EncodedExample, ReplyEncoder
 from llama_jax.tokenizers.chat_template import parse_template_args
@@ -54,7 +54,7 @@ class ChatReading:
     def __post_init__(self) -> None:
         check_time(self.template_time)
         parse_template_args(self.template_args)
-        check_bounds(self, DataError)
+        check_fields(self, DataError)
 
 
 def check_time(template_time: str | None) -> None:

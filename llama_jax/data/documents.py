@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 from llama_jax.errors import DataError, reason_of, shown
-from llama_jax.settings import at_least, check_bounds
+from llama_jax.settings import at_least, check_fields
 
 TEXT_READ_BYTES = 1 << 20  # bytes of a text file to read at a time
 TABLE_ROWS = 1024  # rows of a table to read at a time
@@ -55,7 +55,7 @@ class DocumentFormat:
     def __post_init__(self) -> None:
         if not self.separator:
             raise DataError("separator='' separates every two characters; for texts without separators set only `longest`")
-        check_bounds(self, DataError)
+        check_fields(self, DataError)
 
 
 class Document(NamedTuple):

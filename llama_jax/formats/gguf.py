@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.build_params import WrittenTensor, fuse, split_fused, tensors_to_write
 from llama_jax.formats.gguf_families import ARCHITECTURES, REFUSED, architecture_of, refuse_to_store
@@ -41,6 +40,7 @@ from llama_jax.formats.weight_format import TENSOR_NAMES, OpenedCheckpoint, Weig
 from llama_jax.model.mixtures import base_format, format_of_part
 from llama_jax.ops.weights.format_spec import blocks_from_planes
 from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
+from llama_jax.settings import Positive, check_value
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.gguf_header import MAX_ENTRIES, Header, is_gguf, open_header, short_decimal
@@ -242,7 +242,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     if table is None:
         raise ConfigError(f"tensor {GGUF_NAMES['embedding']!r} is missing")
     block_count, mtp_layers = need("block_count"), maybe("nextn_predict_layers", 0)
-    require_positive_int(f"{prefix}.block_count", block_count)
+    check_value(f"{prefix}.block_count", block_count, Positive, ConfigError)
     if block_count > MAX_ENTRIES:  # bounds lists that have an entry per layer
         raise ConfigError(f"{prefix}.block_count={block_count} must be at most {MAX_ENTRIES}")
     if type(mtp_layers) is not int or not 0 <= mtp_layers < block_count:
@@ -253,7 +253,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     }
     dim, n_heads = need("embedding_length"), need("attention.head_count")
     for name, value in (("embedding_length", dim), ("attention.head_count", n_heads)):
-        require_positive_int(f"{prefix}.{name}", value)
+        check_value(f"{prefix}.{name}", value, Positive, ConfigError)
     head_dim = maybe("attention.key_length", 0)
     family_fields = dict(FAMILIES[architecture.model_types[0]].constants) | architecture.fields(maybe, n_layers)
     if architecture.biases:

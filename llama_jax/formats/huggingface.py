@@ -22,7 +22,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from llama_jax.config import FAMILY_FEATURES, LlamaConfig, ModelType, Parts, RopeScaling, RopeScalingKind
-from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.build_params import WrittenTensor, fuse, plan, split_fused, tensors_to_write
 from llama_jax.formats.hf_quantized import Scheme, join_quantized_weights, scheme_from_dict
@@ -59,6 +58,7 @@ from llama_jax.formats.weight_format import (
 from llama_jax.model.params import BLOCKS_PREFIX, Llama, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import layers_of
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
+from llama_jax.settings import Positive, PositiveNumber, check_value
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.paths import MAX_JSON_BYTES, read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
@@ -179,7 +179,7 @@ def config_from_dict(settings: Mapping[str, Any], *, scaled_context: bool = Fals
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing")
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):  # families compute others from these
-        require_positive_int(name, settings[name])
+        check_value(name, settings[name], Positive, ConfigError)
     if settings["num_hidden_layers"] > MAX_LAYERS:  # bounds lists that have an entry per layer
         raise ConfigError(f"num_hidden_layers={settings['num_hidden_layers']} must be at most {MAX_LAYERS}")
     if "rope_scaling" in family.absent and settings.get("rope_parameters"):
@@ -248,7 +248,7 @@ def _read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         scaling["original_max_position_embeddings"] = original
         if "factor" not in scaling:
             for name, value in (("max_position_embeddings", context), ("original_max_position_embeddings", original)):
-                require_number(name, value, above=0.0)
+                check_value(name, value, PositiveNumber, ConfigError)
             scaling["factor"] = context / original
     if rope_type == "llama3" and settings.get("original_max_position_embeddings"):
         scaling["original_max_position_embeddings"] = settings["original_max_position_embeddings"]

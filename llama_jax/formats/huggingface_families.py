@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling
-from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
+from llama_jax.settings import Positive, PositiveNumber, check_value
 
 ConfigJson = Mapping[str, Any]
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -48,7 +48,7 @@ class Family:
 
 def number_in(settings: ConfigJson, name: str) -> float:
     """A setting that is used in arithmetic before the configuration checks it."""
-    require_number(name, settings[name], above=0.0)
+    check_value(name, settings[name], PositiveNumber, ConfigError)
     return float(settings[name])
 
 
@@ -112,7 +112,7 @@ def _ropes(settings: ConfigJson) -> list[int]:
     """Whether each layer has a position embedding."""
     n, ropes, step = settings["num_hidden_layers"], settings.get("no_rope_layers"), settings.get("no_rope_layer_interval", 4)
     if ropes is None:
-        require_positive_int("no_rope_layer_interval", step)
+        check_value("no_rope_layer_interval", step, Positive, ConfigError)
         ropes = [int((i + 1) % step != 0) for i in range(n)]
     if not isinstance(ropes, list) or len(ropes) < n or any(rope not in (0, 1) for rope in ropes):
         raise ConfigError(f"no_rope_layers={shown(ropes)} must be a list with 0 or 1 for each of {n} layers")
@@ -200,7 +200,7 @@ def _local_rope(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
 def _gemma3_fields(settings: ConfigJson) -> dict[str, Any]:
     scalar, period = number_in(settings, "query_pre_attn_scalar"), settings.get("sliding_window_pattern")
     if period is not None:
-        require_positive_int("sliding_window_pattern", period)
+        check_value("sliding_window_pattern", period, Positive, ConfigError)
     activation = settings.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
         raise ConfigError(f"hidden_activation={shown(activation)} is not supported; gemma3_text has 'gelu_pytorch_tanh'")
@@ -259,7 +259,7 @@ def _phi3_rope(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _phi3_fields(settings: ConfigJson) -> dict[str, Any]:
     head_dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
-    require_positive_int("head_dim", head_dim)
+    check_value("head_dim", head_dim, Positive, ConfigError)
     rotated = int(head_dim * number_in(settings, "partial_rotary_factor"))
     return _window_fields(settings) | {"rotary_dim": None if rotated == head_dim else rotated}
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.config.rope import scaled_length, unscaled_length
-from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
 from llama_jax.formats.gguf_families import refuse_to_store
 from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.lazy_tensors import Tensor
 from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
 from llama_jax.ops.rotary import inverse_frequencies
+from llama_jax.settings import Bounds, NonNegativeNumber, Positive, check_value
 from llama_jax.tokenizers.gguf_header import short_decimal
 
 NOTE = "llama_jax"  # the key of our note in a config.json, and the prefix of our keys in a GGUF
@@ -143,7 +143,7 @@ def _read_scaling(
                 f"{prefix}{name}={shown(fields[prefix + name], 40)} is not supported; llama.cpp uses {supported}"
             )
     sharper = short_decimal(fields.get(f"{prefix}attn_factor", 1.0))
-    require_number(f"{prefix}attn_factor", sharper)
+    check_value(f"{prefix}attn_factor", sharper, Annotated[float, Bounds()], ConfigError)
     log_multiplier = fields.get(f"{prefix}yarn_log_multiplier", 0.0) if scaling_type == "yarn" else 0.0
     if sharper != 1 and (scaling_type not in ("yarn", "longrope") or log_multiplier):
         raise ConfigError(
@@ -160,9 +160,9 @@ def _read_scaling(
     if factor not in (None, 0, 1) and set(ROPE_TENSORS) & tensors.keys():
         raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported with tensors of factors")
     original = fields.get(f"{prefix}original_context_length", config.max_seq_len)
-    require_positive_int(f"{prefix}original_context_length", original)
+    check_value(f"{prefix}original_context_length", original, Positive, ConfigError)
     if factor is not None or scaling_type == "yarn":
-        require_number(f"{prefix}factor", factor, minimum=0.0)
+        check_value(f"{prefix}factor", factor, NonNegativeNumber, ConfigError)
     if scaling_type == "yarn":
         settings: dict[str, Any] = {"original_max_seq_len": original}
         if whole_yarn:

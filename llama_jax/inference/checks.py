@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float32, Int, Int32, Integer, Shaped
+from jaxtyping import Bool, Float32, Int, Int32, Integer
 
 from llama_jax.config import LlamaConfig, suggest_context
 from llama_jax.errors import GenerationError, shown
@@ -109,30 +109,3 @@ def to_token_ids(name: str, ids: Sequence[int]) -> Integer[np.ndarray, " n"]:
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise GenerationError(f"{name}={shown(ids, 40)} must be a flat sequence of integers, the token ids")
     return array
-
-
-def checked_numbers(
-    name: str, setting: Any, batch: int, dtype: type, requirement: str, valid: Callable[[np.ndarray], Any]
-) -> Shaped[np.ndarray, " {batch}"]:
-    """A sampling setting, one number or one per row, in a dtype.
-
-    Args:
-      requirement: for the message, such as "above 0".
-      valid: tests which values satisfy it.
-    """
-    value = np.asarray(setting)
-    if value.dtype == object:
-        raise GenerationError(f"{name}={shown(setting, 40)} must be {requirement}")
-    if not (np.issubdtype(value.dtype, np.integer) or np.issubdtype(value.dtype, np.floating)):
-        raise GenerationError(f"{name}={setting!r} must be a number, {requirement}")
-    wrong = value[~(np.isfinite(value) & valid(value))]
-    if wrong.size:
-        raise GenerationError(f"{name}={wrong.flat[0]} must be {requirement}")
-    if np.issubdtype(dtype, np.floating):
-        # Outside float32, or so large or small that scaled scores would overflow or underflow.
-        extreme = value[(np.abs(value) > 1e30) | ((value != 0) & (np.abs(value) < 1e-30))]
-        if extreme.size:
-            raise GenerationError(f"{name}={extreme.flat[0]} is too extreme; stay between 1e-30 and 1e30")
-    if value.shape not in ((), (batch,)):
-        raise GenerationError(f"{name} has shape {value.shape} for a batch of {batch}: give one value or one per row")
-    return np.broadcast_to(value, (batch,)).astype(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int, Int32
@@ -15,9 +15,11 @@ from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import DecodeSettings, DecodeState, PromptLengths, PromptTokens, TokenChunk
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.params import Llama
+from llama_jax.settings import Bounds, check_value
 
 PreparedPrompts = tuple[PromptTokens, PromptLengths, DecodeSettings]  # the result of `prepare_inputs`
 MAX_DRAFT_TOKENS = 15  # 16 with the token before them, which fit any cache with a window (`prefill_chunk_size`)
+DraftTokens = Annotated[int, Bounds(1, MAX_DRAFT_TOKENS)]
 
 
 class Drafter(ABC):
@@ -36,7 +38,7 @@ class Drafter(ABC):
     tokens: int
 
     def __post_init__(self) -> None:
-        check_number("tokens", self.tokens, MAX_DRAFT_TOKENS)
+        check_value("tokens", self.tokens, DraftTokens, GenerationError)
 
     def check(  # noqa: B027  # most can draft for any model
         self, config: LlamaConfig, params: Llama, lengths: PromptLengths, settings: DecodeSettings, options: CacheOptions
@@ -136,9 +138,3 @@ def counts_of(chunk: TokenChunk) -> DraftCounts:
     if isinstance(chunk, DraftedChunk):
         return chunk.counts
     return DraftCounts(*np.zeros((3, len(chunk.valid)), np.int64))
-
-
-def check_number(name: str, value: Any, most: int) -> None:
-    """Raise GenerationError unless `value` is an integer from 1 to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise GenerationError(f"{name}={value!r} of a draft must be an integer from 1 to {most}")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.config import LlamaConfig
-from llama_jax.config.validation import require_number, require_positive_int
+from llama_jax.errors import ConfigError
 from llama_jax.inference.compiled_decode import MAX_PREFILL_CHUNK
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
@@ -28,6 +28,7 @@ from llama_jax.model.cache import init_cache, repeat_rows
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops import exact
+from llama_jax.settings import Positive, PositiveNumber, check_fields
 
 
 class RolloutPrompts(NamedTuple):
@@ -76,15 +77,13 @@ class RolloutOptions:
       ConfigError: an invalid value.
     """
 
-    group_size: int
-    max_new_tokens: int
-    temperature: float = 1.0
+    group_size: Positive
+    max_new_tokens: Positive
+    temperature: PositiveNumber = 1.0
     stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        require_positive_int("group_size", self.group_size)
-        require_positive_int("max_new_tokens", self.max_new_tokens)
-        require_number("temperature", self.temperature, above=0)
+        check_fields(self, ConfigError)
 
 
 def roll_out(

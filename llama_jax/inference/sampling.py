@@ -8,70 +8,19 @@ they are one threshold per row. It is found by bisection over the bits of the sc
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import fields
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from llama_jax.inference.checks import checked_numbers
+from llama_jax.inference.sampling_settings import Sampling
 from llama_jax.ops.platform import AnyArray
 from llama_jax.ops.sampling import argmax, random_key
 
-PerRow = Any  # a number, or an array or sequence of one number per row
-
-
-class Sampling(struct.PyTreeNode):
-    """How tokens are sampled. Each field is one value for all rows or one per row.
-
-    Attributes:
-      temperature: divides the logits. 0 is greedy: the most probable token after the repetition penalty; the other fields
-        are ignored.
-      top_k: keep the k most probable tokens (and those tied with the last); 0 keeps all.
-      top_p: keep the most probable tokens until their probability reaches p (Holtzman et al. 2020, section 3.1), and those
-        tied with the last (transformers drops some of them); 1 keeps all.
-      min_p: keep tokens at least min_p times as probable as the most probable (Nguyen et al. 2024); 0 keeps all.
-      repetition_penalty: logits of tokens already in the row are divided by it where positive and multiplied where
-        negative (Keskar et al. 2019, section 4.1); 1 changes nothing.
-      seed: seed of the row's random stream, which does not depend on other rows. For n different samples of one prompt, pass
-        n seeds: `seed=range(n)`.
-    """
-
-    temperature: PerRow = 0.0
-    top_k: PerRow = 0
-    top_p: PerRow = 1.0
-    min_p: PerRow = 0.0
-    repetition_penalty: PerRow = 1.0
-    seed: PerRow = 0
-
-    def per_row(self, batch: int) -> Sampling:
-        """The same settings as arrays of `batch` values.
-
-        Raises:
-          GenerationError: an invalid value, or a field with the wrong number of rows; the message names the field.
-        """
-
-        def array(name: str, dtype: type, requirement: str, valid: Callable[[np.ndarray], Any]) -> np.ndarray:
-            return checked_numbers(name, getattr(self, name), batch, dtype, requirement, valid)
-
-        def integer(x):
-            return x == np.floor(x)
-
-        return Sampling(
-            temperature=array("temperature", np.float32, "0 (greedy) or more", lambda x: x >= 0),
-            top_k=array("top_k", np.int32, "0 (off) or a positive integer", lambda x: (x >= 0) & (x < 2**31) & integer(x)),
-            top_p=array("top_p", np.float32, "above 0 and at most 1 (off)", lambda x: (x > 0) & (x <= 1)),
-            min_p=array("min_p", np.float32, "between 0 (off) and 1", lambda x: (x >= 0) & (x <= 1)),
-            repetition_penalty=array("repetition_penalty", np.float32, "above 0; 1 is off", lambda x: x > 0),
-            seed=array("seed", np.uint32, "an integer from 0 to 2**32 - 1", lambda x: (x >= 0) & (x < 2**32) & integer(x)),
-        )
-
-    def is_greedy(self) -> bool:
-        """Whether every row takes its most probable token, without a penalty. Only for numbers and NumPy arrays."""
-        return bool(np.all(np.equal(self.temperature, 0)) and np.all(np.equal(self.repetition_penalty, 1)))
+jax.tree_util.register_dataclass(Sampling, data_fields=[field.name for field in fields(Sampling)], meta_fields=[])
 
 
 class LogitMask(NamedTuple):

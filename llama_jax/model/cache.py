@@ -23,6 +23,7 @@ from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import Quantized, dequantize_rows, map_planes
 from llama_jax.ops.platform import AnyArray, current_mesh_sizes
+from llama_jax.settings import NonNegative, Positive, check_fields
 
 PAGE_SIZE = 16  # tokens per page
 MAX_CACHE_CAPACITY = 2**24  # tokens per row; the page table of a row then takes 4 MB
@@ -43,15 +44,11 @@ class CacheOptions:
     """
 
     dtype: Literal["int8"] | None = None
-    window: int | None = None
-    sinks: int = 0
+    window: Positive | None = None
+    sinks: NonNegative = 0
 
     def __post_init__(self) -> None:
-        if self.dtype not in (None, "int8"):
-            raise GenerationError(f"dtype={self.dtype!r} of the cache must be 'int8', or None for that of the parameters")
-        for name, value, least in (("window", self.window, 1), ("sinks", self.sinks, 0)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise GenerationError(f"{name}={value!r} must be an integer of at least {least}")
+        check_fields(self, GenerationError)
         if self.window is None and self.sinks:
             raise GenerationError(f"sinks={self.sinks} are for a cache with a window; without one every token is kept")
 

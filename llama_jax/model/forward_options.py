@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from llama_jax.config.validation import is_floating
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention import AttentionBackend, HeadSharding
 from llama_jax.ops.attention.dispatch import KERNELS
 from llama_jax.ops.platform import KernelOptions
+from llama_jax.settings import check_fields
 
 Attend = Callable[..., jax.Array]  # (queries, view, mask, *, scale, window), as `ops.attend`
 Remat = Literal["none", "dots", "full", "offload"]
@@ -80,12 +81,9 @@ class Compute:
     forward_mode: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and not is_floating(self.dtype):
+        check_fields(self, ConfigError)
+        if self.dtype is not None and not _is_floating(self.dtype):
             raise ConfigError(f"dtype={self.dtype!r} is not a floating-point type; use 'float32', 'bfloat16' or 'float16'")
-        if self.remat not in get_args(Remat):
-            raise ConfigError(f"remat={self.remat!r} must be one of {', '.join(get_args(Remat))}")
-        if self.attention not in get_args(AttentionBackend):
-            raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(AttentionBackend))}")
         if self.exact and self.attention != "auto":
             raise ConfigError("exact=True has its own attention; leave attention out")
         if self.forward_mode and (self.exact or self.attention in KERNELS.values()):
@@ -95,6 +93,14 @@ class Compute:
     def kernels(self) -> KernelOptions:
         """The options that select kernels, but for those that depend on the parameters."""
         return KernelOptions(self.exact, self.native_code and not self.forward_mode, forward_mode=self.forward_mode)
+
+
+def _is_floating(dtype: Any) -> bool:
+    """Whether this is the name or the class of a floating-point type that JAX knows."""
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
 
 
 def unconstrained(x: jax.Array, where: str) -> jax.Array:

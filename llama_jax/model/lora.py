@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from llama_jax.config import LlamaConfig
-from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
 from llama_jax.model.checks import check_no_hooks
 from llama_jax.model.forward_options import Sharding
@@ -26,6 +25,7 @@ from llama_jax.model.params import Llama, ParamSpec
 from llama_jax.model.trees import build_tree, is_weight
 from llama_jax.ops.weights.lora import LoraWeight, LowRank, LowRankWeight, row_lengths
 from llama_jax.ops.weights.multi_lora import MultiLoraWeight
+from llama_jax.settings import Positive, PositiveNumber, check_fields
 
 
 class Target(NamedTuple):
@@ -63,15 +63,14 @@ class Lora:
       ConfigError: an invalid value, or a target that is not a matrix of a Llama.
     """
 
-    rank: int = 16
-    alpha: float = 32.0
+    rank: Positive = 16
+    alpha: PositiveNumber = 32.0
     targets: tuple[str, ...] = tuple(TARGETS)
     rslora: bool = False
     dora: bool = False
 
     def __post_init__(self) -> None:
-        require_positive_int("rank", self.rank)
-        require_number("alpha", self.alpha, above=0)
+        check_fields(self, ConfigError)
         known = ", ".join(TARGETS)
         if not self.targets:
             raise ConfigError(f"targets={self.targets} names no matrix; pass some of {known}")

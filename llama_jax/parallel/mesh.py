@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from llama_jax.errors import MeshError, shown
+from llama_jax.settings import Positive, check_fields
 
 AXES = ("data", "fsdp", "context", "tensor")
 
@@ -30,15 +31,13 @@ class MeshSizes:
       MeshError: a size that is not a positive integer.
     """
 
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    context: int = 1
+    data: Positive = 1
+    fsdp: Positive = 1
+    tensor: Positive = 1
+    context: Positive = 1
 
     def __post_init__(self) -> None:
-        for axis, size in self.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise MeshError(f"mesh axis {axis}={size!r} must be a positive integer")
+        check_fields(self, MeshError, "mesh axis ")
 
     def items(self) -> tuple[tuple[str, int], ...]:
         """Axes and sizes in the order of the mesh. `tensor` is last: devices that communicate most are adjacent."""

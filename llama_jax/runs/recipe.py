@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, get_type_hints
 
 from llama_jax.config import LlamaConfig, Parts
 from llama_jax.config.parts import function_name
-from llama_jax.config.validation import require_number
 from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.data.chat_tokens import check_time
 from llama_jax.errors import TrainingError
@@ -22,7 +20,16 @@ from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.weights.formats import FrozenFormatName
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.overrides import dataclass_of
-from llama_jax.settings import Bounds, at_least, check_bounds
+from llama_jax.settings import (
+    BelowOne,
+    Bounds,
+    NonNegative,
+    NonNegativeNumber,
+    Positive,
+    PositiveNumber,
+    at_least,
+    check_fields,
+)
 from llama_jax.tokenizers import Format
 from llama_jax.tokenizers.chat_template import parse_template_args
 from llama_jax.training.distillation import DistillOptions
@@ -35,9 +42,6 @@ from llama_jax.training.step import LossFn
 RECIPE_FILE = "recipe.json"  # in the folder of a run
 Vocabulary = Literal["given", "byte", "bpe"]
 Truncated = Literal["count", "mask"]
-Positive = Annotated[int, at_least(1)]
-NonNegative = Annotated[int, at_least(0)]
-Finite = Annotated[float, Bounds(0, sys.float_info.max)]
 MAX_EPOCHS = 20  # a run with more epochs warns
 DEFAULT_EPOCHS = 3.0  # of a recipe that sets neither steps nor epochs: usual for fine-tuning
 MIN_STEPS_PER_EPOCH = 8  # `fit_to_data` halves the batch until an epoch has as many steps
@@ -82,10 +86,10 @@ class RewardSettings:
     """
 
     functions: tuple[str, ...] = ()
-    weights: tuple[float, ...] = ()
+    weights: tuple[Annotated[float, Bounds()], ...] = ()
     group: Annotated[int, at_least(2)] = 8
     answer: Positive = 64
-    temperature: float = 1.0
+    temperature: PositiveNumber = 1.0
     updates: Positive = 1
     loss: PolicyKind = "dapo"
     clip: float = 0.2
@@ -101,12 +105,9 @@ class RewardSettings:
     samples: NonNegative = 2
 
     def __post_init__(self) -> None:
-        check_bounds(self, TrainingError, "rewards.")
+        check_fields(self, TrainingError, "rewards.")
         check_time(self.template_time)
         parse_template_args(self.template_args)
-        require_number("rewards.temperature", self.temperature, above=0)
-        for weight in self.weights:
-            require_number("rewards.weights", weight)
         PolicyOptions(self.loss, self.clip, self.clip_high, self.beta, self.answer if self.loss == "dr_grpo" else None)
 
 
@@ -173,7 +174,7 @@ class Recipe:
 
     model: LlamaConfig
     steps: NonNegative = 0
-    epochs: Finite = 0.0
+    epochs: NonNegativeNumber = 0.0
     batch: Positive
     length: Positive
     accumulate: Positive = 1
@@ -190,9 +191,9 @@ class Recipe:
     parts: Parts = Parts()
     loss: LossFn | None = None
     chunk: Positive | None = None
-    z_loss: Finite = 0.0
-    neftune: Finite = 0.0
-    ema_decay: float = 0.0
+    z_loss: NonNegativeNumber = 0.0
+    neftune: NonNegativeNumber = 0.0
+    ema_decay: BelowOne = 0.0
     skip_limit: Positive = 10
     reading: DocumentFormat = field(default_factory=DocumentFormat)
     chats: ChatReading | None = None
@@ -210,7 +211,7 @@ class Recipe:
     sample_tokens: Positive = 64
 
     def __post_init__(self) -> None:
-        check_bounds(self, TrainingError)
+        check_fields(self, TrainingError)
         # The forward pass reads them from the model; this copy keeps them when the model is replaced.
         object.__setattr__(self, "parts", self.parts.over(self.model.parts))
         object.__setattr__(self, "model", replace(self.model, parts=self.parts))
@@ -225,8 +226,6 @@ class Recipe:
                 " frozen model under them; set lora.rank, too"
             )
         check_parts(self.model, Compute(attention=self.attention, exact=self.exact and self.rewards is not None))
-        if not 0 <= self.ema_decay < 1:
-            raise TrainingError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
         if not 0 < self.validation < 1:
             raise TrainingError(
                 f"validation={self.validation} leaves nothing to train or to validate on; set a share between 0 and 1, or"

@@ -22,7 +22,7 @@ from llama_jax.errors import GenerationError, UserError, shown
 from llama_jax.inference.speculation import DraftModel, PromptLookup
 from llama_jax.model.cache import PAGE_SIZE, CacheOptions, cache_bytes
 from llama_jax.model.forward_options import Compute
-from llama_jax.settings import Bounds, at_least, check_bounds
+from llama_jax.settings import Bounds, at_least, check_fields
 
 CPU_CHUNK, CHUNK = 32, 256  # tokens of a prefill chunk
 TOKENS_OF_ROW = 512  # default capacity per row
@@ -75,7 +75,7 @@ class EngineOptions:
     compute: Compute = field(default_factory=Compute)
 
     def __post_init__(self) -> None:
-        check_bounds(self, GenerationError)
+        check_fields(self, GenerationError)
         if self.prefill_chunk is not None and self.prefill_chunk % PAGE_SIZE:
             raise GenerationError(
                 f"prefill_chunk={self.prefill_chunk} must be a multiple of {PAGE_SIZE}, the tokens of a page"

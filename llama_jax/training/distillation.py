@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.config.validation import require_number
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward, lm_head_for_loss
 from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.kl_divergence import DivergenceOptions, Logits, token_divergence
 from llama_jax.ops.weights.formats import FrozenFormatName
+from llama_jax.settings import Bounds, NonNegative, PositiveNumber, check_fields
 from llama_jax.training.batch import Batch, apply_weights, to_next_token_batch
 from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
 
@@ -41,19 +41,13 @@ class DistillOptions:
     """
 
     teacher: str = ""
-    weight: float = 1.0
-    temperature: float = 1.0
-    top_k: int = 0
+    weight: Annotated[float, Bounds(0, 1, open_minimum=True)] = 1.0
+    temperature: PositiveNumber = 1.0
+    top_k: NonNegative = 0
     quantize: FrozenFormatName = "none"
 
     def __post_init__(self) -> None:
-        require_number("temperature", self.temperature, above=0)
-        if not 0 < self.weight <= 1:
-            raise ConfigError(f"weight={self.weight} must be above 0 and at most 1; the likelihood has the rest")
-        if self.quantize not in get_args(FrozenFormatName):
-            raise ConfigError(f"quantize={self.quantize!r} must be one of {', '.join(get_args(FrozenFormatName))}")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ConfigError(f"top_k={self.top_k!r} must be at least 0; 0 compares whole distributions")
+        check_fields(self, ConfigError)
 
 
 class Teacher(NamedTuple):

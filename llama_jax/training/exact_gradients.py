@@ -22,10 +22,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
-from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError, MeshError, TrainingError
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama
+from llama_jax.settings import Positive, check_value
 
 VIRTUAL_SHARDS = 8  # default of exact recipes
 GradFn = Callable[[Llama, Any, jax.Array], tuple[Any, Llama]]  # (params, rows, divisor) -> (metrics, gradients)
@@ -33,7 +33,7 @@ GradFn = Callable[[Llama, Any, jax.Array], tuple[Any, Llama]]  # (params, rows, 
 
 def check_virtual_shards(shards: int) -> None:
     """Raise ConfigError for a number of virtual shards that is not a power of two."""
-    require_positive_int("virtual_shards", shards)
+    check_value("virtual_shards", shards, Positive, ConfigError)
     if shards & (shards - 1):
         raise ConfigError(f"virtual_shards={shards} must be a power of two, such as 8")
 

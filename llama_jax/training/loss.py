@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from llama_jax.config import LlamaConfig
-from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward, lm_head_for_loss
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LogitOptions, LossSums, cross_entropy
 from llama_jax.ops.platform import KernelOptions
+from llama_jax.settings import NonNegativeNumber, Positive, check_fields
 from llama_jax.training.batch import Batch, replace_zero, target_mask, to_next_token_batch
 from llama_jax.training.neftune import with_noise
 
@@ -37,17 +37,12 @@ class LossOptions:
     """
 
     compute: Compute = Compute()
-    chunk: int | None = None
-    z_loss: float = 0.0
-    neftune: float = 0.0
+    chunk: Positive | None = None
+    z_loss: NonNegativeNumber = 0.0
+    neftune: NonNegativeNumber = 0.0
 
     def __post_init__(self) -> None:
-        if self.chunk is not None:
-            require_positive_int("chunk", self.chunk)
-        if not 0 <= self.z_loss < float("inf"):
-            raise ConfigError(f"z_loss={self.z_loss} must be at least 0")
-        if not 0 <= self.neftune < float("inf"):
-            raise ConfigError(f"neftune={self.neftune} must be at least 0")
+        check_fields(self, ConfigError)
 
     def logit_options(self, config: LlamaConfig, sharding: Sharding) -> LogitOptions:
         """How the logits of a model are computed."""

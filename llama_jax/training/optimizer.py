@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import optax
 
 from llama_jax.errors import ConfigError
 from llama_jax.model.params import Llama, spec_at
+from llama_jax.settings import BelowOne, NonNegative, NonNegativeNumber, PositiveNumber, Share, check_fields
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
@@ -47,37 +48,22 @@ class OptimizerSettings:
     """
 
     name: OptimizerName = "adamw"
-    learning_rate: float = 3e-4
+    learning_rate: PositiveNumber = 3e-4
     schedule: ScheduleName = "cosine"
-    warmup_steps: int | None = None
-    max_warmup_steps: int = 0
-    decay_share: float = 0.2
-    final_share: float = 0.1
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    lora_plus: float = 1.0
-    momentum: float = 0.95
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
+    warmup_steps: NonNegative | None = None
+    max_warmup_steps: NonNegative = 0
+    decay_share: Share = 0.2
+    final_share: Share = 0.1
+    b1: BelowOne = 0.9
+    b2: BelowOne = 0.95
+    eps: PositiveNumber = 1e-8
+    lora_plus: PositiveNumber = 1.0
+    momentum: BelowOne = 0.95
+    weight_decay: NonNegativeNumber = 0.1
+    clip_norm: NonNegativeNumber = 1.0
 
     def __post_init__(self) -> None:
-        for field, known in (("name", OptimizerName), ("schedule", ScheduleName)):
-            value = getattr(self, field)
-            if value not in get_args(known):
-                raise ConfigError(f"{field}={value!r} must be one of {', '.join(get_args(known))}")
-        for field in ("learning_rate", "eps", "lora_plus"):
-            if not 0 < getattr(self, field) < float("inf"):
-                raise ConfigError(f"{field}={getattr(self, field)} must be positive")
-        for field in ("weight_decay", "clip_norm", "warmup_steps", "max_warmup_steps"):
-            if not 0 <= (getattr(self, field) or 0) < float("inf"):
-                raise ConfigError(f"{field}={getattr(self, field)} must be at least 0")
-        for field in ("b1", "b2", "momentum"):
-            if not 0 <= getattr(self, field) < 1:
-                raise ConfigError(f"{field}={getattr(self, field)} must be at least 0 and below 1")
-        for field in ("decay_share", "final_share"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ConfigError(f"{field}={getattr(self, field)} must be between 0 and 1")
+        check_fields(self, ConfigError)
 
     def warmup(self, steps: int) -> int:
         """The number of warm-up steps in a run of `steps` steps."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
 from llama_jax.ops.platform import AnyArray
+from llama_jax.settings import BelowOne, NonNegativeNumber, Positive, check_fields
 from llama_jax.training.batch import replace_zero
 
 PolicyKind = Literal["grpo", "dr_grpo", "dapo"]
@@ -85,24 +85,16 @@ class PolicyOptions:
     """
 
     kind: PolicyKind = "dapo"
-    clip: float = 0.2
-    clip_high: float | None = None
-    beta: float = 0.0
-    length: int | None = None
+    clip: BelowOne = 0.2
+    clip_high: NonNegativeNumber | None = None
+    beta: NonNegativeNumber = 0.0
+    length: Positive | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(PolicyKind):
-            raise ConfigError(f"kind={self.kind!r} is not a policy loss; choose {', '.join(get_args(PolicyKind))}")
-        for name, value, most in (("clip", self.clip, 1.0), ("clip_high", self.clip_high or 0.0, float("inf"))):
-            if not 0 <= value < most:
-                raise ConfigError(f"{name}={value} must be at least 0" + (" and below 1" if most == 1.0 else ""))
-        if not 0 <= self.beta < float("inf"):
-            raise ConfigError(f"beta={self.beta} must be at least 0")
+        check_fields(self, ConfigError)
         if (self.length is None) == (self.kind == "dr_grpo"):
             need = "needs the length of the longest answer" if self.kind == "dr_grpo" else "does not use length"
             raise ConfigError(f"the policy loss {self.kind} {need}, but length={self.length}")
-        if self.length is not None:
-            require_positive_int("length", self.length)
 
 
 class PolicyLoss(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from llama_jax.errors import ConfigError
 from llama_jax.ops.platform import AnyArray
+from llama_jax.settings import Bounds, NonNegativeNumber, PositiveNumber, check_fields
 from llama_jax.training.batch import replace_zero
 
 PreferenceKind = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "kto"]
@@ -57,25 +58,18 @@ class PreferenceOptions:
     """
 
     kind: PreferenceKind = "sigmoid"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    margin: float | None = None
-    desirable: float = 1.0
-    undesirable: float = 1.0
+    beta: PositiveNumber = 0.1
+    label_smoothing: Annotated[float, Bounds(0, 0.5, open_maximum=True)] = 0.0
+    margin: NonNegativeNumber | None = None
+    desirable: NonNegativeNumber = 1.0
+    undesirable: NonNegativeNumber = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(PreferenceKind):
-            raise ConfigError(f"kind={self.kind!r} is not a preference loss; choose {', '.join(get_args(PreferenceKind))}")
-        if not 0 < self.beta < float("inf"):
-            raise ConfigError(f"beta={self.beta} must be above 0")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(f"label_smoothing={self.label_smoothing} must be at least 0 and below 0.5")
+        check_fields(self, ConfigError)
         read = {"label_smoothing": ("sigmoid", "simpo"), "margin": ("simpo",)}
         read |= {"desirable": ("kto",), "undesirable": ("kto",)}
         for name, kinds in read.items():
             value = getattr(self, name)
-            if value is not None and not 0 <= value < float("inf"):
-                raise ConfigError(f"{name}={value} must be at least 0")
             if value != getattr(PreferenceOptions, name) and self.kind not in kinds:
                 raise ConfigError(f"{name}={value} applies only to {' and '.join(kinds)}, not to {self.kind}; leave it out")
 

@@ -15,7 +15,6 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from llama_jax.config import LlamaConfig
-from llama_jax.config.validation import require_positive_int
 from llama_jax.errors import ConfigError
 from llama_jax.model.checks import check_no_hooks
 from llama_jax.model.forward_options import Sharding, identity
@@ -23,6 +22,7 @@ from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.platform import update_if
 from llama_jax.ops.weights.layers import MixedStack
+from llama_jax.settings import BelowOne, Positive, check_fields
 from llama_jax.training.batch import Batch, replace_zero, target_count
 from llama_jax.training.loss import LossOptions, LossSumsAndMetrics, total_loss
 
@@ -118,19 +118,17 @@ class StepOptions:
     """
 
     loss: LossOptions = LossOptions()
-    accumulate: int = 1
-    ema_decay: float = 0.0
+    accumulate: Positive = 1
+    ema_decay: BelowOne = 0.0
     count: Callable[[Any], jax.Array] = target_count
     virtual_shards: int = 0
 
     def __post_init__(self) -> None:
-        require_positive_int("accumulate", self.accumulate)
+        check_fields(self, ConfigError)
         if self.virtual_shards:
             from llama_jax.training.exact_gradients import check_virtual_shards
 
             check_virtual_shards(self.virtual_shards)
-        if not 0 <= self.ema_decay < 1:
-            raise ConfigError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
 
 
 def train_step(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,10 @@ from jaxtyping import Array, Int32
 
 from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import DecodeState, PromptLengths, PromptTokens, TokenChunk
-from llama_jax.inference.drafter import Drafter, check_number
+from llama_jax.inference.drafter import Drafter
+from llama_jax.settings import Bounds, check_value
+
+MatchLength = Annotated[int, Bounds(1, 64)]
 
 
 class PromptLookup(Drafter, struct.PyTreeNode):
@@ -35,8 +38,8 @@ class PromptLookup(Drafter, struct.PyTreeNode):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("longest", self.longest, 64)
-        check_number("shortest", self.shortest, 64)
+        for name, value in (("longest", self.longest), ("shortest", self.shortest)):
+            check_value(name, value, MatchLength, GenerationError)
         if self.shortest > self.longest:
             raise GenerationError(f"shortest={self.shortest} of a draft exceeds longest={self.longest}")
 

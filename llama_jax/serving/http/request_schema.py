@@ -14,12 +14,13 @@ from llama_jax.serving.http import schema as f
 from llama_jax.serving.http.errors import refused
 from llama_jax.serving.http.schema import Schema
 from llama_jax.serving.requests import MAX_ALTERNATIVES
+from llama_jax.settings import number_fields
 from llama_jax.tokenizers import Message
 
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 8  # in addition to the model's; the engine allows 16
 MAX_STOP_LENGTH = 1000  # characters
-MIN_TEMPERATURE = 1e-6  # below, sampling is greedy
+DEFAULT_TEMPERATURE = 1.0  # as in OpenAI's API
 DEFAULT_COMPLETION = 16  # tokens, as in OpenAI's API
 MAX_TOOLS = 128
 MAX_NAME_LENGTH = 64  # characters of a function's name
@@ -171,7 +172,6 @@ def request_schemas(limits: Limits) -> dict[str, Schema]:
 def _common_fields(limits: Limits, *, fewest: int) -> dict[str, Schema]:
     stop = f.text(longest=MAX_STOP_LENGTH, shortest=1)
     seed = "Random seed, modulo 2**32; choice i uses seed + i. Random by default."
-    below = f"Divisor of the logits; below {MIN_TEMPERATURE:g} sampling is greedy."
     stream_options = {
         "include_usage": f.boolean(),
         "continuous_usage_stats": f.boolean(),
@@ -181,11 +181,7 @@ def _common_fields(limits: Limits, *, fewest: int) -> dict[str, Schema]:
         "model": f.text(longest=1000, description="The served model's name, or that of an adapter; by default the model's."),
         "n": f.integer(1, limits.most_choices, 1),
         "max_tokens": f.integer(fewest, limits.context),
-        "temperature": f.number(0, 100, 1.0, below),
-        "top_p": f.number(0, 1, 1.0),
-        "top_k": f.integer(-1, 2**31 - 1, 0, "0 and -1 keep all."),
-        "min_p": f.number(0, 1, 0.0),
-        "repetition_penalty": f.number(0.01, 100, 1.0),
+        **_sampling_fields(),
         "seed": f.integer(-(2**63), 2**63 - 1, description=seed),
         "stop": {"anyOf": [stop, f.array(stop, most=MAX_STOPS)]},
         "stop_token_ids": f.array(f.integer(0, limits.known_ids - 1), most=MAX_STOP_TOKENS),
@@ -199,6 +195,17 @@ def _common_fields(limits: Limits, *, fewest: int) -> dict[str, Schema]:
         "frequency_penalty": f.unsupported(0),
         "logit_bias": f.unsupported({}),
     }
+
+
+def _sampling_fields() -> dict[str, Schema]:
+    """The fields of `Sampling`, except the seed."""
+    schemas = {}
+    for name, number in number_fields(Sampling).items():
+        default = DEFAULT_TEMPERATURE if name == "temperature" else number.default
+        make_schema: Any = f.integer if number.type is int else f.number
+        schemas[name] = make_schema(number.bounds.minimum, number.bounds.maximum, default, number.help)
+    del schemas["seed"]
+    return schemas
 
 
 def _response_format() -> Schema:
@@ -410,11 +417,7 @@ def _common(
     return {name: fields[name] for name in ("model", "n", "ignore_eos", "min_tokens", "stream")} | {
         "max_tokens": max_tokens,
         "sampling": Sampling(
-            temperature=fields["temperature"] if fields["temperature"] >= MIN_TEMPERATURE else 0.0,
-            top_p=max(fields["top_p"], 1e-9),  # 1e-9 keeps only the most probable token, as 0 would
-            top_k=max(fields["top_k"], 0),
-            min_p=fields["min_p"] if fields["min_p"] >= 1e-30 else 0.0,
-            repetition_penalty=fields["repetition_penalty"],
+            **{name: fields[name] for name in _sampling_fields()},
             seed=int.from_bytes(os.urandom(4), "little") if fields["seed"] is None else fields["seed"] % 2**32,
         ),
         "stop": (stop,) if isinstance(stop, str) else stop,
