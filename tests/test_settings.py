@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 
 from llama_jax.errors import UserError
-from llama_jax.settings import Bounds, at_least, check_bounds, help_of
+from llama_jax.settings import Bounds, at_least, check_fields, help_of
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Settings:
 def test_values_out_of_their_bounds_are_named(changes, message):
     settings = replace(Settings(), **changes)
     if message is None:
-        return check_bounds(settings)
+        return check_fields(settings)
     with pytest.raises(UserError, match=f"^{message}$"):
-        check_bounds(settings)
+        check_fields(settings)
 
 
 def test_help_is_the_text_below_a_field_or_in_the_class():
