@@ -45,6 +45,13 @@ class TrainingError(UserError):
     """An invalid recipe, a work directory of another run, or a run that has failed."""
 
 
+def raise_first(error_type: type[Exception], *problems: tuple[object, str]) -> None:
+    """Raise an error with the first of these sentences whose condition, which is before it, is true."""
+    for condition, problem in problems:
+        if condition:
+            raise error_type(problem)
+
+
 @contextmanager
 def reading(path: object, error_type: type[UserError]) -> Iterator[None]:
     """Convert an OSError about a file (no permission, a name too long, a failing disk) to an error of this kind."""

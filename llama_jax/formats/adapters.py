@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, ConfigError, reading, shown
+from llama_jax.errors import CheckpointError, ConfigError, raise_first, reading, shown
 from llama_jax.formats import gguf
 from llama_jax.formats.device_fill import check_finite
 from llama_jax.formats.gguf_families import ARCHITECTURES, architecture_of
 from llama_jax.formats.huggingface import HF_NAMES, is_interleaved, read_config_json, read_safetensors, safetensors_header
-from llama_jax.formats.lazy_tensors import FLOAT_DTYPES, Tensor, storage_type_of, target_dtype
+from llama_jax.formats.lazy_tensors import Tensor, find_tensor, storage_type_of, target_dtype
 from llama_jax.formats.model_folder import config_errors, new_output
 from llama_jax.formats.orbax_format import (
     OrbaxArrayInfo,
@@ -166,10 +166,13 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
         opened = open_adapter(folder)
         if opened is not None:
             return opened.read(config, dtype)
-        if step_at(folder) is not None:
-            raise CheckpointError(f"{folder} holds a whole model, not an adapter; pass it as the model")
-        problem = f"holds no adapter: it has no {ADAPTER_CONFIG}" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder} {problem}; pass a folder written by PEFT or train")
+        if not folder.exists():
+            problem = "does not exist; pass a folder written by PEFT or train"
+        elif step_at(folder) is not None:
+            problem = "holds a whole model, not an adapter; pass it as the model"
+        else:
+            problem = f"holds no adapter: it has no {ADAPTER_CONFIG}; pass a folder written by PEFT or train"
+        raise CheckpointError(f"{folder} {problem}")
 
 
 class OpenedAdapter(NamedTuple):
@@ -243,10 +246,12 @@ def save_adapter(
       CheckpointError: something is at `path`; non-finite values; magnitudes, which llama.cpp does not support; or a base
         with custom parts, which such files cannot name.
     """
-    if config.parts:
-        raise CheckpointError(f"{config.parts} cannot be stored in adapter files; load the run as the adapter")
-    if config.model_type == "phi3":
-        raise CheckpointError("adapters of phi3, which other libraries train on fused projections, cannot be written")
+    of_phi3 = "adapters of phi3, which other libraries train on fused projections, cannot be written"
+    raise_first(
+        CheckpointError,
+        (config.parts, f"{config.parts} cannot be stored in adapter files; load the run as the adapter"),
+        (config.model_type == "phi3", of_phi3),
+    )
     to_gguf = Path(path).suffix.lower() == ".gguf"
     with new_output(locate(path), folder=not to_gguf, overwrite=overwrite) as target:
         (_write_gguf if to_gguf else _write_peft)(target, config, adapters, lora, base)
@@ -386,17 +391,18 @@ def _lora_of(
     folder: Location, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], n_layers: int
 ) -> tuple[Lora, frozenset[str]]:
     """The settings, and the names of the modules that have an adapter."""
-    where, peft_type = folder / ADAPTER_CONFIG, settings.get("peft_type")
-    if peft_type != "LORA":
-        raise CheckpointError(f"{where}: peft_type={shown(peft_type)} is not supported; only LORA adapters are supported")
-    for name, value in settings.items():
-        if name not in IGNORED_SETTINGS | READ_SETTINGS and value and value != "none":
-            raise CheckpointError(f"{where}: {shown(name, 40)}={shown(value)} is not supported; train an adapter without it")
-    if settings.get("init_lora_weights") not in INITIALIZATIONS:
-        raise CheckpointError(
-            f"{where}: init_lora_weights={shown(settings['init_lora_weights'])} may have changed the base; convert the"
-            " adapter to a plain LoRA with PEFT"
-        )
+    where, peft_type, start = folder / ADAPTER_CONFIG, settings.get("peft_type"), settings.get("init_lora_weights")
+    changed = f"{where}: init_lora_weights={shown(start)} may have changed the base; convert it to a plain LoRA with PEFT"
+    raise_first(
+        CheckpointError,
+        (peft_type != "LORA", f"{where}: peft_type={shown(peft_type)} is not supported; only LORA adapters are supported"),
+        (start not in INITIALIZATIONS, changed),
+        *(
+            (value and value != "none", f"{where}: {shown(name, 40)}={shown(value)} is not supported; train one without it")
+            for name, value in settings.items()
+            if name not in IGNORED_SETTINGS | READ_SETTINGS
+        ),
+    )
     stored = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in tensors}
     modules = _selected_modules(where, settings, stored, n_layers)
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
@@ -525,22 +531,12 @@ def read_adapter_tensors(
     """The adapter in the tensors of a file with this layout and base name; for errors see `load_adapter`."""
     target, unread = target_dtype(where, dtype, np.dtype(np.float32)), set(tensors)
     trained_on = "" if base is None else f", which was trained on {shown(base)}"
+    its_base, needs = f"; is this the adapter's base{trained_on}?", f"an adapter of rank {lora.rank} of this base"
     interleaved = layout.interleaved(config)
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if name not in tensors:
-            raise CheckpointError(f"{where}: tensor {shown(name, 120)} is missing; is this the adapter's base{trained_on}?")
+        stored = find_tensor(where, tensors, name, shape, needs, its_base)
         unread.discard(name)
-        stored = tensors[name]
-        if stored.shape != shape:
-            raise CheckpointError(
-                f"{where}: tensor {shown(name, 120)} has shape {list(stored.shape)}, but rank {lora.rank} and this base need"
-                f" {list(shape)}; is this the adapter's base{trained_on}?"
-            )
-        if stored.dtype not in FLOAT_DTYPES.values():
-            raise CheckpointError(
-                f"{where}: tensor {shown(name, 120)} is {stored.storage_type}; a 16- or 32-bit float is needed"
-            )
         rows = stored.read(0, stored.shape[0])
         check_finite(rows, target, f"{where}: tensor {name!r}")
         return rows.astype(target)
@@ -577,8 +573,8 @@ def read_adapter_tensors(
         )
     if unread:
         raise CheckpointError(
-            f"{where}: tensor {shown(min(unread), 120)} does not belong to a LoRA of this base ({len(unread)} such); is this"
-            f" the adapter's base{trained_on}?"
+            f"{where}: tensor {shown(min(unread), 120)} does not belong to a LoRA of this base ({len(unread)} such)"
+            f"{its_base}"
         )
     return adapters
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.config.validation import require_positive_int
-from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.errors import CheckpointError, ConfigError, raise_first, shown
 from llama_jax.formats.build_params import WrittenTensor, fuse, split_fused, tensors_to_write
 from llama_jax.formats.gguf_families import ARCHITECTURES, REFUSED, architecture_of, refuse_to_store
 from llama_jax.formats.huggingface_families import FAMILIES
@@ -144,10 +144,12 @@ def _read_model(path: Location, header: Header, texts: bool) -> tuple[dict[str, 
             known = ", ".join(known_type for known_type, *_ in GGUF_TYPES.values())
             raise CheckpointError(f"{path}: tensor {shown(name)} has type {type_name}; use a file with {known}")
         storage_type, *block = GGUF_TYPES[number]
-        if name in tensors:
-            raise ValueError(f"tensor {shown(name)} occurs twice")
-        if not shape or shape[-1] % block[0]:
-            raise ValueError(f"tensor {shown(name)} of {list(shape)} is not divisible into blocks of {block[0]}")
+        is_divisible, its_blocks = shape and shape[-1] % block[0] == 0, f"blocks of {block[0]}"
+        raise_first(
+            ValueError,
+            (name in tensors, f"tensor {shown(name)} occurs twice"),
+            (not is_divisible, f"tensor {shown(name)} of {list(shape)} is not divisible into {its_blocks}"),
+        )
         tensor: Dense | BlockTensor
         if storage_type in FLOAT_DTYPES:
             tensor = Dense(path, start + offset, shape, storage_type)
@@ -188,11 +190,12 @@ def open_gguf(path: Location) -> OpenedCheckpoint:
         part_fields, part_tensors = read_file(part, texts=isinstance(path, StoredPath))
         fields = part_fields | fields  # the first part has the settings
         tensors |= part_tensors
-    count = fields.get("split.tensors.count", len(tensors))
-    if fields.get("general.type") == "adapter":
-        raise CheckpointError(f"{path} is an adapter; pass its base as the model, and this as the adapter")
-    if count != len(tensors):
-        raise CheckpointError(f"{path}: expected {count} tensors, found {len(tensors)}; copy all parts again")
+    is_adapter, count = fields.get("general.type") == "adapter", fields.get("split.tensors.count", len(tensors))
+    raise_first(
+        CheckpointError,
+        (is_adapter, f"{path} is an adapter; pass its base as the model, and this as the adapter"),
+        (count != len(tensors), f"{path}: expected {count} tensors, found {len(tensors)}; copy all parts again"),
+    )
     with config_errors(path):
         config = config_from_fields(fields, tensors)
     architecture = ARCHITECTURES[fields["general.architecture"]]
@@ -231,22 +234,22 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     def maybe(key: str, default: Any) -> Any:
         return short_decimal(fields.get(f"{prefix}.{key}", default))
 
-    for key in REFUSED:
-        if key not in architecture.reads and maybe(key, 0) != 0:
-            raise ConfigError(f"{prefix}.{key}={shown(maybe(key, 0), 40)} is not supported")
-    if maybe("attention.causal", True) is not True:
-        raise ConfigError(f"{prefix}.attention.causal=False is not supported: such a model is not causal")
-    table = tensors.get(GGUF_NAMES["embedding"])
+    refused = {key: (maybe(key, 0), 0) for key in REFUSED if key not in architecture.reads}
+    for key, (value, supported) in (refused | {"attention.causal": (maybe("attention.causal", True), True)}).items():
+        if value != supported:
+            raise ConfigError(f"{prefix}.{key}={shown(value, 40)} is not supported")
     if not tensors:
         raise ConfigError("this is a vocabulary without weights; pass a model, and this as its tokenizer (--tokenizer)")
-    if table is None:
+    if GGUF_NAMES["embedding"] not in tensors:
         raise ConfigError(f"tensor {GGUF_NAMES['embedding']!r} is missing")
     block_count, mtp_layers = need("block_count"), maybe("nextn_predict_layers", 0)
     require_positive_int(f"{prefix}.block_count", block_count)
-    if block_count > MAX_ENTRIES:  # bounds lists that have an entry per layer
-        raise ConfigError(f"{prefix}.block_count={block_count} must be at most {MAX_ENTRIES}")
-    if type(mtp_layers) is not int or not 0 <= mtp_layers < block_count:
-        raise ConfigError(f"{prefix}.nextn_predict_layers={shown(mtp_layers, 40)} must be below block_count={block_count}")
+    is_below, below = type(mtp_layers) is int and 0 <= mtp_layers < block_count, f"must be below block_count={block_count}"
+    raise_first(
+        ConfigError,  # the first bounds lists that have an entry per layer
+        (block_count > MAX_ENTRIES, f"{prefix}.block_count={block_count} must be at most {MAX_ENTRIES}"),
+        (not is_below, f"{prefix}.nextn_predict_layers={shown(mtp_layers, 40)} {below}"),
+    )
     n_layers = block_count - mtp_layers
     fields = fields | {
         key: _uniform(key, fields[key], block_count) for name in PER_LAYER if (key := f"{prefix}.{name}") in fields
@@ -259,7 +262,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     if architecture.biases:
         family_fields |= {field: GGUF_NAMES[part].format(0) in tensors for field, part in BIAS_TENSORS.items()}
     sizes = LlamaConfig(
-        vocab_size=table.shape[0],
+        vocab_size=tensors[GGUF_NAMES["embedding"]].shape[0],
         dim=dim,
         n_layers=n_layers,
         n_heads=n_heads,

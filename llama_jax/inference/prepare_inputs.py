@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.checks import check_context, checked_limits, checked_prompts, checked_stop_tokens
 from llama_jax.inference.decode import DecodeSettings, PromptLengths, PromptTokens
 from llama_jax.inference.sampling import Sampling
@@ -25,10 +24,6 @@ def prepare_inputs(
     cache: CacheOptions = CacheOptions(),
 ) -> tuple[PromptTokens, PromptLengths, DecodeSettings]:
     """Check the arguments of `generate`; return prompts int32[B, T] padded to a `bucket`, lengths, settings."""
-    if not isinstance(config, LlamaConfig):
-        raise GenerationError(f"config is a {type(config).__name__}; pass the LlamaConfig first, then the parameters")
-    if not isinstance(sampling, Sampling):
-        raise GenerationError(f"sampling={shown(sampling, 40)} must be a Sampling, such as Sampling(temperature=0.8)")
     ids = checked_prompts(config, prompts)
     batch = len(ids)
     limit = checked_limits(max_new_tokens, batch)

@@ -17,7 +17,7 @@ from flax import struct
 from jaxtyping import Int
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import ConfigError
+from llama_jax.errors import ConfigError, raise_first
 from llama_jax.model.forward import forward
 from llama_jax.model.mixtures import MIXTURES, formats_of_parameter
 from llama_jax.model.params import Attention, Block, Llama
@@ -74,14 +74,14 @@ def scale_channels(
     Raises:
       ConfigError: a model with experts or custom parts, quantized parameters, or a format that is only read from files.
     """
-    if quant_format not in MIXTURES:
-        raise ConfigError(f"quantize={quant_format!r} is not one of {', '.join(MIXTURES)}")
-    if config.experts:
-        raise ConfigError(f"channel scaling does not support mixtures of experts; this model has experts={config.experts}")
-    if config.parts:
-        raise ConfigError(f"channel scaling needs the library's parts, and this model has {config.parts}")
-    if any(is_quantized(leaf) for leaf in _leaves(params)):
-        raise ConfigError("channel scaling needs dense parameters; load the model with a dtype")
+    are_quantized = any(map(is_quantized, _leaves(params)))
+    raise_first(
+        ConfigError,
+        (quant_format not in MIXTURES, f"quantize={quant_format!r} is not one of {', '.join(MIXTURES)}"),
+        (config.experts, f"channel scaling does not support mixtures of experts; this model has experts={config.experts}"),
+        (config.parts, f"channel scaling needs the library's parts, and this model has {config.parts}"),
+        (are_quantized, "channel scaling needs dense parameters; load the model with a dtype"),
+    )
     layers_before, recorded, blocks = layers_of(params), _recorded(params.blocks), []
     forward(config, params.replace(blocks=recorded), jnp.asarray(tokens))
     jax.effects_barrier()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import Quantized, dequantize_rows, map_planes
 from llama_jax.ops.platform import AnyArray, current_mesh_sizes
+from llama_jax.settings import Bounds, at_least, check_bounds
 
 PAGE_SIZE = 16  # tokens per page
 MAX_CACHE_CAPACITY = 2**24  # tokens per row; the page table of a row then takes 4 MB
@@ -43,15 +44,11 @@ class CacheOptions:
     """
 
     dtype: Literal["int8"] | None = None
-    window: int | None = None
-    sinks: int = 0
+    window: Annotated[int, at_least(1)] | None = None
+    sinks: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self) -> None:
-        if self.dtype not in (None, "int8"):
-            raise GenerationError(f"dtype={self.dtype!r} of the cache must be 'int8', or None for that of the parameters")
-        for name, value, least in (("window", self.window, 1), ("sinks", self.sinks, 0)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise GenerationError(f"{name}={value!r} must be an integer of at least {least}")
+        check_bounds(self, GenerationError)
         if self.window is None and self.sinks:
             raise GenerationError(f"sinks={self.sinks} are for a cache with a window; without one every token is kept")
 
@@ -117,11 +114,9 @@ def init_cache(
       GenerationError: an invalid value.
     """
     CacheOptions(window=window, sinks=sinks)
-    for name, value in (("batch", batch), ("capacity", capacity), ("max_tokens_per_pass", max_tokens_per_pass)):
-        if not isinstance(value, int) or value < 1:
-            raise GenerationError(f"{name}={value!r} must be a positive integer")
-    if capacity > MAX_CACHE_CAPACITY:
-        raise GenerationError(f"capacity={capacity}: a row of a cache has at most {MAX_CACHE_CAPACITY:,} tokens")
+    at_least(1).check("batch", batch, GenerationError)
+    at_least(1).check("max_tokens_per_pass", max_tokens_per_pass, GenerationError)
+    Bounds(1, MAX_CACHE_CAPACITY).check("capacity", capacity, GenerationError)
     if not jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.int8:
         raise GenerationError(f"dtype={dtype!r} of the cache must be a floating-point type, that of the parameters, or int8")
     sink_pages, ring_pages = pages_per_row(capacity, window, sinks, max_tokens_per_pass)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 from jax.sharding import AxisType, Mesh
 
-from llama_jax.errors import MeshError, shown
+from llama_jax.errors import MeshError, raise_first, shown
+from llama_jax.settings import at_least, check_bounds
 
 AXES = ("data", "fsdp", "context", "tensor")
 
@@ -30,15 +33,13 @@ class MeshSizes:
       MeshError: a size that is not a positive integer.
     """
 
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    context: int = 1
+    data: Annotated[int, at_least(1)] = 1
+    fsdp: Annotated[int, at_least(1)] = 1
+    tensor: Annotated[int, at_least(1)] = 1
+    context: Annotated[int, at_least(1)] = 1
 
     def __post_init__(self) -> None:
-        for axis, size in self.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise MeshError(f"mesh axis {axis}={size!r} must be a positive integer")
+        check_bounds(self, MeshError, "mesh axis ")
 
     def items(self) -> tuple[tuple[str, int], ...]:
         """Axes and sizes in the order of the mesh. `tensor` is last: devices that communicate most are adjacent."""
@@ -78,12 +79,22 @@ def parse_mesh(text: str) -> MeshSizes:
                 f"mesh {shown(text, 80)}: {shown(part, 40)} is not axis=size; write it as data=2,fsdp=4,tensor=1"
             )
         axis, size = match[1], int(match[2])
-        if axis not in AXES:
-            raise MeshError(f"mesh {shown(text, 80)} has no axis {shown(axis, 40)}; the axes are {', '.join(AXES)}")
-        if axis in sizes:
-            raise MeshError(f"mesh {shown(text, 80)} has {axis} twice; set it once")
+        raise_first(
+            MeshError,
+            (axis not in AXES, f"mesh {shown(text, 80)} has no axis {shown(axis, 40)}; the axes are {', '.join(AXES)}"),
+            (axis in sizes, f"mesh {shown(text, 80)} has {axis} twice; set it once"),
+        )
         sizes[axis] = size
     return MeshSizes(**sizes)
+
+
+def check_divisible(name: str, value: int, axis: str, size: int) -> None:
+    """Raise MeshError, with sizes that work, if `size` does not divide `value`."""
+    if value % size:
+        small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+        nearest = sorted({*small, *(value // n for n in small)}, key=lambda n: abs(n - size))[:12]
+        would_do = ", ".join(map(str, sorted(nearest)))
+        raise MeshError(f"{name}={value} cannot be split over {axis}={size}; {would_do} would do")
 
 
 def make_mesh(sizes: MeshSizes, devices: Sequence[jax.Device] | None = None) -> Mesh:

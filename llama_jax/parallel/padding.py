@@ -21,7 +21,7 @@ from llama_jax.errors import MeshError
 from llama_jax.model.params import Llama, ParamSpec, spec_at
 from llama_jax.ops.weights.lora import LowRank, LowRankWeight
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
-from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.mesh import MeshSizes, check_divisible
 
 VOCAB_MULTIPLE = 128  # width of a TPU's vector unit; a multiple of a GPU's matrix tiles
 
@@ -49,10 +49,7 @@ def padded_config(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
         name = f"n_kv_heads={c.n_kv_heads}" if c.hidden_dim % tensor == 0 else f"hidden_dim={c.hidden_dim}"
         queries = f" (of {c.queries_per_kv_head} queries each)" if c.hidden_dim % tensor == 0 else ""
         raise MeshError(f"{name}{queries} cannot be split over tensor={tensor}; {would_do} would do")
-    if c.dim % sizes.columns:
-        nearest = sorted((n for n in range(1, c.dim + 1) if c.dim % n == 0), key=lambda n: abs(n - sizes.columns))[:12]
-        axes, would_do = "fsdp" if sizes.context == 1 else "fsdp*context", ", ".join(map(str, sorted(nearest)))
-        raise MeshError(f"dim={c.dim} cannot be split over {axes}={sizes.columns}; {would_do} would do")
+    check_divisible("dim", c.dim, "fsdp" if sizes.context == 1 else "fsdp*context", sizes.columns)
     return replace(c, n_kv_heads=max(c.n_kv_heads, tensor))
 
 
