@@ -15,8 +15,8 @@ from llama_jax.data.chat_jsonl import read_prompts
 from llama_jax.data.chat_tokens import check_time, examples_of, for_format, warn_of_ignored
 from llama_jax.data.corpus import check_seed, hold_out, row_order, unseen
 from llama_jax.data.data_files import Paths, find_files
-from llama_jax.data.documents import location
-from llama_jax.errors import DataError, GenerationError, TokenizerError
+from llama_jax.data.documents import errors_at, location
+from llama_jax.errors import DataError
 from llama_jax.tokenizers import Format, ReplyEncoder, Tokenizer
 from llama_jax.tokenizers.chat_template import parse_template_args
 
@@ -120,10 +120,8 @@ def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: Prom
         for file, example in examples_of(paths, read_prompts):
             example = for_format(encoder, example)  # a missing format is not the line's fault
             ignored.update(example.ignored)
-            try:
+            with errors_at(location(file, example.line)):
                 tokens = encoder.prompt(example.prompt, example.tools, special=reading.special)
-            except (GenerationError, TokenizerError) as error:
-                raise DataError(f"{location(file, example.line)}: {error}") from None
             if not tokens:
                 raise DataError(f"{location(file, example.line)}: prompt='' has no token; write at least one")
             columns = columns or {name: [] for name in example.columns}
@@ -152,11 +150,7 @@ def split_prompts(prompts: PromptSet, share: float, seed: int) -> tuple[PromptSe
       DataError: all prompts are the same.
     """
     marks = prompts.marks
-    if len(np.unique(marks)) < 2:
-        raise DataError(
-            "the data has a single prompt, which cannot be held out; add more, or pass others with --validation-data"
-        )
-    train, validation = map(prompts.select, hold_out(marks, max(round(share * len(marks)), 1), seed))
+    train, validation = map(prompts.select, hold_out(marks, max(round(share * len(marks)), 1), seed, "prompt"))
     return replace(train, dropped=prompts.dropped), validation
 
 

@@ -83,6 +83,7 @@ READ_SETTINGS = frozenset(
     }
 )
 # These leave the base unchanged; others, such as PiSSA, change it before training begins.
+PLAIN_LORA = "convert the adapter to a plain LoRA with PEFT"
 INITIALIZATIONS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 # For each target, the base tensor that it changes.
 BASE_TENSORS: dict[str, tuple[ParamSpec, TensorPart]] = {
@@ -392,17 +393,14 @@ def _lora_of(
 ) -> tuple[Lora, frozenset[str]]:
     """The settings, and the names of the modules that have an adapter."""
     where, peft_type, start = folder / ADAPTER_CONFIG, settings.get("peft_type"), settings.get("init_lora_weights")
-    changed = f"{where}: init_lora_weights={shown(start)} may have changed the base; convert it to a plain LoRA with PEFT"
     raise_first(
         CheckpointError,
         (peft_type != "LORA", f"{where}: peft_type={shown(peft_type)} is not supported; only LORA adapters are supported"),
-        (start not in INITIALIZATIONS, changed),
-        *(
-            (value and value != "none", f"{where}: {shown(name, 40)}={shown(value)} is not supported; train one without it")
-            for name, value in settings.items()
-            if name not in IGNORED_SETTINGS | READ_SETTINGS
-        ),
+        (start not in INITIALIZATIONS, f"{where}: init_lora_weights={shown(start)} may have changed the base; {PLAIN_LORA}"),
     )
+    for name, value in settings.items():
+        if name not in IGNORED_SETTINGS | READ_SETTINGS and value and value != "none":
+            raise CheckpointError(f"{where}: {shown(name, 40)}={shown(value)} is not supported; train an adapter without it")
     stored = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in tensors}
     modules = _selected_modules(where, settings, stored, n_layers)
     rank, alpha = settings.get("r"), settings.get("lora_alpha")

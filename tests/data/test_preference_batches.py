@@ -140,7 +140,7 @@ def test_single_answers_with_a_label(tmp_path):
         with pytest.raises(DataError, match=message):
             open_labeled(path, TOKENIZER, 60, PLAIN)
     path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-    with pytest.raises(DataError, match=r"line 1: completion is missing; write prompt, completion and label"):
+    with pytest.raises(DataError, match=r"line 1: completion, a text or messages, is missing"):
         open_labeled(path, TOKENIZER, 60, PLAIN)
 
 
