@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float
 
-from llama_jax.errors import ConfigError, raise_first
+from llama_jax.errors import ConfigError
 from llama_jax.model.params import Llama
 from llama_jax.ops.attention import KVView
 
@@ -127,12 +127,10 @@ class HookCaller:
             new, kept = result
             types = (f"{getattr(x, 'dtype', type(x).__name__)}{list(getattr(x, 'shape', ()))}" for x in (new, value))
             returned, expected = types
-            needed, twice = f"{expected}, [{HOOK_POINTS[name]}]", kept is not None and name in self.kept
-            raise_first(
-                ConfigError,
-                (returned != expected, f"the hook at {name!r} returned {returned}; {needed}, is needed"),
-                (twice, f"two hooks at {name!r} keep values; only one can"),
-            )
+            if returned != expected:
+                raise ConfigError(f"the hook at {name!r} returned {returned}; {expected}, [{HOOK_POINTS[name]}], is needed")
+            if kept is not None and name in self.kept:
+                raise ConfigError(f"two hooks at {name!r} keep values; only one can")
             if kept is not None:
                 self.kept[name] = kept
             value = new

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.config import LlamaConfig, suggest_context
-from llama_jax.errors import GenerationError, UserError, shown
+from llama_jax.errors import GenerationError, UserError, raise_first, shown
 from llama_jax.inference.speculation import DraftModel, PromptLookup
 from llama_jax.model.cache import PAGE_SIZE, CacheOptions, cache_bytes
 from llama_jax.model.forward_options import Compute
@@ -76,14 +76,14 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_bounds(self, GenerationError)
-        if self.prefill_chunk is not None and self.prefill_chunk % PAGE_SIZE:
-            raise GenerationError(
-                f"prefill_chunk={self.prefill_chunk} must be a multiple of {PAGE_SIZE}, the tokens of a page"
-            )
-        if not isinstance(self.draft, PromptLookup | DraftModel | None):
-            raise GenerationError(f"draft={shown(self.draft, 40)} must be a PromptLookup, a DraftModel or None")
-        if self.cache.window is not None:
-            raise GenerationError(f"window={self.cache.window} is not supported by an engine; omit it")
+        chunk, window = self.prefill_chunk, self.cache.window
+        is_draft = isinstance(self.draft, PromptLookup | DraftModel | None)
+        raise_first(
+            GenerationError,
+            ((chunk or 0) % PAGE_SIZE, f"prefill_chunk={chunk} must be a multiple of {PAGE_SIZE}, the tokens of a page"),
+            (not is_draft, f"draft={shown(self.draft, 40)} must be a PromptLookup, a DraftModel or None"),
+            (window is not None, f"{window=} is not supported by an engine; omit it"),
+        )
 
     def context_of(self, config: LlamaConfig) -> int:
         """The maximum number of tokens of prompt and continuation together.

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama_jax.errors import TokenizerError, reading, shown
+from llama_jax.errors import TokenizerError, raise_first, reading, shown
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.storage.paths import read_object, read_whole
 from llama_jax.tokenizers.gguf import from_metadata
@@ -55,13 +55,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
             if (path / name).is_file():
                 return _read_vocabulary(path / name, settings)
         candidates = _other_vocabularies(path, settings)
-        if not candidates:
-            raise TokenizerError(
-                f"{path} has no SentencePiece model, rank file of Llama 3 or tokenizer.json{unsupported_files(path)};"
-                " for a GGUF file, pass the file"
-            )
-        if len(candidates) > 1:
-            raise TokenizerError(f"{path} has several vocabularies ({_join_names(candidates)}); pass one of them")
+        supported = f"SentencePiece model, rank file of Llama 3 or tokenizer.json{unsupported_files(path)}"
+        raise_first(
+            TokenizerError,
+            (not candidates, f"{path} has no {supported}; for a GGUF file, pass the file"),
+            (len(candidates) > 1, f"{path} has several vocabularies ({_join_names(candidates)}); pass one of them"),
+        )
         return candidates[0][1]
 
 
