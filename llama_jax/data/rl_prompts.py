@@ -13,7 +13,7 @@ import numpy as np
 
 from llama_jax.data.chat_jsonl import read_prompts
 from llama_jax.data.chat_tokens import check_time, examples_of, for_format, warn_of_ignored
-from llama_jax.data.corpus import check_seed, hold_out, row_order, unseen
+from llama_jax.data.corpus import hold_out, row_order, unseen
 from llama_jax.data.data_files import Paths, find_files
 from llama_jax.data.documents import errors_at, location
 from llama_jax.errors import DataError
@@ -173,7 +173,6 @@ def prompt_batch(count: int, prompts: int, group: int, *, seed: int, number: int
     Raises:
       DataError: an invalid seed.
     """
-    check_seed(seed)
     places = number * prompts + np.arange(prompts)
     epochs, at = np.divmod(places, count)
     numbers = np.array([_order(count, seed, int(epoch))[i] for epoch, i in zip(epochs, at, strict=True)])

@@ -330,7 +330,10 @@ def _check_target(path: str | os.PathLike[str], format: WrittenFormat, dtype: Wr
     remedy = f"choose {' or '.join(capable)}, or another dtype" if capable else "choose another dtype"
     raise_first(
         CheckpointError,
-        (is_stored and not weight_format.in_stores, f"{name} is in a store, but {format} is only written to a local path"),
+        (
+            is_stored and not weight_format.in_stores,
+            f"{name} is in a store, but {format} can only be written to a local path",
+        ),
         (is_folder and like_file, f"{name} is named like a file, but {format} is a folder; use another name or format"),
         (not is_folder and name.endswith(os.sep), f"{name} is named like a folder, but {format} is a file; pass its name"),
         (dtype not in (None, *weight_format.dtypes), f"{dtype=}: the {format} format supports only {dtypes}; {remedy}"),

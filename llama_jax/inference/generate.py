@@ -11,11 +11,10 @@ from jax.sharding import NamedSharding
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
-from llama_jax.inference.checks import check_not_traced, to_token_ids
 from llama_jax.inference.compiled_decode import MAX_CHUNKS_PER_CALL, CompiledDecode, decoding_compute
 from llama_jax.inference.decode import TokenChunk
 from llama_jax.inference.drafter import DraftCounts, Drafter, with_counts
-from llama_jax.inference.prepare_inputs import prepare_inputs
+from llama_jax.inference.prepare_inputs import check_not_traced, prepare_inputs, to_token_ids
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.sharding import check_row_shards, sharding_of
 from llama_jax.model.cache import CacheOptions

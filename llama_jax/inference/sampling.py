@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from llama_jax.inference.checks import checked_numbers
+from llama_jax.errors import GenerationError, shown
 from llama_jax.ops.platform import AnyArray
 from llama_jax.ops.sampling import argmax, random_key
 
@@ -55,7 +55,19 @@ class Sampling(struct.PyTreeNode):
         """
 
         def array(name: str, dtype: type, requirement: str, valid: Callable[[np.ndarray], Any]) -> np.ndarray:
-            return checked_numbers(name, getattr(self, name), batch, dtype, requirement, valid)
+            setting = getattr(self, name)
+            value = np.asarray(setting)
+            if value.dtype.kind not in "iuf" or not (np.isfinite(value) & valid(value)).all():
+                raise GenerationError(f"{name}={shown(setting, 40)} must be {requirement}")
+            # Outside float32, or so large or small that scaled scores would overflow or underflow.
+            is_extreme = (np.abs(value) > 1e30) | ((value != 0) & (np.abs(value) < 1e-30))
+            if is_extreme.any():
+                raise GenerationError(f"{name}={shown(setting, 40)} is too extreme; stay between 1e-30 and 1e30")
+            if value.shape not in ((), (batch,)):
+                raise GenerationError(
+                    f"{name} has shape {value.shape} for a batch of {batch}: give one value or one per row"
+                )
+            return np.broadcast_to(value, (batch,)).astype(dtype)
 
         def integer(x):
             return x == np.floor(x)

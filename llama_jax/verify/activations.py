@@ -263,7 +263,10 @@ def read_oracle(path: Path) -> Trace:
     raise_first(
         CheckpointError,
         (not is_file, f"{path} is not a file; name an oracle that --write-oracle wrote"),
-        (is_file and path.stat().st_size > MAX_ORACLE_BYTES, f"{path} has over {MAX_ORACLE_BYTES} bytes, too many"),
+        (
+            is_file and path.stat().st_size > MAX_ORACLE_BYTES,
+            f"{path} has over {MAX_ORACLE_BYTES} bytes, too many for an oracle",
+        ),
     )
     try:
         with zipfile.ZipFile(path) as archive:
