@@ -126,7 +126,7 @@ def roll_out(
         return state.replace(token=token, count=count, done=done), logprobs
 
     with sharding.context():
-        hidden = _repeat_rows(prefilled.hidden, options, sharding)
+        hidden = sharding.constrain(jnp.repeat(prefilled.hidden, options.group_size, axis=0), "row")
         logits = compute_logits(config, params, hidden, compute, sharding)
         state, logprobs = sample_at_temperature(state, logits, sharding)
     first = (state.token, logprobs, jnp.ones(batch, bool))
@@ -177,7 +177,3 @@ def _init_decode_state(
         count=jnp.zeros(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
     )
-
-
-def _repeat_rows(hidden: jax.Array, options: RolloutOptions, sharding: Sharding) -> jax.Array:
-    return sharding.constrain(jnp.repeat(hidden, options.group_size, axis=0), "row")

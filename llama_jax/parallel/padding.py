@@ -98,7 +98,7 @@ def pad_array(target: LlamaConfig, spec: ParamSpec, array: Any) -> Any:
       spec: the parameter's `ParamSpec`.
     """
     if spec.has_vocabulary:
-        return _map_planes(array, partial(pad_rows, rows=target.vocab_size))
+        return jax.tree.map(partial(pad_rows, rows=target.vocab_size), array)
     return _map_groups(copy_heads, spec, array, target.n_kv_heads) if has_groups(spec) else array
 
 
@@ -107,7 +107,8 @@ def unpad_params(config: LlamaConfig, params: Llama) -> Llama:
 
     def unpad_array(spec: ParamSpec, array: Any) -> Any:
         if spec.has_vocabulary:
-            return _map_planes(array, lambda table: table[: config.vocab_size] if len(table) > config.vocab_size else table)
+            rows = lambda table: table[: config.vocab_size] if len(table) > config.vocab_size else table
+            return jax.tree.map(rows, array)
         return _map_groups(_merge_heads, spec, array, config.n_kv_heads) if has_groups(spec) else array
 
     return map_params(params, unpad_array)
@@ -117,11 +118,6 @@ def map_params(params: Llama, change: Callable[[ParamSpec, Any], Any]) -> Llama:
     """Apply a function to each parameter, given its `ParamSpec`."""
     is_leaf = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | LowRankWeight | LowRank)
     return jax.tree_util.tree_map_with_path(lambda path, leaf: change(spec_at(path), leaf), params, is_leaf=is_leaf)
-
-
-def _map_planes(leaf: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change`, which only moves whole rows, to an array, or to all arrays of a quantized weight."""
-    return jax.tree.map(change, leaf)
 
 
 def map_matrix_rows(leaf: Any, change: Callable[[Any], Any]) -> Any:
@@ -153,7 +149,7 @@ def _map_groups(change: Callable[..., Any], spec: ParamSpec, leaf: Any, heads: i
                 f"{spec.path} has several quantization formats, so its heads cannot be copied; load it without a mesh"
             )
         return leaf
-    return _map_planes(leaf, lambda array: change(array, heads=heads, leading=leading))
+    return jax.tree.map(partial(change, heads=heads, leading=leading), leaf)
 
 
 def pad_rows(table: Any, *, rows: int) -> Any:
