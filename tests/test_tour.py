@@ -26,6 +26,7 @@ LEFT_OUT = {  # as the page says
         "ops/cpu/threefry.py",
         "ops/exact.py",
         "ops/platform.py",
+        "settings.py",
     ),
     *("config/parts.py", "model/checks.py", "model/hooks.py", "ops/attention/checks.py"),
 }

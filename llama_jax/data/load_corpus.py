@@ -328,11 +328,7 @@ def _token_type(vocabulary: VocabularyInfo, reading: DocumentFormat) -> np.dtype
 
 
 def _check_ids(where: str, ids: np.ndarray, offset: int, vocabulary: VocabularyInfo) -> None:
-    """Check that ids are within the vocabulary and of the dtype they were written with.
-
-    Raises:
-      DataError: they are not.
-    """
+    """Check that ids are within the vocabulary and of the dtype they were written with."""
     outside = np.flatnonzero(ids >= vocabulary.size)
     if len(outside):
         at = int(outside[0])
