@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llama_jax.data.mixture import shares
-from llama_jax.errors import DataError, raise_first, reading, shown
+from llama_jax.errors import DataError, reading, shown
 from llama_jax.storage import StoredPath, locate, resolved
 from llama_jax.storage.object_cache import fetch_to_cache, objects_below
 
@@ -75,12 +75,10 @@ def find_data(data: Data) -> list[SourceFiles]:
     if plain:
         raise DataError(f"{plain[0]} has no name and weight, but others do: write all as SOURCE_NAME=PATH:WEIGHT, or none")
     for name, times in Counter(source.name for source in weighted).items():
-        allowed = "must be letters, digits, dots, dashes and underscores"
-        raise_first(
-            DataError,
-            (not SOURCE_NAME.fullmatch(name), f"the name {shown(name, 40)} of a source {allowed}"),
-            (times > 1, f"two sources are named {name}; put their files into one folder, or use two names"),
-        )
+        if not SOURCE_NAME.fullmatch(name):
+            raise DataError(f"the name {shown(name, 40)} of a source must be letters, digits, dots, dashes and underscores")
+        if times > 1:
+            raise DataError(f"two sources are named {name}; put their files into one folder, or use two names")
     parts = shares({source.name: source.weight for source in weighted})
     weighted.sort(key=lambda source: source.name)  # independent of the order given
     sources = [SourceFiles(source.name, find_files(source.paths), parts[source.name]) for source in weighted]

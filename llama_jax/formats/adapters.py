@@ -247,12 +247,10 @@ def save_adapter(
       CheckpointError: something is at `path`; non-finite values; magnitudes, which llama.cpp does not support; or a base
         with custom parts, which such files cannot name.
     """
-    of_phi3 = "adapters of phi3, which other libraries train on fused projections, cannot be written"
-    raise_first(
-        CheckpointError,
-        (config.parts, f"{config.parts} cannot be stored in adapter files; load the run as the adapter"),
-        (config.model_type == "phi3", of_phi3),
-    )
+    if config.parts:
+        raise CheckpointError(f"{config.parts} cannot be stored in adapter files; load the run as the adapter")
+    if config.model_type == "phi3":
+        raise CheckpointError("adapters of phi3, which other libraries train on fused projections, cannot be written")
     to_gguf = Path(path).suffix.lower() == ".gguf"
     with new_output(locate(path), folder=not to_gguf, overwrite=overwrite) as target:
         (_write_gguf if to_gguf else _write_peft)(target, config, adapters, lora, base)

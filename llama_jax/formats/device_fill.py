@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llama_jax.errors import CheckpointError, raise_first
+from llama_jax.errors import CheckpointError
 from llama_jax.formats.lazy_tensors import BFLOAT16, Dense, Tensor, min_rows, pad_tensor
 
 ALIGNMENT = 64  # bytes; XLA:CPU adopts aligned buffers without a copy
@@ -282,12 +282,10 @@ def check_finite(values: np.ndarray, target: np.dtype, label: str) -> None:
 
 def check_largest(largest: float, target: Any, label: str, remedy: str) -> None:
     """Raise if the largest absolute value of an array is not finite, or outside the target's range."""
-    is_above = largest > float(jnp.finfo(target).max)
-    raise_first(
-        CheckpointError,
-        (not math.isfinite(largest), f"{label} holds NaN or infinity; {remedy}"),
-        (is_above, f"{label} holds numbers too large for {target}; use another dtype"),
-    )
+    if not math.isfinite(largest):
+        raise CheckpointError(f"{label} holds NaN or infinity; {remedy}")
+    if largest > float(jnp.finfo(target).max):
+        raise CheckpointError(f"{label} holds numbers too large for {target}; use another dtype")
 
 
 def cast(values: np.ndarray, out: np.ndarray) -> None:

@@ -144,12 +144,10 @@ def _read_model(path: Location, header: Header, texts: bool) -> tuple[dict[str, 
             known = ", ".join(known_type for known_type, *_ in GGUF_TYPES.values())
             raise CheckpointError(f"{path}: tensor {shown(name)} has type {type_name}; use a file with {known}")
         storage_type, *block = GGUF_TYPES[number]
-        is_divisible, its_blocks = shape and shape[-1] % block[0] == 0, f"blocks of {block[0]}"
-        raise_first(
-            ValueError,
-            (name in tensors, f"tensor {shown(name)} occurs twice"),
-            (not is_divisible, f"tensor {shown(name)} of {list(shape)} is not divisible into {its_blocks}"),
-        )
+        if name in tensors:
+            raise ValueError(f"tensor {shown(name)} occurs twice")
+        if not shape or shape[-1] % block[0]:
+            raise ValueError(f"tensor {shown(name)} of {list(shape)} is not divisible into blocks of {block[0]}")
         tensor: Dense | BlockTensor
         if storage_type in FLOAT_DTYPES:
             tensor = Dense(path, start + offset, shape, storage_type)

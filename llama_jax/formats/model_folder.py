@@ -238,7 +238,7 @@ def vocabulary_files(tokenizer: Tokenizer, path: Path, vocab_size: int, metadata
         differs = found is None or examine(found).fingerprint != examine(tokenizer).fingerprint
         stops_elsewhere = found is None or set(found.stop_ids) != set(tokenizer.stop_ids)
         has_settings = stops_elsewhere or read_model_metadata(folder, card=False).generation != metadata.generation
-        read_so = f"but {path.name} would be read so; write into another folder"
+        read_so = f"but {path.name} would be read with that; write into another folder"
         raise_first(
             CheckpointError,
             (differs, f"{existing} is not this model's vocabulary, {read_so}"),

@@ -11,7 +11,7 @@ from typing import Annotated
 import jax
 from jax.sharding import AxisType, Mesh
 
-from llama_jax.errors import MeshError, raise_first, shown
+from llama_jax.errors import MeshError, shown
 from llama_jax.settings import at_least, check_bounds
 
 AXES = ("data", "fsdp", "context", "tensor")
@@ -79,11 +79,10 @@ def parse_mesh(text: str) -> MeshSizes:
                 f"mesh {shown(text, 80)}: {shown(part, 40)} is not axis=size; write it as data=2,fsdp=4,tensor=1"
             )
         axis, size = match[1], int(match[2])
-        raise_first(
-            MeshError,
-            (axis not in AXES, f"mesh {shown(text, 80)} has no axis {shown(axis, 40)}; the axes are {', '.join(AXES)}"),
-            (axis in sizes, f"mesh {shown(text, 80)} has {axis} twice; set it once"),
-        )
+        if axis not in AXES:
+            raise MeshError(f"mesh {shown(text, 80)} has no axis {shown(axis, 40)}; the axes are {', '.join(AXES)}")
+        if axis in sizes:
+            raise MeshError(f"mesh {shown(text, 80)} has {axis} twice; set it once")
         sizes[axis] = size
     return MeshSizes(**sizes)
 

@@ -259,15 +259,10 @@ def read_oracle(path: Path) -> Trace:
     Raises:
       CheckpointError: not an oracle, a damaged one, or one of another version.
     """
-    is_file = path.is_file()
-    raise_first(
-        CheckpointError,
-        (not is_file, f"{path} is not a file; name an oracle that --write-oracle wrote"),
-        (
-            is_file and path.stat().st_size > MAX_ORACLE_BYTES,
-            f"{path} has over {MAX_ORACLE_BYTES} bytes, too many for an oracle",
-        ),
-    )
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file; name an oracle that --write-oracle wrote")
+    if path.stat().st_size > MAX_ORACLE_BYTES:
+        raise CheckpointError(f"{path} has over {MAX_ORACLE_BYTES} bytes, too many for an oracle")
     try:
         with zipfile.ZipFile(path) as archive:
             arrays = {name: _array(archive, f"{name}.npy", dtype) for name, dtype in ORACLE_DTYPES.items()}
