@@ -60,8 +60,10 @@ def stack_adapters(
     """Stack adapters of one model: A and B are concatenated, with lower ranks padded with zeros.
 
     Raises:
-      ConfigError: a target that the model does not have.
+      ConfigError: no adapters, or a target that the model does not have.
     """
+    if not adapters:
+        raise ConfigError("a table of adapters needs at least one; pass some, or omit the table")
     rank, count = max(lora.rank for _, lora in adapters), len(adapters)
     used = {name for _, lora in adapters for name in lora.targets}
     dora = any(lora.dora for _, lora in adapters)
