@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llama_jax.data.chat_jsonl import read_prompts
-from llama_jax.data.chat_tokens import check_time, examples_of, for_format, warn_of_ignored
+from llama_jax.data.chat_tokens import examples_of, for_format, warn_of_ignored
 from llama_jax.data.corpus import hold_out, row_order, unseen
 from llama_jax.data.data_files import Paths, find_files
 from llama_jax.data.documents import errors_at, location
@@ -25,25 +25,18 @@ ANSWER_STREAM, VALIDATION_STREAM = 1 << 62, (1 << 62) + 1  # random streams in a
 
 @dataclass(frozen=True)
 class PromptReading:
-    """Settings for reading prompts as tokens.
+    """Settings for reading prompts as tokens; a recipe checks them.
 
     Attributes:
       format: chat format for prompts that are messages, see `tokenizers.resolve_format`. Texts have none.
       special: whether "<|eot_id|>" and the like are special tokens in texts; by default they are text.
       template_time, template_args: see `ChatReading`.
-
-    Raises:
-      DataError: an invalid time.
     """
 
     format: Format = "auto"
     special: bool = False
     template_time: str | None = None
     template_args: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_time(self.template_time)
-        parse_template_args(self.template_args)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.config import LlamaConfig
-from llama_jax.config.validation import require_number, require_positive_int
 from llama_jax.inference.compiled_decode import MAX_PREFILL_CHUNK
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
@@ -62,7 +61,7 @@ class Completions(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How answers are sampled, always from the full distribution.
+    """How answers are sampled, always from the full distribution; a recipe checks these.
 
     The trainer's log-probabilities are untruncated, so top-k or top-p would bias the importance ratios.
 
@@ -71,20 +70,12 @@ class RolloutOptions:
       max_new_tokens: A, maximum number of tokens of an answer, including its stop token.
       temperature: above 0; divides the logits.
       stop: tokens that end an answer.
-
-    Raises:
-      ConfigError: an invalid value.
     """
 
     group_size: int
     max_new_tokens: int
     temperature: float = 1.0
     stop: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        require_positive_int("group_size", self.group_size)
-        require_positive_int("max_new_tokens", self.max_new_tokens)
-        require_number("temperature", self.temperature, above=0)
 
 
 def roll_out(
