@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from numbers import Integral
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -35,6 +36,12 @@ class Bounds:
         """Whether the value, which may be NaN, is within the bounds."""
         above = self.minimum < value if self.open_minimum else self.minimum <= value
         return above and (value < self.maximum if self.open_maximum else value <= self.maximum)
+
+    def check(self, name: str, value: Any, raises: type[UserError]) -> None:
+        """`check_value` of an argument: of an integer if the bounds are integers."""
+        is_integer = isinstance(self.minimum, int) and isinstance(self.maximum, int)
+        number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value  # also NumPy's
+        check_value(name, number, Annotated[int if is_integer else float, self], raises)
 
     def describe(self, value: float) -> str:
         """What a value must be, without the maximum if that is a technical one and the value is not above it."""

@@ -119,7 +119,7 @@ SMALL = preset("stories-260k")
         ({"dim": 65, "head_dim": 0}, "dim=65 must be a multiple of n_heads=8"),
         ({"n_kv_heads": 3}, "n_heads=8 must be a multiple of n_kv_heads=3"),
         ({"head_dim": 7}, "head_dim=7 must be even"),
-        ({"vocab_size": 0}, "vocab_size=0 must be a positive integer"),
+        ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
         ({"n_layers": 2.0}, "n_layers=2.0"),
         ({"n_layers": True}, "n_layers=True"),
         ({"dim": "64"}, "dim='64'"),

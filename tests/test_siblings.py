@@ -477,9 +477,9 @@ def test_released_config_json(name):
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* must be 'full_attention'"),
         ("qwen3_moe", {"layer_types": ["sliding_attention"] * 2}, "layer_types=.* must be 'full_attention'"),
         ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types=.* must be 'sliding_attention'"),
-        ("mistral", {"sliding_window": 0}, "window=0 must be a positive integer"),
+        ("mistral", {"sliding_window": 0}, "window=0 must be at least 1"),
         ("mixtral", {"num_experts_per_tok": 5}, "experts_per_token=5 must be at most experts=4"),
-        ("mixtral", {"num_local_experts": None}, "experts=None must be a positive integer"),
+        ("mixtral", {"num_local_experts": None}, "experts=None must be an integer, at least 1"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported: all layers must have experts"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported: all layers must have experts"),
         ("qwen3_moe", {"norm_topk_prob": 1}, "normalize_expert_weights=1 must be True or False"),
@@ -489,9 +489,9 @@ def test_released_config_json(name):
             "interleave_moe_layer_step=2 are not supported",
         ),
         ("llama4_text", {"moe_layers": [1, 3]}, r"moe_layers=\[1, 3\] and .* all layers must have experts"),
-        ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size=None must be a positive integer"),
+        ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size=None must be an integer, at least 1"),
         ("llama4_text", {"layer_types": ["sliding_attention"] * 5}, "layer_types=.* or 'chunked_attention' for each of 5"),
-        ("llama4_text", {"floor_scale": 0}, "context=0 must be a positive integer"),
+        ("llama4_text", {"floor_scale": 0}, "context=0 must be at least 1"),
         ("qwen3", {"use_qk_norm": True}, "use_qk_norm=True is not supported; a qwen3 has"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ("mistral", {"num_local_experts": 4}, "num_local_experts=4 is not supported; a mistral has"),
@@ -577,12 +577,10 @@ def test_an_olmo_3_of_windows_alone_is_written_in_gguf(models, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "missing"),
     [
-        ("mixtral", "block_sparse_moe.experts.0.w1.weight"),
-        ("qwen3_moe", "mlp.experts.0.gate_proj.weight"),
-        ("llama4_text", "feed_forward.experts.gate_up_proj"),
+        ("mixtral", "block_sparse_moe.experts.w1.weight"),
     ],
 )
-def test_missing_experts_are_named_as_files_do(kind, missing, tmp_path):
+def test_layers_without_experts_are_named(kind, missing, tmp_path):
     llama_jax.save(tmp_path / "model", PLAIN, random_params(PLAIN))
     settings = config_to_dict(SIBLINGS[kind])
     (tmp_path / "model" / "config.json").write_text(json.dumps(settings))

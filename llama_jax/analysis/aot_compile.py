@@ -183,12 +183,10 @@ def tpu_topology(hardware: str, count: int) -> dict[str, Any]:
     tpu = TPUS[hardware]
     sides = [1] * tpu.axes
     power = count.bit_length() - 1
-    if count != 1 << power:
-        raise MeshError(f"slices of {hardware} must have a power of two of chips, not {count}")
     for i in range(power):
         sides[i % tpu.axes] *= 2
-    if max(sides) > tpu.largest:
-        raise MeshError(f"a pod of {hardware} has no slice of {count} chips")
+    if count != 1 << power or max(sides) > tpu.largest:
+        raise MeshError(f"a pod of {hardware} has no slice of {count} chips; a slice has a power of two, nearly square")
     if count > 4:
         sides.sort()  # 2x4, not 4x2; a host has 2x2x1
     topology: dict[str, Any] = {"topology_name": f"{tpu.name}:{'x'.join(map(str, sides))}"}

@@ -14,6 +14,7 @@ import numpy as np
 from llama_jax.data.corpus import Corpus, check_seed, row_order, shuffled
 from llama_jax.data.mixture import Mixture
 from llama_jax.errors import DataError
+from llama_jax.settings import Bounds, at_least
 from llama_jax.training.batch import Batch
 
 ENDLESS = 1 << 62
@@ -175,8 +176,7 @@ class HostBatches(ABC, Generic[BatchT]):
     """
 
     def __init__(self, epoch_rows: int, batch: int, seed: int | None, host: int, hosts: int) -> None:
-        if hosts < 1 or not 0 <= host < hosts:
-            raise DataError(f"host={host} must be at least 0 and below hosts={hosts}")
+        Bounds(0, hosts - 1).check("host", host, DataError)
         if batch < 1 or batch % hosts:
             raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: all hosts take equal shares")
         if seed is not None:
@@ -267,8 +267,7 @@ class Rows(HostBatches[Batch]):
         Raises:
           DataError: invalid sizes or seed, or a corpus with nothing to predict.
         """
-        if length < 1:
-            raise DataError(f"length={length} must be at least 1 token")
+        at_least(1).check("length", length, DataError)
         several = [corpora] if isinstance(corpora, Corpus) else list(corpora)
         if len(several) != (1 if mixture is None else len(mixture.names)):
             raise DataError(f"{len(several)} corpora need a mixture with a share for each of them")
@@ -322,8 +321,7 @@ def training_batches(
     Raises:
       DataError: invalid sizes, seed or start, or a corpus with nothing to predict.
     """
-    if start < 0:
-        raise DataError(f"start={start} must be at least 0: it is the index of a batch")
+    at_least(0).check("start", start, DataError)
     return Batches(Rows(corpus, batch, length, seed, host, hosts, mixture), start)
 
 

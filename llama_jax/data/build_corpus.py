@@ -31,7 +31,7 @@ from llama_jax.data.load_corpus import VocabularyInfo, examine, read_tokens
 from llama_jax.errors import DataError, shown
 from llama_jax.settings import Bounds, check_fields
 from llama_jax.storage import locate, on_disk, resolved
-from llama_jax.storage.atomic_write import cannot_write, lock_file, remove, write_atomically
+from llama_jax.storage.atomic_write import lock_file, remove, write_atomically
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
 
 # Minimum and maximum bytes of a file per part: syncing one to disk takes about 30 ms.
@@ -207,20 +207,14 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
         return info
     plan = plan | {"unit": size}
     if plan_file.is_file():
-        try:
-            stored_plan = json.loads(plan_file.read_bytes())
-        except (ValueError, RecursionError):
-            stored_plan = None
-        if not isinstance(stored_plan, dict):
-            raise DataError(f"{plan_file} is damaged; remove {folder}, and build again")
         if any(folder.glob(ALL_PARTS)):
-            _check_plan(folder, stored_plan, plan)
+            stored_plan: Any = None
+            with suppress(ValueError, RecursionError):
+                stored_plan = json.loads(plan_file.read_bytes())
+            _check_plan(folder, stored_plan if isinstance(stored_plan, dict) else {}, plan)
             return None
     else:
-        try:
-            other = next((entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")), None)
-        except OSError as error:
-            raise DataError(cannot_write(folder, error)) from None
+        other = next((entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")), None)
         if other is not None:
             raise DataError(f"{folder} holds {shown(other.name, 40)}, not a build; use an empty folder, or a new one")
     with write_atomically(plan_file, raises=DataError) as target:

@@ -113,9 +113,6 @@ def read_preferences(path: Path) -> Iterator[Example]:
       DataError: any other line; the message gives file, line and field.
     """
     for line in _chat_lines(path):
-        missing = [name for name in ("chosen", "rejected") if name not in line.values]
-        if missing:
-            raise line.wrong(f"{missing[0]} is missing; write prompt, chosen and rejected; the fields are {line.fields()}")
         chosen, rejected = line.content("chosen"), line.content("rejected")
         line.check_same_form("chosen", chosen, "rejected", rejected)
         if chosen == rejected:
@@ -138,9 +135,6 @@ def read_labeled(path: Path) -> Iterator[Example]:
       DataError: any other line; the message gives file, line and field.
     """
     for line in _chat_lines(path):
-        for name in ("prompt", "completion", "label"):
-            if name not in line.values:
-                raise line.wrong(f"{name} is missing; write prompt, completion and label; the fields are {line.fields()}")
         prompt, answer = line.completed()
         line.check_answer(answer, "completion has no message of the role 'assistant'; remove the line")
         label = line.take("label")
@@ -182,10 +176,9 @@ class _Line:
 
     def require(self, is_valid: bool, name: str, value: Any, requirement: str) -> None:
         """Raise an error for a field with another value than is required, or for a missing one."""
-        if not is_valid and value is None:
-            raise self.wrong(f"{name}, {requirement}, is missing; the fields are {self.fields()}")
         if not is_valid:
-            raise self.wrong(f"{name}={shown(value, 60)} must be {requirement}")
+            missing = f"{name}, {requirement}, is missing; the fields are {self.fields()}"
+            raise self.wrong(missing if value is None else f"{name}={shown(value, 60)} must be {requirement}")
 
     def refuse_meaningful(self, name: str, value: Any, unsupported: Sequence[str]) -> None:
         """Raise an error for a field that is unsupported and not empty."""

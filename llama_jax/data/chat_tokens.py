@@ -16,8 +16,8 @@ import numpy as np
 from llama_jax.data.chat_jsonl import Example, read_chats, read_labeled, read_preferences
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.data_files import Paths, check_untouched, describe_source, find_files
-from llama_jax.data.documents import RECORD_UNITS, file_type, location
-from llama_jax.errors import DataError, GenerationError, TokenizerError, shown
+from llama_jax.data.documents import RECORD_UNITS, errors_at, file_type, location
+from llama_jax.errors import DataError, shown
 from llama_jax.settings import check_fields
 from llama_jax.tokenizers import Format, Tokenizer
 from llama_jax.tokenizers.chat_targets import EncodedExample, ReplyEncoder
@@ -244,10 +244,8 @@ def _read_examples(
             where = location(file, example.line)
             example = for_format(encoder, example)  # a missing format is not the line's fault
             ignored.update(example.ignored)
-            try:
+            with errors_at(where):
                 answers = encode_example(encoder, example, special=reading.special)
-            except (GenerationError, TokenizerError) as error:
-                raise DataError(f"{where}: {error}") from None
             counts.read += 1
             counts.longest = max(counts.longest, *(len(encoded.ids) for encoded in answers))
             if not spelled and not reading.special:

@@ -128,9 +128,9 @@ def fingerprints(corpus: Corpus) -> np.ndarray:
     return np.frombuffer(b"".join(digests), "<u8")
 
 
-def hold_out(marks: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def hold_out(marks: np.ndarray, count: int, seed: int, what: str = "document") -> tuple[np.ndarray, np.ndarray]:
     """Split documents at random, the same way for the same seed: indices of the training documents, and of `count` or
-    somewhat fewer validation documents, ascending.
+    somewhat fewer validation documents, ascending. Messages name a document `what`.
 
     Documents with the same mark, such as a fingerprint, are on the same side.
 
@@ -140,7 +140,11 @@ def hold_out(marks: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.n
     count = min(count, len(marks) - 1)
     _, groups, sizes = np.unique(marks, return_inverse=True, return_counts=True)
     if len(sizes) < 2:
-        raise DataError(f"the corpus is one document {len(marks)} times, which cannot be split")
+        several = f" {len(marks)} times" if len(marks) > 1 else ""
+        raise DataError(
+            f"the data is a single {what}{several}, which cannot be split; add more, pass separate validation data, or cut a"
+            " long text into more documents by a smaller DocumentFormat(longest=...)"
+        )
     order = shuffled(len(marks), seed, 0)
     _, first = np.unique(groups[order], return_index=True)
     in_validation, total = np.zeros(len(sizes), bool), 0
@@ -201,12 +205,7 @@ def split(corpus: Corpus, validation: float, *, seed: int = 0, tokenizer: Tokeni
     """
     count = corpus.document_count
     chosen = validation if isinstance(validation, int) else max(1, round(validation * count)) if 0 < validation < 1 else 0
-    if count < 2:
-        raise DataError(
-            "the corpus is a single document, which cannot be split; pass separate validation files,"
-            " or cut a long text into more documents by a smaller DocumentFormat(longest=...)"
-        )
-    if not 0 < chosen < count:
+    if count > 1 and not 0 < chosen < count:
         raise DataError(
             f"validation={validation} leaves no training or validation documents; of {count} documents choose 1 to"
             f" {count - 1}, or a fraction between 0 and 1"

@@ -18,6 +18,7 @@ import json
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,21 +135,15 @@ def read_info(path: Path) -> CorpusInfo:
 
 def _parse_info(path: Path, text: bytes) -> CorpusInfo:
     """Parse and check a description; raises DataError."""
-    try:
+    fields: Any = None
+    with suppress(ValueError, TypeError, RecursionError):
         fields = json.loads(text)
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict) or fields.keys() != set(CorpusInfo._fields):
-        raise DataError(f"{path} has no description of a corpus; {REBUILD_REMEDY}")
-    counts = [fields[name] for name in ("documents", "tokens", "text_bytes", "vocab_size")]
-    if (
-        not all(type(count) is int and count >= 0 for count in counts)
-        or fields["token_type"] not in ("uint16", "uint32")
-        or not isinstance(fields["sha256"], str)
-        or not isinstance(fields["origin"], dict)
-    ):
-        raise DataError(f"{path} has an invalid description, {shown(fields, 200)}; {REBUILD_REMEDY}")
-    return CorpusInfo(**fields)
+        info = CorpusInfo(**fields)
+        counts = info.documents, info.tokens, info.text_bytes, info.vocab_size
+        are_counts = all(type(count) is int and count >= 0 for count in counts)
+        if are_counts and info.token_type in ("uint16", "uint32") and isinstance(info.origin, dict):
+            return info
+    raise DataError(f"{path} has an invalid description, {shown(fields, 200)}; {REBUILD_REMEDY}")
 
 
 def read_corpus(path: Path) -> tuple[Corpus, CorpusInfo]:

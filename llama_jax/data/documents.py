@@ -9,12 +9,13 @@ import io
 import json
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
-from llama_jax.errors import DataError, reason_of, shown
+from llama_jax.errors import DataError, GenerationError, TokenizerError, reason_of, shown
 from llama_jax.settings import at_least, check_fields
 
 TEXT_READ_BYTES = 1 << 20  # bytes of a text file to read at a time
@@ -128,6 +129,15 @@ def location(path: Path, number: int) -> str:
     return f"{path}, {RECORD_UNITS.get(file_type(path), 'line')} {number}"
 
 
+@contextmanager
+def errors_at(where: str) -> Iterator[None]:
+    """Convert an error about a text or messages to a DataError that says where they are."""
+    try:
+        yield
+    except (GenerationError, TokenizerError) as error:
+        raise DataError(f"{where}: {error}") from None
+
+
 def _jsonl_records(path: Path, span: Span | None) -> Iterator[Record]:
     read = 0
     with open_bytes(path) as file:
@@ -190,13 +200,14 @@ def json_objects(lines: Iterable[bytes], where: str) -> Iterator[tuple[dict[str,
             remedy += f"; if this is an array, jq -c '.[]' {Path(where).name} converts it"
         try:
             record = json.loads(line)
+            problem = "" if isinstance(record, dict) else f"is a {type(record).__name__}; {remedy}"
         except UnicodeDecodeError:
-            raise DataError(f"{where}, line {number} is not UTF-8; save the file as UTF-8") from None
+            problem = "is not UTF-8; save the file as UTF-8"
         except (ValueError, RecursionError) as error:
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-            raise DataError(f"{where}, line {number} is not JSON ({reason}); {remedy}") from None
-        if not isinstance(record, dict):
-            raise DataError(f"{where}, line {number} is a {type(record).__name__}; {remedy}")
+            problem = f"is not JSON ({reason}); {remedy}"
+        if problem:
+            raise DataError(f"{where}, line {number} {problem}")
         yield record, number
 
 
@@ -232,8 +243,8 @@ def _parquet_batches(path: Path, span: Span | None, columns: list[str] | None) -
     groups = range(file.num_row_groups) if span is None else range(*span)
     for done, group in enumerate(groups, 1):
         batches = map(_batch_rows, file.iter_batches(TABLE_ROWS, row_groups=[group], columns=columns))
-        for rows in _damage_named(path, f"row group {group}", batches):
-            yield rows, size * done // len(groups)
+        with _damage_named(path, f"row group {group}"):
+            yield from ((rows, size * done // len(groups)) for rows in batches)
 
 
 def _arrow_batches(path: Path, span: Span | None, columns: list[str] | None) -> Iterator[tuple[list[Any], int]]:
@@ -242,8 +253,8 @@ def _arrow_batches(path: Path, span: Span | None, columns: list[str] | None) -> 
         _check_column_names(path, columns, batch.schema.names)
         chosen = batch if columns is None else batch.select(columns)
         batches = (_batch_rows(chosen.slice(at, TABLE_ROWS)) for at in range(0, len(chosen), TABLE_ROWS))
-        for rows in _damage_named(path, f"batch {number}", batches):
-            yield rows, min(read, path.stat().st_size)
+        with _damage_named(path, f"batch {number}"):
+            yield from ((rows, min(read, path.stat().st_size)) for rows in batches)
 
 
 def _batch_rows(batch: Any) -> list[dict[str, Any]]:
@@ -261,25 +272,22 @@ def arrow_batches(path: Path, span: Span | None = None) -> Iterator[tuple[int, A
     pyarrow_for(path)
     import pyarrow.ipc  # type: ignore[import-untyped, import-not-found, unused-ignore]  # an extra, without types
 
-    def batches() -> Iterator[tuple[int, Any, int]]:
-        with pyarrow.memory_map(str(path)) as mapped:
-            if mapped.read(len(ARROW_MAGIC)) == ARROW_MAGIC:  # the format with an index; datasets writes streams
-                opened = pyarrow.ipc.open_file(mapped)
-                count = opened.num_record_batches
-                some = range(count) if span is None else range(*span)
-                yield from ((number, opened.get_batch(number), mapped.size() * (number + 1) // count) for number in some)
+    with _damage_named(path, "its batches"), pyarrow.memory_map(str(path)) as mapped:
+        if mapped.read(len(ARROW_MAGIC)) == ARROW_MAGIC:  # the format with an index; datasets writes streams
+            opened = pyarrow.ipc.open_file(mapped)
+            count = opened.num_record_batches
+            some = range(count) if span is None else range(*span)
+            yield from ((number, opened.get_batch(number), mapped.size() * (number + 1) // count) for number in some)
+            return
+        mapped.seek(0)
+        for number, batch in enumerate(pyarrow.ipc.open_stream(mapped)):
+            if span is not None and number >= span.stop:
                 return
-            mapped.seek(0)
-            for number, batch in enumerate(pyarrow.ipc.open_stream(mapped)):
-                if span is not None and number >= span.stop:
-                    return
-                if span is None or number >= span.start:
-                    yield number, batch, mapped.tell()
-            mapped.seek(mapped.size() - len(ARROW_END))
-            if mapped.read(len(ARROW_END)) != ARROW_END:
-                raise OSError("the end of the stream is missing")
-
-    return _damage_named(path, "its batches", batches())
+            if span is None or number >= span.start:
+                yield number, batch, mapped.tell()
+        mapped.seek(mapped.size() - len(ARROW_END))
+        if mapped.read(len(ARROW_END)) != ARROW_END:
+            raise OSError("the end of the stream is missing")
 
 
 def _check_column_names(path: Path, columns: list[str] | None, names: list[str]) -> None:
@@ -293,10 +301,11 @@ def _check_column_names(path: Path, columns: list[str] | None, names: list[str])
 Read = TypeVar("Read")
 
 
-def _damage_named(path: Path, where: str, rows: Iterator[Read]) -> Iterator[Read]:
+@contextmanager
+def _damage_named(path: Path, where: str) -> Iterator[None]:
     """Read with pyarrow, turning its errors, which name no file, into a DataError that does."""
     try:
-        yield from rows
+        yield
     except (pyarrow_for(path).ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read in {where} ({reason_of(error)}); copy it again") from None
 
@@ -400,10 +409,8 @@ def open_parquet(path: Path) -> Any:
     pyarrow_for(path)
     import pyarrow.parquet  # type: ignore[import-untyped, import-not-found, unused-ignore]  # an extra, without types
 
-    try:
+    with _damage_named(path, "its metadata"):
         return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)  # if it has checksums
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a whole Parquet file ({reason_of(error)}); copy it again") from None
 
 
 def pyarrow_for(path: Path) -> Any:

@@ -26,7 +26,7 @@ from llama_jax.data.data_files import (
     find_files,
     unchanged,
 )
-from llama_jax.data.documents import Document, DocumentFormat, Span, file_type, location, read_documents
+from llama_jax.data.documents import Document, DocumentFormat, Span, errors_at, file_type, location, read_documents
 from llama_jax.errors import DataError, TokenizerError, reason_of
 from llama_jax.storage.object_cache import cache_limit as limit_of_environment
 from llama_jax.storage.object_cache import make_room, note_use
@@ -216,13 +216,15 @@ def read_tokens(
 def check_corpus(path: Path, info: CorpusInfo, vocabulary: VocabularyInfo, reading: DocumentFormat) -> None:
     """Raise DataError for a corpus of another vocabulary, or with other ids than `reading.token_type`."""
     made, name = str(info.origin.get("fingerprint", "")), info.origin.get("tokenizer", "that made it")
-    if reading.token_type not in (None, info.token_type):
-        raise DataError(f"{path} has ids of {info.token_type}, not token_type='{reading.token_type}'; omit that")
-    if made != vocabulary.fingerprint:
-        raise DataError(
-            f"{path} was built with the tokenizer {name} (fingerprint {made[:12]}), but is read with another one"
-            f" (fingerprint {vocabulary.fingerprint[:12]}); use --tokenizer {name}, or build with yours"
-        )
+    token_type, fingerprint = reading.token_type, vocabulary.fingerprint
+    another = (
+        f"{path} was built with the tokenizer {name} (fingerprint {made[:12]}), but is read with another one"
+        f" (fingerprint {fingerprint[:12]}); use --tokenizer {name}, or build with yours"
+    )
+    if token_type not in (None, info.token_type):
+        raise DataError(f"{path} has ids of {info.token_type}, not {token_type=}; omit that")
+    if made != fingerprint:
+        raise DataError(another)
 
 
 def _from_text(
@@ -256,12 +258,10 @@ def _encode_documents(path: Path, tokenizer: Tokenizer, documents: list[Document
     try:
         return tokenizer.encode_batch([document.text for document in documents])
     except TokenizerError:
+        where = "" if span is None or not span.start else f" from byte {span.start} on"
         for document in documents:
-            try:
+            with errors_at(f"{location(path, document.line)}{where}"):
                 tokenizer.encode_batch([document.text])
-            except TokenizerError as error:
-                where = "" if span is None or not span.start else f" from byte {span.start} on"
-                raise DataError(f"{location(path, document.line)}{where}: {error}") from None
         raise
 
 
@@ -327,11 +327,7 @@ def _token_type(vocabulary: VocabularyInfo, reading: DocumentFormat) -> np.dtype
 
 
 def _check_ids(where: str, ids: np.ndarray, offset: int, vocabulary: VocabularyInfo) -> None:
-    """Check that ids are within the vocabulary and of the dtype they were written with.
-
-    Raises:
-      DataError: they are not.
-    """
+    """Check that ids are within the vocabulary and of the dtype they were written with."""
     outside = np.flatnonzero(ids >= vocabulary.size)
     if len(outside):
         at = int(outside[0])

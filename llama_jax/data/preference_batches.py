@@ -76,12 +76,10 @@ def split_pairs(pairs: Pairs, validation: float, *, seed: int) -> tuple[Pairs, P
     Raises:
       DataError: there are fewer than two pairs, or all are the same.
     """
-    if pairs.count < 2:
-        raise DataError("the data is a single example, which cannot be split for validation; add more")
     marks = fingerprints(prompts_of(pairs.first))
     if len(np.unique(marks)) < 2:
         marks = fingerprints(pairs.first)
-    train, validation_pairs = map(pairs.select, hold_out(marks, max(1, round(validation * pairs.count)), seed))
+    train, validation_pairs = map(pairs.select, hold_out(marks, max(1, round(validation * pairs.count)), seed, "example"))
     return train, validation_pairs
 
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llama_jax.data.chat_jsonl import read_prompts
-from llama_jax.data.chat_tokens import check_time, examples_of, for_format, warn_of_ignored
-from llama_jax.data.corpus import check_seed, hold_out, row_order, unseen
+from llama_jax.data.chat_tokens import examples_of, for_format, warn_of_ignored
+from llama_jax.data.corpus import hold_out, row_order, unseen
 from llama_jax.data.data_files import Paths, find_files
-from llama_jax.data.documents import location
-from llama_jax.errors import DataError, GenerationError, TokenizerError
+from llama_jax.data.documents import errors_at, location
+from llama_jax.errors import DataError
 from llama_jax.tokenizers import Format, ReplyEncoder, Tokenizer
 from llama_jax.tokenizers.chat_template import parse_template_args
 
@@ -25,25 +25,18 @@ ANSWER_STREAM, VALIDATION_STREAM = 1 << 62, (1 << 62) + 1  # random streams in a
 
 @dataclass(frozen=True)
 class PromptReading:
-    """Settings for reading prompts as tokens.
+    """Settings for reading prompts as tokens; a recipe checks them.
 
     Attributes:
       format: chat format for prompts that are messages, see `tokenizers.resolve_format`. Texts have none.
       special: whether "<|eot_id|>" and the like are special tokens in texts; by default they are text.
       template_time, template_args: see `ChatReading`.
-
-    Raises:
-      DataError: an invalid time.
     """
 
     format: Format = "auto"
     special: bool = False
     template_time: str | None = None
     template_args: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_time(self.template_time)
-        parse_template_args(self.template_args)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,10 +113,8 @@ def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: Prom
         for file, example in examples_of(paths, read_prompts):
             example = for_format(encoder, example)  # a missing format is not the line's fault
             ignored.update(example.ignored)
-            try:
+            with errors_at(location(file, example.line)):
                 tokens = encoder.prompt(example.prompt, example.tools, special=reading.special)
-            except (GenerationError, TokenizerError) as error:
-                raise DataError(f"{location(file, example.line)}: {error}") from None
             if not tokens:
                 raise DataError(f"{location(file, example.line)}: prompt='' has no token; write at least one")
             columns = columns or {name: [] for name in example.columns}
@@ -152,11 +143,7 @@ def split_prompts(prompts: PromptSet, share: float, seed: int) -> tuple[PromptSe
       DataError: all prompts are the same.
     """
     marks = prompts.marks
-    if len(np.unique(marks)) < 2:
-        raise DataError(
-            "the data has a single prompt, which cannot be held out; add more, or pass others with --validation-data"
-        )
-    train, validation = map(prompts.select, hold_out(marks, max(round(share * len(marks)), 1), seed))
+    train, validation = map(prompts.select, hold_out(marks, max(round(share * len(marks)), 1), seed, "prompt"))
     return replace(train, dropped=prompts.dropped), validation
 
 
@@ -179,7 +166,6 @@ def prompt_batch(count: int, prompts: int, group: int, *, seed: int, number: int
     Raises:
       DataError: an invalid seed.
     """
-    check_seed(seed)
     places = number * prompts + np.arange(prompts)
     epochs, at = np.divmod(places, count)
     numbers = np.array([_order(count, seed, int(epoch))[i] for epoch, i in zip(epochs, at, strict=True)])

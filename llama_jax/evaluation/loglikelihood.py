@@ -16,7 +16,7 @@ from llama_jax.data.batches import pack_documents
 from llama_jax.data.load_corpus import MegabyteProgress
 from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.evaluation.measure import LOGIT_BLOCK, check_batch, default_batch, run_ahead, target_logprobs
-from llama_jax.inference.checks import to_token_ids
+from llama_jax.inference.prepare_inputs import to_token_ids
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.checks import check_tokens
 from llama_jax.model.forward import forward, unembed

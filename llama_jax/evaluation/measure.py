@@ -27,6 +27,7 @@ from llama_jax.model.forward_options import Compute, Positions, Sharding, uncons
 from llama_jax.model.logits import exact_logprobs
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import Constrain
+from llama_jax.settings import Bounds
 
 LOGIT_BLOCK = 64  # positions per row with logits in memory at a time
 MAX_PADDED_ROWS = 1024  # rows to which shorter texts are padded, so that all use one program
@@ -200,8 +201,7 @@ def choose_sizes(
             f"length={length} must be at least 1 and within the model's context of {config.max_seq_len}{suggestion}"
         )
     stride = max(length // 2, 1) if stride is None else stride
-    if not 1 <= stride <= length:
-        raise DataError(f"stride={stride} must be at least 1 and at most length={length}; otherwise tokens would be skipped")
+    Bounds(1, length).check("stride", stride, DataError)  # otherwise tokens would be skipped
     check_corpus_rows(corpus, config.vocab_size)
     if not (corpus.stops - corpus.starts > 1).any() or (corpus.targets is not None and not corpus.targets.any()):
         raise DataError(
@@ -215,10 +215,7 @@ def choose_sizes(
 
 def check_batch(batch: int, length: int) -> None:
     """Raise DataError for less than one row, or for more rows of this length than int32 can index."""
-    if batch < 1:
-        raise DataError(f"batch={batch} must be at least 1 row")
-    if batch > MAX_BATCH_TOKENS // length:
-        raise DataError(f"batch={batch} must be at most {MAX_BATCH_TOKENS // length} rows of length={length}")
+    Bounds(1, MAX_BATCH_TOKENS // length).check("batch", batch, DataError)
 
 
 def default_batch() -> int:

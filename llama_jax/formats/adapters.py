@@ -29,7 +29,7 @@ from llama_jax.formats import gguf
 from llama_jax.formats.device_fill import check_finite
 from llama_jax.formats.gguf_families import ARCHITECTURES, architecture_of
 from llama_jax.formats.huggingface import HF_NAMES, is_interleaved, read_config_json, read_safetensors, safetensors_header
-from llama_jax.formats.lazy_tensors import FLOAT_DTYPES, Tensor, storage_type_of, target_dtype
+from llama_jax.formats.lazy_tensors import Tensor, find_tensor, storage_type_of, target_dtype
 from llama_jax.formats.model_folder import config_errors, new_output
 from llama_jax.formats.orbax_format import (
     OrbaxArrayInfo,
@@ -83,6 +83,7 @@ READ_SETTINGS = frozenset(
     }
 )
 # These leave the base unchanged; others, such as PiSSA, change it before training begins.
+PLAIN_LORA = "convert the adapter to a plain LoRA with PEFT"
 INITIALIZATIONS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 # For each target, the base tensor that it changes.
 BASE_TENSORS: dict[str, tuple[ParamSpec, TensorPart]] = {
@@ -166,10 +167,13 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
         opened = open_adapter(folder)
         if opened is not None:
             return opened.read(config, dtype)
-        if step_at(folder) is not None:
-            raise CheckpointError(f"{folder} holds a whole model, not an adapter; pass it as the model")
-        problem = f"holds no adapter: it has no {ADAPTER_CONFIG}" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder} {problem}; pass a folder written by PEFT or train")
+        if not folder.exists():
+            problem = "does not exist; pass a folder written by PEFT or train"
+        elif step_at(folder) is not None:
+            problem = "holds a whole model, not an adapter; pass it as the model"
+        else:
+            problem = f"holds no adapter: it has no {ADAPTER_CONFIG}; pass a folder written by PEFT or train"
+        raise CheckpointError(f"{folder} {problem}")
 
 
 class OpenedAdapter(NamedTuple):
@@ -386,17 +390,14 @@ def _lora_of(
     folder: Location, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], n_layers: int
 ) -> tuple[Lora, frozenset[str]]:
     """The settings, and the names of the modules that have an adapter."""
-    where, peft_type = folder / ADAPTER_CONFIG, settings.get("peft_type")
+    where, peft_type, start = folder / ADAPTER_CONFIG, settings.get("peft_type"), settings.get("init_lora_weights")
     if peft_type != "LORA":
         raise CheckpointError(f"{where}: peft_type={shown(peft_type)} is not supported; only LORA adapters are supported")
+    if start not in INITIALIZATIONS:
+        raise CheckpointError(f"{where}: init_lora_weights={shown(start)} may have changed the base; {PLAIN_LORA}")
     for name, value in settings.items():
         if name not in IGNORED_SETTINGS | READ_SETTINGS and value and value != "none":
             raise CheckpointError(f"{where}: {shown(name, 40)}={shown(value)} is not supported; train an adapter without it")
-    if settings.get("init_lora_weights") not in INITIALIZATIONS:
-        raise CheckpointError(
-            f"{where}: init_lora_weights={shown(settings['init_lora_weights'])} may have changed the base; convert the"
-            " adapter to a plain LoRA with PEFT"
-        )
     stored = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in tensors}
     modules = _selected_modules(where, settings, stored, n_layers)
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
@@ -525,22 +526,12 @@ def read_adapter_tensors(
     """The adapter in the tensors of a file with this layout and base name; for errors see `load_adapter`."""
     target, unread = target_dtype(where, dtype, np.dtype(np.float32)), set(tensors)
     trained_on = "" if base is None else f", which was trained on {shown(base)}"
+    its_base, needs = f"; is this the adapter's base{trained_on}?", f"an adapter of rank {lora.rank} of this base"
     interleaved = layout.interleaved(config)
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if name not in tensors:
-            raise CheckpointError(f"{where}: tensor {shown(name, 120)} is missing; is this the adapter's base{trained_on}?")
+        stored = find_tensor(where, tensors, name, shape, needs, its_base)
         unread.discard(name)
-        stored = tensors[name]
-        if stored.shape != shape:
-            raise CheckpointError(
-                f"{where}: tensor {shown(name, 120)} has shape {list(stored.shape)}, but rank {lora.rank} and this base need"
-                f" {list(shape)}; is this the adapter's base{trained_on}?"
-            )
-        if stored.dtype not in FLOAT_DTYPES.values():
-            raise CheckpointError(
-                f"{where}: tensor {shown(name, 120)} is {stored.storage_type}; a 16- or 32-bit float is needed"
-            )
         rows = stored.read(0, stored.shape[0])
         check_finite(rows, target, f"{where}: tensor {name!r}")
         return rows.astype(target)
@@ -577,8 +568,8 @@ def read_adapter_tensors(
         )
     if unread:
         raise CheckpointError(
-            f"{where}: tensor {shown(min(unread), 120)} does not belong to a LoRA of this base ({len(unread)} such); is this"
-            f" the adapter's base{trained_on}?"
+            f"{where}: tensor {shown(min(unread), 120)} does not belong to a LoRA of this base ({len(unread)} such)"
+            f"{its_base}"
         )
     return adapters
 

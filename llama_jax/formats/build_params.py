@@ -27,11 +27,11 @@ from llama_jax.formats.device_fill import (
     check_finite,
 )
 from llama_jax.formats.lazy_tensors import (
-    FLOAT_DTYPES,
     Joined,
     MappedRows,
     Tensor,
     default_dtype,
+    find_tensor,
     min_rows,
     pad_tensor,
     permute_rope,
@@ -135,19 +135,9 @@ def plan(opened: OpenedCheckpoint, *, interleaved: bool = False) -> Llama:
     unread = set(opened.tensors)
 
     def source_tensor(name: str, shape: tuple[int, ...], columns: slice | None, rotary: bool) -> TensorSlice:
-        if name not in opened.tensors:
-            of_head = " as tie_word_embeddings is false; save the model with its head, not only the backbone"
-            raise CheckpointError(
-                f"{where}: tensor {name!r} is missing; the configuration needs it{of_head if name == head else ''}"
-            )
+        of_head = " as tie_word_embeddings is false; save the model with its head, not only the backbone"
+        tensor = find_tensor(where, opened.tensors, name, shape, "the configuration", of_head if name == head else "")
         unread.discard(name)
-        tensor = opened.tensors[name]
-        if tensor.shape != shape:
-            raise CheckpointError(
-                f"{where}: tensor {name!r} has shape {list(tensor.shape)}; the configuration needs {list(shape)}"
-            )
-        if tensor.dtype not in FLOAT_DTYPES.values():
-            raise CheckpointError(f"{where}: tensor {name!r} is {tensor.storage_type}; a 16- or 32-bit float is needed")
         if rotary and opened.interleaved != interleaved:
             tensor = permute_rope(tensor, c.head_dim, interleave=interleaved)
         return TensorSlice(f"{where}: tensor {name!r}", tensor, columns)

@@ -188,8 +188,8 @@ def open_gguf(path: Location) -> OpenedCheckpoint:
         part_fields, part_tensors = read_file(part, texts=isinstance(path, StoredPath))
         fields = part_fields | fields  # the first part has the settings
         tensors |= part_tensors
-    count = fields.get("split.tensors.count", len(tensors))
-    if fields.get("general.type") == "adapter":
+    is_adapter, count = fields.get("general.type") == "adapter", fields.get("split.tensors.count", len(tensors))
+    if is_adapter:
         raise CheckpointError(f"{path} is an adapter; pass its base as the model, and this as the adapter")
     if count != len(tensors):
         raise CheckpointError(f"{path}: expected {count} tensors, found {len(tensors)}; copy all parts again")
@@ -231,15 +231,13 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     def maybe(key: str, default: Any) -> Any:
         return short_decimal(fields.get(f"{prefix}.{key}", default))
 
-    for key in REFUSED:
-        if key not in architecture.reads and maybe(key, 0) != 0:
-            raise ConfigError(f"{prefix}.{key}={shown(maybe(key, 0), 40)} is not supported")
-    if maybe("attention.causal", True) is not True:
-        raise ConfigError(f"{prefix}.attention.causal=False is not supported: such a model is not causal")
-    table = tensors.get(GGUF_NAMES["embedding"])
+    refused = {key: (maybe(key, 0), 0) for key in REFUSED if key not in architecture.reads}
+    for key, (value, supported) in (refused | {"attention.causal": (maybe("attention.causal", True), True)}).items():
+        if value != supported:
+            raise ConfigError(f"{prefix}.{key}={shown(value, 40)} is not supported")
     if not tensors:
         raise ConfigError("this is a vocabulary without weights; pass a model, and this as its tokenizer (--tokenizer)")
-    if table is None:
+    if GGUF_NAMES["embedding"] not in tensors:
         raise ConfigError(f"tensor {GGUF_NAMES['embedding']!r} is missing")
     block_count, mtp_layers = need("block_count"), maybe("nextn_predict_layers", 0)
     check_value(f"{prefix}.block_count", block_count, Positive, ConfigError)
@@ -259,7 +257,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     if architecture.biases:
         family_fields |= {field: GGUF_NAMES[part].format(0) in tensors for field, part in BIAS_TENSORS.items()}
     sizes = LlamaConfig(
-        vocab_size=table.shape[0],
+        vocab_size=tensors[GGUF_NAMES["embedding"]].shape[0],
         dim=dim,
         n_layers=n_layers,
         n_heads=n_heads,

@@ -57,7 +57,7 @@ def fetch(source: str, revision: str | None = None, folder: Path | None = None) 
     revision = within if revision is None else revision
     root = f"hf://{name}" if revision is None else f"hf://{name}@{revision}"
     target = hub_cache_folder() if folder is None else folder
-    with _short_errors(root, target):
+    with _short_errors(target):
         repository = open_hub(root)
         chosen = _choose_files(repository, inside, f"{root}/{inside}".rstrip("/"))
         _check_disk_space(repository, chosen.sizes, root, target, cached=folder is None)
@@ -66,7 +66,7 @@ def fetch(source: str, revision: str | None = None, folder: Path | None = None) 
 
 
 @contextmanager
-def _short_errors(root: str, target: Path) -> Iterator[None]:
+def _short_errors(target: Path) -> Iterator[None]:
     """Turn errors of the Hub, the network or the disk into one-line errors."""
     try:
         yield

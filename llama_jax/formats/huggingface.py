@@ -37,7 +37,13 @@ from llama_jax.formats.lazy_tensors import (
     read_bytes,
     storage_type_of,
 )
-from llama_jax.formats.model_folder import ModelMetadata, read_model_metadata, special_token_ids, write_model_metadata
+from llama_jax.formats.model_folder import (
+    ModelMetadata,
+    check_present,
+    read_model_metadata,
+    special_token_ids,
+    write_model_metadata,
+)
 from llama_jax.formats.rope_conversion import (
     NOTE,
     context_note,
@@ -175,9 +181,7 @@ def config_from_dict(settings: Mapping[str, Any], *, scaled_context: bool = Fals
         scheme_from_dict(settings["quantization_config"])
 
     settings = dict(family.absent) | dict(settings)
-    missing = [name for name in _REQUIRED if name not in settings]
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} is missing")
+    check_present(settings, _REQUIRED)
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):  # families compute others from these
         check_value(name, settings[name], Positive, ConfigError)
     if settings["num_hidden_layers"] > MAX_LAYERS:  # bounds lists that have an entry per layer
@@ -395,7 +399,7 @@ def _open_tensors(
         format=f"Hugging Face {what}" + (f", {scheme.method}" if scheme else ""),
         path=folder,
         config=config,
-        tensors=_check_experts(folder, config, _join_experts(folder, tensors)),
+        tensors=_join_experts(folder, tensors),
         names=names,
         interleaved=is_interleaved(config),
         tokenizer=partial(find_tokenizer, folder, config.vocab_size),
@@ -505,19 +509,6 @@ def _join_experts(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, 
             )
         joined[name] = Stacked(parts)
     return joined
-
-
-def _check_experts(folder: Location, config: LlamaConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors; raise CheckpointError if a layer lacks experts, naming the tensor as files do."""
-    names = names_of(config)
-    for layer in range(config.n_layers if config.experts else 0):
-        for part in ("expert_gate", "expert_up", "expert_down"):
-            if (name := names[part].format(layer)) not in tensors:
-                first_expert = name.replace(".experts.", ".experts.0.")
-                joined = re.sub(r"\.(gate|up)_proj$", ".gate_up_proj", name)
-                missing = first_expert if EXPERT.fullmatch(first_expert) else joined
-                raise CheckpointError(f"{folder}: tensor {missing!r} is missing; the configuration needs it")
-    return tensors
 
 
 def _split_experts(piece: WrittenTensor) -> list[WrittenTensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from llama_jax.errors import CheckpointError, reading
+from llama_jax.errors import CheckpointError, reading, shown
 from llama_jax.ops.platform import lowering_platform
 from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
 from llama_jax.ops.weights.format_spec import QuantFormat, blocks_from_planes
@@ -47,6 +47,26 @@ def target_dtype(path: Location, dtype: jax.typing.DTypeLike | None, stored: np.
     if jax.dtypes.canonicalize_dtype(target) != target:
         raise CheckpointError(f"{path}: {target} needs jax_enable_x64; load with dtype='float32'")
     return target
+
+
+def find_tensor(
+    where: Location, tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], reader: str, remedy: str = ""
+) -> Tensor:
+    """A tensor; CheckpointError if it is missing, or has another shape or type.
+
+    Args:
+      reader: what needs the shape, and what to do if the tensor is missing or has another: for the message.
+    """
+    tensor = tensors.get(name)
+    if tensor is None:
+        problem = f"is missing; {reader} needs it{remedy}"
+    elif tensor.shape != shape:
+        problem = f"has shape {list(tensor.shape)}; {reader} needs {list(shape)}{remedy}"
+    elif tensor.dtype not in FLOAT_DTYPES.values():
+        problem = f"is {tensor.storage_type}; a 16- or 32-bit float is needed"
+    else:
+        return tensor
+    raise CheckpointError(f"{where}: tensor {shown(name, 120)} {problem}")
 
 
 def default_dtype(embedding: TensorInfo, stored: np.dtype) -> np.dtype:
@@ -445,17 +465,21 @@ class RowBytes:
 def read_bytes(path: Location, offset: int, count: int, out: np.ndarray | None = None) -> np.ndarray:
     """`count` bytes of a file from `offset`: uint8[count], in `out` if given."""
     buffer = np.empty(count, np.uint8) if out is None else out
-    filled = 0
     with reading(path, CheckpointError), path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        while filled < count:
-            got = file.readinto(buffer[filled:].data)
-            if not got:
-                raise CheckpointError(
-                    f"{path} ends at byte {offset + filled}, but {offset + count} bytes are needed; copy it again"
-                )
-            filled += got
+        _fill(buffer, file, path, offset)
     return buffer
+
+
+def _fill(buffer: np.ndarray, file: Any, path: Location, offset: int) -> None:
+    file.seek(offset)
+    filled, count = 0, len(buffer)
+    while filled < count:
+        got = file.readinto(buffer[filled:].data)
+        if not got:
+            raise CheckpointError(
+                f"{path} ends at byte {offset + filled}, but {offset + count} bytes are needed; copy it again"
+            )
+        filled += got
 
 
 def read_strips(path: Location, offsets: Sequence[int], count: int) -> np.ndarray:
@@ -466,7 +490,5 @@ def read_strips(path: Location, offsets: Sequence[int], count: int) -> np.ndarra
     strips = np.empty((len(offsets), count), np.uint8)
     with reading(path, CheckpointError), path.open("rb", buffering=0) as file:
         for strip, offset in zip(strips, offsets, strict=True):
-            file.seek(offset)
-            if file.readinto(strip.data) != count:
-                raise CheckpointError(f"{path} ends before byte {offset + count}; copy it again")
+            _fill(strip, file, path, offset)
     return strips

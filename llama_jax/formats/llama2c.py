@@ -109,9 +109,7 @@ def open_llama2c(path: Location) -> OpenedCheckpoint:
     if start[:4] != LLAMA2C_MAGIC:
         config = _legacy_config(path)
         if config is None:
-            raise CheckpointError(
-                f"{path} is not a whole llama2.c file: its size does not follow from its header; copy it again"
-            )
+            raise CheckpointError(f"{path} is not a whole llama2.c file: its header implies another size; copy it again")
         legacy = dict(_locate_tensors(path, config, LEGACY, 28))
         _check_rotary(path, config, legacy.pop(RUN_C_NAMES["cos"]), legacy.pop(RUN_C_NAMES["sin"]))
         return _checkpoint("llama2.c", path, config, legacy)
@@ -257,15 +255,10 @@ def write_llama2c(
 ) -> None:
     """Write a model as a legacy ``.bin``, float32, as run.c reads it; the vocabulary is written next to it."""
     c = opened.config
-    if beyond := features(c):
-        raise CheckpointError(
-            f"{' and '.join(sorted(beyond))} cannot be stored in llama2.c's format, which supports only Llama"
-        )
     fixed: dict[str, Any] = {"norm_eps": NORM_EPS, "rope_theta": THETA, "rope_scaling": None, "head_dim": c.dim // c.n_heads}
-    for name, value in fixed.items():
-        if getattr(c, name) != value:
-            setting = c.rope_scaling.kind if name == "rope_scaling" and c.rope_scaling else getattr(c, name)
-            raise CheckpointError(f"{name}={setting} cannot be stored in llama2.c's format, whose code uses {value}")
+    beyond = [*sorted(features(c)), *(f"{name}={getattr(c, name)}" for name in fixed if getattr(c, name) != fixed[name])]
+    if beyond:
+        raise CheckpointError(f"{' and '.join(beyond)} cannot be stored in llama2.c's format, which supports only Llama")
     angles = np.outer(np.arange(c.max_seq_len), rotary_frequencies(c)[0])
     todo = sorted(tensors_to_write(opened, interleaved=True), key=lambda piece: (LEGACY.index(piece.part), piece.layer))
     with path.open("wb") as file:

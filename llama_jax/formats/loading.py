@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.config import LlamaConfig
+from llama_jax.config.validation import is_floating
 from llama_jax.errors import CheckpointError, MeshError, reading, shown
 from llama_jax.formats.adapters import (
     ADAPTER_CONFIG,
@@ -153,17 +154,18 @@ def load(
     """
     _check_dtype(dtype)
     check_quantize(quantize)
-    if mesh is not None and not isinstance(mesh, MeshSizes):
-        raise MeshError(f"mesh={shown(mesh, 40)} must be a MeshSizes, such as MeshSizes(tensor=2)")
-    if isinstance(adapters, str | os.PathLike):
-        raise CheckpointError(
-            f"adapters={shown(os.fspath(adapters))} is one path; pass a list of them, or adapter for all rows"
-        )
+    is_path, has_adapters = isinstance(adapters, str | os.PathLike), adapter is not None or adapters
+    both = "adapter is for all rows, and adapters is a table to choose from; pass only one of them"
+    if is_path:
+        raise CheckpointError(f"adapters={str(adapters)!r} is one path; pass a list of them, or adapter for all rows")
     if adapter is not None and adapters:
-        raise CheckpointError("adapter is for all rows, and adapters is a table to choose from; pass only one of them")
-    if (adapter is not None or adapters) and shardings is not None:
+        raise CheckpointError(both)
+    is_mesh, is_custom = isinstance(mesh, MeshSizes | None), shardings is not None
+    if not is_mesh:
+        raise MeshError(f"mesh={shown(mesh, 40)} must be a MeshSizes, such as MeshSizes(tensor=2)")
+    if is_custom and has_adapters:
         raise MeshError("adapters cannot be sharded by custom shardings; pass mesh instead")
-    if mesh is not None and shardings is not None:
+    if is_custom and mesh:
         raise MeshError(f"mesh {mesh} and shardings both say how the parameters are sharded; pass only one")
     # Custom shardings are for training, which scans the layers.
     split_layers = shardings is None and lowering_platform() == "gpu"
@@ -305,22 +307,19 @@ def _is_model_file(file: Location) -> bool:
 def _open_unknown(path: Location) -> OpenedCheckpoint:
     """Say why a file is not a model."""
     if is_safetensors(path):
-        raise CheckpointError(f"{path} is a safetensors file; its config.json must be next to it")
-    if is_torch(path):
-        raise CheckpointError(f"{path} holds weights without settings; its config.json or params.json must be next to it")
-    if path.suffix == ".bin":
+        problem = "is a safetensors file; its config.json must be next to it"
+    elif is_torch(path):
+        problem = "holds weights without settings; its config.json or params.json must be next to it"
+    elif path.suffix == ".bin":
         return open_llama2c(path)  # says what is wrong with it
-    raise CheckpointError(
-        f"{path} is not a model of a supported format: safetensors, Meta .pth, GGUF, llama2.c, orbax or pytorch_model.bin"
-    )
+    else:
+        formats = "safetensors, Meta .pth, GGUF, llama2.c, orbax or pytorch_model.bin"
+        problem = f"is not a model of a supported format: {formats}"
+    raise CheckpointError(f"{path} {problem}")
 
 
 def _check_dtype(dtype: jax.typing.DTypeLike | None) -> None:
-    try:
-        known = dtype is None or jnp.dtype(dtype) in FLOAT_DTYPES.values()
-    except TypeError:
-        known = False
-    if not known:
+    if dtype is not None and (not is_floating(dtype) or jnp.dtype(dtype) not in FLOAT_DTYPES.values()):
         raise CheckpointError(
             f"dtype={dtype!r} is not a floating-point type; use 'float32', 'bfloat16' or 'float16'; for fewer bits set"
             " quantize="

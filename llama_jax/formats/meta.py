@@ -15,7 +15,7 @@ from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.config.presets import PRESETS
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.formats.lazy_tensors import Joined, Tensor
-from llama_jax.formats.model_folder import config_errors, read_model_metadata
+from llama_jax.formats.model_folder import check_present, config_errors, read_model_metadata
 from llama_jax.formats.torch_pickle import is_torch, read_tensors
 from llama_jax.formats.weight_format import TENSOR_NAMES, OpenedCheckpoint, WeightFormat, describe_ignored, ignored_tensors
 from llama_jax.storage import Location
@@ -103,9 +103,7 @@ def config_from_params(settings: Mapping[str, Any], vocab_size: int, hidden_dim:
     unknown = [name for name in settings if name not in KNOWN_SETTINGS]
     if unknown:
         raise ConfigError(f"{unknown[0][:60]}={shown(settings[unknown[0]])} is not supported")
-    missing = [name for name in REQUIRED_SETTINGS if name not in settings]
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} is missing")
+    check_present(settings, REQUIRED_SETTINGS)
     if settings["vocab_size"] not in (-1, vocab_size):
         raise ConfigError(f"vocab_size={shown(settings['vocab_size'], 40)} but the embedding has {vocab_size} rows")
     n_heads, theta = settings["n_heads"], settings.get("rope_theta", 10_000.0)

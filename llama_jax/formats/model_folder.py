@@ -234,20 +234,15 @@ def vocabulary_files(tokenizer: Tokenizer, path: Path, vocab_size: int, metadata
     folder = resolved(path).parent
     existing = next((folder / name for name in VOCABULARIES if (folder / name).exists()), None)
     if existing is not None:
-        existing_tokenizer = find_tokenizer(folder, vocab_size)
-        if existing_tokenizer is None or examine(existing_tokenizer).fingerprint != examine(tokenizer).fingerprint:
-            raise CheckpointError(
-                f"{existing} is not this model's vocabulary, but {path.name} would be read with it; write into another"
-                " folder"
-            )
-        if (
-            set(existing_tokenizer.stop_ids) != set(tokenizer.stop_ids)
-            or read_model_metadata(folder, card=False).generation != metadata.generation
-        ):
-            raise CheckpointError(
-                f"{folder} has another model's stop ids or sampling settings, but {path.name} would be read with them;"
-                " write into another folder"
-            )
+        found = find_tokenizer(folder, vocab_size)
+        differs = found is None or examine(found).fingerprint != examine(tokenizer).fingerprint
+        stops_elsewhere = found is None or set(found.stop_ids) != set(tokenizer.stop_ids)
+        has_settings = stops_elsewhere or read_model_metadata(folder, card=False).generation != metadata.generation
+        read_so = f"but {path.name} would be read with that; write into another folder"
+        if differs:
+            raise CheckpointError(f"{existing} is not this model's vocabulary, {read_so}")
+        if has_settings:
+            raise CheckpointError(f"{folder} has another model's stop ids or sampling settings, {read_so}")
         return {}
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save(Path(scratch))
@@ -267,6 +262,13 @@ def write_vocabulary_files(files: dict[Path, bytes], written: list[Path]) -> Non
         with write_atomically(path, raises=CheckpointError) as target:
             target.write_bytes(files[path])
         written.append(path)
+
+
+def check_present(settings: Mapping[str, Any], required: Iterable[str]) -> None:
+    """Raise ConfigError if a setting is missing."""
+    missing = [name for name in required if name not in settings]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} is missing")
 
 
 @contextmanager
@@ -308,18 +310,21 @@ def _check_output(path: Location, folder: bool, overwrite: bool, sources: Iterab
             raise CheckpointError(f"{path} is, contains or is inside the model being read ({source}); write elsewhere")
     if not path.exists():
         return
-    if not path.is_dir() and not path.is_file():
+    is_folder, is_file = path.is_dir(), path.is_file()
+    existing, needed = ("folder", "file") if is_folder else ("file", "folder")
+    is_current = folder and is_folder and isinstance(path, Path) and path.samefile(".")
+    if not is_folder and not is_file:
         raise CheckpointError(f"{path} is neither a file nor a folder; use another path")
-    if folder and isinstance(path, Path) and path.is_dir() and path.samefile("."):
+    if is_current:
         raise CheckpointError(f"{path} is the current folder, which cannot be replaced; use a folder inside it")
-    if path.is_dir() != folder:
-        existing, needed = ("folder", "file") if path.is_dir() else ("file", "folder")
+    if is_folder != folder:
         raise CheckpointError(f"{path} is a {existing}, but this format is a {needed}; use another path")
     inside = sorted(entry.name for entry in path.iterdir()) if folder else []
-    if folder and not inside:
-        return
-    if not overwrite:
-        raise CheckpointError(f"{path} exists; remove it, or replace it with --overwrite (overwrite=True)")
+    exists = not folder or inside
     foreign = [name for name in inside if name not in OTHER_FILES and not WEIGHT_FILES.fullmatch(name)]
+    if exists and not overwrite:
+        raise CheckpointError(f"{path} exists; remove it, or replace it with --overwrite (overwrite=True)")
     if foreign:
-        raise CheckpointError(f"{path} contains other files ({foreign[0]}), so it is not replaced; use another path")
+        raise CheckpointError(
+            f"{path} contains other files ({', '.join(foreign[:1])}), so it is not replaced; use another path"
+        )

@@ -163,25 +163,10 @@ def read_stored_formats(folder: Path) -> tuple[StoredFormats, str]:
     formats, dtype = content.get("kinds"), content.get("dtype")
     if not isinstance(formats, dict) or dtype not in {str(floating) for floating in FLOAT_DTYPES.values()}:
         raise CheckpointError(f"{folder / FORMATS_FILE} has no kinds or no dtype ({shown(dtype, 40)}); copy it again")
-    for name, stored_format in formats.items():
-        for quant_format in _flatten_formats(stored_format):
-            is_float = quant_format is None and stored_format is not None
-            if not is_float and not (isinstance(quant_format, str) and quant_format in QUANT_FORMATS):
-                raise CheckpointError(
-                    f"{folder / FORMATS_FILE} has {shown(name, 60)} in the unknown kind {shown(quant_format, 40)}"
-                )
     return formats, dtype
 
 
-def _flatten_formats(stored_format: Any) -> list[Any]:
-    if isinstance(stored_format, dict) and isinstance(layers := stored_format.get("layers"), list):
-        return layers
-    if not isinstance(stored_format, list):
-        return [stored_format]
-    return [inner for part in stored_format for inner in _flatten_formats(part)]
-
-
-def with_stored_planes(config: LlamaConfig, shapes: Llama, formats: StoredFormats, where: Location) -> Llama:
+def with_stored_planes(shapes: Llama, formats: StoredFormats, where: Location) -> Llama:
     """The shapes of a model's parameters, with the shapes of the stored planes for each quantized weight."""
     unused = set(formats)
 
@@ -194,21 +179,21 @@ def with_stored_planes(config: LlamaConfig, shapes: Llama, formats: StoredFormat
         layers = leaf.shape[0] if spec.in_blocks else 1
         is_joined = isinstance(stored_format, list)
         parts = stored_format if is_joined else [stored_format]
-        layer_formats = [part["layers"] if isinstance(part, dict) else [part] * layers for part in parts]
-        if (
-            not spec.is_quantizable
-            or (is_joined and (len(parts), spec.axes) != (3, "K G+2 H D"))
-            or any(len(part) != layers for part in layer_formats)
-            or any(leaf.shape[-1] % QUANT_FORMATS[used].block for used in set().union(*layer_formats) - {None})
-        ):
+        try:
+            layer_formats = [part["layers"] if isinstance(part, dict) else [part] * layers for part in parts]
+            is_valid = (
+                spec.is_quantizable
+                and (not is_joined or (len(parts), spec.axes) == (3, "K G+2 H D"))
+                and all(len(part) == layers for part in layer_formats)
+                and not any(leaf.shape[-1] % QUANT_FORMATS[used].block for used in set().union(*layer_formats) - {None})
+            )
+        except (TypeError, KeyError):  # an unknown format, or no format
+            is_valid = False
+        if not is_valid:
             raise CheckpointError(
                 f"{where / FORMATS_FILE} has {name} in {shown(stored_format, 40)}, which is invalid; copy it again"
             )
-        return convert_layers(
-            leaf,
-            list(zip(*layer_formats, strict=True)),
-            quantized_shape,
-        )
+        return convert_layers(leaf, list(zip(*layer_formats, strict=True)), quantized_shape)
 
     def quantized_shape(leaf: jax.ShapeDtypeStruct, quant_format: str | None) -> Any:
         if quant_format is None:
@@ -496,12 +481,8 @@ def load_orbax_params(
     for path, array in jax.tree.leaves_with_path(params):
         if jnp.issubdtype(array.dtype, jnp.floating) and not _all_finite(array):
             name = array_name(path)
-            raise CheckpointError(
-                f"{stored.path}: array {name!r} holds NaN or infinity in {target}; the training diverged, or {target} has"
-                " too small a range"
-                if stored.of_run
-                else f"{stored.path}: array {name!r} holds NaN or infinity in {target}; the file is damaged"
-            )
+            cause = f"the training diverged, or {target} has too small a range" if stored.of_run else "the file is damaged"
+            raise CheckpointError(f"{stored.path}: array {name!r} holds NaN or infinity in {target}; {cause}")
     return params
 
 
@@ -526,7 +507,7 @@ def _stored_shapes(stored: OrbaxCheckpoint) -> Llama:
     config, infos = stored.config, stored.array_infos
     shape = param_shapes(config)
     if stored.quant_formats:
-        shape = with_stored_planes(config, shape, stored.quant_formats, stored.path)
+        shape = with_stored_planes(shape, stored.quant_formats, stored.path)
     needed = {array_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)}
     for name in sorted(needed.keys() | infos.keys()):
         stored_shape = list(infos[name].shape) if name in infos else None

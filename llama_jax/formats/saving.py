@@ -168,31 +168,27 @@ def convert(
     _check_target(path, format, dtype)
     opened_adapter = open_adapter(source)
     if opened_adapter is not None:
-        if (
-            format not in ("safetensors", "gguf")
-            or dtype in get_args(Blocks)
-            or quantize is not None
-            or calibrate is not None
-        ):
-            raise CheckpointError(f"{source} is an adapter: write it as safetensors or gguf, in a 16- or 32-bit float")
+        is_float, has_format = dtype not in get_args(Blocks) and quantize is None, format in ("safetensors", "gguf")
+        is_misnamed = (format == "gguf") != (Path(path).suffix.lower() == ".gguf")
+        in_float = f"{source} is an adapter: write it as safetensors or gguf, in a 16- or 32-bit float"
+        if not is_float or not has_format or calibrate is not None:
+            raise CheckpointError(in_float)
         if tokenizer is not None:
-            raise CheckpointError(f"tokenizer={os.fspath(tokenizer)!r} is for a model, but {source} is an adapter; omit it")
-        if (format == "gguf") != (Path(path).suffix.lower() == ".gguf"):
+            raise CheckpointError(f"tokenizer={str(tokenizer)!r} is for a model, but {source} is an adapter; omit it")
+        if is_misnamed:
             raise CheckpointError(f"{os.fspath(path)}: an adapter in GGUF is a file named .gguf; for PEFT it is a folder")
         _convert_adapter(source, opened_adapter, path, dtype, base, overwrite)
         return
+    quant_format, is_written_quantized = dtype if quantize is None else quantize, format == "orbax" and dtype is None
+    for_orbax = f"{quantize=} is for format='orbax' without a dtype; for blocks in a GGUF set dtype, such as 'q4_k'"
+    how = "dtype='q4_k' for a GGUF, or quantize='int4' for orbax"
     if base is not None:
-        raise CheckpointError(f"base={os.fspath(base)!r} is for an adapter, but {source} is a model; omit it")
-    if quantize is not None and (format != "orbax" or dtype is not None):
-        raise CheckpointError(
-            f"quantize={quantize!r} is for format='orbax' without a dtype; for blocks in a GGUF set dtype, such as 'q4_k'"
-        )
+        raise CheckpointError(f"base={str(base)!r} is for an adapter, but {source} is a model; omit it")
+    if quantize is not None and not is_written_quantized:
+        raise CheckpointError(for_orbax)
+    if calibrate and quant_format not in MIXTURES:
+        raise CheckpointError(f"calibrate={str(calibrate)!r} needs quantization: {how}")
     check_quantize(quantize)
-    quant_format = dtype if quantize is None else quantize
-    if calibrate is not None and quant_format not in MIXTURES:
-        raise CheckpointError(
-            f"calibrate={os.fspath(calibrate)!r} needs quantization: dtype='q4_k' for a GGUF, or quantize='int4' for orbax"
-        )
     opened = open_checkpoint(source)
     if tokenizer is not None:
         chosen_tokenizer = load_tokenizer(tokenizer)
@@ -327,18 +323,19 @@ def _check_target(path: str | os.PathLike[str], format: WrittenFormat, dtype: Wr
     if format not in get_args(WrittenFormat):
         raise CheckpointError(f"format={format!r} is not one of {', '.join(get_args(WrittenFormat))}")
     name, weight_format = os.fspath(path), WEIGHT_FORMATS[format]
-    if isinstance(locate(path), StoredPath) and not weight_format.in_stores:
+    is_folder, is_stored = format in FOLDERS, isinstance(locate(path), StoredPath)
+    like_file = Path(name).suffix in (".gguf", ".bin", ".safetensors", ".pth", ".pt")
+    dtypes = ", ".join(weight_format.dtypes)
+    capable = [f"format={name!r}" for name in get_args(WrittenFormat) if dtype in WEIGHT_FORMATS[name].dtypes]
+    remedy = f"choose {' or '.join(capable)}, or another dtype" if capable else "choose another dtype"
+    if is_stored and not weight_format.in_stores:
         raise CheckpointError(f"{name} is in a store, but {format} can only be written to a local path")
-    if format in FOLDERS and Path(name).suffix in (".gguf", ".bin", ".safetensors", ".pth", ".pt"):
+    if is_folder and like_file:
         raise CheckpointError(f"{name} is named like a file, but {format} is a folder; use another name or format")
-    if format not in FOLDERS and name.endswith(os.sep):
+    if not is_folder and name.endswith(os.sep):
         raise CheckpointError(f"{name} is named like a folder, but {format} is a file; pass its name")
-    if dtype is not None and dtype not in weight_format.dtypes:
-        capable = " or ".join(f"format={name!r}" for name in get_args(WrittenFormat) if dtype in WEIGHT_FORMATS[name].dtypes)
-        remedy = f"choose {capable}, or another dtype" if capable else "choose another dtype"
-        raise CheckpointError(
-            f"dtype={dtype!r}: the {format} format supports only {', '.join(weight_format.dtypes)}; {remedy}"
-        )
+    if dtype not in (None, *weight_format.dtypes):
+        raise CheckpointError(f"{dtype=}: the {format} format supports only {dtypes}; {remedy}")
 
 
 def _check_leaves(params: Llama) -> None:

@@ -16,8 +16,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -55,7 +56,7 @@ def existing_step(folder: Location, step: int | None) -> int:
     steps = steps_in(folder)
     if not steps:
         raise CheckpointError(f"{folder} holds no checkpoint; train until the first one is saved")
-    if step is not None and step not in steps:
+    if step not in (None, *steps):
         raise CheckpointError(f"{folder} holds no step {step}; pass one of {', '.join(map(str, steps))}")
     return steps[-1] if step is None else step
 
@@ -67,11 +68,20 @@ def read_metadata(folder: Location, step: int | None = None) -> dict[str, Any]:
       CheckpointError: no such step, or a file that cannot be read; a DamagedError if it is not a JSON object.
     """
     path = folder / str(existing_step(folder, step)) / ABOUT / METADATA_FILE
-    try:
+    with _disk_errors(path):
         if not path.exists() and is_step(resolved(path.parent.parent)):
             raise DamagedError(f"{path} is missing")
         path.stat()  # raises if missing: the step has been removed
         return read_object(path, DamagedError)
+
+
+@contextmanager
+def _disk_errors(path: Location) -> Iterator[None]:
+    """Say of a file that was removed, or cannot be read, that this does not prove damage."""
+    try:
+        yield
+    except FileNotFoundError:
+        refuse_removed(path)
     except OSError as error:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
 
@@ -174,13 +184,8 @@ def read_checksums(step: Location) -> dict[str, str]:
       CheckpointError: it was removed, or cannot be read.
     """
     path = step / ABOUT / CHECKSUMS_FILE
-    try:
-        with path.open("rb") as file:
-            text, _, last = file.read().decode(errors="replace").rpartition("# ")
-    except FileNotFoundError:
-        refuse_removed(step)
-    except OSError as error:
-        raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
+    with _disk_errors(path), path.open("rb") as file:
+        text, _, last = file.read().decode(errors="replace").rpartition("# ")
     if last != hashlib.sha256(text.encode()).hexdigest() + "\n":
         raise DamagedError(f"{path} is not what was saved")
     matches = [CHECKSUM_LINE.fullmatch(line) for line in text.splitlines()]

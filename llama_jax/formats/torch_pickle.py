@@ -261,7 +261,7 @@ def _interpret(program: bytes, path: Location, entries: Mapping[str, zipfile.Zip
 
 
 def _as(cls: type, value: Any) -> Any:
-    if not isinstance(value, cls) or isinstance(value, _Global | _Storage):
+    if type(value) is not cls:
         raise ValueError(f"expected a {cls.__name__}, found a {type(value).__name__}")
     return value
 
@@ -286,10 +286,8 @@ def _global(words: str, path: Location) -> _Global:
 
 def _description(description: Any) -> tuple[str, str, int]:
     """Class, entry and number of values of the storage that a persistent id describes."""
-    word, cls, key, _, count = _as(tuple, description)
-    if word != "storage" or not isinstance(cls, _Global) or not isinstance(count, int):
-        raise ValueError("a persistent id does not describe a storage")
-    return cls.name, _as(str, key), count
+    _, cls, key, _, count = _as(tuple, description)
+    return _as(_Global, cls).name, _as(str, key), _as(int, count)
 
 
 def _storage(name: str, key: str, count: int, path: Location, entries: Mapping[str, zipfile.ZipInfo]) -> _Storage:
@@ -310,11 +308,11 @@ def _rebuild(function: Any, arguments: tuple) -> Any:
         return {}
     if function == REBUILD_PARAMETER and arguments and isinstance(arguments[0], Dense | Strided):
         return arguments[0]
-    if function != REBUILD_TENSOR or not isinstance(arguments[0], _Storage):
+    if function != REBUILD_TENSOR:
         raise ValueError("a call does not make a tensor")
-    storage, first, shape, strides = arguments[:4]
+    storage, first, shape, strides = _as(_Storage, arguments[0]), *arguments[1:4]
     numbers = (first, *_as(tuple, shape), *_as(tuple, strides))
-    are_sizes = all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in numbers)
+    are_sizes = all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
     if not are_sizes or len(shape) != len(strides) or len(shape) > MAX_TORCH_AXES:  # before they are multiplied
         raise ValueError(f"a tensor of {len(shape)} axes: at most {MAX_TORCH_AXES} non-negative integers, none too large")
     span = replace(storage.numbers, offset=storage.numbers.offset + first * storage.numbers.dtype.itemsize)

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.checks import check_logprobs
 from llama_jax.inference.decode import (
     STEPS_PER_CHUNK,
     DecodeSettings,
@@ -28,7 +27,7 @@ from llama_jax.inference.decode import (
     planned_rope_length,
     prefill,
 )
-from llama_jax.inference.prepare_inputs import MIN_PREFILL_LENGTH
+from llama_jax.inference.prepare_inputs import MIN_PREFILL_LENGTH, check_logprobs
 from llama_jax.model.cache import CacheOptions, KVCache, bucket
 from llama_jax.model.forward_options import Compute, Positions, Sharding
 from llama_jax.model.params import Llama

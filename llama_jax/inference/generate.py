@@ -10,17 +10,18 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.checks import check_max_chunks, check_not_traced, to_token_ids
+from llama_jax.errors import GenerationError
 from llama_jax.inference.compiled_decode import MAX_CHUNKS_PER_CALL, CompiledDecode, decoding_compute
 from llama_jax.inference.decode import TokenChunk
 from llama_jax.inference.drafter import DraftCounts, Drafter, with_counts
-from llama_jax.inference.prepare_inputs import prepare_inputs
+from llama_jax.inference.prepare_inputs import check_not_traced, prepare_inputs, to_token_ids
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.sharding import check_row_shards, sharding_of
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.forward_options import Compute, Sharding
 from llama_jax.model.params import Llama
 from llama_jax.ops.platform import nondefault_device
+from llama_jax.settings import at_least
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def stream(
     GenerationError, and parameters that do not match the configuration raise ConfigError. A stop token is yielded as the
     last valid token of its row.
     """
-    check_max_chunks(max_chunks)
+    at_least(1).check("max_chunks", max_chunks, GenerationError)
     check_not_traced(params)
     tokens, lengths, settings = prepare_inputs(config, prompts, max_new_tokens, sampling, stop_tokens, cache)
     sharding, embedding = Sharding(), params.embedding

@@ -63,7 +63,7 @@ class Completions(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How answers are sampled, always from the full distribution.
+    """How answers are sampled, always from the full distribution; a recipe checks these.
 
     The trainer's log-probabilities are untruncated, so top-k or top-p would bias the importance ratios.
 
@@ -72,9 +72,6 @@ class RolloutOptions:
       max_new_tokens: A, maximum number of tokens of an answer, including its stop token.
       temperature: above 0; divides the logits.
       stop: tokens that end an answer.
-
-    Raises:
-      ConfigError: an invalid value.
     """
 
     group_size: Positive
@@ -125,7 +122,7 @@ def roll_out(
         return state.replace(token=token, count=count, done=done), logprobs
 
     with sharding.context():
-        hidden = _repeat_rows(prefilled.hidden, options, sharding)
+        hidden = sharding.constrain(jnp.repeat(prefilled.hidden, options.group_size, axis=0), "row")
         logits = compute_logits(config, params, hidden, compute, sharding)
         state, logprobs = sample_at_temperature(state, logits, sharding)
     first = (state.token, logprobs, jnp.ones(batch, bool))
@@ -176,7 +173,3 @@ def _init_decode_state(
         count=jnp.zeros(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
     )
-
-
-def _repeat_rows(hidden: jax.Array, options: RolloutOptions, sharding: Sharding) -> jax.Array:
-    return sharding.constrain(jnp.repeat(hidden, options.group_size, axis=0), "row")

@@ -242,8 +242,6 @@ def startable(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 def flags_for(platform: str, *, training: bool) -> tuple[Flag, ...]:
     """The flags of a platform: "cpu", "gpu" or "tpu"."""
-    if platform not in PLATFORM_FLAGS:
-        raise UserError(f"there are no flags for platform {shown(platform, 40)}; there are {', '.join(PLATFORM_FLAGS)}")
     return tuple(flag for flag in PLATFORM_FLAGS[platform] if training or not flag.training)
 
 

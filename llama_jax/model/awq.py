@@ -74,13 +74,14 @@ def scale_channels(
     Raises:
       ConfigError: a model with experts or custom parts, quantized parameters, or a format that is only read from files.
     """
+    are_quantized = any(map(is_quantized, _leaves(params)))
     if quant_format not in MIXTURES:
         raise ConfigError(f"quantize={quant_format!r} is not one of {', '.join(MIXTURES)}")
     if config.experts:
         raise ConfigError(f"channel scaling does not support mixtures of experts; this model has experts={config.experts}")
     if config.parts:
         raise ConfigError(f"channel scaling needs the library's parts, and this model has {config.parts}")
-    if any(is_quantized(leaf) for leaf in _leaves(params)):
+    if are_quantized:
         raise ConfigError("channel scaling needs dense parameters; load the model with a dtype")
     layers_before, recorded, blocks = layers_of(params), _recorded(params.blocks), []
     forward(config, params.replace(blocks=recorded), jnp.asarray(tokens))

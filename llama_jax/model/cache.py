@@ -23,7 +23,7 @@ from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import Quantized, dequantize_rows, map_planes
 from llama_jax.ops.platform import AnyArray, current_mesh_sizes
-from llama_jax.settings import NonNegative, Positive, check_fields
+from llama_jax.settings import Bounds, NonNegative, Positive, at_least, check_fields
 
 PAGE_SIZE = 16  # tokens per page
 MAX_CACHE_CAPACITY = 2**24  # tokens per row; the page table of a row then takes 4 MB
@@ -114,11 +114,9 @@ def init_cache(
       GenerationError: an invalid value.
     """
     CacheOptions(window=window, sinks=sinks)
-    for name, value in (("batch", batch), ("capacity", capacity), ("max_tokens_per_pass", max_tokens_per_pass)):
-        if not isinstance(value, int) or value < 1:
-            raise GenerationError(f"{name}={value!r} must be a positive integer")
-    if capacity > MAX_CACHE_CAPACITY:
-        raise GenerationError(f"capacity={capacity}: a row of a cache has at most {MAX_CACHE_CAPACITY:,} tokens")
+    at_least(1).check("batch", batch, GenerationError)
+    at_least(1).check("max_tokens_per_pass", max_tokens_per_pass, GenerationError)
+    Bounds(1, MAX_CACHE_CAPACITY).check("capacity", capacity, GenerationError)
     if not jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.int8:
         raise GenerationError(f"dtype={dtype!r} of the cache must be a floating-point type, that of the parameters, or int8")
     sink_pages, ring_pages = pages_per_row(capacity, window, sinks, max_tokens_per_pass)

@@ -28,27 +28,27 @@ def check_arguments(
             f"tokens are {tokens.dtype}{list(tokens.shape)}; int[B, T] is needed, a row per sequence, B and T at least 1"
         )
     check_params(config, params)
-    batch, new = tokens.shape
-    for name, value in (("position_ids", positions.position_ids), ("segment_ids", positions.segment_ids)):
-        if value is None:
-            continue
-        if cache is not None:
-            raise GenerationError(f"{name} are for packed rows, which have no cache; omit one of the two")
-        if value.shape != tokens.shape or not jnp.issubdtype(value.dtype, jnp.integer):
-            kind = f"{value.dtype}{list(value.shape)}"
-            raise GenerationError(f"{name} are {kind}; int{list(tokens.shape)}, as the tokens, is needed")
-    lengths, rope_lengths = positions.lengths, positions.rope_lengths
-    if rope_lengths is not None and rope_lengths.shape not in ((batch,), tokens.shape):
-        raise GenerationError(f"rope_lengths are {list(rope_lengths.shape)}; int[{batch}], one for each row, is needed")
-    if lengths is not None:
-        if jnp.shape(lengths) != (batch,):
-            raise GenerationError(f"lengths are {list(jnp.shape(lengths))}; int[{batch}], one for each row, is needed")
-        if not isinstance(lengths, jax.core.Tracer) and not ((lengths >= 0) & (lengths <= new)).all():
-            raise GenerationError(f"lengths={np.asarray(lengths).tolist()} must be from 0 to the {new} tokens of a row")
+    of_tokens, of_rows, new = tokens.shape, tokens.shape[:1], tokens.shape[1]
+    needed = {"position_ids": [of_tokens], "segment_ids": [of_tokens], "lengths": [of_rows]}
+    for name, shapes in (needed | {"rope_lengths": [of_rows, of_tokens]}).items():
+        value = getattr(positions, name)
+        if value is not None and (value.shape not in shapes or not jnp.issubdtype(value.dtype, jnp.integer)):
+            raise GenerationError(f"{name} are {value.dtype}{list(value.shape)}; int{list(shapes[0])} is needed")
+    lengths = positions.lengths
+    are_outside = not isinstance(lengths, jax.core.Tracer | None) and not ((lengths >= 0) & (lengths <= new)).all()
+    is_packed, has_starts = _is_packed(positions), positions.starts is not None
+    if is_packed and cache is not None:
+        raise GenerationError("position_ids and segment_ids are for packed rows, which have no cache; omit them")
+    if has_starts and cache is None:
+        raise GenerationError("starts are for rows of a cache; omit them")
+    if are_outside:
+        raise GenerationError(f"lengths={lengths} must be from 0 to the {new} tokens of a row")
     if cache is not None:
         _check_cache(config, tokens, cache, positions)
-    elif positions.starts is not None:
-        raise GenerationError("starts are for rows of a cache; omit them")
+
+
+def _is_packed(positions: Positions) -> bool:
+    return positions.position_ids is not None or positions.segment_ids is not None
 
 
 def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, positions: Positions) -> None:
@@ -67,19 +67,19 @@ def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, positio
                 f" and int[{rows + 1}] are needed"
             )
         return
+    pages, capacity, window, sinks = cache.pages.shape[1] // rows, cache.capacity, cache.window, cache.sinks
+    needed = 0 if window is None else sum(pages_per_row(capacity, window, sinks, new, cache.pages.shape[2]))
+    filled = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length.max())
+    too_many = (
+        f"{new} tokens at once do not fit into the {pages} pages of a row with {window=} and {sinks=}; make the cache with"
+        f" max_tokens_per_pass={new}"
+    )
     if rows != batch:
         raise GenerationError(f"tokens have batch={batch} but the cache has {rows} rows")
-    pages = cache.pages.shape[1] // rows
-    if cache.window is not None and pages < sum(
-        pages_per_row(cache.capacity, cache.window, cache.sinks, new, cache.pages.shape[2])
-    ):
-        raise GenerationError(
-            f"{new} tokens at once do not fit into the {pages} pages of a row with window={cache.window} and"
-            f" sinks={cache.sinks}; make the cache with max_tokens_per_pass={new}"
-        )
-    filled = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length.max())
-    if filled + new > cache.capacity:
-        raise GenerationError(f"{new} tokens after {filled} do not fit into a cache of capacity={cache.capacity}")
+    if pages < needed:
+        raise GenerationError(too_many)
+    if filled + new > capacity:
+        raise GenerationError(f"{new} tokens after {filled} do not fit into a cache of {capacity=}")
 
 
 def check_params(config: LlamaConfig, params: Llama) -> None:
@@ -146,15 +146,17 @@ def check_exact(params: Llama, cache: KVCache | None, positions: Positions, shar
     """
     from llama_jax.ops.weights.multi_lora import MultiLoraWeight
 
-    if params.hooks is not None:
-        raise ConfigError("exact=True does not support hooks; omit one of the two")
-    if cache is None and not (positions.segment_ids is None and positions.position_ids is None):
-        raise ConfigError("exact=True does not support packed rows; omit segment_ids and position_ids")
     is_table = lambda leaf: isinstance(leaf, MultiLoraWeight)
-    if any(map(is_table, jax.tree.leaves(params, is_leaf=is_table))):
-        raise ConfigError("exact=True does not support adapter tables; load only the adapter that is used")
-    if params.blocks.feed_forward.router is not None:
-        raise ConfigError("exact=True does not support mixtures of experts, whose matmuls depend on the other tokens")
+    has_tables = any(map(is_table, jax.tree.leaves(params, is_leaf=is_table)))
+    has_experts, refused = params.blocks.feed_forward.router is not None, "exact=True does not support"
+    if params.hooks is not None:
+        raise ConfigError(f"{refused} hooks; omit one of the two")
+    if cache is None and _is_packed(positions):
+        raise ConfigError(f"{refused} packed rows; omit segment_ids and position_ids")
+    if has_tables:
+        raise ConfigError(f"{refused} adapter tables; load only the adapter that is used")
+    if has_experts:
+        raise ConfigError(f"{refused} mixtures of experts, whose matmuls depend on the other tokens")
     check_exact_devices(sharding)
 
 
@@ -187,16 +189,18 @@ def check_no_hooks(params: Any) -> None:
 def check_hooks(config: LlamaConfig, params: Llama, cache: KVCache | None, compute: Compute, sharding: Sharding) -> None:
     """Raise ConfigError for hooks at points that the pass does not have."""
     points = set(params.hooks or ())
+    at_scores, at_neurons = bool(points & {"scores", "pattern"}), "neurons" in points
     has_custom_attention = config.parts.attend is not None or compute.attention != "auto" or sharding.attend is not None
-    if has_custom_attention and points & {"scores", "pattern"}:
-        raise ConfigError("hooks at scores and pattern need plain attention; leave out attention, parts.attend and context")
-    if config.parts.feed_forward is not None and "neurons" in points:
-        raise ConfigError("hooks at neurons need the library's feed-forward; leave out parts.feed_forward")
-    if cache is not None and cache.sinks and points & {"queries", "scores", "pattern"}:
-        raise ConfigError(
-            "hooks at queries, scores and pattern do not support a cache with sinks, which have separate queries"
-        )
-    if params.blocks.feed_forward.router is not None and "neurons" in points:
+    has_custom_neurons, has_experts = config.parts.feed_forward is not None, params.blocks.feed_forward.router is not None
+    beside_sinks = cache is not None and cache.sinks and (at_scores or "queries" in points)
+    plain = "hooks at scores and pattern need plain attention; leave out attention, parts.attend and context"
+    if has_custom_attention and at_scores:
+        raise ConfigError(plain)
+    if has_custom_neurons and at_neurons:
+        raise ConfigError("hooks at neurons need plain feed-forward; leave out parts.feed_forward")
+    if beside_sinks:
+        raise ConfigError("hooks at queries, scores and pattern do not support a cache with sinks, which have other queries")
+    if has_experts and at_neurons:
         raise ConfigError("hooks at neurons do not support mixtures of experts, whose neurons differ by token")
 
 
@@ -212,12 +216,14 @@ def check_parts_found(config: LlamaConfig) -> None:
 
 def check_parts(config: LlamaConfig, compute: Compute) -> None:
     """Raise ConfigError for custom functions that a pass would not call."""
-    parts = config.parts
+    parts, attention = config.parts, compute.attention
+    has_attend, has_feed_forward = parts.attend is not None, parts.feed_forward is not None
+    without = f"feed_forward of {parts} is for models without"
     if parts and compute.exact:
         raise ConfigError(f"exact=True is for the library's parts, and the model has {parts}; leave exact out")
-    if parts.attend is not None and compute.attention != "auto":
-        raise ConfigError(f"attention={compute.attention!r} is for the library's attention, which {parts} replaces")
-    if parts.feed_forward is not None and config.experts:
-        raise ConfigError(f"feed_forward of {parts} is for models without experts, but this one has {config.experts}")
-    if parts.feed_forward is not None and config.mlp_bias:
-        raise ConfigError(f"feed_forward of {parts} is for models without mlp_bias, but this one has mlp_bias=True")
+    if has_attend and attention != "auto":
+        raise ConfigError(f"{attention=} is for the library's attention, which {parts} replaces")
+    if has_feed_forward and config.experts:
+        raise ConfigError(f"{without} experts, but this one has {config.experts}")
+    if has_feed_forward and config.mlp_bias:
+        raise ConfigError(f"{without} mlp_bias, but this one has mlp_bias=True")

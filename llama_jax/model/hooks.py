@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float
 
-from llama_jax.errors import ConfigError, shown
+from llama_jax.errors import ConfigError
 from llama_jax.model.params import Llama
 from llama_jax.ops.attention import KVView
 
@@ -80,7 +80,7 @@ def with_hooks(params: Llama, hooks: Mapping[str, Hook]) -> Llama:
       The parameters with these hooks added after existing ones. They cannot be saved, sharded or trained.
 
     Raises:
-      ConfigError: an unknown point; a hook that cannot be called.
+      ConfigError: an unknown point.
     """
     for name in hooks:
         if name not in HOOK_POINTS:
@@ -92,8 +92,6 @@ def with_hooks(params: Llama, hooks: Mapping[str, Hook]) -> Llama:
 
 def _as_tree(hook: Hook) -> Any:
     """The hook as a pytree of arrays; a function becomes a `Partial`."""
-    if not callable(hook):
-        raise ConfigError(f"{shown(hook, 80)} is not a hook; pass a function (value, at) -> (value, kept)")
     tree = Partial(hook) if jax.tree_util.all_leaves([hook]) else hook
     return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf), tree)
 

@@ -71,14 +71,8 @@ class Lora:
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
-        known = ", ".join(TARGETS)
-        if not self.targets:
-            raise ConfigError(f"targets={self.targets} names no matrix; pass some of {known}")
-        for name in self.targets:
-            if name not in TARGETS:
-                raise ConfigError(f"targets: {shown(name)} is not a matrix that can have an adapter; pass some of {known}")
-        if len(set(self.targets)) < len(self.targets):
-            raise ConfigError(f"targets={shown(self.targets, 200)} names a matrix twice; name each once")
+        if not self.targets or not set(self.targets) <= TARGETS.keys() or len(set(self.targets)) < len(self.targets):
+            raise ConfigError(f"targets={shown(self.targets, 200)} must be some of {', '.join(TARGETS)}, each once")
 
     @property
     def scale(self) -> float:

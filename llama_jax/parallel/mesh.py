@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,6 +84,15 @@ def parse_mesh(text: str) -> MeshSizes:
             raise MeshError(f"mesh {shown(text, 80)} has {axis} twice; set it once")
         sizes[axis] = size
     return MeshSizes(**sizes)
+
+
+def check_divisible(name: str, value: int, axis: str, size: int) -> None:
+    """Raise MeshError, with sizes that work, if `size` does not divide `value`."""
+    if value % size:
+        small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+        nearest = sorted({*small, *(value // n for n in small)}, key=lambda n: abs(n - size))[:12]
+        would_do = ", ".join(map(str, sorted(nearest)))
+        raise MeshError(f"{name}={value} cannot be split over {axis}={size}; {would_do} would do")
 
 
 def make_mesh(sizes: MeshSizes, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -27,6 +27,7 @@ from jax._src.clusters import ClusterEnv  # JAX has no public function that only
 from jax._src.distributed import global_state  # nor a public name for the client of its service
 
 from llama_jax.errors import MeshError, UserError
+from llama_jax.settings import Bounds
 
 START_TIMEOUT = 300.0  # seconds
 CONNECT_SECONDS = 60  # for JAX's own connections, after all processes have introduced themselves
@@ -237,8 +238,7 @@ def _leave(joined: Processes, error: BaseException) -> NoReturn:
 def _find_job(
     coordinator: str | None, processes: int | None, process_id: int | None, detect: bool, timeout: float
 ) -> _Job | None:
-    if not 0 < timeout <= 1e7:
-        raise MeshError(f"--start-timeout {timeout} must be above 0 and at most 1e7 seconds")
+    Bounds(1e-3, 1e7).check("--start-timeout", timeout, MeshError)
     local_devices = None
     if detect:
         coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -258,8 +258,7 @@ def _find_job(
         raise MeshError(f"{reason}pass all of --coordinator HOST:PORT --processes N --process-id I")
     if not re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}", coordinator, re.ASCII):
         raise MeshError(f"--coordinator {coordinator!r} is not HOST:PORT; write it as node1:29500")
-    if not 0 <= process_id < processes:
-        raise MeshError(f"--process-id {process_id} must be at least 0 and below --processes {processes}")
+    Bounds(0, processes - 1).check("--process-id", process_id, MeshError)
     return _Job(coordinator, processes, process_id, local_devices)
 
 

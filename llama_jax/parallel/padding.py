@@ -21,7 +21,7 @@ from llama_jax.errors import MeshError
 from llama_jax.model.params import Llama, ParamSpec, spec_at
 from llama_jax.ops.weights.lora import LowRank, LowRankWeight
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
-from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.mesh import MeshSizes, check_divisible
 
 VOCAB_MULTIPLE = 128  # width of a TPU's vector unit; a multiple of a GPU's matrix tiles
 
@@ -49,10 +49,7 @@ def padded_config(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
         name = f"n_kv_heads={c.n_kv_heads}" if c.hidden_dim % tensor == 0 else f"hidden_dim={c.hidden_dim}"
         queries = f" (of {c.queries_per_kv_head} queries each)" if c.hidden_dim % tensor == 0 else ""
         raise MeshError(f"{name}{queries} cannot be split over tensor={tensor}; {would_do} would do")
-    if c.dim % sizes.columns:
-        nearest = sorted((n for n in range(1, c.dim + 1) if c.dim % n == 0), key=lambda n: abs(n - sizes.columns))[:12]
-        axes, would_do = "fsdp" if sizes.context == 1 else "fsdp*context", ", ".join(map(str, sorted(nearest)))
-        raise MeshError(f"dim={c.dim} cannot be split over {axes}={sizes.columns}; {would_do} would do")
+    check_divisible("dim", c.dim, "fsdp" if sizes.context == 1 else "fsdp*context", sizes.columns)
     return replace(c, n_kv_heads=max(c.n_kv_heads, tensor))
 
 
@@ -101,7 +98,7 @@ def pad_array(target: LlamaConfig, spec: ParamSpec, array: Any) -> Any:
       spec: the parameter's `ParamSpec`.
     """
     if spec.has_vocabulary:
-        return _map_planes(array, partial(pad_rows, rows=target.vocab_size))
+        return jax.tree.map(partial(pad_rows, rows=target.vocab_size), array)
     return _map_groups(copy_heads, spec, array, target.n_kv_heads) if has_groups(spec) else array
 
 
@@ -110,7 +107,8 @@ def unpad_params(config: LlamaConfig, params: Llama) -> Llama:
 
     def unpad_array(spec: ParamSpec, array: Any) -> Any:
         if spec.has_vocabulary:
-            return _map_planes(array, lambda table: table[: config.vocab_size] if len(table) > config.vocab_size else table)
+            rows = lambda table: table[: config.vocab_size] if len(table) > config.vocab_size else table
+            return jax.tree.map(rows, array)
         return _map_groups(_merge_heads, spec, array, config.n_kv_heads) if has_groups(spec) else array
 
     return map_params(params, unpad_array)
@@ -120,11 +118,6 @@ def map_params(params: Llama, change: Callable[[ParamSpec, Any], Any]) -> Llama:
     """Apply a function to each parameter, given its `ParamSpec`."""
     is_leaf = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | LowRankWeight | LowRank)
     return jax.tree_util.tree_map_with_path(lambda path, leaf: change(spec_at(path), leaf), params, is_leaf=is_leaf)
-
-
-def _map_planes(leaf: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change`, which only moves whole rows, to an array, or to all arrays of a quantized weight."""
-    return jax.tree.map(change, leaf)
 
 
 def map_matrix_rows(leaf: Any, change: Callable[[Any], Any]) -> Any:
@@ -156,7 +149,7 @@ def _map_groups(change: Callable[..., Any], spec: ParamSpec, leaf: Any, heads: i
                 f"{spec.path} has several quantization formats, so its heads cannot be copied; load it without a mesh"
             )
         return leaf
-    return _map_planes(leaf, lambda array: change(array, heads=heads, leading=leading))
+    return jax.tree.map(partial(change, heads=heads, leading=leading), leaf)
 
 
 def pad_rows(table: Any, *, rows: int) -> Any:

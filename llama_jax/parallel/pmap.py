@@ -30,6 +30,7 @@ from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.single_program import complete
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama
+from llama_jax.parallel.mesh import check_divisible
 from llama_jax.training.batch import Batch
 from llama_jax.training.step import TrainState
 
@@ -157,6 +158,5 @@ def _check_replicated(what: str, tree: Any, replicated: NamedSharding) -> None:
 
 def _split_rows(batch: Tree, rows: int, devices: int) -> Tree:
     """[B, ...] as [devices, B / devices, ...], with neighboring rows on one device."""
-    if rows % devices:
-        raise MeshError(f"batch={rows} rows cannot be divided over {devices} devices; use a multiple of {devices}")
+    check_divisible("batch", rows, "devices", devices)
     return jax.tree.map(lambda part: part.reshape(devices, rows // devices, *part.shape[1:]), batch)

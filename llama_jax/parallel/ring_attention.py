@@ -33,7 +33,7 @@ from llama_jax.ops.attention.blockwise import QueryGradientInputs, backward_part
 from llama_jax.ops.attention.dense import ATTENTION_OUTPUT
 from llama_jax.ops.platform import pack_bits, unpack_bits
 from llama_jax.ops.rope_scaling import lengths_of
-from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.mesh import MeshSizes, check_divisible
 from llama_jax.training.batch import NextTokenBatch
 
 CONTEXT_AXIS = "context"
@@ -123,8 +123,7 @@ def sequence_splitter(mesh: Mesh) -> Callable[[NextTokenBatch], NextTokenBatch]:
     def reorder(batch: NextTokenBatch) -> NextTokenBatch:
         rows, length = batch.tokens.shape
         check_length(sizes, length)
-        if rows % sizes.rows:
-            raise MeshError(f"batch={rows} cannot be split over data*fsdp={sizes.rows}; a multiple of it would do")
+        check_divisible("batch", rows, "data*fsdp", sizes.rows)
         slots = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
         lengths = batch.rope_lengths
         if lengths is None:  # computed before the split, because a part does not contain its row's length

@@ -12,7 +12,6 @@ billion parameters on context=8, each has 16 GB instead of 128, and with 16-bit 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import MeshError
 from llama_jax.model.cache import KVCache
 from llama_jax.model.forward_options import Sharding, identity
 from llama_jax.model.lora import Lora, adapter_shapes, build_adapters
@@ -39,7 +37,7 @@ from llama_jax.ops.weights.layers import MixedStack
 from llama_jax.ops.weights.lora import LowRank, LowRankWeight
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, shardings_of_planes
 from llama_jax.parallel import padding
-from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.mesh import MeshSizes, check_divisible
 from llama_jax.parallel.ring_attention import (
     BATCH_AND_CONTEXT_AXES,
     BATCH_AXES,
@@ -157,7 +155,7 @@ def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, quantized:
     Raises:
       MeshError: heads or rows cannot be split over the mesh.
     """
-    _check_divisible("n_kv_heads", config.n_kv_heads, "tensor", sizes.tensor)
+    check_divisible("n_kv_heads", config.n_kv_heads, "tensor", sizes.tensor)
     rows = batch_spec(sizes, batch)
     spec = P(None, *rows, None, "tensor")  # [L, P, page, 2K, H]
     return KVCache(Quantized(spec, spec) if quantized else spec, table=rows, length=rows)
@@ -172,7 +170,7 @@ def batch_spec(sizes: MeshSizes, batch: int, length: int | None = None) -> P:
     Raises:
       MeshError: the rows of the batch, or the tokens of a row, cannot be split that way.
     """
-    _check_divisible("batch", batch, "data*fsdp", sizes.rows)
+    check_divisible("batch", batch, "data*fsdp", sizes.rows)
     if length is not None:
         check_length(sizes, length)
     return P(BATCH_AXES)
@@ -183,7 +181,7 @@ def check_model(config: LlamaConfig, sizes: MeshSizes) -> None:
     padding.padded_config(config, sizes)
     if _padded_paths(config, sizes):
         axes = "fsdp*tensor" if sizes.context == 1 else "fsdp*context*tensor"
-        _check_divisible("dim", config.dim, axes, sizes.columns * sizes.tensor)
+        check_divisible("dim", config.dim, axes, sizes.columns * sizes.tensor)
 
 
 def _padded_paths(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
@@ -195,15 +193,6 @@ def _padded_paths(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
         for spec in specs_for(config)
         if (spec.has_vocabulary and pads_vocab) or (padding.has_groups(spec) and copies_heads)
     )
-
-
-def _check_divisible(name: str, value: int, axis: str, size: int) -> None:
-    """Raise MeshError, with sizes that work, if `size` does not divide `value`."""
-    if value % size:
-        small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
-        nearest = sorted({*small, *(value // n for n in small)}, key=lambda n: abs(n - size))[:12]
-        would_do = ", ".join(map(str, sorted(nearest)))
-        raise MeshError(f"{name}={value} cannot be split over {axis}={size}; {would_do} would do")
 
 
 def make_constrain(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:

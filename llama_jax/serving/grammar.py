@@ -99,10 +99,8 @@ class Grammars:
                 )
         answer = self._child.ask(grammar)
         if answer is None:
-            raise UserError(
-                f"the {what} takes over {check.GRAMMAR_SECONDS} s or {check.GRAMMAR_BYTES >> 20} MB to compile; use fewer or"
-                " smaller repetitions and alternatives"
-            )
+            limit = f"{check.GRAMMAR_SECONDS} s or {check.GRAMMAR_BYTES >> 20} MB"
+            answer = {"error": f"takes over {limit} to compile; use fewer or smaller repetitions and alternatives"}
         if "error" in answer:
             raise UserError(f"the {what} {answer['error']}")
         matcher, mask = check.compile_grammar(self._tables, grammar, tried=True)

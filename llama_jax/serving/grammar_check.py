@@ -82,12 +82,13 @@ def compile_grammar(tables: Any, grammar: str, tried: bool = False) -> tuple[Any
         last.compute_bitmask()
     if last.is_error():
         reason = " ".join(last.get_error().replace("<non-verbose/>", "").split())[:300]
+        problem = f"cannot be used: {reason}"
         if reason.startswith("Unsatisfiable schema") or "NoExtensionBias" in reason:
             detail = reason.partition("Unsatisfiable schema: ")[2]
-            raise GrammarError(f"allows no text{f' ({detail})' if detail else ''}; relax it")
-        if any(word in reason for word in TOO_MANY):
-            raise GrammarError(f"has too many states ({reason}); use fewer or smaller repetitions and alternatives")
-        raise GrammarError(f"cannot be used: {reason}")
+            problem = f"allows no text{f' ({detail})' if detail else ''}; relax it"
+        elif any(word in reason for word in TOO_MANY):
+            problem = f"has too many states ({reason}); use fewer or smaller repetitions and alternatives"
+        raise GrammarError(problem)
     return matcher, mask
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
-from llama_jax.inference.checks import checked_limits
 from llama_jax.inference.generate import Generation
+from llama_jax.inference.prepare_inputs import checked_limits
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.speculation import DraftModel, PromptLookup
 from llama_jax.model.params import Llama
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
@@ -92,7 +91,6 @@ def complete_requests(
     sampling: Sampling = Sampling(),
     stop_tokens: Sequence[int] = (),
     adapters: Sequence[int] = (),
-    draft: PromptLookup | DraftModel | None = None,
     options: EngineOptions = EngineOptions(),
 ) -> Iterator[tuple[int, Generation]]:
     """Continue any number of prompts, a few at a time: when one ends the next begins, without waiting for longer ones.
@@ -104,8 +102,7 @@ def complete_requests(
       config, params, prompts, max_new_tokens, sampling, stop_tokens: as for `generate`; sampling may differ per prompt.
       adapters: for each prompt the index of its adapter in the parameters (`model.multi_lora`), -1 for none; by default
         no adapters.
-      draft: the drafter, as for `generate`; may be set here or in the options.
-      options: number of prompts continued concurrently, their lengths, and other options of the engine.
+      options: number of prompts continued concurrently, their lengths, a drafter, and other options of the engine.
 
     Yields:
       The index of a prompt and its continuation, when it ends.
@@ -114,10 +111,6 @@ def complete_requests(
       GenerationError: an invalid request, when the first prompt is requested; an invalid draft; or NaN logits.
       MeshError: parameters on a mesh that shards rows; a draft model on other devices.
     """
-    if draft is not None:
-        if options.draft is not None:
-            raise GenerationError("draft is set twice, as an argument and in the options; set it once")
-        options = replace(options, draft=draft)
     if not len(prompts):
         return
     limits = checked_limits(max_new_tokens, len(prompts)).tolist()

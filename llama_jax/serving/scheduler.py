@@ -16,11 +16,11 @@ import numpy as np
 
 from llama_jax.config import suggest_context
 from llama_jax.errors import GenerationError, shown
-from llama_jax.inference.checks import (
+from llama_jax.inference.decode import DecodeSettings
+from llama_jax.inference.prepare_inputs import (
     checked_prompts,
     checked_stop_tokens,
 )
-from llama_jax.inference.decode import DecodeSettings
 from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.serving.drafting import CATCHING_UP, drafting_by
 from llama_jax.serving.options import EngineOptions

@@ -54,39 +54,46 @@ def write_atomically(
         with tempfile.TemporaryDirectory(prefix="llama_jax-") as scratch:
             target = Path(scratch) / "model"
             target.mkdir() if folder else target.touch()
-            try:
+            with _write_errors(path, raises, lambda name: name.startswith((str(path), tempfile.gettempdir()))):
                 yield target
                 check()
                 if folder:
                     _upload_folder(target, path.resolve(), last)
                 else:
                     path.view.write(path.key, target)
-            except OSError as error:
-                if not str(error.filename or path).startswith((str(path), tempfile.gettempdir())):
-                    raise  # about something that was read meanwhile
-                raise raises(cannot_write(path, error)) from None
         return
     path = Path(os.path.realpath(path))  # `resolve` raises a RuntimeError for symlink loops
     with ExitStack() as cleanup:
-        try:
+        with _write_errors(path, raises):
             cleanup.enter_context(_created(path.parent))
             remove_leftovers(path.parent)
             work = cleanup.enter_context(_work_folder(path))
             target = work / NEW
             target.mkdir() if folder else target.touch()
-        except OSError as error:
-            raise raises(cannot_write(path, error)) from None
-        try:
+
+        def is_own(name: str) -> bool:
+            failed_path = Path(name).absolute()
+            return failed_path in (path, path.parent) or failed_path.is_relative_to(work)
+
+        with _write_errors(path, raises, is_own):
             yield target
             flush(target)
             check()
             _rename(work, path)
-        except OSError as error:
-            if isinstance(error.filename, str | bytes):
-                failed_path = Path(os.fsdecode(error.filename)).absolute()
-                if failed_path not in (path, path.parent) and not failed_path.is_relative_to(work):
-                    raise  # about something that was read meanwhile
-            raise raises(cannot_write(path, error)) from None
+
+
+@contextmanager
+def _write_errors(
+    path: Location, raises: Callable[[str], UserError], is_own: Callable[[str], bool] = lambda name: True
+) -> Iterator[None]:
+    """Convert an OSError to one that says that `path` cannot be written, unless it names a file that is not the writer's own
+    but was read meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.filename, str | bytes) and not is_own(os.fsdecode(error.filename)):
+            raise
+        raise raises(cannot_write(path, error)) from None
 
 
 @contextmanager
@@ -193,7 +200,7 @@ def lock_file(path: Path, subject: Path, raises: Callable[[str], UserError]) -> 
     from filelock import FileLock, Timeout
 
     with ExitStack() as cleanup:
-        try:
+        with _write_errors(path, raises):
             cleanup.enter_context(_created(path.parent))
             try:
                 cleanup.enter_context(FileLock(path, fallback_to_soft=False).acquire(blocking=False))
@@ -207,8 +214,6 @@ def lock_file(path: Path, subject: Path, raises: Callable[[str], UserError]) -> 
                 warnings.warn(message, stacklevel=4)
             path.write_text(f"{os.getpid()} on {platform.node()}\n", "utf-8")
             status = path.stat()
-        except OSError as error:
-            raise raises(cannot_write(path, error)) from None
 
         def is_locked() -> bool:
             try:

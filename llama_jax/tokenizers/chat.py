@@ -76,19 +76,20 @@ def encode_chat(
     """
     format = resolve_format(tokenizer, format)
     check_messages(messages, format)
-    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+    last = messages[-1]
+    needs_user = format in ("llama2", "mistral") and not continue_final and last["role"] != "user"
+    are_tools = isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
+    are_args = isinstance(template_args, Mapping | None)
+    if not are_tools:
         raise GenerationError(f"tools={shown(tools, 60)} must be a list of functions in OpenAI's format")
-    if not isinstance(template_args, Mapping | None):
+    if not are_args:
         raise GenerationError(f"template_args={shown(template_args, 60)} must be values by name")
     if tools and not takes_tools(tokenizer, format):
         raise GenerationError(NO_TOOLS)
-    if format in ("llama2", "mistral") and not continue_final and messages[-1]["role"] != "user":
-        raise GenerationError(
-            f"the last message is from {messages[-1]['role']!r}; the format {format} needs one from 'user'"
-        )
+    if needs_user:
+        raise GenerationError(f"the last message is from {last['role']!r}; the format {format} needs one from 'user'")
     if not continue_final:
         return tokenizer.encode_parts(chat_parts(tokenizer, messages, format, renderer, tools, template_args=template_args))
-    last = messages[-1]
     text = join_parts(last["content"]) if isinstance(last["content"], list | tuple) else last["content"]
     if last["role"] != "assistant" or last.get("tool_calls") or not text.strip():
         raise GenerationError("only a text of the assistant as the last message can be continued; add one")
@@ -154,13 +155,12 @@ def resolve_format(tokenizer: Tokenizer, format: Format) -> Format:
             "the model has no chat template, so its chat format is not known (it may not be a chat model);"
             f" choose a format (--format): {', '.join(NAMED_FORMATS)}, or plain to have it continue your text"
         )
+    others = f"choose another format: {', '.join(NAMED_FORMATS)} or plain, or pass one (--chat-template)"
+    has_none = format == "template" and tokenizer.chat_template is None
     if format not in get_args(Format):
-        raise GenerationError(f"format={format!r} is not a chat format; choose {', '.join(get_args(Format))}")
-    if format == "template" and tokenizer.chat_template is None:
-        raise GenerationError(
-            f"the model has no chat template; choose another format: {', '.join(NAMED_FORMATS)} or plain, or pass one"
-            " (--chat-template)"
-        )
+        raise GenerationError(f"{format=} is not a chat format; choose {', '.join(get_args(Format))}")
+    if has_none:
+        raise GenerationError(f"the model has no chat template; {others}")
     return format
 
 
@@ -351,20 +351,15 @@ def check_messages(messages: Sequence[Message], format: Format) -> None:
         needed = {"role"} if isinstance(message, Mapping) and message.get("tool_calls") else {"role", "content"}
         if not isinstance(message, Mapping) or not needed <= set(message):
             raise GenerationError(f"message {i} is {shown(message)}; it must be an object with a role and a content")
-        if message["role"] not in roles:
-            raise GenerationError(
-                f"message {i} has the role {shown(message['role'], 40)}; in the format {format} use {', '.join(roles)}"
-            )
-        if unknown := set(message) - known:
-            raise GenerationError(
-                f"message {i} has the field {shown(min(unknown, key=str), 40)}, which the format {format} does not have;"
-                " omit it"
-            )
-        content = message.get("content")
-        if not (isinstance(content, str) or _are_parts(content) or (content is None and message.get("tool_calls"))):
-            raise GenerationError(
-                f"message {i} has the content {shown(content, 40)}; it must be a text, or a list of parts of the type text"
-            )
+        role, content, unknown = message["role"], message.get("content"), min(set(message) - known, key=str, default=None)
+        is_content = isinstance(content, str) or _are_parts(content) or (content is None and message.get("tool_calls"))
+        has, texts = f"message {i} has the", "a text, or a list of parts of the type text"
+        if role not in roles:
+            raise GenerationError(f"{has} role {shown(role, 40)}; in the format {format} use {', '.join(roles)}")
+        if unknown is not None:
+            raise GenerationError(f"{has} field {shown(unknown, 40)}, which the format {format} does not have; omit it")
+        if not is_content:
+            raise GenerationError(f"{has} content {shown(content, 40)}; it must be {texts}")
 
 
 def _are_parts(content: Any) -> bool:

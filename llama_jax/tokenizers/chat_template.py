@@ -448,7 +448,8 @@ def _check_arrival(
       mark: a character that is in none of the texts.
       first_checked: index of the first message that must appear.
     """
-    for what, names in (("tool", _names(tools)), ("call", _names(_calls_in(messages)))):
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    for what, names in (("tool", _names(tools)), ("call", _names(calls))):
         for name in names:
             if not _is_in(name, rendered):
                 raise GenerationError(
@@ -506,10 +507,6 @@ def _with_mark(content: Any, mark: str) -> Any:
         middle = len(content) - len(body.lstrip()) + (len(body.strip()) + 1) // 2
         return content[:middle] + mark + content[middle:]
     return [{**part, "text": _with_mark(part["text"], mark)} for part in content]
-
-
-def _calls_in(messages: ChatMessages) -> list[Any]:
-    return [call for message in messages for call in message.get("tool_calls") or ()]
 
 
 def _names(functions: Sequence[Any]) -> list[str]:

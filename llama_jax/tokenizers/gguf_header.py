@@ -94,11 +94,9 @@ class Header:
         return fields
 
     def take(self, size: int) -> bytes:
-        if size > self.size - self.at:
-            raise ValueError(f"{size} bytes are announced, {self.size - self.at} are left")
-        content = self.file.read(size)
+        content = self.file.read(min(size, self.size - self.at))
         if len(content) < size:
-            raise ValueError("the file ended while it was read")
+            raise ValueError(f"{size} bytes are announced, {len(content)} are left")
         self.at += size
         return content
 

@@ -55,11 +55,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
             if (path / name).is_file():
                 return _read_vocabulary(path / name, settings)
         candidates = _other_vocabularies(path, settings)
+        supported = f"SentencePiece model, rank file of Llama 3 or tokenizer.json{unsupported_files(path)}"
         if not candidates:
-            raise TokenizerError(
-                f"{path} has no SentencePiece model, rank file of Llama 3 or tokenizer.json{unsupported_files(path)};"
-                " for a GGUF file, pass the file"
-            )
+            raise TokenizerError(f"{path} has no {supported}; for a GGUF file, pass the file")
         if len(candidates) > 1:
             raise TokenizerError(f"{path} has several vocabularies ({_join_names(candidates)}); pass one of them")
         return candidates[0][1]

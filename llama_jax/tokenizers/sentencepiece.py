@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama_jax.errors import TokenizerError, shown
+from llama_jax.settings import Bounds
 from llama_jax.tokenizers.interface import (
     CONTINUATION_MARK,
     SPACE,
@@ -375,10 +376,7 @@ def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
     """
     import sentencepiece
 
-    if size < 300:
-        raise TokenizerError(f"vocab_size={size} must be at least 300 for BPE, since 259 are bytes and special tokens")
-    if size > MAX_VOCABULARY:
-        raise TokenizerError(f"vocab_size={size} must be at most {MAX_VOCABULARY}")
+    Bounds(300, MAX_VOCABULARY).check("vocab_size", size, TokenizerError)  # 259 are bytes and special tokens
     model = io.BytesIO()
     step = MAX_LINE_BYTES // 4  # a character has at most 4 bytes
     nonempty = (line for text in texts for line in text.split("\n") if line.strip())

@@ -10,7 +10,6 @@ import json
 import math
 import warnings
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -221,13 +220,12 @@ def run_transformers(folder: Path, tokens: np.ndarray) -> Trace:
 
 def check_oracle_path(path: Path, config: LlamaConfig, tokens: int) -> None:
     """Raise UserError unless an oracle of this many tokens can be written to the path."""
-    if path.exists() or not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written; name a file that does not exist yet, in a folder that does")
     size = 4 * tokens * (1 + config.vocab_size + (config.n_layers + 1) * config.dim)
+    is_free, takes = not path.exists() and path.parent.is_dir(), f"an oracle of {tokens} tokens takes {size} bytes"
+    if not is_free:
+        raise UserError(f"{path} cannot be written; name a file that does not exist yet, in a folder that does")
     if size > MAX_ORACLE_BYTES:
-        raise UserError(
-            f"an oracle of {tokens} tokens takes {size} bytes, over the limit of {MAX_ORACLE_BYTES}; use fewer tokens"
-        )
+        raise UserError(f"{takes}, over the limit of {MAX_ORACLE_BYTES}; use fewer tokens")
 
 
 def write_oracle(path: Path, trace: Trace) -> None:
@@ -278,34 +276,30 @@ def _array(archive: zipfile.ZipFile, name: str, dtype: str) -> np.ndarray:
     if info.compress_type != zipfile.ZIP_STORED:  # an uncompressed array cannot be larger than the file
         raise ValueError(f"{name} is compressed")
     content = io.BytesIO(archive.read(info))
-    if (version := np.lib.format.read_magic(content)) != (1, 0):
-        raise ValueError(f"{name} has version {version}")
+    version = np.lib.format.read_magic(content)
     shape, columns_first, stored_dtype = np.lib.format.read_array_header_1_0(content)
-    if columns_first or stored_dtype != np.dtype(dtype):
-        raise ValueError(f"{name} holds {stored_dtype}, not rows of {dtype}")
+    if version != (1, 0) or columns_first or stored_dtype != np.dtype(dtype):
+        raise ValueError(f"{name} holds {stored_dtype} in version {version}, not rows of {dtype}")
     return np.frombuffer(content.getbuffer()[content.tell() :], dtype).reshape(shape)
 
 
 def _trace(arrays: dict[str, np.ndarray]) -> Trace:
     metadata = json.loads(arrays.pop("about").tobytes())
-    if not isinstance(metadata, dict) or metadata.get("format") != ORACLE_FORMAT:
-        raise ValueError("it is of another version")
     tensor_types, dtype, versions = metadata["kinds"], metadata["dtype"], metadata["versions"]
-    if not _are_texts([*tensor_types, metadata["name"], *versions, *versions.values()]):
+    are_texts = all(isinstance(text, str) for text in [*tensor_types, metadata["name"], *versions, *versions.values()])
+    are_known = are_texts and set(tensor_types) <= ROUNDING.keys() and dtype in TENSOR_TYPE_OF_DTYPE
+    if metadata["format"] != ORACLE_FORMAT:
+        raise ValueError("it is of another version")
+    if not are_texts:
         raise ValueError("its name, versions or types of tensors are not strings")
-    if not set(tensor_types) <= ROUNDING.keys() or dtype not in TENSOR_TYPE_OF_DTYPE:
+    if not are_known:
         raise ValueError(f"unknown types of tensors {shown(tensor_types)} or dtype {shown(dtype)}")
     config = config_from_dict(metadata["config"])
     tokens, logits, streams = arrays["tokens"], arrays["logits"], arrays["streams"]
     count = tokens.size
     shapes = (count,), (count, config.vocab_size), (config.n_layers + 1, count, config.dim)
     has_rows = count and tokens.min() >= 0 and tokens.max() < config.vocab_size
-    if (tokens.shape, logits.shape, streams.shape) != shapes or not has_rows:
-        raise ValueError("its arrays do not match its configuration")
-    if not np.isfinite(logits).all() or not np.isfinite(streams).all():
-        raise ValueError("it holds numbers that are not finite")
+    are_finite = np.isfinite(logits).all() and np.isfinite(streams).all()
+    if (tokens.shape, logits.shape, streams.shape) != shapes or not has_rows or not are_finite:
+        raise ValueError("its arrays do not match its configuration, or are not finite")
     return Trace(Origin(metadata["name"], config, tuple(tensor_types), dtype, versions), tokens, logits, streams)
-
-
-def _are_texts(values: Sequence[object]) -> bool:
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)

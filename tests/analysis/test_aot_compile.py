@@ -41,7 +41,7 @@ def test_slices_of_pods(hardware, count, topology):
 
 
 def test_what_cannot_be_had():
-    with pytest.raises(MeshError, match="a power of two of chips, not 12"):
+    with pytest.raises(MeshError, match="no slice of 12 chips; a slice has a power of two"):
         tpu_topology("tpu-v5e", 12)
     with pytest.raises(MeshError, match="no slice of 512 chips"):
         tpu_topology("tpu-v5e", 512)

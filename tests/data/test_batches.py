@@ -98,9 +98,9 @@ def test_validation_is_every_row_once_and_in_order(batch, hosts):
     [
         ({"batch": 0}, "batch=0 must be a positive multiple of hosts=1"),
         ({"batch": 3, "hosts": 2}, "batch=3 must be a positive multiple of hosts=2"),
-        ({"host": 1}, "host=1 must be at least 0 and below hosts=1"),
-        ({"hosts": 0}, "below hosts=0"),
-        ({"length": 0}, "length=0 must be at least 1 token"),
+        ({"host": 1}, "host=1 must be at least 0 and at most 0"),
+        ({"hosts": 0}, "at most -1"),
+        ({"length": 0}, "length=0 must be at least 1"),
         ({"seed": -1}, "seed=-1"),
         ({"start": -1}, "start=-1 must be at least 0"),
         ({"corpus": corpus_of([1])}, "the corpus has 1 tokens"),

@@ -145,7 +145,7 @@ CHATS = [
     ({"instruction": 1, "output": "b"}, "instruction=1 must be a text"),
 ]  # fmt: skip
 PREFERENCES = [
-    ({"prompt": "a", "chosen": "b"}, r"rejected is missing; write prompt, chosen and rejected; the fields are"),
+    ({"prompt": "a", "chosen": "b"}, r"rejected, a text or messages, is missing; the fields are"),
     ({"chosen": "b", "rejected": "c"}, r"prompt, a text, is missing; the fields are \['chosen', 'rejected'\]"),
     ({"prompt": "a", "chosen": "b", "rejected": [REPLY]}, "chosen a text, but rejected messages"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),

@@ -79,7 +79,7 @@ def test_the_same_document_is_never_on_both_sides(contents, share, seed):
     corpus = corpus_of([3] * len(contents))
     corpus = replace(corpus, tokens=np.repeat(np.array(contents, np.uint32), 3))
     if len(set(contents)) == 1:
-        with pytest.raises(DataError, match=f"one document {len(contents)} times"):
+        with pytest.raises(DataError, match="a single document"):
             split(corpus, share, seed=seed)
         return
     train, validation = split(corpus, share, seed=seed)

@@ -133,14 +133,14 @@ def test_single_answers_with_a_label(tmp_path):
     assert answers.document_count == 2
     for change, message in (
         ({"label": 1}, r"judged\.jsonl, line 1: label=1 must be true, for a good answer, or false"),
-        ({"label": None}, r"line 1: label is missing; .* and as null \['label'\]"),
+        ({"label": None}, r"line 1: label, true, for a good answer, or false, is missing; .* and as null \['label'\]"),
         ({"completion": 3}, r"line 1: completion=3 must be a text or messages"),
     ):
         path.write_text(json.dumps(lines[0] | change) + "\n")
         with pytest.raises(DataError, match=message):
             open_labeled(path, TOKENIZER, 60, PLAIN)
     path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-    with pytest.raises(DataError, match=r"line 1: completion is missing; write prompt, completion and label"):
+    with pytest.raises(DataError, match=r"line 1: completion, a text or messages, is missing"):
         open_labeled(path, TOKENIZER, 60, PLAIN)
 
 

@@ -135,7 +135,7 @@ def test_a_single_object_is_an_example(tmp_path, llama3):  # noqa: F811
         ("a.json", b"[]", r"a\.json: no example has a target"),
         ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:-6], r"a\.jsonl\.gz is incomplete"),
         ("a.json.gz", gzip.compress(b"[]" * 99, mtime=0)[:-9], r"a\.json\.gz is incomplete"),
-        ("a.parquet", b"PAR1", r"a\.parquet is not a whole Parquet file"),
+        ("a.parquet", b"PAR1", r"a\.parquet cannot be read in its metadata"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, llama3, name, content, message):  # noqa: F811

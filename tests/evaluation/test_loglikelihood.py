@@ -147,7 +147,7 @@ def test_a_model_with_an_adapter_in_fewer_bits_and_on_a_mesh(tmp_path, plain, mo
         ([Continuation([1], [1]), Continuation([1], [])], {}, "continuation 1 is empty"),
         ([Continuation([1], [10_000])], {}, "token id 10000 is outside the vocabulary"),
         ([Continuation([1], [1] * 65)], {}, "continuation 0 has 65 tokens, but the context only 64"),
-        ([Continuation([1], [1])], {"batch": 0}, "batch=0 must be at least 1 row"),
+        ([Continuation([1], [1])], {"batch": 0}, "batch=0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_scored(model, measure, pairs, options, message):

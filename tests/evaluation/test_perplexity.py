@@ -213,9 +213,9 @@ def test_progress_sees_every_batch():
     [
         ({"length": 0}, "length=0 must be at least 1 and within the model's context of 64"),
         ({"length": 65}, "length=65 must be at least 1 and within"),
-        ({"length": 8, "stride": 9}, "stride=9 must be at least 1 and at most length=8"),
+        ({"length": 8, "stride": 9}, "stride=9 must be at least 1 and at most 8"),
         ({"stride": 0}, "stride=0 must be at least 1"),
-        ({"batch": 0}, "batch=0 must be at least 1 row"),
+        ({"batch": 0}, "batch=0 must be at least 1"),
     ],
 )
 def test_sizes_that_cannot_be(sizes, message):
@@ -275,7 +275,7 @@ def test_strided_perplexity_of_transformers(models, length, stride):
 
 def test_rows_of_a_batch_are_bounded():
     corpus = corpus_of(LENGTHS)
-    with pytest.raises(DataError, match=r"batch=99999999999 must be at most \d+ rows of length=16"):
+    with pytest.raises(DataError, match=r"batch=99999999999 must be at least 1 and at most \d+"):
         choose_sizes(CONFIG, corpus, length=16, stride=None, batch=99_999_999_999)
     params = jit_init(CONFIG, jax.random.key(0))
     found = [

@@ -263,7 +263,7 @@ def test_orbax_over_a_mesh(kind, tmp_path, stories_model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda kinds: kinds | {"embedding": "int3"}, "has 'embedding' in the unknown kind 'int3'"),
+        (lambda kinds: kinds | {"embedding": "int3"}, "has embedding in 'int3', which is invalid"),
         (lambda kinds: kinds | {"final_norm": "int8"}, "has final_norm in 'int8', which is invalid"),
         (lambda kinds: kinds | {"nothing": "int8"}, "names 'nothing', which this model lacks"),
         (lambda kinds: kinds | {"embedding": "fp8"}, "'embedding.planes.0' is int8, but its format needs uint8"),

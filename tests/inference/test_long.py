@@ -66,7 +66,7 @@ def test_a_long_prompt_is_read_through_a_short_window(model):
     [
         ({"window": 60, "sinks": 5}, r"window=60 and sinks=5 exceed the model's context of 64"),
         ({"sinks": 2}, r"sinks=2 are for a cache with a window"),
-        ({"dtype": "int4"}, r"dtype='int4' of the cache must be 'int8'"),
+        ({"dtype": "int4"}, r"dtype='int4' must be one of int8"),
     ],
 )
 def test_what_cannot_be(model, options, message):

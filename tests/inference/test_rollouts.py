@@ -11,7 +11,6 @@ from adapters import LORA, random_adapters
 from conftest import jit_logits, louder
 from training_options import loss_options
 
-from llama_jax.errors import ConfigError
 from llama_jax.inference.rollouts import RolloutOptions, RolloutPrompts, roll_out
 from llama_jax.model.lora import adapted
 from llama_jax.model.trees import quantize
@@ -116,16 +115,3 @@ def test_prompts_are_read_in_pieces(models, monkeypatch):
     np.testing.assert_array_equal(pieces.tokens, whole.tokens)
     np.testing.assert_allclose(pieces.logprobs, whole.logprobs, atol=2e-5)
     assert not np.asarray(whole.stopped).any()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"group_size": 0}, "group_size=0"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"temperature": 0}, "temperature=0 must be a finite number above 0"),
-    ],
-)
-def test_options_that_cannot_be(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        RolloutOptions(**{"group_size": 2, "max_new_tokens": 4} | settings)

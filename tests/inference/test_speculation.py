@@ -258,7 +258,6 @@ class TestWhatCannotBe:
             (lambda: PromptLookup(True), "tokens=True of a draft"),
             (lambda: PromptLookup(shortest=9), "shortest=9 of a draft exceeds longest=8"),
             (lambda: PromptLookup(longest=0), "longest=0 of a draft"),
-            (lambda: DraftModel("llama", None), "the draft's config is a str"),
         ],
     )
     def test_numbers(self, make, message):

@@ -14,7 +14,7 @@ from int8_outliers import with_outliers
 import llama_jax
 from llama_jax import ops
 from llama_jax.errors import GenerationError
-from llama_jax.model.cache import CacheOptions, init_cache
+from llama_jax.model.cache import init_cache
 from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.operations import select_ops
@@ -196,11 +196,11 @@ def test_a_long_prompt_is_read_in_the_same_room(model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"window": 0}, r"window=0 must be an integer of at least 1"),
-        ({"window": 4, "sinks": -1}, r"sinks=-1 must be an integer of at least 0"),
+        ({"window": 0}, r"window=0 must be at least 1"),
+        ({"window": 4, "sinks": -1}, r"sinks=-1 must be at least 0"),
         ({"sinks": 4}, r"sinks=4 are for a cache with a window"),
-        ({"window": 4, "max_tokens_per_pass": 0}, r"max_tokens_per_pass=0 must be a positive integer"),
-        ({"window": 4, "capacity": 2**30}, r"capacity=1073741824: a row of a cache has at most"),
+        ({"window": 4, "max_tokens_per_pass": 0}, r"max_tokens_per_pass=0 must be at least 1"),
+        ({"window": 4, "capacity": 2**30}, r"capacity=1073741824 must be at least 1 and at most 16777216"),
         ({"dtype": jnp.int32}, r"must be a floating-point type, that of the parameters, or int8"),
     ],
 )
@@ -215,8 +215,6 @@ def test_a_ring_takes_only_so_much_at_once(model, tokens):
     forward(config, params, tokens[:, :12], cache)  # as many as the pages of one at once happen to have room for
     with pytest.raises(GenerationError, match=r"13 tokens at once do not fit .* max_tokens_per_pass=13"):
         forward(config, params, tokens[:, :13], cache)
-    with pytest.raises(GenerationError, match=r"dtype='int4' of the cache must be 'int8'"):
-        CacheOptions(dtype="int4")
 
 
 def test_a_window_takes_pages_for_itself_alone(model):

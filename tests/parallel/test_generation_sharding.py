@@ -449,7 +449,7 @@ def test_pmap_reads_long_prompts_in_pieces(on_all, params, monkeypatch):
 
 def test_pmap_refuses_what_it_cannot_do(on_all, params, monkeypatch):
     run, everywhere = on_all
-    with pytest.raises(MeshError, match="batch=3 rows cannot be divided over 8 devices; use a multiple of 8"):
+    with pytest.raises(MeshError, match="batch=3 cannot be split over devices=8; 1, 3 would do"):
         run(everywhere, PROMPTS[:3], max_new_tokens=NEW)
     with pytest.raises(MeshError, match=r"parameters on .* is not on all 8 devices; replicate it first"):
         run(params, PROMPTS, max_new_tokens=NEW)

@@ -141,7 +141,7 @@ def test_a_batch_on_one_device_is_spread(on_all):
 
 def test_rows_that_cannot_be_divided_are_an_error_before_anything_is_donated(on_all):
     state = replicate(start(), jax.devices())
-    with pytest.raises(MeshError, match="batch=13 rows cannot be divided over 8 devices; use a multiple of 8"):
+    with pytest.raises(MeshError, match="batch=13 cannot be split over devices=8; 1, 13 would do"):
         on_all(state, jax.tree.map(lambda part: part[:13], packed(0)))
     assert not state.step.is_deleted()
 

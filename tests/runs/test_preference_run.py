@@ -195,4 +195,4 @@ def test_the_command(base, pairs, tmp_path):
     bad.write_text(pairs.read_text() + '{"prompt": "a", "chosen": "b"}\n')
     done = run_here("train", "dpo", "length=40", "--workdir", tmp_path / "other", "--data", bad, "--weights", base)
     assert done.returncode == 2
-    assert f"{bad}, line 61: rejected is missing; write prompt, chosen and rejected" in done.stderr
+    assert f"{bad}, line 61: rejected, a text or messages, is missing" in done.stderr

@@ -236,7 +236,7 @@ def test_recipes_that_cannot_be(changes, mesh, message):
         ({"group": 1}, "rewards.group=1 must be at least 2"),
         ({"truncated": "drop"}, "rewards.truncated='drop' must be one of count, mask"),
         ({"held": -1}, "rewards.held=-1 must be at least 0"),
-        ({"temperature": 0.0}, "rewards.temperature=0.0 must be a finite number above 0"),
+        ({"temperature": 0.0}, "rewards.temperature=0.0 must be above 0"),
         ({"clip": 2.0}, "clip=2.0 must be at least 0 and below 1"),
     ],
 )

@@ -196,9 +196,9 @@ def test_rows_that_cannot_be_divided():
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"accumulate": 0}, "accumulate=0 must be a positive integer"),
+        ({"accumulate": 0}, "accumulate=0 must be at least 1"),
         ({"ema_decay": 1.0}, "ema_decay=1.0 must be at least 0 and below 1"),
-        ({"chunk": 0}, "chunk=0 must be a positive integer"),
+        ({"chunk": 0}, "chunk=0 must be at least 1"),
         ({"z_loss": -1e-4}, "z_loss=-0.0001 must be at least 0"),
     ],
 )

@@ -46,11 +46,6 @@ class DraftModel(Drafter, struct.PyTreeNode):
     sharding: Sharding = struct.field(pytree_node=False, default=Sharding())
     compute: Compute = struct.field(pytree_node=False, default=Compute())
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.config, LlamaConfig):
-            raise GenerationError(f"the draft's config is a {type(self.config).__name__}; pass LlamaConfig and parameters")
-
     def check(
         self, config: LlamaConfig, params: Llama, lengths: PromptLengths, settings: DecodeSettings, options: CacheOptions
     ) -> None:

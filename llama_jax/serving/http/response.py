@@ -457,9 +457,10 @@ def in_slices(update: Update) -> Sequence[Update]:
 
 def _check_finish(update: Update) -> None:
     """Raise ApiError for a request that did not end normally."""
-    if update.finish == "failed":
-        raise ApiError(500, f"the engine failed: {update.error}", code="engine_failed")
-    if update.finish == "timeout":
-        raise ApiError(504, "the request exceeded this server's time limit (--timeout)", code="timeout")
-    if update.finish == "cancelled":
-        raise shutting_down()
+    errors = {
+        "failed": ApiError(500, f"the engine failed: {update.error}", code="engine_failed"),
+        "timeout": ApiError(504, "the request exceeded this server's time limit (--timeout)", code="timeout"),
+        "cancelled": shutting_down(),
+    }
+    if update.finish in errors:
+        raise errors[update.finish]

@@ -351,7 +351,7 @@ class Service:
         stop_tokens = tuple(dict.fromkeys((*(() if body.ignore_eos else ends), *body.stop_token_ids)))
         for i, prompt in enumerate(prompts):
             limit = self._limit(body, len(prompt), default_tokens)
-            at_start = not any(map(self._has_text, prompt))
+            at_start = not any(map(self.served.tokenizer.token_bytes, prompt))
             for j in range(body.n):
                 if constraint is not None:
                     constraints.append(constraint.copy())
@@ -392,9 +392,6 @@ class Service:
         functions = [tool["function"] for tool in body.tools] if isinstance(body, ChatRequest) else []
         schemas = {function["name"]: function.get("parameters") for function in functions}
         return ToolText(schemas, dialect, self._call_tokens, constrained=constrained)
-
-    def _has_text(self, token: int) -> bool:
-        return self.served.tokenizer.token_bytes(token) != b""
 
     def _limit(self, body: ApiRequest, length: int, default: int | None) -> int:
         """The maximum number of tokens to generate."""
