@@ -93,7 +93,10 @@ def check_value(name: str, value: Any, hint: Any, raises: type[UserError] = User
         bounds = next((annotation for annotation in annotations if isinstance(annotation, Bounds)), None)
     if get_origin(hint) in (Union, UnionType):
         types_ = [type_ for type_ in get_args(hint) if type_ is not NoneType]
-        if len(types_) == 1 and not (value is None and NoneType in get_args(hint)):
+        if len(types_) > 1:  # of several types, only dataclasses are told apart
+            bare_types = [get_args(type_)[0] if get_origin(type_) is Annotated else type_ for type_ in types_]
+            types_ = [type_ for type_ in bare_types if is_dataclass(type_) and type_ is type(value)]
+        if types_ and not (value is None and NoneType in get_args(hint)):
             check_value(name, value, types_[0] if bounds is None else Annotated[types_[0], bounds], raises)
     elif requirement := _requirement(value, hint, bounds):
         raise raises(f"{name}={shown(value, 40)} must be {requirement}")

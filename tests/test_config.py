@@ -141,9 +141,9 @@ def test_impossible_sizes_are_named(changes, message):
     [
         (
             ("ntk-aware", 2.0),
-            "kind='ntk-aware' is not supported; use linear, dynamic, yarn, ",
+            "kind='ntk-aware' must be one of linear, dynamic, yarn, ",
         ),
-        ((["yarn"], 2.0), r"kind=\['yarn'\] is not supported"),
+        ((["yarn"], 2.0), r"kind=\['yarn'\] must be one of"),
         (("yarn", 2.0), "'yarn' needs original_max_seq_len"),
         (("dynamic", 2.0), "'dynamic' needs original_max_seq_len"),
         (("linear", 2.0, None, None, 64), "'linear' does not read original_max_seq_len=64"),
@@ -174,7 +174,7 @@ def test_impossible_scalings_are_named(arguments, message):
         ("dynamic", {"attention_factor": 1.0}, "'dynamic' does not read attention_factor=1.0"),
         ("dynamic", {"beta_fast": 32.0}, "'dynamic' does not read beta_fast=32.0"),
         ("longrope", {}, "'longrope' needs short_factor"),
-        ("longrope", {"short_factor": 2.0}, "short_factor=2.0 must be a list"),
+        ("longrope", {"short_factor": 2.0, "long_factor": [1.0]}, "short_factor=2.0 must be a tuple"),
         ("longrope", {"short_factor": [1.0, 0.0], "long_factor": [1.0]}, r"short_factor\[1\]=0.0"),
     ],
 )

@@ -75,6 +75,7 @@ MORE_ARGUMENTS = {
     "model/cache.py attend_gathered": 8,  # as `attend_paged`
     "inference/decode.py begin_decode": 8,  # prefilled prompts, their tokens and settings, computation and sharding
     # Those of `attend`, with chunks and sinks in the place of a mask as arrays, and the options that choose kernels.
+    "ops/attention/dispatch.py attend": 8,
     "ops/attention/paged.py attend_paged": 9,
     "ops/attention/paged.py attend_on_device": 8,
     "ops/attention/paged_blocks.py attend_by_blocks": 8,

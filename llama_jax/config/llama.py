@@ -38,7 +38,7 @@ class LayerConfig:
     chunk: Positive | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, ConfigError, "layer.")
+        check_fields(self, ConfigError)
         if self.rope_theta is not None and self.rope != "unscaled":
             raise ConfigError(f"rope_theta={self.rope_theta} of a layer needs rope='unscaled'")
 
@@ -65,7 +65,7 @@ class QueryScaling:
     rotated: bool = True
 
     def __post_init__(self) -> None:
-        check_fields(self, ConfigError, "query_scaling.")
+        check_fields(self, ConfigError)
 
 
 def period(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:

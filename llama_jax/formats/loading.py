@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.config.validation import is_floating
 from llama_jax.errors import CheckpointError, MeshError, reading, shown
 from llama_jax.formats.adapters import (
     ADAPTER_CONFIG,
@@ -44,6 +43,7 @@ from llama_jax.formats.quantize_on_load import (
 from llama_jax.formats.step_dirs import find_checkpoints, retry_with_newest_step
 from llama_jax.formats.torch_pickle import is_torch
 from llama_jax.formats.weight_format import OpenedCheckpoint, WeightFormat
+from llama_jax.model.forward_options import is_floating
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import bytes_in_memory, dequantize, param_shapes, unstack_layers
 from llama_jax.model.trees import quantize as quantized_params

@@ -1,16 +1,17 @@
 """The settings of sampling. A field here is an option everywhere: in Python, on the command line, in HTTP requests and in
-`/openapi.json`. Without JAX, so that the command line need not import it.
+`/openapi.json`. Without JAX and NumPy, so that the command line need not import them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Annotated, Any
 
 from llama_jax.errors import GenerationError, shown
 from llama_jax.settings import Bounds, at_least, number_fields
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PerRow = Any  # a number, or an array or sequence of one number per row
 MIN_TEMPERATURE, MIN_P, MIN_TOP_P = 1e-6, 1e-30, 1e-9  # smaller values count as 0, or as the smallest possible set
@@ -50,6 +51,8 @@ class Sampling:
         Raises:
           GenerationError: an invalid value, or a field with the wrong number of rows; the message names the field.
         """
+        import numpy as np
+
         arrays = {
             name: _to_array(name, getattr(self, name), batch, number.type, number.bounds)
             for name, number in number_fields(Sampling).items()
@@ -62,11 +65,15 @@ class Sampling:
 
     def is_greedy(self) -> bool:
         """Whether every row takes its most probable token, without a penalty. Only for numbers and NumPy arrays."""
+        import numpy as np
+
         return bool(np.all(np.equal(self.temperature, 0)) and np.all(np.equal(self.repetition_penalty, 1)))
 
 
 def _to_array(name: str, setting: PerRow, batch: int, number_type: type, bounds: Bounds) -> np.ndarray:
     """A setting, one number or one per row, as an array of `batch` numbers."""
+    import numpy as np
+
     numbers = np.asarray(setting)
     requirement = bounds.describe(np.inf)
     if numbers.dtype.kind not in "iuf":

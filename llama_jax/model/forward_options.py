@@ -82,7 +82,7 @@ class Compute:
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
-        if self.dtype is not None and not _is_floating(self.dtype):
+        if self.dtype is not None and not is_floating(self.dtype):
             raise ConfigError(f"dtype={self.dtype!r} is not a floating-point type; use 'float32', 'bfloat16' or 'float16'")
         if self.exact and self.attention != "auto":
             raise ConfigError("exact=True has its own attention; leave attention out")
@@ -95,7 +95,7 @@ class Compute:
         return KernelOptions(self.exact, self.native_code and not self.forward_mode, forward_mode=self.forward_mode)
 
 
-def _is_floating(dtype: Any) -> bool:
+def is_floating(dtype: Any) -> bool:
     """Whether this is the name or the class of a floating-point type that JAX knows."""
     try:
         return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))

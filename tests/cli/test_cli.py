@@ -115,7 +115,7 @@ def test_generate_ends_at_a_stop_string(stories_folder):
         (["--prompt-file", "-"], "the prompt in stdin is empty"),
         (["--prompt-file", "/dev/zero"], "/dev/zero has more than 256 MiB of prompts; split it into several files"),
         (["Once", "--batch", "0"], "batch=0 must be"),
-        (["Once", "--draft", "prompt:0"], "tokens=0 of a draft must be an integer from 1 to 15"),
+        (["Once", "--draft", "prompt:0"], "tokens=0 must be at least 1 and at most 15"),
         (["Once", "--draft", "prompt:" + "9" * 5000], "cannot be read: File name too long"),
         (["Once", "--draft", "nowhere"], "nowhere does not exist"),
         (["Once", "--draft", "MODEL"], "has a vocabulary of 512, but the model's has 4096; use a draft with the model's"),

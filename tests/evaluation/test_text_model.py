@@ -143,7 +143,7 @@ def test_what_a_task_asks_for(settings, wanted):
         ({"num_beams": 4}, "'num_beams'=4 is not a supported setting of generation"),
         ({"until": 3}, "until=3 must be a text or a list of texts"),
         ({"until": [3]}, r"until=\[3\] must be"),
-        ({"max_gen_toks": 0}, "max_gen_toks=0 must be at least 1"),
+        ({"max_gen_toks": 0}, "max_gen_toks=0 must be a positive integer"),
         ({"temperature": -1.0}, "temperature=-1.0 must be"),
     ],
 )

@@ -323,7 +323,7 @@ def test_what_must_be_a_number_is_named(kind, name, value):
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must be a positive"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must be at least 1"),
         ("llama4_text", {"no_rope_layers": [], "no_rope_layer_interval": "x"}, "no_rope_layer_interval='x' must be"),
         ("gemma3_text", {"sliding_window_pattern": "x"}, "sliding_window_pattern='x' must be an integer, at least 1"),
         ("ministral3", {"rope_parameters": 3}, "rope_parameters=3 must be an object"),

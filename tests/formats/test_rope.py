@@ -93,7 +93,7 @@ def test_what_transformers_takes_where_config_json_is_silent():
     longrope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
     assert read(**longrope, **FACTORS) == SCALINGS["longrope"]
     assert read(rope_type="dynamic", factor=2.0) == RopeScaling("dynamic", 2.0, original_max_seq_len=256)
-    with pytest.raises(ConfigError, match=r"max_seq_len=2560+\.* must be a positive integer below"):
+    with pytest.raises(ConfigError, match=r"max_seq_len=2560+\.* must be at least 1 and at most"):
         read(rope_type="dynamic", factor=1e20)
     outside = config_to_dict(CONFIG) | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}
     assert config_from_dict(outside | {"original_max_position_embeddings": 64}) == CONFIGS["yarn"]

@@ -202,7 +202,7 @@ def test_the_number_of_compilations_is_bounded(model):
         ([[1] * 500], {"max_new_tokens": 13}, "exceed the model's context of 512"),
         ([[1] * 600], {}, "a prompt of 600 tokens"),
         ([[1]], {"stop_tokens": [-1]}, "stop token -1 is outside"),
-        ([[1]], {"sampling": Sampling(top_p=2.0)}, "top_p=2.0 must be above 0"),
+        ([[1]], {"sampling": Sampling(top_p=2.0)}, "top_p=2.0 must be at least 0 and at most 1"),
         ([[1]], {"sampling": Sampling(seed=[1, 2])}, r"seed has shape \(2,\) for a batch of 1"),
     ],
 )

@@ -259,9 +259,9 @@ def test_nothing_sorts_the_vocabulary():
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", "hot"),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_k", 1.5),
-        ("top_p", 0.0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("min_p", -0.1),
         ("min_p", 2.0),
@@ -271,8 +271,6 @@ def test_nothing_sorts_the_vocabulary():
         ("top_k", [1, 2, 3]),
         ("temperature", True),
         ("temperature", 1e39),
-        ("temperature", 1e-38),
-        ("top_p", 1e-40),
         ("repetition_penalty", 1e-46),
         ("top_k", 10**23),
     ],
@@ -280,3 +278,9 @@ def test_nothing_sorts_the_vocabulary():
 def test_impossible_values_are_named(field, value):
     with pytest.raises(GenerationError, match=field):
         Sampling(**{field: value}).per_row(2)
+
+
+def test_values_near_zero_are_off_or_the_smallest():
+    sampling = Sampling(temperature=1e-38, top_k=-1, top_p=0.0, min_p=1e-38).per_row(1)
+    assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0, 0, 0)
+    assert 0 < sampling.top_p <= 1e-9

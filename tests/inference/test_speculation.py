@@ -253,11 +253,11 @@ class TestWhatCannotBe:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda: PromptLookup(0), "tokens=0 of a draft must be an integer from 1 to 15"),
-            (lambda: PromptLookup(16), "tokens=16 of a draft"),
-            (lambda: PromptLookup(True), "tokens=True of a draft"),
+            (lambda: PromptLookup(0), "tokens=0 must be at least 1 and at most 15"),
+            (lambda: PromptLookup(16), "tokens=16 must be"),
+            (lambda: PromptLookup(True), "tokens=True must be an integer"),
             (lambda: PromptLookup(shortest=9), "shortest=9 of a draft exceeds longest=8"),
-            (lambda: PromptLookup(longest=0), "longest=0 of a draft"),
+            (lambda: PromptLookup(longest=0), "longest=0 must be"),
         ],
     )
     def test_numbers(self, make, message):

@@ -61,7 +61,7 @@ def test_the_requests_that_the_engine_gets():
     ask(engine, lambda c: c.complete("a", **body), lambda c: c.complete([5, 6], ignore_eos=True))
     first, second, third = engine.admitted
     sampling = first.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, -1, 0.1)
     assert (sampling.repetition_penalty, sampling.seed, second.sampling.seed) == (1.5, 2**32 - 1, 0)
     assert (first.max_new_tokens, first.min_new_tokens, first.alternatives, first.score_prompt) == (7, 2, 3, True)
     assert set(first.stop_tokens) == {*BYTES.stop_ids, 70}

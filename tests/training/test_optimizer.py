@@ -64,13 +64,13 @@ def test_a_schedule_of_any_warmup_is_defined_and_bounded(schedule, warmup):
     [
         ({"name": "adam"}, "name='adam' must be one of adamw, muon"),
         ({"schedule": "linear"}, "schedule='linear' must be one of cosine, wsd, constant"),
-        ({"learning_rate": 0.0}, r"learning_rate=0\.0 must be positive"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan must be positive"),
+        ({"learning_rate": 0.0}, r"learning_rate=0\.0 must be above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must be above 0"),
         ({"weight_decay": -0.1}, r"weight_decay=-0\.1 must be at least 0"),
         ({"clip_norm": -1.0}, r"clip_norm=-1\.0 must be at least 0"),  # it would climb the loss
         ({"clip_norm": float("nan")}, "clip_norm=nan must be at least 0"),
         ({"b2": 1.0}, r"b2=1\.0 must be at least 0 and below 1"),
-        ({"final_share": 2.0}, r"final_share=2\.0 must be between 0 and 1"),
+        ({"final_share": 2.0}, r"final_share=2\.0 must be at least 0 and at most 1"),
     ],
 )
 def test_settings_that_cannot_be(settings, message):
@@ -269,5 +269,5 @@ class TestLoraPlus:
         optimizer = make_optimizer(OptimizerSettings(lora_plus=4.0), STEPS)
         with pytest.raises(llama_jax.ConfigError, match="lora_plus is for the learning rate of adapters, and these"):
             optimizer.init(params)
-        with pytest.raises(llama_jax.ConfigError, match=r"lora_plus=0\.0 must be positive"):
+        with pytest.raises(llama_jax.ConfigError, match=r"lora_plus=0\.0 must be above 0"):
             OptimizerSettings(lora_plus=0.0)

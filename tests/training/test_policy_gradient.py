@@ -182,7 +182,7 @@ def test_weights_of_tokens_are_factors_in_every_sum():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "ppo"}, "kind='ppo' is not a policy loss; choose grpo, dr_grpo, dapo"),
+        ({"kind": "ppo"}, "kind='ppo' must be one of grpo, dr_grpo, dapo"),
         ({"clip": 1.0}, "clip=1.0 must be at least 0 and below 1"),
         ({"clip_high": -0.1}, "clip_high=-0.1 must be at least 0"),
         ({"beta": -1}, "beta=-1 must be at least 0"),

@@ -134,7 +134,7 @@ def test_answers_that_are_no_pairs():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "dpo"}, "kind='dpo' is not a preference loss; choose sigmoid, hinge"),
+        ({"kind": "dpo"}, "kind='dpo' must be one of sigmoid, hinge"),
         ({"beta": 0}, "beta=0 must be above 0"),
         ({"label_smoothing": 0.5}, "label_smoothing=0.5"),
         ({"kind": "hinge", "label_smoothing": 0.1}, "label_smoothing=0.1 applies only to sigmoid and simpo, not to hinge"),
