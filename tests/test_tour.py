@@ -1,5 +1,6 @@
 """The files that one token, and one training step, really pass through are those that docs/how_it_works.md names."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ LEFT_OUT = {  # as the page says
         "ops/cpu/native/__init__.py",
         "ops/cpu/threefry.py",
         "ops/exact.py",
+        "ops/gradients.py",
         "ops/platform.py",
         "settings.py",
     ),
@@ -42,7 +44,12 @@ def visited(run: Callable[[], object]) -> set[str]:
     called = set()
 
     def note(frame, event, _):
-        if event == "call" and (frame.f_back is None or frame.f_back.f_code.co_filename != LISTENERS):
+        # Class bodies, which run when a file is imported, are not optimized code.
+        if (
+            event == "call"
+            and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+            and (frame.f_back is None or frame.f_back.f_code.co_filename != LISTENERS)
+        ):
             called.add(frame.f_code)
 
     before = sys.getprofile()
@@ -78,8 +85,8 @@ def test_one_token_through_generate(params, monkeypatch):
     run = partial(llama_jax.generate, CONFIG, params, [[1, 2, 3]], max_new_tokens=6)
     files = visited(run)
     assert files == named("One token through `generate`")
-    assert len(files) <= 21
-    assert lines(files) < 4150  # "some 4,100"
+    assert len(files) <= 22
+    assert lines(files) < 4250  # "some 4,200"
 
 
 def test_one_batch_through_train_step(params):
@@ -90,7 +97,7 @@ def test_one_batch_through_train_step(params):
     files = visited(partial(step, state, batch))
     assert files == named("One batch through `train_step`")
     assert len(files) <= 20
-    assert lines(files) < 3650  # "some 3,600"
+    assert lines(files) < 3700  # "some 3,600"
 
 
 @pytest.mark.parametrize(
