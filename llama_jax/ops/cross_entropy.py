@@ -25,12 +25,15 @@ class LossSums(NamedTuple):
     """Weighted sums over tokens, float32[] or float64[].
 
     Attributes:
-      loss: the quantity to minimize: `nll` plus `z_loss` times the squared log-sum-exp of the logits.
-      nll: negative log-likelihood in nats; not differentiated.
+      loss: the quantity to minimize; of `cross_entropy`, `nll` plus `z_loss` times the squared log-sum-exp of the logits.
+      nll: negative log-likelihood in nats, or what else a loss reports as the metric "loss"; not differentiated.
+      metrics: more metrics of a custom loss, sums by name; not differentiated. If there is "tokens", it replaces the metric
+        "tokens", which is the divisor of the loss otherwise.
     """
 
     loss: jax.Array
     nll: jax.Array
+    metrics: dict[str, jax.Array] = {}  # noqa: RUF012  # a pytree; nothing changes it
 
 
 @dataclass(frozen=True)
@@ -129,10 +132,10 @@ def _loss_sums_by_autodiff(
     @jax.checkpoint
     def add_chunk(sums: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
         chunk_sums, _ = _chunk_sums_and_d_logits(options, head, *chunk)
-        return LossSums(*map(jnp.add, sums, chunk_sums)), None
+        return jax.tree.map(jnp.add, sums, chunk_sums), None
 
     row_sums, _ = lax.scan(add_chunk, _zero_row_sums(hidden), _chunks(options.chunk, hidden, targets, weights))
-    return LossSums(*map(jnp.sum, row_sums))
+    return jax.tree.map(jnp.sum, row_sums)
 
 
 def _loss_sums_forward(
@@ -156,10 +159,10 @@ def _loss_sums(
 
     def add_chunk(sums: LossSums, chunk: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
         chunk_sums, _ = _chunk_sums_and_d_logits(options, head_cast, *chunk)
-        return LossSums(*map(jnp.add, sums, chunk_sums)), None
+        return jax.tree.map(jnp.add, sums, chunk_sums), None
 
     row_sums, _ = lax.scan(add_chunk, _zero_row_sums(hidden), _chunks(options.chunk, hidden, targets, weights))
-    return LossSums(*map(jnp.sum, row_sums))
+    return jax.tree.map(jnp.sum, row_sums)
 
 
 def _loss_sums_and_gradients(
@@ -178,7 +181,7 @@ def _loss_sums_and_gradients(
             hidden_rows, d_logits_rows = (x.reshape(batch_shards, -1, x.shape[-1]) for x in (chunk[0], d_logits))
             d_head = constrain(d_head + weight_gradient(hidden_rows, d_logits_rows, d_head.dtype), "lm_head_gradient")
         d_hidden = project(d_logits, transposed_head)
-        return (LossSums(*map(jnp.add, sums, chunk_sums)), d_head), d_hidden
+        return (jax.tree.map(jnp.add, sums, chunk_sums), d_head), d_hidden
 
     d_head = None
     if needs_d_head:  # accumulated as [D, V], the layout of the CPU matmul, and transposed once at the end
@@ -187,7 +190,7 @@ def _loss_sums_and_gradients(
     (row_sums, d_head), d_hidden = lax.scan(add_chunk, (_zero_row_sums(hidden), d_head), chunks)
     batch, length = targets.shape
     d_hidden = d_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
-    return LossSums(*map(jnp.sum, row_sums)), [d_hidden, None if d_head is None else jnp.sum(d_head, axis=0).T]
+    return jax.tree.map(jnp.sum, row_sums), [d_hidden, None if d_head is None else jnp.sum(d_head, axis=0).T]
 
 
 def gathered_head(head: Any, dtype: jax.typing.DTypeLike, constrain: Constrain) -> Any:

@@ -25,6 +25,7 @@ from llama_jax.model.lora import adapted, init_adapters, precompute_dora_scale, 
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import init
 from llama_jax.ops.attention import record_backends
+from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import padded_shapes_config
 from llama_jax.parallel.pmap import pmap_step, replicate
@@ -40,7 +41,7 @@ from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.interface import Backend, FrozenModels, Objective, StepMetrics, TrainingProgram, compute_of
 from llama_jax.training.exact_gradients import check_exact_mesh, check_exact_threads
 from llama_jax.training.flops import step_flops
-from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
+from llama_jax.training.loss import LossOptions
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
 
@@ -82,10 +83,9 @@ def _bind_recipe(
     """
     task_loss = objective.make_loss(frozen)
 
-    def loss(config: LlamaConfig, params: Llama, batch: Any, options: LossOptions, sharding: Sharding) -> LossSumsAndMetrics:
+    def loss(config: LlamaConfig, params: Llama, batch: Any, options: LossOptions, sharding: Sharding) -> LossSums:
         sums = task_loss(config, params, batch, options, sharding)
-        metrics = sums.metrics if isinstance(sums, LossSumsAndMetrics) else {}
-        return LossSumsAndMetrics(sums.loss, sums.nll, metrics | {"tokens_read": objective.count_tokens(batch)})
+        return sums._replace(metrics=sums.metrics | {"tokens_read": objective.count_tokens(batch)})
 
     return partial(
         step,

@@ -114,7 +114,7 @@ def target_mask(batch: Batch) -> Bool[Array, "B T"] | Float[Array, "B T"]:
 def target_count(batch: Batch) -> Float[Array, ""]:
     """The number of targets that count in the loss, or the sum of their weights; float32 at least."""
     mask = target_mask(batch)
-    return jnp.sum(mask, dtype=jnp.promote_types(mask.dtype, jnp.float32))
+    return jnp.sum(mask, dtype=jnp.float32 if mask.dtype == bool else mask.dtype)
 
 
 def apply_weights(values: Float[Array, "*shape"], mask: Shaped[Array, "*#shape"]) -> Float[Array, "*shape"]:

@@ -15,11 +15,12 @@ from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward, lm_head_for_loss
 from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.params import Llama
+from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.kl_divergence import DivergenceOptions, Logits, token_divergence
 from llama_jax.ops.weights.formats import FrozenFormatName
 from llama_jax.settings import Bounds, NonNegative, PositiveNumber, check_fields
 from llama_jax.training.batch import Batch, apply_weights, to_next_token_batch
-from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
+from llama_jax.training.loss import LossOptions
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Teacher(NamedTuple):
     sharding: Sharding = Sharding()
 
 
-def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[..., LossSumsAndMetrics]:
+def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[..., LossSums]:
     """A loss with the arguments of `total_loss`: sums over the target tokens, weighted as there, to be divided by
     `target_count`.
 
@@ -72,7 +73,7 @@ def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[...
         batch: Batch,
         options: LossOptions = LossOptions(),
         sharding: Sharding = Sharding(),
-    ) -> LossSumsAndMetrics:
+    ) -> LossSums:
         rows = sharding.reorder_batch(to_next_token_batch(batch))
         positions = Positions(position_ids=rows.position_ids, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
 
@@ -94,6 +95,6 @@ def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[...
         kl, nll = (jnp.sum(apply_weights(part, rows.target_mask)) for part in per_token)
         total = distill.weight * distill.temperature**2 * kl + (1 - distill.weight) * nll
         metrics = {"kl": kl, "cross_entropy": nll}
-        return LossSumsAndMetrics(total, lax.stop_gradient(total), jax.tree.map(lax.stop_gradient, metrics))
+        return LossSums(total, lax.stop_gradient(total), jax.tree.map(lax.stop_gradient, metrics))
 
     return loss

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -48,21 +46,6 @@ class LossOptions:
         """How the logits of a model are computed."""
         kernels = KernelOptions(forward_mode=self.compute.forward_mode)
         return LogitOptions(self.chunk, self.z_loss, config.vocab_size, sharding.batch_shards, sharding.constrain, kernels)
-
-
-class LossSumsAndMetrics(NamedTuple):
-    """The result of a custom loss: sums over the rows of a batch, without division.
-
-    Attributes:
-      loss: float[], to be minimized.
-      nll: float[], reported as the metric "loss"; not differentiated.
-      metrics: float[] each, by name: more metrics of the step; not differentiated. If there is "tokens", it replaces the
-        metric "tokens", which is the divisor of the loss otherwise.
-    """
-
-    loss: jax.Array
-    nll: jax.Array
-    metrics: dict[str, jax.Array]
 
 
 def next_token_loss(

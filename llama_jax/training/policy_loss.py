@@ -14,9 +14,10 @@ from jaxtyping import Array, Float
 from llama_jax.config import LlamaConfig
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama
+from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.training.batch import Batch, apply_weights, target_count, target_mask
 from llama_jax.training.logprobs import token_logprobs
-from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
+from llama_jax.training.loss import LossOptions
 from llama_jax.training.policy_gradient import PolicyOptions, policy_loss
 from llama_jax.training.step import microbatches
 
@@ -57,7 +58,7 @@ class AnswerLoss:
 
     def __call__(
         self, config: LlamaConfig, params: Llama, scored: ScoredAnswers, options: LossOptions, sharding: Sharding
-    ) -> LossSumsAndMetrics:
+    ) -> LossSums:
         """Sums over rows; `train_step` divides the loss by `count`.
 
         In `metrics`, "tokens" is the number of tokens of the answers; "clipped", "divergence" and "gap" (the absolute
@@ -70,7 +71,7 @@ class AnswerLoss:
         sums = policy_loss(logprobs, old_logprobs, scored.advantages, mask, self.policy, scored.reference)
         gap = jnp.sum(apply_weights(jnp.abs(jnp.where(mask, scored.sampler_logprobs - detached, 0)), mask))
         metrics = {"tokens": sums.tokens, "clipped": sums.clipped, "divergence": sums.divergence, "gap": gap}
-        return LossSumsAndMetrics(sums.loss, lax.stop_gradient(sums.loss), jax.tree.map(lax.stop_gradient, metrics))
+        return LossSums(sums.loss, lax.stop_gradient(sums.loss), jax.tree.map(lax.stop_gradient, metrics))
 
     def count(self, scored: ScoredAnswers) -> Float[Array, ""]:
         """The divisor of the sum of losses: the number of tokens, of answers, or of answers times `length`."""

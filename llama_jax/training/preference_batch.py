@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Float32
 from llama_jax.config import LlamaConfig
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import Llama
+from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.training.batch import Batch, apply_weights, target_mask
 from llama_jax.training.logprobs import token_logprobs
-from llama_jax.training.loss import LossOptions, LossSumsAndMetrics
+from llama_jax.training.loss import LossOptions
 from llama_jax.training.preference_loss import FREE, Pair, PreferenceOptions, Preferred, kto_loss, preference_loss
 from llama_jax.training.step import microbatches
 
@@ -153,7 +154,7 @@ def pair_loss(
     batch: PairBatch,
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),
-) -> LossSumsAndMetrics:
+) -> LossSums:
     """The sum of the losses of a batch, to be divided by `pair_count`; see `preference_loss` and `kto_loss`.
 
     `metrics` has sums: "tokens" of the answers; over pairs, "chosen_reward", "rejected_reward", "chosen_logprob",
@@ -164,7 +165,7 @@ def pair_loss(
     result = preferred(answers, batch, preference)
     loss = jnp.sum(result.losses)
     metrics = jax.tree.map(lax.stop_gradient, sums_of(answers, result, batch))
-    return LossSumsAndMetrics(loss, lax.stop_gradient(loss), metrics)
+    return LossSums(loss, lax.stop_gradient(loss), metrics)
 
 
 def sums_of(answers: AnswerSums, result: Preferred, batch: PairBatch) -> dict[str, Float[Array, ""]]:

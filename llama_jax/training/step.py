@@ -24,9 +24,9 @@ from llama_jax.ops.platform import update_if
 from llama_jax.ops.weights.layers import MixedStack
 from llama_jax.settings import BelowOne, Positive, check_fields
 from llama_jax.training.batch import Batch, replace_zero, target_count
-from llama_jax.training.loss import LossOptions, LossSumsAndMetrics, total_loss
+from llama_jax.training.loss import LossOptions, total_loss
 
-LossFn = Callable[[LlamaConfig, Llama, Any, LossOptions, Sharding], LossSums | LossSumsAndMetrics]
+LossFn = Callable[[LlamaConfig, Llama, Any, LossOptions, Sharding], LossSums]
 UpdatedFields = tuple[Llama, Any, Llama | None]  # of a `TrainState`: params, opt_state, ema
 
 
@@ -149,14 +149,14 @@ def train_step(
       optimizer: from `make_optimizer`, which clips gradients; or any optax optimizer.
       batch: B rows. Every target token has the same weight, or that of `Batch.loss_mask`, whatever its row, microbatch and
         device. With a custom loss, any pytree of arrays [B, ...]; `options.count` maps it to the divisor of the loss.
-      loss: a custom loss, with the arguments of `total_loss`. It returns sums: `LossSums` or `LossSumsAndMetrics`.
+      loss: a custom loss, with the arguments and the result of `total_loss`; `LossSums.metrics` may hold more metrics.
 
     Returns:
       The next state, and the metrics of this step, float32[] each: "loss", the mean nll in nats per target token before the
       update, without z-loss; "grad_norm", the global norm of the gradients before clipping; "tokens", the divisor of the
       loss: the number of target tokens on all devices, or the sum of their weights. If "loss" or "grad_norm" is not finite,
       the step is skipped: only the counters of the state change. "skipped" and "skipped_in_a_row", int32[], are the counters
-      after the step. With `LossSumsAndMetrics` there are also its `metrics`, summed over all rows, without division.
+      after the step. There are also the `metrics` of a custom loss, summed over all rows, without division.
 
     Raises:
       ConfigError: `accumulate` or `virtual_shards` does not divide the rows; `ema_decay` with a state without a moving
@@ -212,8 +212,7 @@ def _accumulated_gradients(
 
     def mean_loss(params: Llama, batch: Any) -> tuple[jax.Array, Any]:
         sums = loss(config, sharding.prepare_params(params), batch, options.loss, sharding)
-        task_metrics = sums.metrics if isinstance(sums, LossSumsAndMetrics) else {}
-        return sums.loss / divisor, (sums.nll / divisor, task_metrics)
+        return sums.loss / divisor, (sums.nll / divisor, sums.metrics)
 
     grad_fn = jax.value_and_grad(mean_loss, has_aux=True)
 

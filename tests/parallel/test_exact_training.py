@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 from training_options import loss_options
 
 from llama_jax.errors import ConfigError, MeshError
+from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
 from llama_jax.parallel.pmap import pmap_step, replicate
 from llama_jax.parallel.sharding import batch_spec, shardings, step_over, train_state_specs
 from llama_jax.training.batch import Batch, target_mask
-from llama_jax.training.loss import LossSumsAndMetrics, total_loss
+from llama_jax.training.loss import total_loss
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
 from llama_jax.training.step import StepOptions, init_state, train_step
 
@@ -146,7 +147,7 @@ def weighted(config, params, batch, options, sharding):
     """A loss with weights that no order of summation adds exactly, and a sum of its own to report."""
     sums = total_loss(config, params, batch, options, sharding)
     weight = weight_of(batch)
-    return LossSumsAndMetrics(weight * sums.loss, weight * sums.nll, {"weight": weight})
+    return LossSums(weight * sums.loss, weight * sums.nll, {"weight": weight})
 
 
 def weight_of(batch):

@@ -19,7 +19,6 @@ from llama_jax.model.trees import param_shapes, quantize
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.weights.formats import ENCODABLE
 from llama_jax.training.batch import Batch
-from llama_jax.training.loss import LossSumsAndMetrics
 from llama_jax.training.optimizer import adamw, with_clipping
 from llama_jax.training.step import StepOptions, init_state, train_step
 
@@ -125,7 +124,7 @@ def test_a_loss_of_other_rows_has_its_own_divisor_and_sums():
 
     def loss(config, params, batch, options, sharding):
         squares = (batch["wanted"] - jnp.mean(params.final_norm)) ** 2 * batch["weight"]
-        return LossSumsAndMetrics(jnp.sum(squares), jnp.sum(squares), {"tokens": jnp.sum(batch["wanted"] > 3)})
+        return LossSums(jnp.sum(squares), jnp.sum(squares), {"tokens": jnp.sum(batch["wanted"] > 3)})
 
     state = init_state(OPTIMIZER, jit_init(CONFIG, jax.random.key(0)))
     found = []
