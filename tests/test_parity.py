@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import make_format_goldens as formats
 import make_goldens
 import numpy as np
 import pytest
@@ -15,10 +14,8 @@ from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax import RopeScaling, Sampling
-from llama_jax.errors import GenerationError
 from llama_jax.formats import huggingface
 from llama_jax.formats.huggingface import HF_NAMES, config_from_dict, from_params
-from llama_jax.formats.torch_pickle import read_pickled
 from llama_jax.inference.sampling import penalize, score_threshold
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.logits import logits
@@ -182,35 +179,6 @@ def test_greedy_generation_equals_transformers():
     want = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
     got = llama_jax.generate(config, params_of(config, tensors), [prompt], max_new_tokens=30)[0].tokens
     assert got == want[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize("length", [10, 40], ids=["decoded across it", "prompt beyond it"])
-def test_a_dynamic_scaling_generates_beyond_the_context_in_the_file(length, tmp_path):
-    """Whose `max_position_embeddings` is where the scaling begins: the same tokens and log-probabilities as there."""
-    import torch
-
-    scaling = RopeScaling("dynamic", 4.0, original_max_seq_len=16)
-    config = replace(make_goldens.KINDS["gqa"], head_dim=16, rope_theta=500.0, rope_scaling=scaling, max_seq_len=64)
-    config = replace(config, unscaled_max_seq_len=16)
-    model = make_goldens.transformers_model(config, make_goldens.random_tensors(config))
-    model.save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert written["max_position_embeddings"] == 16
-    assert "llama_jax" not in written  # a note of ours
-    found, params, _ = llama_jax.load(tmp_path)
-    assert found == config
-    [prompt] = make_goldens.tokens(config, batch=1, length=length).tolist()
-    new = 64 - length
-    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "output_logits": True}
-    ids = torch.tensor([prompt])
-    settings |= {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}  # else token 0 would be padding
-    want = model.generate(ids, max_new_tokens=new, **settings)
-    [got] = llama_jax.generate(found, params, [prompt], max_new_tokens=new)
-    assert got.tokens == want.sequences[0, length:].tolist()
-    theirs = torch.stack(want.logits)[:, 0].log_softmax(-1).max(-1).values
-    np.testing.assert_allclose(got.logprobs, theirs.numpy(), atol=2e-4, rtol=0)
-    with pytest.raises(GenerationError, match="exceed the model's context of 64"):
-        llama_jax.generate(found, params, [prompt], max_new_tokens=new + 1)
 
 
 def vllm_context(config):
@@ -385,37 +353,6 @@ def test_an_adapter_of_a_model_with_biases(tmp_path):
     with torch.inference_mode():
         want = model(torch.from_numpy(tokens).long()).logits.numpy()
     np.testing.assert_allclose(jit_logits(found, params, tokens), want, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["gqa", "mha"])
-def test_meta_files_that_torch_writes(kind, ranks, tmp_path):
-    config = replace(make_goldens.KINDS[kind], max_seq_len=4096)
-    tensors = make_goldens.random_tensors(config)
-    formats.write_meta(tmp_path / "model", config, tensors, ranks)
-    path = tmp_path / "model" / "params.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_kv_heads": config.n_kv_heads}))
-    assert_loads(tmp_path / "model", config, tensors)
-
-
-@pytest.mark.parametrize("kind", ["gqa", "tied"])
-def test_other_files_that_torch_writes(kind, tmp_path):
-    config = make_goldens.KINDS[kind]
-    tensors = make_goldens.random_tensors(config)
-    for files in (1, 3):
-        formats.write_pytorch_bin(tmp_path / f"bin-{files}", config, tensors, files)
-        assert_loads(tmp_path / f"bin-{files}", config, tensors)
-    formats.write_training(tmp_path / "ckpt.pt", config, tensors)
-    assert_loads(tmp_path / "ckpt.pt", config, tensors)
-
-
-def test_a_pickle_of_a_module_is_refused(tmp_path):
-    """A whole module instead of its state: its classes would have to be imported."""
-    import torch
-
-    torch.save({"model_args": torch.nn.Linear(2, 2)}, tmp_path / "ckpt.pt")
-    with pytest.raises(llama_jax.CheckpointError, match=r"requests 'torch.nn.modules.linear.Linear'"):
-        read_pickled(tmp_path / "ckpt.pt")
 
 
 def assert_logits_of(folder):

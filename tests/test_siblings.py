@@ -1,7 +1,6 @@
 """The families of models: what they have that no Llama has, through all subpackages."""
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +14,6 @@ from family_models import FAMILY_MODELS, PLAIN, SIBLINGS, random_params
 from training_options import step_options
 
 import llama_jax
-from llama_jax.cli import main
 from llama_jax.config import FAMILY_FEATURES, LayerConfig, QueryScaling, RopeScaling
 from llama_jax.config.presets import preset
 from llama_jax.errors import CheckpointError, ConfigError, MeshError
@@ -27,7 +25,6 @@ from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.lora import Lora, adapted
 from llama_jax.model.trees import parameter_count
-from llama_jax.ops.moe import Routing, mixture_of_experts
 from llama_jax.ops.platform import target_platform
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import pad_params, unpad_params
@@ -202,12 +199,6 @@ def test_formats_are_converted_into_each_other(models, kind, tmp_path):
     same(llama_jax.load(tmp_path / "d").params, rounded, ROUNDING if config.norm_offset else 0)
 
 
-@each
-def test_llama2c_has_no_place_for_them(models, kind, tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be stored in"):
-        llama_jax.save(tmp_path / "model.bin", *models[kind], format="llama2c")
-
-
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
@@ -308,22 +299,6 @@ def test_experts_generate_over_a_mesh(models, quantize, tmp_path):
     np.testing.assert_array_equal(*found)
 
 
-def test_experts_by_definition():
-    random = np.random.default_rng(3)
-    x, router = random.normal(size=(5, 8)), random.normal(size=(4, 8))
-    gate, up, down = random.normal(size=(4, 6, 8)), random.normal(size=(4, 6, 8)), random.normal(size=(4, 8, 6))
-    want = np.zeros((5, 8))
-    for t in range(5):
-        scores = np.exp(router @ x[t])
-        chosen = np.argsort(scores)[-2:]
-        for e in chosen:
-            g = gate[e] @ x[t]
-            want[t] += scores[e] / scores[chosen].sum() * (down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ x[t])))
-    operands = (jax.device_put(np.asarray(a, np.float32)) for a in (x, router, gate, up, down))
-    found = jax.jit(partial(mixture_of_experts, routing=Routing(2)))(*operands)
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     "place",
     [
@@ -352,24 +327,6 @@ def test_chunks_by_definition(models, place):
         hidden, cache = jit_forward(config, params, tokens[:, a:b], cache, positions=positions)
         found.append(hidden)
     np.testing.assert_allclose(np.concatenate(found, axis=1), np.concatenate(apart, axis=1), atol=2e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-def test_sinks_are_seen_from_all_chunks(models):
-    """With a ring that forgets nothing, sinks are the first tokens, and the rest is as without them."""
-    config, params = models["llama4_text"]
-    config = replace(config, n_layers=2, layers=(LayerConfig(chunk=6), LayerConfig(chunk=6, rope="none")))
-    params = first_layers(params, 2)
-    other = TOKENS[:1].copy()
-    other[0, 1] += 1
-    for sinks in (0, 2):
-        found = []
-        for tokens in (TOKENS[:1], other):
-            cache = llama_jax.init_cache(config, 1, 64, window=24, sinks=sinks, max_tokens_per_pass=19)
-            _, cache = jit_forward(config, params, tokens[:, :19], cache)
-            found.append(jit_forward(config, params, tokens[:, 19:], cache)[0])
-        assert (np.abs(found[0] - found[1]).max() > 1e-3) == (sinks == 2)
 
 
 def test_adapters_of_llama_4_have_the_rows_of_its_files(models, tmp_path):
@@ -501,16 +458,6 @@ def test_released_config_json(name):
 def test_what_is_not_supported_is_refused_by_name(kind, changes, message):
     with pytest.raises(ConfigError, match=message):
         config_from_dict(config_to_dict(SIBLINGS[kind]) | changes)
-
-
-def test_what_is_not_there_is_what_transformers_takes():
-    least = dict(vocab_size=32, hidden_size=64, num_hidden_layers=1, num_attention_heads=32, intermediate_size=8)
-    mistral = config_from_dict(least | {"model_type": "mistral"})
-    assert (mistral.window, mistral.n_kv_heads, mistral.max_seq_len) == (4096, 8, 131_072)
-    mixtral = config_from_dict(least | {"model_type": "mixtral"})
-    assert (mixtral.experts, mixtral.experts_per_token, mixtral.norm_eps, mixtral.rope_theta) == (8, 2, 1e-5, 1e6)
-    assert config_from_dict(least | {"model_type": "qwen3"}).head_dim == 128
-    assert config_from_dict(least | {"model_type": "qwen2"}).window is None
 
 
 @pytest.mark.parametrize("kinds", ["sliding", "full", "mixed"])
@@ -667,21 +614,3 @@ def test_missing_experts_are_named(models, tmp_path):
         CheckpointError, match=r"layers.1.block_sparse_moe.experts.w3.weight' has only the experts \[0, 1, 3\]"
     ):
         llama_jax.load(tmp_path / "model")
-
-
-@pytest.mark.parametrize("kind", [kind for kind in SIBLINGS if kind != "cwm"])
-def test_commands_know_them(models, kind, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("jax.config.update", lambda *_: None)
-    config, params = models[kind]
-    llama_jax.save(tmp_path / "model", gguf_form(config), params)
-    llama_jax.convert(tmp_path / "model", tmp_path / "model.gguf", format="gguf")
-    words = {"mistral": "attention window", "qwen2": "biases", "qwen3": "key norms", "mixtral": "4, 2 for a token"}
-    words |= {"smollm3": "1 layers over all tokens, without RoPE", "olmo2": "after attention", "granite": "logits scaling"}
-    words |= {"ministral3": "query scaling", "olmo3": "4 layers within 6 tokens, with unscaled RoPE", "phi3": "12 of a head"}
-    words |= {"gemma3_text": "theta 100", "qwen3_moe": "6, 3 for a token"}
-    words |= {"llama4_text": "4 layers within chunks of 8,192 tokens"}
-    for path in ("model", "model.gguf"):
-        monkeypatch.setattr(sys, "argv", ["llama-jax", "inspect", str(tmp_path / path)])
-        main()
-        assert words[kind] in capsys.readouterr().out

@@ -70,11 +70,6 @@ def change(folder, **settings):
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
-def change_tensors(folder, **changes):
-    path = folder / "adapter_model.safetensors"
-    save_file({**load_file(path), **changes}, path)
-
-
 def test_each_tensor_goes_to_its_own_rows(written):
     """By PEFT's names, as transformers has the rows: a head after the other."""
     pair = llama_jax.layers_of(load_adapter(written, CONFIG).params)[1].attention.qkv
@@ -84,14 +79,6 @@ def test_each_tensor_goes_to_its_own_rows(written):
         np.testing.assert_array_equal(pair.a[part], tensors[KEY.format(1, module, "A")])
         heads = tensors[KEY.format(1, module, "B")].reshape(CONFIG.n_kv_heads, -1, CONFIG.head_dim, LORA.rank)
         np.testing.assert_array_equal(pair.b[:, rows], heads)
-
-
-def test_in_16_bits_it_is_kept_as_it_is(tmp_path):
-    adapters = random_adapters(CONFIG, dtype=jnp.bfloat16)
-    save_adapter(tmp_path / "a", CONFIG, adapters, LORA)
-    found = load_adapter(tmp_path / "a", CONFIG).params
-    assert found.blocks.attention.out.a.dtype == jnp.float32
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.float32)), found, adapters)
 
 
 def test_what_a_mesh_holds_is_written_as_the_model_has_it(tmp_path):
@@ -146,15 +133,6 @@ def test_settings_that_are_not_supported(settings, message, folder):
     change(folder, **settings)
     with pytest.raises(CheckpointError, match=message):
         load_adapter(folder, CONFIG)
-
-
-def test_settings_that_change_nothing(folder):
-    change(
-        folder, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM", inference_mode=True, rank_pattern={},
-        modules_to_save=None, bias="none", use_dora=False, init_lora_weights=True, peft_version="0.18", loftq_config={},
-        base_model_name_or_path="a/base",
-    )  # fmt: skip
-    assert load_adapter(folder, CONFIG).lora == LORA
 
 
 def test_all_that_peft_writes_by_default_is_accepted(folder):
@@ -267,21 +245,6 @@ def test_folders_that_hold_none(hf_folder, folder, tmp_path):
     (folder / "adapter_config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="holds a list, not an object"):
         load_adapter(folder, CONFIG)
-
-
-def test_what_is_there_is_kept(folder, tmp_path):
-    adapters = random_adapters(CONFIG)
-    with pytest.raises(CheckpointError, match="exists; remove it, or replace it"):
-        save_adapter(folder, CONFIG, adapters, LORA)
-    save_adapter(folder, CONFIG, adapters, LORA, overwrite=True)
-    jax.tree.map(np.testing.assert_array_equal, load_adapter(folder, CONFIG).params, adapters)
-    (folder / "mine.txt").write_text("kept")
-    with pytest.raises(CheckpointError, match=r"contains other files \(mine.txt\)"):
-        save_adapter(folder, CONFIG, adapters, LORA, overwrite=True)
-    broken = jax.tree.map(lambda a: a * jnp.nan, adapters)
-    with pytest.raises(CheckpointError, match="holds NaN or infinity"):
-        save_adapter(tmp_path / "new", CONFIG, broken, LORA)
-    assert not (tmp_path / "new").exists()
 
 
 # -- GGUF --------------------------------------------------------------------------------------------------------------

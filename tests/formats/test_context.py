@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import jax
 import make_goldens
-import numpy as np
 import pytest
 from conftest import write_hf_folder
 from hypothesis import given
@@ -15,8 +14,7 @@ import llama_jax
 from llama_jax import RopeScaling
 from llama_jax.cli.estimate import read_model_config as estimated_config
 from llama_jax.cli.options import with_rope
-from llama_jax.errors import ConfigError, GenerationError
-from llama_jax.evaluation.measure import choose_sizes
+from llama_jax.errors import GenerationError
 from llama_jax.formats import convert, open_checkpoint
 from llama_jax.formats.gguf import config_from_fields, read_file
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
@@ -114,11 +112,6 @@ def test_the_context_of_a_published_folder_is_that_of_vllm(name):
     assert config_to_dict(config_from_dict(again)) == again
 
 
-def test_a_context_that_is_too_long_is_refused():
-    with pytest.raises(ConfigError, match="max_seq_len"):
-        config_from_dict(settings("llama", 2**20, rope={"type": "linear", "factor": 1e6}))
-
-
 @st.composite
 def scaled_configs(draw):
     """Configurations with any scaling, from a file or made by hand: also with a context that is not the usual one."""
@@ -140,14 +133,6 @@ def test_loading_what_was_saved_is_the_identity(config, scaled_context):
     found = config_from_dict(written, scaled_context=scaled_context)
     assert found == config
     assert json.loads(json.dumps(config_to_dict(found, scaled_context=scaled_context))) == written
-
-
-@given(st.integers(1, 2**17), st.floats(1.0, 64.0))
-def test_a_linear_scaling_states_what_its_factor_extends(stated, factor):
-    config = config_from_dict(settings("llama", stated, rope={"type": "linear", "factor": factor}))
-    assert config.max_seq_len == int(stated * factor + 1e-6)
-    by_hand = replace(config, unscaled_max_seq_len=None)
-    assert config_to_dict(by_hand)["max_position_embeddings"] == (stated if factor > 1 else config.max_seq_len)
 
 
 @pytest.mark.parametrize("format", ["safetensors", "gguf", "orbax"])
@@ -190,20 +175,6 @@ def test_a_gguf_of_llama_cpps_converter(rope, context, tmp_path):
     assert config_from_fields(scaled, tensors).max_seq_len == context
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn", "dynamic"])
-def test_a_checkpoint_of_an_earlier_version_keeps_its_context(kind, tmp_path):
-    """Which stated it with the factor, also one that is not the usual."""
-    known = {} if kind == "linear" else {"original_max_seq_len": 16}
-    config = replace(PLAIN, max_seq_len=64, rope_scaling=RopeScaling(kind, 4.0, **known))
-    llama_jax.save(tmp_path / "model", config, llama_jax.init(config, jax.random.key(0)), format="orbax")
-    for stated in (64, 48) if kind != "dynamic" else (16,):
-        rope = {"rope_type": kind, "factor": 4.0, "rope_theta": config.rope_theta}
-        rope |= {"original_max_position_embeddings": 16} if kind == "yarn" else {}
-        written = SIZES | {"max_position_embeddings": stated, "rope_parameters": rope}
-        (tmp_path / "model" / "config.json").write_text(json.dumps(written))
-        assert open_checkpoint(tmp_path / "model").config.max_seq_len == (64 if kind == "dynamic" else stated)
-
-
 class TestWhatIsPlannedFor:
     LONG = config_from_dict(settings("qwen2", 32_768, rope=yarn(32_768)))
     SHORT = config_from_dict(settings("qwen2", 32_768))
@@ -225,20 +196,6 @@ class TestWhatIsPlannedFor:
         assert EngineOptions(cache_tokens=65_536).context_of(self.LONG) == 65_536
         with pytest.raises(GenerationError, match=r"at most the model's context of 131072; .*--rope yarn:5"):
             EngineOptions(context=131_073).context_of(self.LONG)
-
-    def test_no_window_of_an_evaluation_does(self):
-        corpus = llama_jax.data.Corpus(
-            tokens=np.zeros(100, np.uint16),
-            starts=np.array([0]),
-            stops=np.array([100]),
-            byte_counts=np.array([100]),
-            vocab_size=PLAIN.vocab_size,
-            digest="",
-        )
-        config = config_from_dict(settings("llama", 16, rope={"type": "linear", "factor": 4.0}))
-        sizes = {"stride": None, "batch": None}
-        assert choose_sizes(config, corpus, length=None, **sizes).length == 16
-        assert choose_sizes(config, corpus, length=64, **sizes).length == 64
 
     def test_another_scaling_replaces_it(self):
         vicuna = config_from_dict(settings("llama", 16, rope={"type": "linear", "factor": 4.0}))

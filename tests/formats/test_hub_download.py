@@ -104,13 +104,6 @@ def test_what_cannot_be_fetched_is_said_in_one_line(hub):
         assert done.stderr.count("\n") == 1
 
 
-def test_a_licence_that_is_not_accepted(hub):
-    """Of which the list is open."""
-    hub.content, hub.gate = FOLDER | {"model.safetensors": b"m"}, "GatedRepo"
-    with pytest.raises(CheckpointError, match=r"its license must be accepted first: accept it at .*/org/name, then log in"):
-        fetch("org/name")
-
-
 def test_no_network(hub, monkeypatch):
     from huggingface_hub import constants
 

@@ -110,14 +110,6 @@ def test_values_in_another_kind_than_queries_and_keys(tmp_path):
     same(jit_dequantize(params), params_of(writers.CONFIG, dense))
 
 
-def test_tied_embeddings_and_another_type(tmp_path):
-    config = replace(writers.CONFIG, tie_embeddings=True)
-    dense = params_of(config, writers.write_folder(tmp_path, "awq", config), "bfloat16")
-    found = llama_jax.load(tmp_path, "bfloat16", quantize="keep").params
-    assert found.blocks.attention.out.dtype == jnp.bfloat16
-    same(jit_dequantize(found), dense)
-
-
 def test_converted_they_are_numbers(tmp_path):
     dense = params_of(writers.CONFIG, writers.write_folder(tmp_path / "a", "gptq"))
     llama_jax.convert(tmp_path / "a", tmp_path / "b")

@@ -6,7 +6,6 @@ import json
 import os
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import make_goldens
 import numpy as np
@@ -50,15 +49,6 @@ def test_round_trip(format, kind, dtype, tmp_path):
         kinds = {name: tensor.storage_type for name, tensor in open_checkpoint(tmp_path / "model").tensors.items()}
         stored = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype]
         assert (kinds["output_norm.weight"], kinds["token_embd.weight"]) == ("F32", stored)
-
-
-def test_orbax_is_cast_and_placed(tmp_path, models):
-    config, params = models["gqa"]
-    save(tmp_path / "model", config, params, format="orbax")
-    same(llama_jax.load(tmp_path / "model", "bfloat16").params, jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    placed = llama_jax.load(tmp_path / "model", shardings=jax.tree.map(lambda _: place, params))
-    same(placed.params, params)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - set(FOR_LLAMA2C)))
@@ -171,13 +161,6 @@ def test_only_a_model_is_replaced(tmp_path, models):
     assert (folder / "thesis.txt").read_text() == "years of work"
 
 
-@pytest.mark.parametrize(("name", "format"), [("out.gguf", "safetensors"), ("out.bin", "orbax"), ("out/", "gguf")])
-def test_names_that_contradict_the_format(name, format, tmp_path, models):
-    with pytest.raises(CheckpointError, match="is named like a"):
-        save(f"{tmp_path}/{name}", *models["gqa"], format=format)
-    assert not os.listdir(tmp_path)
-
-
 def test_links_and_pipes(tmp_path, models):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -188,19 +171,6 @@ def test_links_and_pipes(tmp_path, models):
     with pytest.raises(CheckpointError, match="neither a file nor a folder"):
         save(tmp_path / "pipe", *models["gqa"], format="gguf", overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "real"]
-
-
-def test_a_disk_that_is_full_for_orbax(tmp_path, monkeypatch, models):
-    from orbax.checkpoint import v1 as ocp
-
-    def full(path, state):
-        path.mkdir()
-        raise ValueError("RESOURCE_EXHAUSTED: Error writing\nNo space left on device")
-
-    monkeypatch.setattr(ocp, "save", full)
-    with pytest.raises(CheckpointError, match=r"/model cannot be written \(.*No space left on device\); the disk is full"):
-        save(tmp_path / "model", *models["gqa"], format="orbax")
-    assert not os.listdir(tmp_path)
 
 
 def test_the_vocabulary_of_another_model_is_not_taken_for_this_ones(stories, tmp_path):
@@ -373,30 +343,3 @@ def test_numbers_that_do_not_fit_the_wanted_type(value, message, format, name, t
     with pytest.raises(CheckpointError, match=rf"{name}' holds {message}"):
         save(tmp_path / "model", SMALL, params, format=format, dtype="float16")
     assert not os.listdir(tmp_path)
-
-
-def test_progress_sees_every_tensor(tmp_path, models):
-    seen = []
-
-    def watch(pieces):
-        for piece in pieces:
-            seen.append((piece.part, piece.layer))
-            yield piece
-        seen.append("end")
-
-    for format in ("safetensors", "gguf", "llama2c"):
-        seen.clear()
-        save(tmp_path / format, *models["gqa"], format=format, progress=watch)
-        assert len(set(seen)) == len(seen) == 3 + 2 * 9 + 1
-        assert seen[-1] == "end"
-
-
-def test_a_llama2c_file_beside_one_that_samples_otherwise_is_refused(stories, tmp_path):
-    """The vocabulary is the same, but its stop ids and the settings of sampling would be taken from there."""
-    config, params, tokenizer = stories
-    save(tmp_path / "hf", config, params, tokenizer)
-    convert(tmp_path / "hf", tmp_path / "there" / "first.bin", format="llama2c")
-    (tmp_path / "there" / "generation_config.json").write_text('{"temperature": 0.3}')
-    with pytest.raises(CheckpointError, match="has another model's stop ids or sampling settings"):
-        convert(tmp_path / "hf", tmp_path / "there" / "second.bin", format="llama2c")
-    assert not (tmp_path / "there" / "second.bin").exists()

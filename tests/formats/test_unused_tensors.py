@@ -10,21 +10,15 @@ import numpy as np
 import pytest
 import quantized_folders
 from conftest import params_of, same, write_hf_folder
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import llama_jax
 from llama_jax.errors import CheckpointError
 from llama_jax.formats import huggingface, open_checkpoint
 from llama_jax.formats.huggingface import HF_NAMES
-from llama_jax.formats.lazy_tensors import Dense
-from llama_jax.formats.torch_pickle import tensors_of
-from llama_jax.formats.weight_format import IGNORED_TENSORS, ignored_tensors
-from llama_jax.model.params import specs_for
+from llama_jax.formats.weight_format import IGNORED_TENSORS
 
 CONFIG = make_goldens.KINDS["gqa"]
-TIED = make_goldens.KINDS["tied"]
 TENSORS = make_goldens.random_tensors(CONFIG)
 ONES = np.ones(3, np.float32)
 LAYER = "model.layers.1"
@@ -95,16 +89,6 @@ def test_what_is_unknown_is_refused_by_name(name, tmp_path):
         llama_jax.load(folder)
 
 
-@given(st.sampled_from([name for names in UNUSED.values() for name in names]), st.sampled_from(["", "module.", "a.b."]))
-def test_no_parameter_of_any_model_is_ignored(unused, prefix):
-    """Under any prefix, and whatever else the files hold except a layer of its own that predicts several tokens."""
-    everything = replace(CONFIG, qkv_bias=True, out_bias=True, mlp_bias=True)
-    names = [prefix + name.format(0) for config in (everything, TIED) for name in huggingface.names_of(config).values()]
-    assert ignored_tensors(names) == {}
-    assert set(ignored_tensors([*names, prefix + unused if "layers" in unused else unused])) <= {prefix + unused, unused}
-    assert len(names) > 2 * len(specs_for(everything))
-
-
 def mtp_layer(prefix):
     """A whole layer after the last, as DeepSeek-V3 publishes the one that predicts the next but one token."""
     layer = {name.replace("layers.1.", "layers.2."): array for name, array in TENSORS.items() if "layers.1." in name}
@@ -134,14 +118,6 @@ def test_a_gguf_with_a_layer_that_predicts_several_tokens(params, tmp_path):
     formats.write_gguf(path, CONFIG, TENSORS, extra={"blk.2.attn_norm.weight": ONES})
     with pytest.raises(CheckpointError, match=r"tensor 'blk.2.attn_norm.weight' is not part of a Llama"):
         llama_jax.load(path)
-
-
-def test_what_torch_saves_besides_tensors():
-    tensor = Dense(formats.FORMATS / "ckpt.pt", 0, (3,), "F32")
-    found = tensors_of({"w": tensor, f"{ATTENTION}._extra_state": None}, tensor.path)
-    assert found == {"w": tensor}
-    with pytest.raises(CheckpointError, match="'x' is a NoneType; expected a tensor"):
-        tensors_of({"w": tensor, "x": None}, tensor.path)
 
 
 # -- an index ------------------------------------------------------------------------------------------------------------
@@ -237,15 +213,6 @@ def test_a_single_file_comes_before_an_index_that_was_left_behind(params, tmp_pa
     same(llama_jax.load(folder).params, params)
     names = [path.name for path in folder.iterdir()]
     assert huggingface.list_weight_files(names, lambda name: index.encode(), "hub") == ["model.safetensors"]
-
-
-def test_files_of_ignored_tensors_need_not_be_on_the_hub():
-    names = ["config.json", FIRST, "model.safetensors.index.json"]
-    listed = lambda **entries: lambda name: json.dumps({"weight_map": {NORM: FIRST} | entries}).encode()
-    found = huggingface.list_weight_files(names, listed(**{"mtp.fc.weight": "mtp.safetensors"}), "hub")
-    assert found == ["model.safetensors.index.json", FIRST]
-    with pytest.raises(CheckpointError, match=r"names 'old.safetensors', which does not exist"):
-        huggingface.list_weight_files(names, listed(**{"model.old.weight": "old.safetensors"}), "hub")
 
 
 # -- prefixes ------------------------------------------------------------------------------------------------------------
