@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.preference_batches import Pairs
 from llama_jax.evaluation.measure import WindowRows, choose_sizes, token_nats
-from llama_jax.evaluation.perplexity import Evaluation, evaluate, pair_logprobs, preference_accuracy
+from llama_jax.evaluation.perplexity import evaluate, pair_logprobs, preference_accuracy
 from llama_jax.model.forward_options import Compute
 from llama_jax.model.logits import logits
 
@@ -172,39 +172,6 @@ def test_the_standard_error_is_the_spread_of_the_loss():
     assert np.mean([one.standard_error for one in found]) == pytest.approx(np.std([one.loss for one in found]), rel=0.15)
 
 
-def test_one_window_has_no_standard_error():
-    found = evaluate(CONFIG, None, corpus_of([10]), measure=costing(np.ones(CONFIG.vocab_size)))
-    assert found.windows == 1
-    assert math.isnan(found.standard_error)
-
-
-@pytest.mark.parametrize("cost", [math.nan, math.inf, 1000.0])
-def test_numbers_that_are_not_finite_stay_so(cost):
-    found = evaluate(CONFIG, None, corpus_of([10, 9]), measure=costing(np.full(CONFIG.vocab_size, cost)))
-    assert found.loss == pytest.approx(cost, nan_ok=True)
-    assert found.perplexity == pytest.approx(math.nan if math.isnan(cost) else math.inf, nan_ok=True)
-
-
-def test_a_text_without_bytes():
-    silent = replace(corpus_of([10]), byte_counts=np.zeros(1, np.int64))
-    found = evaluate(CONFIG, None, silent, measure=costing(np.ones(CONFIG.vocab_size)))
-    assert found.loss == 1
-    assert math.isnan(found.bits_per_byte)
-
-
-def test_progress_sees_every_batch():
-    seen = []
-
-    def progress(numbers):
-        seen.append(len(numbers))
-        yield from numbers
-
-    measure = costing(np.ones(CONFIG.vocab_size))
-    found = evaluate(CONFIG, None, corpus_of([64] * 5), length=63, batch=2, measure=measure, progress=progress)
-    assert isinstance(found, Evaluation)
-    assert seen == [3]
-
-
 # -- mistakes ------------------------------------------------------------------------------------------------------------
 
 
@@ -212,9 +179,7 @@ def test_progress_sees_every_batch():
     ("sizes", "message"),
     [
         ({"length": 0}, "length=0 must be at least 1 and within the model's context of 64"),
-        ({"length": 65}, "length=65 must be at least 1 and within"),
         ({"length": 8, "stride": 9}, "stride=9 must be at least 1 and at most length=8"),
-        ({"stride": 0}, "stride=0 must be at least 1"),
         ({"batch": 0}, "batch=0 must be at least 1 row"),
     ],
 )

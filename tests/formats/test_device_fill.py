@@ -25,7 +25,6 @@ from llama_jax.formats.device_fill import (
     fill,
     fill_by_rows,
     floats_of,
-    reads_others,
 )
 from llama_jax.formats.lazy_tensors import ArrayTensor, permute_rope
 
@@ -145,23 +144,6 @@ def test_what_is_not_finite_is_seen_wherever_it_is(dtype, value):
 
 def sharding(spec, shape=(2, 4)):
     return NamedSharding(jax.make_mesh(shape, ("tensor", "fsdp"), axis_types=(AxisType.Auto,) * 2), spec)
-
-
-@pytest.mark.parametrize(
-    ("spec", "devices_of_each", "exchanged"),
-    [
-        (P("tensor", "fsdp"), 1, True),  # each of eight needs a quarter of every row of its half
-        (P("tensor", "fsdp"), 4, False),  # each of two has whole rows
-        (P("tensor", "fsdp"), 8, False),  # one process
-        (P("fsdp", "tensor"), 4, True),
-        (P(("tensor", "fsdp")), 1, False),
-        (P(None, "tensor"), 1, True),
-        (P(), 1, False),  # all need all
-    ],
-)
-def test_where_rows_are_exchanged(spec, devices_of_each, exchanged):
-    assert reads_others((16, 32), sharding(spec), lambda device: device.id // devices_of_each) == exchanged
-    assert not reads_others((16, 32), None)
 
 
 @pytest.mark.parametrize("spec", [P("tensor", None, None, "fsdp"), P(None, None, None, ("fsdp", "tensor"))])

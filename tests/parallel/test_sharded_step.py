@@ -5,28 +5,16 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from conftest import jit_init
+from conftest import jit_init, tiny_config
 from training_options import step_options
 
-from llama_jax import LlamaConfig
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
 from llama_jax.parallel.sharding import shardings, train_state_specs
 from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
 from llama_jax.training.step import init_state, train_step
 
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    dim=32,
-    n_layers=2,
-    n_heads=8,
-    n_kv_heads=4,
-    hidden_dim=48,
-    max_seq_len=64,
-    norm_eps=1e-5,
-    rope_theta=10_000.0,
-    tie_embeddings=False,
-)
+CONFIG = tiny_config(n_heads=8, n_kv_heads=4)
 BATCH, LENGTH = 8, 16
 
 

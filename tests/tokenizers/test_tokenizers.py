@@ -68,11 +68,6 @@ def test_many_texts_are_encoded_as_each_alone(all_kinds, texts):
         assert tokenizer.encode_batch(texts) == [tokenizer.encode(text, bos=False) for text in texts], kind
 
 
-def test_a_text_that_no_utf8_can_hold_is_refused_in_a_batch(tokenizer):
-    with pytest.raises(TokenizerError, match="lone surrogate"):
-        tokenizer.encode_batch(["fine", "\ud800"])
-
-
 @settings(max_examples=50)
 @given(text=MIXED)
 def test_streaming_gives_what_decoding_gives(all_kinds, text):

@@ -70,12 +70,6 @@ def test_losses_and_gradients_are_those_of_the_formulas(options):
     assert not np.asarray(gradient)[~mask].any()
 
 
-def test_on_policy_the_gradient_is_the_policy_gradient():
-    logprobs, _, _, advantages, mask = rollouts()
-    gradient = jax.grad(lambda x: mean_of(PolicyOptions(), x, logprobs, advantages, mask, None))(jnp.asarray(logprobs))
-    np.testing.assert_allclose(gradient, -advantages[:, None] * mask / mask.sum(), rtol=1e-12)
-
-
 def test_what_is_counted():
     advantages = jnp.array([1.0, -1.0])
     mask = jnp.array([[True, True, False], [True, True, True]])
@@ -184,11 +178,8 @@ def test_weights_of_tokens_are_factors_in_every_sum():
     [
         ({"kind": "ppo"}, "kind='ppo' is not a policy loss; choose grpo, dr_grpo, dapo"),
         ({"clip": 1.0}, "clip=1.0 must be at least 0 and below 1"),
-        ({"clip_high": -0.1}, "clip_high=-0.1 must be at least 0"),
-        ({"beta": -1}, "beta=-1 must be at least 0"),
         ({"kind": "dr_grpo"}, "dr_grpo needs the length of the longest answer"),
         ({"length": 3}, "dapo does not use length, but length=3"),
-        ({"kind": "dr_grpo", "length": 0}, "length=0"),
     ],
 )
 def test_options_that_cannot_be(settings, message):

@@ -21,7 +21,6 @@ from llama_jax.training.preference_batch import (
     AnswerSums,
     PairBatch,
     answer_logprobs,
-    map_microbatches,
     pair_count,
     pair_loss,
     preferred,
@@ -188,22 +187,6 @@ def test_accumulated_parts_are_the_whole_batch(models, kind):
     (after, whole), (other, divided) = found
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), whole, divided)
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5), after.params, other.params)
-
-
-def test_parts_come_back_in_order():
-    rows = {"a": jnp.arange(12).reshape(6, 2), "b": jnp.arange(6)}
-    for parts in (1, 2, 3, 6):
-        found = map_microbatches(lambda part: jax.tree.map(lambda x: 2 * x, part), rows, parts)
-        jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(lambda x: 2 * x, rows))
-
-
-def test_what_is_not_there_is_nothing(models):
-    config, params = models["gqa"]
-    last = batches_of(drawn(config))[-1]
-    assert not last.there.all()
-    found = jax.jit(partial(answer_logprobs, config))(params, last)
-    assert (np.asarray(found.lengths).swapaxes(1, 2)[last.there] > 0).all()
-    assert not np.asarray(found.logprobs).swapaxes(1, 2)[~last.there].any()
 
 
 @pytest.mark.parametrize("options", [*OPTIONS, PreferenceOptions("kto")], ids=lambda o: o.kind)
