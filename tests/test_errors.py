@@ -33,7 +33,7 @@ def deep(depth):
 
 SMALL = st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.binary(max_size=9)
 NESTED = st.recursive(
-    SMALL, lambda inside: st.lists(inside, max_size=3) | st.tuples(inside) | st.dictionaries(SMALL, inside)
+    SMALL, lambda inside: st.lists(inside, max_size=3) | st.tuples(inside) | st.dictionaries(SMALL, inside), max_leaves=9
 )
 
 

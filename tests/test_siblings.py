@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import random_adapters
-from conftest import first_layers, jit_init, jit_logits
+from conftest import jit_init, jit_logits
 from family_models import FAMILY_MODELS, PLAIN, SIBLINGS, random_params
 from training_options import step_options
 
@@ -299,36 +299,6 @@ def test_experts_generate_over_a_mesh(models, quantize, tmp_path):
     np.testing.assert_array_equal(*found)
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param("alone", marks=(pytest.mark.slow, pytest.mark.rotating)),
-        "cached",
-        pytest.param("packed", marks=(pytest.mark.slow, pytest.mark.rotating)),
-    ],
-)
-def test_chunks_by_definition(models, place):
-    """Layers with chunks alone: each chunk of a document is a text of its own, at positions that go on."""
-    config, params = models["llama4_text"]
-    config, params = replace(config, n_layers=2, layers=(LayerConfig(chunk=5),)), first_layers(params, 2)
-    starts, end = ([0, 5, 7, 12, 17], 19) if place == "packed" else ([0, 5, 10, 15], 20)  # the second document begins at 7
-    ends = [*starts[1:], end]
-    position_ids = np.arange(end) - (7 * (np.arange(end) >= 7) if place == "packed" else 0)
-    own = lambda a, b: Positions(position_ids=position_ids[None, a:b], segment_ids=np.zeros((1, b - a), np.int32))
-    whole = replace(config, layers=())
-    apart = [jit_forward(whole, params, TOKENS[:1, a:b], positions=own(a, b))[0] for a, b in zip(starts, ends, strict=True)]
-    tokens, cache, positions = TOKENS[:1, :end], None, Positions()
-    if place == "packed":
-        positions = Positions(position_ids=position_ids[None], segment_ids=(np.arange(end) >= 7).astype(np.int32)[None])
-    elif place != "alone":
-        cache = llama_jax.init_cache(config, 1, 24)
-    found = []
-    for a, b in [(0, end)] if cache is None else [(0, 3), (3, 4), (4, 13), (13, end)]:
-        hidden, cache = jit_forward(config, params, tokens[:, a:b], cache, positions=positions)
-        found.append(hidden)
-    np.testing.assert_allclose(np.concatenate(found, axis=1), np.concatenate(apart, axis=1), atol=2e-4)
-
-
 def test_adapters_of_llama_4_have_the_rows_of_its_files(models, tmp_path):
     """Which are in the interleaved rotary layout: an adapter added to the file's weights is the adapted model."""
     from safetensors.numpy import load_file, save_file
@@ -499,11 +469,35 @@ def test_windows_of_a_qwen_are_those_of_the_last_layers(kind, changes, windows):
     assert config.model_type == kind
 
 
-@pytest.mark.parametrize("kind", ["ministral3", "qwen2", "qwen3", "qwen3_moe"])
-def test_windows_that_have_no_place_in_gguf(models, kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "changes", "name", "message"),
+    [
+        *(
+            (kind, {"window": 7}, "m.gguf", "window=7 cannot be stored in GGUF")
+            for kind in ("ministral3", "qwen2", "qwen3_moe")
+        ),
+        ("qwen3_moe", {"normalize_expert_weights": False}, "m.gguf", "normalize_expert_weights=False cannot be stored in"),
+        ("llama4_text", {}, "m.gguf", "chunk=6.* cannot be stored in GGUF"),
+        (
+            "llama4_text",
+            LLAMA4_IN_GGUF | {"layers": (LayerConfig(chunk=8192),)},
+            "m.gguf",
+            "assume chunks of 8192",
+        ),
+        ("llama4_text", LLAMA4_IN_GGUF | {"query_scaling": None}, "m.gguf", "query_scaling=None cannot be stored in GGUF"),
+        (
+            "llama4_text",
+            LLAMA4_IN_GGUF | {"qk_norm": None},
+            "m.gguf",
+            "qk_norm=None with experts=4 cannot",
+        ),
+        ("llama4_text", {"layers": (LayerConfig(chunk=6), LayerConfig(chunk=7))}, "m", "in the config.json of llama4_text"),
+    ],
+)
+def test_what_a_format_has_no_place_for(models, kind, changes, name, message, tmp_path):
     config, params = models[kind]
-    with pytest.raises(CheckpointError, match=r"window=7 cannot be stored in GGUF, whose readers support none in"):
-        llama_jax.save(tmp_path / "model.gguf", replace(config, window=7), params)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        llama_jax.save(tmp_path / name, replace(config, **changes), params)
 
 
 def test_an_olmo_3_of_windows_alone_is_written_in_gguf(models, tmp_path):
@@ -526,36 +520,6 @@ def test_missing_experts_are_named_as_files_do(kind, missing, tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match=f"'model.layers.0.{missing}' is missing"):
         llama_jax.load(tmp_path / "model")
-
-
-def test_weights_that_are_not_normalized_have_no_place_in_gguf(models, tmp_path):
-    config, params = models["qwen3_moe"]
-    config = replace(config, normalize_expert_weights=False)
-    llama_jax.save(tmp_path / "model", config, params)
-    assert llama_jax.load(tmp_path / "model").config == config
-    with pytest.raises(CheckpointError, match=r"normalize_expert_weights=False cannot be stored in GGUF"):
-        llama_jax.save(tmp_path / "model.gguf", config, params)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            LLAMA4_IN_GGUF | {"layers": (LayerConfig(chunk=8192),)},
-            "whose readers assume chunks of 8192 and no RoPE in every",
-        ),
-        (
-            LLAMA4_IN_GGUF | {"query_scaling": None},
-            "query_scaling=None cannot be stored in GGUF, whose readers assume QueryScaling",
-        ),
-        (LLAMA4_IN_GGUF | {"qk_norm": None}, "qk_norm=None with experts=4 cannot be stored in GGUF"),
-        ({}, "chunk=6.* cannot be stored in GGUF"),
-    ],
-)
-def test_what_llama_cpp_fixes_of_llama_4_is_refused_by_name(models, changes, message, tmp_path):
-    config, params = models["llama4_text"]
-    with pytest.raises(CheckpointError, match=message):
-        llama_jax.save(tmp_path / "model.gguf", replace(config, **changes), params)
 
 
 @pytest.mark.parametrize(
@@ -583,12 +547,6 @@ def test_rope_factors_of_llama_4_that_another_program_wrote(models, tmp_path):
     theirs = {key: value for key, value in fields.items() if not key.startswith("llama_jax")}
     assert len(theirs) < len(fields)
     assert config_from_fields(theirs, tensors).rope_scaling == scaling
-
-
-def test_what_no_family_can_say_is_refused_by_name(models, tmp_path):
-    config, params = models["llama4_text"]
-    with pytest.raises(ConfigError, match=r"layers=.*cannot be stored in the config.json of llama4_text"):
-        llama_jax.save(tmp_path / "model", replace(config, layers=(LayerConfig(chunk=6), LayerConfig(chunk=7))), params)
 
 
 def test_missing_experts_are_named(models, tmp_path):

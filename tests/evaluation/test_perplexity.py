@@ -212,32 +212,6 @@ def test_sizes_that_are_not_given():
 # -- against transformers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parity
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize(("length", "stride"), [(32, 16), (32, 32), (20, 3)])
-def test_strided_perplexity_of_transformers(models, length, stride):
-    torch = pytest.importorskip("torch", reason="needs the parity extra")
-    pytest.importorskip("transformers", reason="needs the parity extra")
-    model = make_goldens.transformers_model(CONFIG, make_goldens.random_tensors(CONFIG))
-    corpus = corpus_of([150])
-    ids = torch.from_numpy(corpus.document(0).astype(np.int64))[None]
-    # As their documentation has it, with windows of length + 1 tokens of which all but the last are read.
-    total, count, previous = 0.0, 0, 0
-    for begin in range(0, ids.shape[1], stride):
-        end = min(begin + length + 1, ids.shape[1])
-        targets = ids[:, begin:end].clone()
-        targets[:, : -(end - previous)] = -100
-        predicted = int((targets[:, 1:] != -100).sum())
-        with torch.inference_mode():
-            total += float(model(ids[:, begin:end], labels=targets).loss) * predicted
-        count, previous = count + predicted, end
-        if end == ids.shape[1]:
-            break
-    found = evaluate(*models[KIND], corpus, length=length, stride=stride)
-    assert found.tokens == count == 149
-    assert found.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
-
-
 def test_rows_of_a_batch_are_bounded():
     corpus = corpus_of(LENGTHS)
     with pytest.raises(DataError, match=r"batch=99999999999 must be at most \d+ rows of length=16"):

@@ -238,20 +238,6 @@ def test_gguf_rope_scaling_is_found_from_its_factors(tmp_path):
         with_scaling(fields, plain, {"rope_freqs.weight": stored}, "llama")
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"general.architecture": "gemma"}, "general.architecture='gemma' is not supported"),
-        ({"llama.attention.causal": False}, "llama.attention.causal=False is not supported"),
-    ],
-)
-def test_gguf_settings_that_are_not_supported(more, message, tmp_path):
-    path = tmp_path / "model.gguf"
-    formats.write_gguf(path, SMALL, TENSORS, **more)
-    with pytest.raises(CheckpointError, match=message):
-        llama_jax.load(path)
-
-
 @pytest.mark.parametrize(("kind", "computed"), [("F16", "float32"), ("BF16", "bfloat16"), ("F32", "float32")])
 def test_what_a_cpu_computes_in(kind, computed, tmp_path):
     formats.write_gguf(tmp_path / "model.gguf", SMALL, TENSORS, kind)

@@ -234,26 +234,11 @@ def test_llama2c_made_with_another_theta(tmp_path):
         llama_jax.load(path)
 
 
-def test_small_files_beside_a_model_do_not_matter(tmp_path):
-    write_llama2c(tmp_path / "model.bin", KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
-    for n in (0, 1, 5, 27):
-        (tmp_path / f"notes{n}").write_bytes(b"x" * n)
-    assert llama_jax.load(tmp_path).config == KINDS["tied"]
-
-
 def test_numbers_too_large_for_the_wanted_dtype(hf_folder):
     spoil_tensors(hf_folder, lambda t: t[Q1].__setitem__((3, 4), 70_000))
     assert llama_jax.load(hf_folder, "bfloat16").config == KINDS["gqa"]
     with pytest.raises(CheckpointError, match=f"'{Q1}' holds numbers too large for float16"):
         llama_jax.load(hf_folder, "float16")
-
-
-def test_float64_weights(tmp_path):
-    tensors = {k: v.astype(np.float64) for k, v in make_goldens.random_tensors(KINDS["gqa"]).items()}
-    folder = write_hf_folder(tmp_path / "model", KINDS["gqa"], tensors)
-    with pytest.raises(CheckpointError, match="float64 needs jax_enable_x64; load with dtype='float32'"):
-        llama_jax.load(folder)
-    assert llama_jax.load(folder, "float32").params.embedding.dtype == np.float32
 
 
 def test_where_there_is_no_model(tmp_path):
