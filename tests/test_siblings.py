@@ -444,13 +444,9 @@ def test_whatever_windows_layers_have_a_model_that_is_read_is_written_as_it_was(
 @pytest.mark.parametrize(
     ("changes", "windows"),
     [
-        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}, (None, None)),
         ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, (None, 7)),
         ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}, (7, 7)),
-        ({"use_sliding_window": True, "sliding_window": 7}, (None, None)),  # from layer 28 on
-        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, (None, None)),
         ({"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 0}, (None, None)),
-        ({"use_sliding_window": True, "sliding_window": 7, "layer_types": ["full_attention"] * 2}, (None, None)),
         (
             {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
             (7, None),

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import jax
-import numpy as np
 import pytest
 import vocabularies
-from conftest import jit_logits, sharp, tiny_config
+from conftest import sharp, tiny_config
 
 import llama_jax
 from llama_jax import EngineOptions, Sampling, encode_chat
@@ -58,21 +57,6 @@ def test_a_pair_is_divided_as_the_whole_is(texts, tokenizer):
     assert texts.pair("\n\n", "once") == Continuation([bos], ids("\n\nonce"))
     with pytest.raises(GenerationError, match="the continuation '' adds no token to 'once'"):
         texts.pair("once", "")
-
-
-def test_scores(texts, model, tokenizer):
-    long = "x" * 100
-    pairs = [texts.pair("once", " upon a time"), texts.pair("", "Hello"), texts.pair(long, "y")]
-    before = texts.cut
-    found = texts.score(pairs)
-    assert texts.cut == before + 1
-    for score, (context, continuation) in zip(found, pairs, strict=True):
-        ids = [*context, *continuation][-65:]
-        row = np.zeros((1, 64), np.int32)
-        row[0, : len(ids) - 1] = ids[:-1]
-        logprobs = np.asarray(jax.nn.log_softmax(jit_logits(*model, row)))[0]
-        each = logprobs[np.arange(len(ids) - 1), ids[1:]]
-        assert score.logprob == pytest.approx(each[-len(continuation) :].sum(), abs=1e-4)
 
 
 @pytest.mark.slow

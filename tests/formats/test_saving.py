@@ -56,25 +56,6 @@ def test_what_llama2c_cannot_hold(kind, tmp_path, models):
     assert not os.listdir(tmp_path)
 
 
-SOURCES = ["meta-2", "pytorch", "ckpt.pt", "meta-vocabulary"]
-
-
-@pytest.mark.parametrize(
-    ("source", "format"),
-    [
-        pytest.param(source, format, marks=[] if (i - j) % 4 < 2 else pytest.mark.slow)
-        for i, source in enumerate(SOURCES)
-        for j, format in enumerate(("safetensors", "gguf", "llama2c", "orbax"))
-    ],
-)
-def test_convert(source, format, tmp_path):
-    params = params_of(SMALL, make_goldens.random_tensors(SMALL))
-    convert(FORMATS / source, tmp_path / "model", format=format)
-    found, read, _ = llama_jax.load(tmp_path / "model")
-    assert found == SMALL
-    same(read, params)
-
-
 def test_convert_dequantizes(tmp_path):
     convert(FORMATS / "q4_k_m.gguf", tmp_path / "plain")
     same(llama_jax.load(tmp_path / "plain").params, llama_jax.load(FORMATS / "q4_k_m.gguf", "float32").params)

@@ -23,17 +23,6 @@ def model(models):
 PROMPTS = [[1, 5, 9, 13, 2, 40, 7], [1, 90]]
 
 
-def tokens_of(results):
-    return [result.tokens for result in results]
-
-
-@pytest.mark.slow
-def test_a_window_as_long_as_the_text_changes_nothing(model):
-    config, params = model
-    run = partial(llama_jax.generate, config, params, PROMPTS, max_new_tokens=20)
-    assert tokens_of(run(cache=CacheOptions(window=30, sinks=2))) == tokens_of(run())
-
-
 @pytest.mark.slow
 def test_a_row_of_a_batch_gets_what_it_gets_alone_and_goes_beyond_the_context(model):
     config, params = model

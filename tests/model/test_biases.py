@@ -104,18 +104,6 @@ def test_what_does_not_go_with_biases():
 # -- files ---------------------------------------------------------------------------------------------------------------
 
 
-def test_every_format_gives_the_same(params, tmp_path):
-    llama_jax.save(tmp_path / "orbax", CONFIG, params, format="orbax")
-    llama_jax.convert(tmp_path / "orbax", tmp_path / "model.gguf")
-    llama_jax.convert(tmp_path / "model.gguf", tmp_path / "folder")
-    llama_jax.convert(tmp_path / "folder", tmp_path / "blocks.gguf", dtype="q8_0")
-    for path in ("orbax", "model.gguf", "folder"):
-        loaded = llama_jax.load(tmp_path / path)
-        assert loaded.config == CONFIG
-        same(loaded.params, params)
-    same(biases_of(llama_jax.load(tmp_path / "blocks.gguf", "float32").params), biases_of(params))
-
-
 @pytest.mark.parametrize("kind", ["awq", "gptq"])
 def test_a_folder_of_quantized_weights_has_them_as_floats(kind, tmp_path):
     config = replace(quantized_folders.CONFIG, qkv_bias=True, out_bias=True, mlp_bias=True)

@@ -8,8 +8,6 @@ import make_goldens
 import numpy as np
 import pytest
 from conftest import as_float64
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax.errors import ConfigError, GenerationError
@@ -59,17 +57,6 @@ def test_scanned_and_unrolled_layers_are_the_same(kind, batch, models):
     with target_platform("gpu"):  # where layers are unrolled
         found = cached_logits(config, params, tokens, [30, 10], forward=jax.jit(forward, static_argnums=0))
     np.testing.assert_allclose(found, want, atol=1e-5)
-
-
-@pytest.mark.slow
-@settings(max_examples=8)  # each new shape compiles
-@given(st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=4), st.sampled_from([1, 3]))
-def test_any_split_into_chunks_gives_the_same_logits(models, pieces, batch):
-    config, params = models["gqa"]
-    pieces = [*pieces, *[1] * (-sum(pieces) % 8)]
-    tokens = np.resize(TOKENS, (batch, sum(pieces)))
-    want = jit_logits(config, params, tokens)
-    np.testing.assert_allclose(cached_logits(config, params, tokens, pieces, capacity=32), want, atol=1e-5)
 
 
 def test_a_row_of_a_ragged_batch_is_what_it_is_alone(models):

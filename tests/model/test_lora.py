@@ -58,23 +58,6 @@ def test_it_begins_as_peft_says(models):
     assert len({a[layer, part].tobytes() for layer in range(2) for part in range(3)}) == 6
 
 
-def test_the_change_of_each_matrix_is_its_own_product(gqa):
-    """Queries, keys and values are one matrix here, and three with adapters of their own elsewhere."""
-    config, params, adapters, _ = gqa
-    merged = merge(params, adapters, LORA)
-    groups, scale = config.queries_per_kv_head, 5 / 3
-    layers = [llama_jax.layers_of(tree) for tree in (params, merged, adapters)]
-    for layer in range(config.n_layers):
-        before, after, pair = (blocks[layer].attention.qkv for blocks in layers)
-        for entry in range(groups + 2):
-            part = 0 if entry < groups else entry - groups + 1
-            wanted = np.asarray(before[:, entry]) + scale * np.asarray(pair.b[:, entry]) @ np.asarray(pair.a[part])
-            np.testing.assert_allclose(after[:, entry], wanted, rtol=1e-5, atol=1e-6)
-        before, after, pair = (blocks[layer].feed_forward.down for blocks in layers)
-        np.testing.assert_allclose(after, before + scale * np.asarray(pair.b) @ np.asarray(pair.a), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(merged.embedding, params.embedding)
-
-
 def test_merged_is_unmerged(gqa):
     config, params, adapters, joined = gqa
     merged = merge(params, adapters, LORA)
@@ -197,19 +180,6 @@ def dora(models):
 
 
 class TestMagnitudes:
-    def test_each_row_is_as_long_as_its_magnitude(self, dora):
-        config, params, adapters, _ = dora
-        merged = merge(params, adapters, DORA)
-        for before, after, added in zip(*map(llama_jax.layers_of, (params, merged, adapters)), strict=True):
-            up, pair = after.feed_forward.up, added.feed_forward.up
-            np.testing.assert_allclose(np.linalg.norm(up, axis=-1), pair.magnitude, rtol=1e-5)
-            changed = np.asarray(before.feed_forward.up) + DORA.scale * np.asarray(pair.b) @ np.asarray(pair.a)
-            wanted = changed / np.linalg.norm(changed, axis=-1, keepdims=True) * np.asarray(pair.magnitude)[:, None]
-            np.testing.assert_allclose(up, wanted, rtol=1e-4, atol=1e-6)
-            ours, theirs, groups = before.attention.qkv, after.attention.qkv, config.queries_per_kv_head
-            np.testing.assert_array_equal(ours[:, groups], theirs[:, groups])  # the keys, which are no target
-            assert float(jnp.abs(ours[:, groups + 1] - theirs[:, groups + 1]).max()) > 0.1
-
     def test_merged_is_unmerged_and_settled(self, dora):
         config, params, adapters, joined = dora
         wanted = jit_logits(config, merge(params, adapters, DORA), TOKENS)

@@ -206,32 +206,6 @@ class TestAttention:
         assert [g.dtype for g in found] == [dtype] * 3
         assert_close(found, precise_gradients(plain, q, k, v), share)
 
-    @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
-    @pytest.mark.parametrize("length", [3, pytest.param(131, marks=pytest.mark.slow), 600])
-    def test_without_positions_each_query_is_at_its_own_slot(self, packed, length):
-        """Computed in blocks: of 1, 2 and 8 queries' worth here, of unequal lengths."""
-        shapes = (2, 3, length, 2, 4), (2, 3, length, 4), (2, 3, length, 4)
-        operands = [normal(i, *shape) for i, shape in enumerate(shapes)]
-        documents = np.sort(np.random.default_rng(0).integers(0, 5, (2, length))) if packed else None
-        seen = AttentionMask.causal(length, documents)
-
-        def value_and_gradients(seen, operands):
-            def attend(q, k, v):
-                return ops.attend(q, KVView(k, v), seen, scale=0.5)
-
-            return attend(*operands), gradients(attend, *operands)
-
-        found, expected = (jax.jit(value_and_gradients)(s, operands) for s in (seen, seen.replace(ordered=False)))
-        assert_close(jax.tree.leaves(found), jax.tree.leaves(expected), 1e-5)
-
-    def test_what_nobody_sees_is_not_computed(self):
-        q, k = jax.ShapeDtypeStruct((1, 1, 512, 1, 8), jnp.float32), jax.ShapeDtypeStruct((1, 1, 512, 8), jnp.float32)
-        seen = AttentionMask.causal(512)
-        attend = lambda seen: jax.jit(lambda q, k: ops.attend(q, KVView(k, k), seen, scale=1.0)).lower(q, k)
-        blocks, whole = attend(seen), attend(seen.replace(ordered=False))
-        flops = [lowered.compile().cost_analysis()["flops"] for lowered in (blocks, whole)]
-        assert flops[0] / flops[1] == pytest.approx(9 / 16, rel=0.02)
-
 
 class TestFeedForward:
     @given(sizes, sizes, seeds)

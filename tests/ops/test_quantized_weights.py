@@ -20,7 +20,7 @@ from llama_jax.ops.cpu import native
 from llama_jax.ops.platform import KernelOptions, target_platform
 from llama_jax.ops.weights import device_layout, nf4
 from llama_jax.ops.weights import quantized_matmul as matmul_module
-from llama_jax.ops.weights.format_spec import INT4, blocks_from_planes, pack_int4, planes_from_blocks, regroup, unpack_int4
+from llama_jax.ops.weights.format_spec import planes_from_blocks
 from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, quantize_matrix, shardings_of_planes
 
@@ -70,17 +70,6 @@ def by_xla(monkeypatch):
     monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
 
 
-@pytest.mark.parametrize("kind", OF_GGUF)
-def test_blocks_stand_for_the_numbers_that_the_gguf_package_says(kind):
-    gguf = pytest.importorskip("gguf")
-    planes = random_planes(kind, 6, 768)
-    blocks = blocks_from_planes(planes, QUANT_FORMATS[kind])
-    wanted = gguf.quants.dequantize(blocks.reshape(6, -1), gguf.GGMLQuantizationType[kind.upper()])
-    np.testing.assert_array_equal(QUANT_FORMATS[kind].decode(*planes), wanted)
-    for plane, again in zip(planes, planes_from_blocks(blocks, QUANT_FORMATS[kind].planes), strict=True):
-        np.testing.assert_array_equal(plane, again)
-
-
 # How far a number may be from what stands for it, in parts of the largest of its group: half a step, of a factor that is
 # rounded itself; of int4 one whole step at the end that has one integer fewer; of fp8 half of 1/8 of the number; of nf4 half
 # of the widest gap, 0.3, and the factor's own error in 8 bits.
@@ -127,26 +116,6 @@ def held_by(platform: str, weight: QuantizedWeight, monkeypatch) -> QuantizedWei
     return weight.to_device_layout()
 
 
-def test_integers_of_4_bits_are_packed_on_a_cpu_and_not_elsewhere(monkeypatch):
-    """Two in a byte, the first in the low half: XLA for CPU would write a byte for each of the others."""
-    numbers_of_4_bits = np.arange(-8, 8, dtype=np.int8).reshape(2, 8)
-    pairs = pack_int4(numbers_of_4_bits.astype(INT4))
-    np.testing.assert_array_equal(pairs[0], [0x98, 0xBA, 0xDC, 0xFE])
-    np.testing.assert_array_equal(unpack_int4(pairs), numbers_of_4_bits)
-    np.testing.assert_array_equal(jax.jit(pack_int4)(jnp.asarray(numbers_of_4_bits, INT4)), pairs)
-    weight = weight_of("int4", rows=6)
-    assert (weight.planes[0].dtype, weight.planes[0].shape, weight.shape) == (np.uint8, (6, 4, 64), (6, 512))
-    there = held_by("gpu", weight, monkeypatch)
-    assert (there.planes[0].dtype, there.planes[0].shape, there.shape) == (INT4, (6, 4, 128), (6, 512))
-    np.testing.assert_array_equal(np.asarray(there.planes[0], np.int8), unpack_int4(np.asarray(weight.planes[0])))
-    back = held_by("cpu", there, monkeypatch)
-    np.testing.assert_array_equal(back.planes[0], weight.planes[0])
-    shape = jax.ShapeDtypeStruct((6, 4, 128), INT4, sharding=weight.planes[0].sharding)
-    assert device_layout.to_device_layout(weight.form.planes[0], shape).shape == (6, 4, 64)
-    smaller = regroup(tuple(map(np.asarray, weight.planes)), weight.form, QUANT_FORMATS["int4_32"])
-    np.testing.assert_array_equal(QUANT_FORMATS["int4_32"].decode(*smaller), numbers(weight))
-
-
 @pytest.mark.parametrize(
     ("kind", "tokens"),
     [
@@ -168,18 +137,6 @@ def test_matmul_and_its_derivative_are_those_of_the_numbers(kind, tokens, by_xla
     # Of int8 a CPU makes two integers of each entry of x, wrong by 1.6e-5 of the largest.
     np.testing.assert_allclose(found, np.sin(angles).sum(), rtol=1e-3, atol=5e-3)
     np.testing.assert_allclose(gradient, its_gradient, atol=2e-3 * np.abs(its_gradient).max())
-
-
-def test_several_axes_of_outputs_and_of_bfloat16():
-    matrix = jax.device_put(np.asarray(np.random.default_rng(0).normal(0, 0.1, (2, 3, 4, 256)), jnp.bfloat16))
-    for kind in MADE:
-        weight = quantize_matrix(matrix, kind)
-        assert (weight.shape, weight.ndim, weight.dtype) == (matrix.shape, 4, jnp.bfloat16)
-        x = jax.device_put(np.asarray(np.random.default_rng(1).normal(0, 1, (5, 256)), jnp.bfloat16))
-        found = jax.jit(ops.project)(x, weight)
-        assert (found.shape, found.dtype) == ((5, 2, 3, 4), jnp.bfloat16)
-        wanted = np.tensordot(np.asarray(x, np.float32), numbers(weight), axes=((-1,), (-1,)))
-        np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=0.03 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import jit_init, tiny_config
 from jax.sharding import PartitionSpec as P
 from training_options import step_options
 
@@ -17,7 +17,7 @@ from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.sharding import batch_spec, shardings, step_over, train_state_specs
 from llama_jax.training.batch import Batch
-from llama_jax.training.optimizer import adamw, with_clipping
+from llama_jax.training.optimizer import OptimizerSettings, adamw, make_optimizer, with_clipping
 from llama_jax.training.step import init_state
 
 # A vocabulary to be padded, and key/value heads of which eight devices need copies.
@@ -124,6 +124,21 @@ def experts_alone():
 def test_so_are_those_of_experts(experts_alone, sizes, options):
     """Each device sorts its own tokens, and computes its part of each chosen expert."""
     assert_same(run(sizes, EXPERTS, **options), experts_alone)
+
+
+@pytest.mark.slow
+def test_a_step_of_muon_which_looks_at_whole_matrices_is_that_of_one_device():
+    optimizer = make_optimizer(OptimizerSettings(name="muon", learning_rate=1e-2), 10)
+    config, batch, after = replace(CONFIG, vocab_size=64, n_heads=8), next(batches()), []
+    batch = batch._replace(tokens=batch.tokens % 64)
+    for sizes in (MeshSizes(), MeshSizes(fsdp=4, tensor=2)):
+        mesh = make_mesh(sizes)
+        placement = shardings(mesh, train_state_specs(config, sizes, optimizer))
+        state = jax.device_put(init_state(optimizer, jit_init(config, jax.random.key(0))), placement)
+        step = partial(step_over(config, mesh), optimizer, options=step_options(chunk=8))
+        after.append(jax.jit(step, out_shardings=(placement, None))(state, batch)[0].params)
+    assert len(after[1].blocks.attention.qkv.sharding.device_set) == 8
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *after)
 
 
 def assert_same(found, expected):

@@ -283,18 +283,6 @@ def test_bytes_are_found_by_their_texts(fields, tmp_path):
     assert encode(from_metadata(fields, "x.gguf"), "once\n𝄞") == [*plain[:-5], 0, *clef]  # the unknown token
 
 
-@pytest.mark.parametrize("kind", [EntryType.CONTROL, EntryType.UNKNOWN, EntryType.UNUSED])
-def test_merges_lead_to_tokens_of_any_kind(fields, kind):
-    tokens = fields["tokenizer.ggml.tokens"]
-    plain = from_metadata(fields, "x.gguf").encode("once upon a", bos=False)
-    assert [tokens[i] for i in plain] == ["▁once", "▁upon", "▁a"]
-    for token in plain:
-        fields["tokenizer.ggml.token_type"][token] = int(kind)
-    assert from_metadata(fields, "x.gguf").encode("once upon a", bos=False) == plain
-    fields["tokenizer.ggml.unknown_token_id"] = plain[0]
-    assert from_metadata(fields, "x.gguf").encode("once upon a", bos=False) == plain
-
-
 def test_tokens_that_are_no_utf_8(fields, tmp_path):
     """As files are read, such bytes are lone surrogates."""
     plain = from_metadata(fields, "x.gguf").encode("once upon")
@@ -317,14 +305,6 @@ def test_of_user_defined_tokens_that_overlap_the_longest_is_taken(pairs, kind):
     assert encode("<ab>")[0] == size - 4
     assert encode("once<|x|>\n") == [*encode("once"), size - 2]
     assert tokenizer.encode_batch(["<ab><c>", "<ab"]) == [[*encode("<a"), size - 3], [size - 4]]
-
-
-def test_fields_that_are_left_out(fields):
-    for name in ("bos_token_id", "eos_token_id", "add_bos_token", "add_space_prefix", "token_type", "scores"):
-        del fields[f"tokenizer.ggml.{name}"]
-    tokenizer = from_metadata(fields, "x.gguf")
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos, tokenizer.space_prefix) == (1, 2, True, True)
-    assert tokenizer.decode(tokenizer.encode("once é🦙")) == "once é🦙"
 
 
 def test_a_tokenizer_json_is_written_by_its_pre_tokenizers_name():
