@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantization
-import shakespeare
 import soft_cap
 import speedrun
 
@@ -52,23 +51,6 @@ def test_context_extension(text, tmp_path, capsys):
         context_extension.main(replace(arguments, size="cpu"))
     with pytest.raises(SystemExit, match="does not exist"):
         context_extension.main(replace(arguments, text=tmp_path / "none.txt", workdir=tmp_path / "other"))
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-def test_shakespeare(text, tmp_path, capsys):
-    changes = ("steps=12", "optimizer.warmup_steps=2", "model.n_layers=1", "evaluate_tokens=2000", "log_every=4")
-    arguments = shakespeare.Arguments(changes, text, tmp_path / "runs", tmp_path / "found.json")
-    shakespeare.main(arguments)
-    found = json.loads(arguments.output.read_text())["runs"]
-    assert found.keys() == shakespeare.RECIPES.keys()
-    for run in found.values():
-        assert run["nats_per_byte"] < np.log(320)
-        assert run["sample"].startswith("ROMEO:")
-    validation = (tmp_path / "runs" / "validation.txt").read_text()
-    assert (tmp_path / "runs" / "training.txt").read_text() + validation == text.read_text()
-    assert arguments.output.with_suffix(".png").stat().st_size > 10_000
-    assert "nats per byte" in capsys.readouterr().out
 
 
 @pytest.mark.slow

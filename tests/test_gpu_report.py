@@ -1,4 +1,4 @@
-"""experiments/gpu_report.py: that it measures."""
+"""experiments/gpu_report.py measures, with small shapes."""
 
 from __future__ import annotations
 

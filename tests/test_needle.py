@@ -94,6 +94,3 @@ def test_it_is_the_definition(params):
         assert cell.chosen == (wrong < right[:, None]).all(axis=1).mean()
         assert cell.exact == np.mean([greedy[i] for i, (_, greedy) in enumerate(parts)])
     assert [line.split()[0] for line in as_page(found).splitlines()[:5]] == ["key", "depth", "0%", "50%", "all"]
-
-
-# -- mistakes ------------------------------------------------------------------------------------------------------------

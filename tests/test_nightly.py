@@ -1,4 +1,4 @@
-"""Some of the cases of the nightly scripts; all kinds of them, and that they see what they are to see."""
+"""Some of the cases of the nightly scripts, of all kinds."""
 
 import json
 import subprocess

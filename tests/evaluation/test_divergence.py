@@ -1,4 +1,4 @@
-"""How far a model's predictions are from a reference's, beside the definition; what quantizing a model costs."""
+"""How far a model's predictions are from a reference's, beside the definition."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte against the definition, transformers, and what is known beforehand."""
+"""Loss, perplexity and bits per byte against the definition, and what is known beforehand."""
 
 import math
 from dataclasses import replace

@@ -31,7 +31,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    config = tiny_config(vocab_size=tokenizer.vocab_size, n_layers=1, n_heads=2, n_kv_heads=1, rope_scaling=None)
+    config = tiny_config(vocab_size=tokenizer.vocab_size, n_layers=1, n_heads=2, n_kv_heads=1)
     return config, sharp(config, jax.random.key(3))
 
 

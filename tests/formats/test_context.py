@@ -47,20 +47,12 @@ PUBLISHED = {
     "Qwen 2.5 with YaRN": (settings("qwen2", 32, rope=yarn(32)), 128, 32),
     "by its old name": (settings("qwen2", 32, rope={"type": "yarn", "factor": 4.0}), 128, 32),
     "Qwen 3, beyond the original": (settings("qwen3", 40, rope=yarn(32)), 128, 40),
-    "new transformers": (settings("qwen2", 32, new=True, rope=yarn(32)), 128, 32),
-    "YaRN without an original": (settings("llama", 16, rope={"rope_type": "yarn", "factor": 2.0}), 32, 16),
     "a factor that is not exact": (settings("llama", 49 * 5, rope=yarn(7 * 7, None)), 49 * 5, 49 * 5),
     "DeepSeek's YaRN": (settings("llama", 640, rope=yarn(16, 40, mscale=1.0, mscale_all_dim=1.0)), 640, 640),
     "Vicuna 16k": (settings("llama", 16, rope={"type": "linear", "factor": 4.0}), 64, 16),
-    "linear with its original": (
-        settings("llama", 16, rope={"type": "linear", "factor": 2.5, "original_max_position_embeddings": 16}),
-        40,
-        16,
-    ),
     "dynamic": (settings("llama", 16, rope={"type": "dynamic", "factor": 2.0}), 32, 16),
     "Llama 3.1": (settings("llama", 128, rope=LLAMA3), 128, 128),
     "Phi 3": (settings("phi3", 128, original_max_position_embeddings=16, rope={"type": "longrope", **LONG}), 128, 128),
-    "default": (settings("llama", 16, rope={"rope_type": "default"}), 16, 16),
     "Gemma 3": (
         settings("gemma3_text", 128, query_pre_attn_scalar=16, rope={"rope_type": "linear", "factor": 8.0}),
         128,
@@ -78,17 +70,6 @@ PUBLISHED = {
         128,
     ),
     "OLMo 3": (settings("olmo3", 128, rope=yarn(16, 8.0)), 128, 128),
-    "OLMo 3 by layers": (
-        settings("olmo3", 16)
-        | {
-            "rope_parameters": {
-                "full_attention": yarn(16, 8.0, rope_theta=1e4),
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            }
-        },
-        128,
-        16,
-    ),
     "Ministral 3": (
         settings("ministral3", 256, new=True, rope=yarn(16, 16.0, llama_4_scaling_beta=0.1)),
         256,

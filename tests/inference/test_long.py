@@ -34,22 +34,6 @@ def test_a_row_of_a_batch_gets_what_it_gets_alone_and_goes_beyond_the_context(mo
         assert run([prompt])[0].tokens == result.tokens
 
 
-@pytest.mark.slow
-def test_a_long_prompt_is_read_through_a_short_window(model):
-    """In pieces, over many rounds of the ring: the same as token by token."""
-    config, params = model
-    prompt = np.random.default_rng(0).integers(0, config.vocab_size, 200).tolist()
-    options = CacheOptions(window=16, sinks=2)
-    found = llama_jax.generate(config, params, [prompt], max_new_tokens=1, cache=options)[0]
-    cache = init_cache(config, 1, 200, window=16, sinks=2)
-    read = jax.jit(forward, static_argnums=0)
-    for token in prompt:
-        hidden, cache = read(config, params, jnp.array([[token]]), cache)
-    logprobs = jax.nn.log_softmax(unembed(config, params, hidden[0, -1]))
-    assert found.tokens == [int(jnp.argmax(logprobs))]
-    np.testing.assert_allclose(found.logprobs, [float(jnp.max(logprobs))], rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

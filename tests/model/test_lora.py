@@ -205,14 +205,6 @@ class TestMagnitudes:
         with pytest.raises(ConfigError, match="dora=True starts from the lengths of the base's rows; pass the base to"):
             init_adapters(config, DORA, jax.random.key(0))
 
-    @pytest.mark.slow
-    def test_of_a_quantized_base(self):
-        config = tiny_config(vocab_size=40, dim=64, n_layers=1, hidden_dim=64, max_seq_len=32, tie_embeddings=True)
-        base = quantize(jit_init(config, jax.random.key(1)), "nf4")
-        joined = adapted(base, random_adapters(config, DORA), DORA)
-        wanted = jit_logits(config, merge(base, random_adapters(config, DORA), DORA), TOKENS)
-        np.testing.assert_allclose(jit_logits(config, joined, TOKENS), wanted, atol=0.02 * float(jnp.abs(wanted).max()))
-
     def test_in_a_table_beside_one_without(self, dora):
         config, params, adapters, joined = dora
         plain = random_adapters(config, seed=1)

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
-from conftest import jit_init, jit_logits, tiny_config
+from conftest import jit_logits
 
 import llama_jax
 from llama_jax import ops
 from llama_jax.errors import ConfigError
 from llama_jax.model.lora import Lora, adapted
 from llama_jax.model.multi_lora import adapter_table, adapters_in, choose_adapters
-from llama_jax.model.trees import bytes_in_memory, count, quantize
+from llama_jax.model.trees import bytes_in_memory, count
 from llama_jax.ops.weights.lora import LowRank
 from llama_jax.ops.weights.multi_lora import MultiLoraWeight
 
@@ -55,21 +55,6 @@ def test_of_a_single_row(table, alone, rows):
     config, _, _, params = table
     found = jit_logits(config, choose_adapters(params, rows), TOKENS[:1])
     np.testing.assert_allclose(found[0], alone[rows[0]][0], atol=2e-5)
-
-
-@pytest.mark.slow
-def test_a_quantized_base_in_16_bits():
-    config = tiny_config(vocab_size=40, dim=128, n_layers=1, hidden_dim=128, max_seq_len=32, tie_embeddings=True)
-    dense = jax.tree.map(lambda a: a.astype(jnp.bfloat16), jit_init(config, jax.random.key(1)))
-    base, adapters = quantize(dense, "int8"), [(random_adapters(config, lora), lora) for lora in LORAS[:2]]
-    params = adapter_table(config, base, adapters)
-    assert params.blocks.attention.out.low_rank.a.dtype == jnp.bfloat16
-    later = quantize(adapter_table(config, dense, adapters), "int8")
-    jax.tree.map(np.testing.assert_array_equal, later, params)
-    found = jit_logits(config, choose_adapters(params, [1, 0]), TOKENS[:2] % 40)
-    for row, number in enumerate((1, 0)):
-        wanted = jit_logits(config, adapted(base, *adapters[number]), TOKENS[:2] % 40)[row]
-        np.testing.assert_allclose(found[row], wanted, atol=0.02 * float(jnp.abs(wanted).max()))
 
 
 def test_nothing_of_the_base_is_copied(table):

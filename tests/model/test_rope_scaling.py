@@ -1,4 +1,4 @@
-"""Every rope scaling against transformers' numbers or a derivation in float64, and what depends on the length of a row."""
+"""Every rope scaling against transformers' numbers, and what depends on the length of a row."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ import llama_jax
 from llama_jax import rotary_frequencies
 from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import PrefillState, prefill
-from llama_jax.model.forward import forward, unembed
+from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Positions
 
 jit_forward = jax.jit(forward, static_argnums=0)
@@ -124,19 +124,6 @@ def test_a_decoding_row_goes_by_its_length_so_far(by_length):
     )
     np.testing.assert_allclose(step, same, atol=1e-6, rtol=0)
     assert np.abs(step - other).max() > 1e-4
-
-
-@pytest.mark.slow
-def test_generation_reads_a_long_prompt_by_its_whole_length(monkeypatch):
-    config = replace(ROPES["dynamic"], n_layers=1, hidden_dim=16)
-    params = params_of(config, make_goldens.random_tensors(config))
-    prompt = np.random.default_rng(6).integers(0, config.vocab_size, 40).tolist()
-    hidden, _ = jit_forward(config, params, np.array([prompt], np.int32))
-    logprobs = jax.nn.log_softmax(unembed(config, params, hidden[0, -1]))
-    monkeypatch.setattr("llama_jax.inference.compiled_decode.MAX_PREFILL_CHUNK", 16)
-    got = llama_jax.generate(config, params, [prompt], max_new_tokens=1)[0]
-    assert got.tokens == [int(jnp.argmax(logprobs))]
-    np.testing.assert_allclose(got.logprobs[0], float(logprobs.max()), atol=2e-5)
 
 
 def test_lengths_of_another_shape_are_named(by_length):

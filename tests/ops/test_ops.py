@@ -1,4 +1,4 @@
-"""Each operation against its definition in float64, and the properties that the papers promise."""
+"""Each operation against its definition in float64."""
 
 from functools import partial
 

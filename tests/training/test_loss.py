@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import as_float64, jit_logits
-from hypothesis import given
-from hypothesis import strategies as st
 from training_options import loss_options
 
 import llama_jax
@@ -108,32 +106,8 @@ def in_segments(models):
     return jax.jit(jax.value_and_grad(loss_of))
 
 
-@pytest.mark.slow
-@given(st.integers(0, 2**31 - 1), st.integers(2, 11), st.integers(2, 11))
-def test_packed_documents_give_what_they_give_alone(models, in_segments, seed, first, second):
-    """Two documents and padding in a row, and the same two in rows of their own."""
-    params = models["gqa"][1]
-    vocabulary = models["gqa"][0].vocab_size
-    tokens = np.random.default_rng(seed).integers(0, vocabulary, first + second, np.int32)
-    packed, alone = empty(1), empty(2)
-    place(packed, 0, 0, tokens[:first], 1)
-    place(packed, 0, first, tokens[first:], 2)
-    place(alone, 0, 0, tokens[:first], 1)
-    place(alone, 1, 0, tokens[first:], 1)
-    (loss, gradients), (expected, of_alone) = in_segments(params, packed), in_segments(params, alone)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    near = partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6)
-    jax.tree.map(near, gradients, of_alone)
-
-
 def empty(rows, length=24):
     return Batch(*(np.zeros((rows, length), np.int32) for _ in range(3)))
-
-
-def place(batch, row, start, tokens, segment):
-    where = slice(start, start + len(tokens))
-    batch.tokens[row, where], batch.segment_ids[row, where] = tokens, segment
-    batch.position_ids[row, where] = np.arange(len(tokens))
 
 
 def test_what_is_predicted():
@@ -221,23 +195,6 @@ def test_nothing_to_predict_in_a_batch_is_a_loss_of_zero(models, in_segments, wi
     loss, gradients = in_segments(models["gqa"][1], empty(1))
     assert loss == 0
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradients))
-
-
-@pytest.mark.slow
-def test_z_loss_adds_the_square_of_the_normalizer(defined):
-    config, params, tokens, _ = defined("gqa")
-
-    def plain(params, z_loss):
-        logits = llama_jax.logits(config, params, tokens[:, :-1])
-        return plain_loss(config, params, tokens) + z_loss * jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
-
-    with jax.enable_x64(True):
-        expected, of_plain = jax.jit(jax.value_and_grad(partial(plain, z_loss=0.3)))(params)
-        loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=loss_options(z_loss=0.3, chunk=4))
-        loss, gradients = jax.jit(jax.value_and_grad(loss_of))(params)
-        np.testing.assert_allclose(loss, expected, rtol=1e-10)
-        # The rotary angles are float32, rounded differently by two programs.
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), gradients, of_plain)
 
 
 def test_what_a_bfloat16_scan_keeps_of_its_layers_has_no_float32_copy(models):

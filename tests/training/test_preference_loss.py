@@ -1,4 +1,4 @@
-"""Preference losses against their formulas in NumPy, and against TRL's."""
+"""Preference losses against TRL's; and their formulas in NumPy, which other tests take."""
 
 import jax
 import jax.numpy as jnp

@@ -207,6 +207,3 @@ def test_logits_count_even_where_every_part_agrees(models, reference):
 def test_divergence_counts_even_where_every_part_agrees(against, tensors):
     found = against(quantized(tensors, 2), kinds=("F32", "Q2_K"))
     assert found.why.startswith("NOT the same model: mean KL divergence 1.2 nats, of which Q2_K explains 1")
-
-
-# -- the measures --------------------------------------------------------------------------------------------------------
