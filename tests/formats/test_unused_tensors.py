@@ -30,18 +30,10 @@ UNUSED = {
     "scales of quantized activations": [f"{ATTENTION}.q_proj.input_scale", f"{LAYER}.mlp.down_proj.activation_scale"],
     "tensors of layers that predict several tokens (MTP)": ["mtp.fc.weight", "model.layers.2.eh_proj.weight"],
     "tensors for images": ["vision_tower.encoder.layers.0.mlp.fc1.weight", "model.multi_modal_projector.linear.bias"],
-        "vision_tower.encoder.layers.0.self_attn.q_proj.weight",
-        "model.multi_modal_projector.linear.bias",
-    ],
     "states of Transformer Engine": [f"{ATTENTION}._extra_state", f"{LAYER}.mlp.up_proj._extra_state/shard_0"],
     "vocabularies": ["spiece_model", "tokenizer.vocab"],
 }
 STRAY = [f"{ATTENTION}.q_proj.bias", f"{LAYER}.mlp.up_proj.weight_scale", "model.layers.2.mlp.up_proj.weight"]
-    f"{ATTENTION}.q_proj.bias",
-    f"{LAYER}.mlp.up_proj.weight_scale",
-    "model.layers.2.mlp.up_proj.weight",
-    "score.weight",
-]
 
 
 @pytest.fixture(scope="module")
