@@ -16,13 +16,11 @@ from make_format_goldens import FORMATS, SMALL
 from test_corruption import TENSORS, bounded, gguf_header, outcome, tensor_pickle, text, write_pickle
 
 import llama_jax
-from llama_jax.config.presets import preset
 from llama_jax.errors import CheckpointError, ConfigError, TokenizerError
 from llama_jax.formats.gguf import read_file
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
 from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.llama2c import is_llama2c
-from llama_jax.formats.rope_conversion import with_scaling
 from llama_jax.formats.torch_pickle import MAX_TABLE_BYTES, read_pickled, read_tensors
 from llama_jax.tokenizers import load_tokenizer
 from llama_jax.tokenizers.gguf_header import MAX_ENTRIES, MAX_TEXTS, TEXT_WINDOW
@@ -75,18 +73,6 @@ def test_tensors_of_a_gguf_that_share_their_bytes(tmp_path):
     path.write_bytes(gguf_header(*entries, tensors=20) + bytes(4 << 20) + bytes(64))
     with bounded(0), pytest.raises(CheckpointError, match="its tensors have 83886080 bytes"):
         read_file(path)
-
-
-@pytest.mark.parametrize("value", ["8", 0, -1, [1.0], True])
-@pytest.mark.parametrize("name", ["factor", "original_context_length", "attn_factor"])
-def test_a_ggufs_rope_scaling_of_another_kind(name, value):
-    sound = {
-        f"llama.rope.scaling.{key}": value
-        for key, value in (("type", "yarn"), ("factor", 2.0), ("original_context_length", 64))
-    }
-    if name != "attn_factor" or value not in (0, -1):
-        with pytest.raises(ConfigError, match=name):
-            with_scaling(sound | {f"llama.rope.scaling.{name}": value}, preset("llama-2-7b"), {}, "llama")
 
 
 @pytest.mark.parametrize(
@@ -298,16 +284,3 @@ def test_a_setting_of_the_wrong_type_is_an_error_of_one_line_or_means_nothing(ki
                 said = _error_of(base | {name: value})
                 assert "\n" not in said
                 assert len(said) < 700
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must be a positive"),
-        ("gemma3_text", {"sliding_window_pattern": "x"}, "sliding_window_pattern='x' must be a positive integer"),
-        ("olmo3", {"rope_parameters": {"full_attention": 3}}, "full_attention=3 must be an object"),
-    ],
-)
-def test_others_are_named(kind, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        config_from_dict(WRITTEN[kind] | changes)

@@ -188,14 +188,6 @@ def test_a_sharp_distribution_follows_its_probabilities():
     np.testing.assert_array_less(np.abs(counts / draws - want), 5 * np.sqrt(want * (1 - want) / draws))
 
 
-def test_only_kept_tokens_are_drawn():
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 50)), jnp.float32)
-    top = set(np.argsort(-np.asarray(logits[0]))[:3].tolist())
-    sampling = Sampling(temperature=5.0, top_k=3).per_row(1)
-    draw = jax.jit(jax.vmap(lambda step: sample(logits, sampling, np.zeros((1, 50), bool), step[None])[0]))
-    assert set(np.unique(draw(jnp.arange(500))).tolist()) == top
-
-
 def test_a_row_depends_on_its_own_seed_and_step_alone():
     logits = jax.random.normal(jax.random.key(0), (1, 100))
     four = jnp.repeat(logits, 4, axis=0)

@@ -12,7 +12,6 @@ import make_format_goldens as formats
 import make_goldens
 import numpy as np
 import pytest
-import quantized_folders
 from adapters import random_adapters
 from conftest import jit_dequantize, jit_logits, params_of, same, write_hf_folder
 from family_models import FAMILY_MODELS, PLAIN, random_params
@@ -102,14 +101,6 @@ def test_what_does_not_go_with_biases():
 
 
 # -- files ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["awq", "gptq"])
-def test_a_folder_of_quantized_weights_has_them_as_floats(kind, tmp_path):
-    config = replace(quantized_folders.CONFIG, qkv_bias=True, out_bias=True, mlp_bias=True)
-    dense = params_of(config, quantized_folders.write_folder(tmp_path, kind, config))
-    same(llama_jax.load(tmp_path, "float32").params, dense)
-    same(biases_of(llama_jax.load(tmp_path, quantize="keep").params), biases_of(dense))
 
 
 def test_a_gguf_as_llama_cpp_converts_it(models, tmp_path):

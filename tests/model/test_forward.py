@@ -171,37 +171,3 @@ def test_what_does_not_fit_is_refused(models):
     ):
         with pytest.raises(error, match=message):
             forward(model, params, tokens, context, positions=positions)
-
-
-def test_published_sizes_trace_without_memory():
-    """405 billion parameters, shapes only."""
-    config = llama_jax.preset("llama-3.1-405b")
-    params = jax.eval_shape(lambda key: llama_jax.init(config, key, jnp.bfloat16), jax.random.key(0))
-    cache = jax.eval_shape(lambda: llama_jax.init_cache(config, 1, 256, jnp.bfloat16))
-    tokens = jax.ShapeDtypeStruct((1, 16), jnp.int32)
-    hidden, cache = jax.eval_shape(lambda *a: forward(config, *a), params, tokens, cache)
-    assert hidden.shape == (1, 16, 16_384)
-    assert jax.eval_shape(lambda p, h: unembed(config, p, h), params, hidden).shape == (1, 16, 128_256)
-    assert cache.pages.shape == (126, 16, 16, 2 * 8, 128)
-
-
-def test_packed_documents_are_what_they_are_alone(models):
-    """Positions restart and attention does not cross: three documents in a row of 24, and padding of segment 0."""
-    config, params = models["llama3"]
-    tokens = np.random.default_rng(3).integers(0, config.vocab_size, (1, 24), dtype=np.int32)
-    sizes = [7, 12, 3]
-    segments = np.repeat([1, 2, 3, 0], [*sizes, 2])[None].astype(np.int32)
-    positions = np.concatenate([np.arange(n) for n in [*sizes, 2]])[None].astype(np.int32)
-    packed = jax.jit(forward, static_argnums=0)
-    hidden, _ = packed(config, params, tokens, positions=Positions(position_ids=positions, segment_ids=segments))
-    assert np.isfinite(np.asarray(hidden)).all()
-    start = 0
-    for n in sizes:
-        # Of one shape, so that it compiles once: what comes after a document is not seen.
-        row = np.zeros((1, 24), np.int32)
-        row[:, :n] = tokens[:, start : start + n]
-        alone, _ = packed(config, params, row)
-        np.testing.assert_allclose(hidden[0, start : start + n], alone[0, :n], rtol=1e-4, atol=1e-5)
-        start += n
-    crossed, _ = packed(config, params, tokens)
-    assert np.abs(crossed[0, 7:] - hidden[0, 7:]).max() > 0.1  # the comparison can tell
