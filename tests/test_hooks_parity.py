@@ -1,5 +1,6 @@
 """Each technique with hooks beside transformers with the hooks of torch, on a random model and on a real one."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -45,29 +46,31 @@ class Torch:
     def __init__(self, model):
         self.model, self.layers = model, model.model.layers
 
-    def logits(self, tokens, *hooks, **options):
+    @contextmanager
+    def hooked(self, hooks):
         import torch
 
         handles = [getattr(module, f"register_forward_{kind}")(hook) for module, kind, hook in hooks]
         try:
             with torch.inference_mode():
-                return self.model(torch.from_numpy(np.asarray(tokens)).long(), **options)
+                yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def logits(self, tokens, *hooks, **options):
+        import torch
+
+        with self.hooked(hooks):
+            return self.model(torch.from_numpy(np.asarray(tokens)).long(), **options)
 
     def generate(self, tokens, new, *hooks):
         import torch
 
-        handles = [getattr(module, f"register_forward_{kind}")(hook) for module, kind, hook in hooks]
-        try:
-            ids = torch.from_numpy(np.asarray(tokens)).long()
-            options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-            found = self.model.generate(ids, max_new_tokens=new, **options)
-            return found[:, ids.shape[1] :].tolist()
-        finally:
-            for handle in handles:
-                handle.remove()
+        ids = torch.from_numpy(np.asarray(tokens)).long()
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+        with self.hooked(hooks):
+            return self.model.generate(ids, max_new_tokens=new, **options)[:, ids.shape[1] :].tolist()
 
 
 def hidden_of(output):

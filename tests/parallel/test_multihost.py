@@ -8,8 +8,8 @@ import platform
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,27 +38,6 @@ def introduce(port, index, count, timeout=5.0):
 
 def accept_all(port, count, timeout=5.0):
     return multihost._accept_all(multihost._Job(f"127.0.0.1:{port}", count, 0), time.monotonic() + timeout)
-
-
-@pytest.fixture
-def others():
-    """Runs functions in threads; returns their results, in order."""
-    threads, results = [], {}
-
-    def run(function, *arguments):
-        def keep(number):
-            results[number] = function(*arguments)
-
-        threads.append(threading.Thread(target=keep, args=(len(threads),)))
-        threads[-1].start()
-
-    def wait():
-        for thread in threads:
-            thread.join(20)
-        return [results[number] for number in range(len(threads))]
-
-    yield run, wait
-    wait()
 
 
 def test_one_process_needs_nobody(monkeypatch):
@@ -116,13 +95,13 @@ def test_open_mpi_says_it_all(monkeypatch):
     assert (job.coordinator.split(":")[0], *job[1:]) == ("10.96.0.1", 4, 3, [1])
 
 
-def test_the_missing_are_named_by_all_who_came(port, others):
-    run, wait = others
-    run(introduce, port, 2, 4)
+def test_the_missing_are_named_by_all_who_came(port):
     message = rf"2 of 4 processes did not connect to 127\.0\.0\.1:{port} in time: 1, 3; start them"
-    with pytest.raises(MeshError, match=message) as raised:
-        join(f"127.0.0.1:{port}", 4, 0, timeout=1.0)
-    assert wait()[0]["error"] == str(raised.value)
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(introduce, port, 2, 4)
+        with pytest.raises(MeshError, match=message) as raised:
+            join(f"127.0.0.1:{port}", 4, 0, timeout=1.0)
+        assert other.result(20)["error"] == str(raised.value)
 
 
 def test_a_coordinator_that_is_not_there(port):
@@ -130,9 +109,7 @@ def test_a_coordinator_that_is_not_there(port):
         join(f"127.0.0.1:{port}", 2, 1, timeout=0.3)
 
 
-def test_strangers_at_the_port_are_sent_away(port, others):
-    run, wait = others
-
+def test_strangers_at_the_port_are_sent_away(port):
     def knock():
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
@@ -143,10 +120,11 @@ def test_strangers_at_the_port_are_sent_away(port, others):
                 return introduce(port, 1, 2)
         raise AssertionError("nobody listened")
 
-    run(knock)
-    answer = accept_all(port, 2)
-    assert answer == {"error": "", "hosts": [platform.node()] * 2}
-    assert wait() == [answer]
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(knock)
+        answer = accept_all(port, 2)
+        assert answer == {"error": "", "hosts": [platform.node()] * 2}
+        assert other.result(20) == answer
 
 
 def test_the_first_process_of_a_host():
