@@ -2,9 +2,7 @@
 
 import json
 
-import bench_derivatives
 import bench_generate
-import bench_long_context
 import bench_serve
 import bench_train
 import pytest
@@ -51,27 +49,6 @@ def test_training(tmp_path, capsys):
         assert all(len(runs) == 2 and min(runs) > 0 for runs in measured["tokens_per_second"].values())
         assert all(memory > 10 for [memory] in measured["peak_memory_mb"].values())
     assert "stories-260k" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-def test_derivatives(tmp_path):
-    output = tmp_path / "bench.json"
-    small = bench_derivatives.Arguments(batch=1, length=8, calls=1, lengths=(16,), output=output)
-    bench_derivatives.main(small)
-    rows = json.loads(output.read_text())["rows"]
-    assert {row["derivative"] for row in rows if row["length"] == 16} == set(bench_derivatives.LONG)
-    assert all(row["temporary_mb"] > 0 and row.get("milliseconds", 1) > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_long_context(tmp_path):
-    output = tmp_path / "bench.json"
-    small = {"lengths": (64,), "step": 64, "prompt": 64, "turns": 1, "shape": "stories-260k", "output": output}
-    bench_long_context.main(bench_long_context.Arguments(**small))
-    report = json.loads(output.read_text())
-    assert {row["backend"] for row in report["attention"]} == {"reference", "dense", "blockwise"}
-    assert all(row["seconds"] > 0 for row in [*report["attention"], report["step"], report["prompt"]])
 
 
 @pytest.mark.slow

@@ -112,45 +112,6 @@ def test_the_goldens_are_what_peft_gives(case, stored):
     assert_near({name: stored[f"{case}: {name}"] for name in wanted}, wanted, 1e-10)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(settings, marks=needs_peft)
-        for settings in (
-            {"exclude_modules": ["layers.0.self_attn.q_proj", "v_proj"]},
-            {"exclude_modules": r".*layers\.1\..*", "use_dora": True},
-            {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": 0},
-            {"target_modules": ["model.layers.1.self_attn.k_proj", "0.mlp.down_proj"], "use_dora": True},
-        )
-    ],
-    ids=str,
-)
-def test_modules_without_an_adapter_go_both_ways(settings, tmp_path):
-    """PEFT decides which modules have one, and computes the same with what is written here."""
-    pytest.importorskip("peft", reason="needs the parity extra")
-    import peft
-    import torch
-
-    config = make_goldens.KINDS["gqa"]
-    tensors, ids = make_goldens.random_tensors(config), make_goldens.tokens(config)
-    chosen = peft.LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", **{"target_modules": "all-linear"} | settings)
-    model = peft.get_peft_model(make_goldens.transformers_model(config, tensors), chosen)
-    random = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, value in theirs.parameters_of(model).items():
-            drawn = torch.rand(value.shape, generator=random)
-            value.copy_(0.5 + drawn if name.endswith("magnitude_vector") else 0.4 * drawn - 0.2)
-        wanted = theirs.peft_logits(model, ids, wide=False).numpy()
-    model.save_pretrained(tmp_path / "theirs")
-    adapter = load_adapter(tmp_path / "theirs", config)
-    joined = adapted(params_of(config, tensors), adapter.params, adapter.lora)
-    np.testing.assert_allclose(jax.jit(llama_jax.logits, static_argnums=0)(config, joined, ids), wanted, atol=1e-4)
-    save_adapter(tmp_path / "ours", config, adapter.params, adapter.lora)
-    again = peft.PeftModel.from_pretrained(make_goldens.transformers_model(config, tensors), tmp_path / "ours")
-    with torch.no_grad():
-        np.testing.assert_allclose(theirs.peft_logits(again, ids, wide=False).numpy(), wanted, atol=1e-6)
-
-
 @pytest.mark.parametrize("case", [pytest.param(case, marks=needs_peft) for case in theirs.CASES])
 def test_folders_go_both_ways(case, tmp_path):
     """What PEFT saves is read, and of what is written here PEFT misses no key and finds none too many."""
