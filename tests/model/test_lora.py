@@ -21,6 +21,7 @@ from llama_jax.model.lora import (
 )
 from llama_jax.model.multi_lora import adapter_table, choose_adapters
 from llama_jax.model.trees import bytes_in_memory, count, quantize
+from llama_jax.training.loss import next_token_loss
 
 TOKENS = jnp.asarray([[1, 5, 9, 2, 7, 30], [3, 3, 8, 1, 4, 11]])
 
@@ -101,6 +102,22 @@ def test_the_base_may_be_quantized(kind):
     largest = float(jnp.abs(wanted).max())
     assert float(rounding) < 0.02 * largest
     np.testing.assert_allclose(jit_logits(config, joined, TOKENS), wanted, atol=3 * float(rounding) + 1e-5 * largest)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
+def test_the_gradient_goes_through_a_frozen_quantized_model(kind):
+    config = tiny_config(vocab_size=40, dim=128, n_layers=1, hidden_dim=128, max_seq_len=32, tie_embeddings=True)
+    params = jit_init(config, jax.random.key(1))
+    frozen = quantize(params, kind)
+    batch = llama_jax.Batch(jnp.asarray([[1, 5, 9, 2, 7, 3, 30, 11]]))
+
+    @jax.jit
+    def of_norm(norm, model):
+        return next_token_loss(config, model.replace(final_norm=norm), batch)
+
+    gradient = jax.jit(jax.grad(of_norm))
+    ours, wanted = (gradient(params.final_norm, model) for model in (frozen, jit_dequantize(frozen)))
+    np.testing.assert_allclose(ours, wanted, atol=2e-3 * float(jnp.abs(wanted).max()))  # activations in 16 bits on a CPU
 
 
 def test_how_many_numbers_are_learnt(models):

@@ -90,18 +90,6 @@ def test_no_text_makes_a_special_token_or_a_target(all_kinds, chat, reply):
         assert taught.ids[:2] != [tokenizer.bos_id] * 2
 
 
-@pytest.mark.parametrize("format", ["template", "llama3"])
-@pytest.mark.parametrize("kind", ["marked", "llama3"])
-def test_of_what_is_given_nothing_is_a_target(all_kinds, kind, format):
-    tokenizer = all_kinds[kind]
-    with ReplyEncoder(tokenizer, format) as encoder:
-        assert said(tokenizer, encoder.chat(TALK, 4)) == ["A time, once.<|eot_id|>"]
-        assert said(tokenizer, encoder.chat(TALK, 2)) == said(tokenizer, encoder.chat(TALK))
-        assert encoder.chat(TALK, 4).ids == encoder.chat(TALK).ids
-        assert said(tokenizer, encoder.chat(TALK, 5)) == []
-        assert said(tokenizer, encoder.chat(TALK[:2])) == []
-
-
 SPOKEN = (
     "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
     "{% endgeneration %}{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"

@@ -256,18 +256,6 @@ def test_phi_3s_tokens_take_the_white_space_after_them_away(pairs):
         assert "general.name" not in to_metadata(other)
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "ranks"])
-def test_a_folder_has_the_same_rule(pairs, kind, tmp_path):
-    for said in (True, False):
-        tokenizer = from_metadata(to_metadata(pairs[kind][0]) | {"tokenizer.ggml.add_bos_token": said}, "x.gguf")
-        (folder := tmp_path / str(said)).mkdir()
-        tokenizer.save(folder)
-        again = load_tokenizer(folder)
-        assert again.add_bos is said
-        assert again.encode("once upon a time 🦙") == tokenizer.encode("once upon a time 🦙")
-        assert to_metadata(again)["tokenizer.ggml.add_bos_token"] is said
-
-
 def test_bytes_are_found_by_their_texts(fields, tmp_path):
     encode = lambda tokenizer, text: tokenizer.encode(text, bos=False)
     line, clef = 3 + 0x0A, [3 + byte for byte in "𝄞".encode()]
