@@ -17,7 +17,6 @@ import llama_jax
 from llama_jax.errors import CheckpointError, TokenizerError
 from llama_jax.formats import convert, huggingface, open_checkpoint, save
 from llama_jax.formats.build_params import WrittenTensor
-from llama_jax.storage import atomic_write
 from llama_jax.tokenizers.sentencepiece import train_bpe
 
 KINDS = make_goldens.KINDS
@@ -242,24 +241,6 @@ def test_two_that_write_one_path(format, overwrite, tmp_path, models):
         save(tmp_path / "model", *models["gqa"], format=format, overwrite=overwrite, progress=meanwhile)
     same(llama_jax.load(tmp_path / "model").params, models["gqa" if overwrite else "mha"][1])
     assert os.listdir(tmp_path) == ["model"]
-
-
-def test_a_llama2c_file_is_never_there_without_its_vocabulary(stories, tmp_path, monkeypatch):
-    """A process that is killed between the two would leave half a model. Where the weights fail, neither is there."""
-    rename, failing = atomic_write._rename, False
-
-    def look(work, path):
-        if path.name == "model.bin":
-            assert {"tokenizer.model", "tokenizer_config.json", "generation_config.json"} <= set(os.listdir(tmp_path))
-            if failing:
-                raise OSError(errno.ENOSPC, "No space left on device")
-        rename(work, path)
-
-    monkeypatch.setattr(atomic_write, "_rename", look)
-    for failing in (True, False):
-        with pytest.raises(CheckpointError, match="the disk is full") if failing else contextlib.nullcontext():
-            save(tmp_path / "model.bin", *stories, format="llama2c")
-        assert ("model.bin" in os.listdir(tmp_path)) is bool(os.listdir(tmp_path)) is not failing
 
 
 @pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c"])
