@@ -135,6 +135,13 @@ jit_dequantize = jax.jit(dequantize)
 jit_init = jax.jit(llama_jax.init, static_argnums=(0, 2))
 
 
+def tiny_config(**changes):
+    """Two small layers, whose queries are in groups."""
+    sizes = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "max_seq_len": 64}
+    others = {"norm_eps": 1e-5, "rope_theta": 1e4, "tie_embeddings": False}
+    return llama_jax.LlamaConfig(**sizes | others | changes)
+
+
 def louder(params, factor):
     """The model with its matrices multiplied."""
     outside = jax.tree.map(lambda a: a * factor if a.ndim > 1 else a, params.replace(blocks=None))

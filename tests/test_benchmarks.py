@@ -1,14 +1,10 @@
 """The benchmarks run, small, and write their figures."""
 
 import json
-from pathlib import Path
 
-import bench_derivatives
 import bench_generate
-import bench_long_context
 import bench_serve
 import bench_train
-import measuring
 import pytest
 
 
@@ -53,68 +49,6 @@ def test_training(tmp_path, capsys):
         assert all(len(runs) == 2 and min(runs) > 0 for runs in measured["tokens_per_second"].values())
         assert all(memory > 10 for [memory] in measured["peak_memory_mb"].values())
     assert "stories-260k" in capsys.readouterr().out
-
-
-class Values:
-    """A peer whose measurements count their calls."""
-
-    def __init__(self, factor):
-        self.calls, self.factor = 0, factor
-
-    def __call__(self):
-        self.calls += 1
-        return self.factor * self.calls
-
-
-def build_values(peer):
-    if peer == "broken":
-        raise RuntimeError("no such peer")
-    measures = {"speed": Values(len(peer)), "last": Values(1)}
-    return measures if peer == "a" else measures | {"more": Values(1)}
-
-
-def build_version(peer):
-    import llama_jax
-
-    source = Path(llama_jax.__file__).parents[1]
-    return {"speed": lambda: float(source != measuring.ROOT)}
-
-
-def test_peers_take_turns():
-    """The first turn is not counted, and a peer may lack a measurement."""
-    results = measuring.take_turns(build_values, ("a", "bb"), 3, at_end=("last",))
-    assert results == {"speed": {"a": [2, 3], "bb": [4, 6]}, "more": {"bb": [2, 3]}, "last": {"a": [1], "bb": [1]}}
-    with pytest.raises(SystemExit, match="the process of broken ended"):
-        measuring.take_turns(build_values, ("broken",), 1)
-
-
-def test_a_peer_may_be_an_earlier_commit():
-    if not (measuring.ROOT / ".git").exists():
-        pytest.skip("needs a clone")
-    assert measuring.take_turns(build_version, ("ours", "ours@HEAD"), 2) == {"speed": {"ours": [0], "ours@HEAD": [1]}}
-    with pytest.raises(SystemExit, match="nothing is not a commit"):
-        measuring.take_turns(build_version, ("ours@nothing",), 2)
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-def test_derivatives(tmp_path):
-    output = tmp_path / "bench.json"
-    small = bench_derivatives.Arguments(batch=1, length=8, calls=1, lengths=(16,), output=output)
-    bench_derivatives.main(small)
-    rows = json.loads(output.read_text())["rows"]
-    assert {row["derivative"] for row in rows if row["length"] == 16} == set(bench_derivatives.LONG)
-    assert all(row["temporary_mb"] > 0 and row.get("milliseconds", 1) > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_long_context(tmp_path):
-    output = tmp_path / "bench.json"
-    small = {"lengths": (64,), "step": 64, "prompt": 64, "turns": 1, "shape": "stories-260k", "output": output}
-    bench_long_context.main(bench_long_context.Arguments(**small))
-    report = json.loads(output.read_text())
-    assert {row["backend"] for row in report["attention"]} == {"reference", "dense", "blockwise"}
-    assert all(row["seconds"] > 0 for row in [*report["attention"], report["step"], report["prompt"]])
 
 
 @pytest.mark.slow

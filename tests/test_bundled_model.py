@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import bundled as experiment
 import numpy as np
@@ -82,29 +81,6 @@ def test_eval_gives_the_figure_of_the_card(run, card, text, tmp_path, monkeypatc
     for page in (card, PAGE.read_text("utf-8")):
         assert all(command in " ".join(page.split()) for command in commands)
         assert "unseen" not in page
-
-
-def test_the_card_is_what_the_experiment_writes(card):
-    """Its words; the figures and the sample are those of the run that made it."""
-    fields = re.findall(r"^\| (?:all|the first) (\d+) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \|$", card, re.MULTILINE)
-    whole, some = (
-        SimpleNamespace(documents=int(n), bytes=int(b.replace(",", "")), loss=float(nats), bits_per_byte=float(bits))
-        for n, b, nats, bits in fields
-    )
-    sample = "\n".join(line[2:] if line != ">" else "" for line in card.split("go on otherwise:\n\n")[1].splitlines())
-    assert experiment.card(1900, whole, some, sample).split() == card.split()
-
-
-def test_stories_are_divided_and_no_validation_story_is_in_the_training_text(text):
-    training, validation = experiment.training_stories(text), experiment.validation_stories(text)
-    assert len(training) > 2800
-    assert len(validation) > 800
-    assert not experiment.shared_stories(training, validation)
-    assert experiment.shared_stories([f"Before. {validation[7]} After."], validation) == [validation[7]]
-    assert not any("<|endoftext|>" in story or story != story.strip() for story in training + validation)
-    assert max(map(len, validation)) < 6000
-    whole = (text / "tinystories-valid.txt").read_text("utf-8")
-    assert "".join("".join(validation).split()) == "".join(whole.split())  # not a letter is left out
 
 
 def test_the_vocabulary_has_every_paragraph_end_as_one_token_and_reads_any_text(model):

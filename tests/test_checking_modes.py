@@ -3,9 +3,10 @@
 import jax
 import numpy as np
 import pytest
+from conftest import tiny_config
 
 import llama_jax
-from llama_jax import Batch, CacheOptions, LlamaConfig, Lora, PromptLookup, Sampling
+from llama_jax import Batch, CacheOptions, Lora, PromptLookup, Sampling
 from llama_jax.model.trees import quantize
 
 MODES = {
@@ -17,18 +18,7 @@ MODES = {
     "infinity": lambda: jax.debug_infs(True),
     "leaks": jax.checking_leaks,
 }
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    dim=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    hidden_dim=64,
-    max_seq_len=64,
-    norm_eps=1e-5,
-    rope_theta=1e4,
-    tie_embeddings=False,
-)
+CONFIG = tiny_config(hidden_dim=64)
 SAMPLING = Sampling(temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=[0, 1])
 PROMPTS = [[1, 2, 3, 1, 2, 3], [4, 5]]
 

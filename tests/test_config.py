@@ -95,14 +95,8 @@ def test_parameter_counts(name):
     ("dim", "multiple_of", "multiplier", "hidden"),
     [
         (4096, 256, None, 11_008),  # 7B
-        (5120, 256, None, 13_824),  # 13B
-        (6656, 256, None, 17_920),  # 30B
-        (8192, 256, None, 22_016),  # 65B
         (8192, 4096, 1.3, 28_672),  # Llama 2 and 3 70B
-        (4096, 1024, 1.3, 14_336),  # Llama 3 8B
-        (16_384, 4096, 1.2, 53_248),  # Llama 3.1 405B
         (2048, 256, 1.5, 8192),  # Llama 3.2 1B
-        (3072, 256, 1.0, 8192),  # Llama 3.2 3B
         (288, 32, None, 768),  # stories 15M
     ],
 )
@@ -120,15 +114,10 @@ SMALL = preset("stories-260k")
         ({"n_kv_heads": 3}, "n_heads=8 must be a multiple of n_kv_heads=3"),
         ({"head_dim": 7}, "head_dim=7 must be even"),
         ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
-        ({"n_layers": 2.0}, "n_layers=2.0"),
-        ({"n_layers": True}, "n_layers=True"),
-        ({"dim": "64"}, "dim='64'"),
-        ({"norm_eps": 0.0}, "norm_eps=0.0"),
         ({"norm_eps": float("nan")}, "norm_eps=nan"),
         ({"rope_theta": 1.0}, "rope_theta=1.0"),
         ({"tie_embeddings": 1}, "tie_embeddings=1"),
         ({"rope_scaling": {"factor": 8}}, "rope_scaling="),
-        ({"head_dim": -2}, "head_dim=-2"),
     ],
 )
 def test_impossible_sizes_are_named(changes, message):
@@ -143,15 +132,10 @@ def test_impossible_sizes_are_named(changes, message):
             ("ntk-aware", 2.0),
             "kind='ntk-aware' must be one of linear, dynamic, yarn, ",
         ),
-        ((["yarn"], 2.0), r"kind=\['yarn'\] must be one of"),
         (("yarn", 2.0), "'yarn' needs original_max_seq_len"),
-        (("dynamic", 2.0), "'dynamic' needs original_max_seq_len"),
         (("linear", 2.0, None, None, 64), "'linear' does not read original_max_seq_len=64"),
-        (("linear", 2.0, 1.0), "'linear' does not read low_freq_factor=1.0"),
         (("linear", 0.5), "factor=0.5"),
         (("llama3", 8.0, 4.0, 2.0), "high_freq_factor=2.0 must be larger than low_freq_factor=4.0"),
-        (("llama3", 8.0, 0.0, 4.0), "low_freq_factor=0.0"),
-        (("llama3", 8.0, 1.0, "4"), "high_freq_factor='4'"),
         (("llama3", 8.0, 1.0, float("inf")), "high_freq_factor=inf"),
         (("llama3", 8.0, 1.0, 4.0, 0), "original_max_seq_len=0"),
     ],
@@ -164,15 +148,11 @@ def test_impossible_scalings_are_named(arguments, message):
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("yarn", {"original_max_seq_len": 1.5}, "original_max_seq_len=1.5"),
         ("yarn", {"beta_fast": 1.0}, "beta_fast=1.0 must be larger than beta_slow=1.0"),
         ("yarn", {"truncate": 1}, "truncate=1 must be True or False"),
-        ("yarn", {"attention_factor": 0.0}, "attention_factor=0.0"),
         ("yarn", {"mscale": 1.0}, "mscale=1.0 and mscale_all_dim=None go together"),
         ("yarn", {"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 2.0}, "exclude each other"),
         ("yarn", {"short_factor": (1.0,)}, "'yarn' does not read short_factor="),
-        ("dynamic", {"attention_factor": 1.0}, "'dynamic' does not read attention_factor=1.0"),
-        ("dynamic", {"beta_fast": 32.0}, "'dynamic' does not read beta_fast=32.0"),
         ("longrope", {}, "'longrope' needs short_factor"),
         ("longrope", {"short_factor": 2.0, "long_factor": [1.0]}, "short_factor=2.0 must be a tuple"),
         ("longrope", {"short_factor": [1.0, 0.0], "long_factor": [1.0]}, r"short_factor\[1\]=0.0"),

@@ -6,6 +6,8 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax import ops
@@ -29,27 +31,15 @@ def deep(depth):
     return found
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        12,
-        -1.5,
-        "it's",
-        b"bytes",
-        [],
-        [1, "2", [3]],
-        (),
-        (1,),
-        (1, 2),
-        {},
-        {"a": [1, {"b": None}], 2: ()},
-        {1, 2},
-    ],
+SMALL = st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.binary(max_size=9)
+NESTED = st.recursive(
+    SMALL, lambda inside: st.lists(inside, max_size=3) | st.tuples(inside) | st.dictionaries(SMALL, inside), max_leaves=9
 )
+
+
+@given(NESTED)
 def test_what_is_short_is_shown_whole(value):
-    assert shown(value) == repr(value)
+    assert shown(value, 10_000) == repr(value)
     assert shown(value, 3) == repr(value)[:3]
 
 

@@ -1,9 +1,9 @@
 """Each technique with hooks beside transformers with the hooks of torch, on a random model and on a real one."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import make_goldens
 import numpy as np
@@ -46,29 +46,31 @@ class Torch:
     def __init__(self, model):
         self.model, self.layers = model, model.model.layers
 
-    def logits(self, tokens, *hooks, **options):
+    @contextmanager
+    def hooked(self, hooks):
         import torch
 
         handles = [getattr(module, f"register_forward_{kind}")(hook) for module, kind, hook in hooks]
         try:
             with torch.inference_mode():
-                return self.model(torch.from_numpy(np.asarray(tokens)).long(), **options)
+                yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def logits(self, tokens, *hooks, **options):
+        import torch
+
+        with self.hooked(hooks):
+            return self.model(torch.from_numpy(np.asarray(tokens)).long(), **options)
 
     def generate(self, tokens, new, *hooks):
         import torch
 
-        handles = [getattr(module, f"register_forward_{kind}")(hook) for module, kind, hook in hooks]
-        try:
-            ids = torch.from_numpy(np.asarray(tokens)).long()
-            options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-            found = self.model.generate(ids, max_new_tokens=new, **options)
-            return found[:, ids.shape[1] :].tolist()
-        finally:
-            for handle in handles:
-                handle.remove()
+        ids = torch.from_numpy(np.asarray(tokens)).long()
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+        with self.hooked(hooks):
+            return self.model.generate(ids, max_new_tokens=new, **options)[:, ids.shape[1] :].tolist()
 
 
 def hidden_of(output):
@@ -154,67 +156,6 @@ def test_steering(pair, vector):
     hooked = llama_jax.with_hooks(params, hooks)
     found = llama_jax.generate(config, hooked, tokens.tolist(), max_new_tokens=16)
     assert [row.tokens for row in found] == Torch(model).generate(tokens, 16, hook)
-
-
-def test_activation_patching(pair):
-    """The first text, with the state of one token of the second after a layer."""
-    config, params, tokens, model = pair
-    state = Torch(model).logits(tokens[1:], output_hidden_states=True).hidden_states[LAYER + 1][0, POSITION]
-
-    def put(module, arguments, output):
-        hidden = hidden_of(output).clone()
-        hidden[:, POSITION] = state
-        return with_hidden(output, hidden)
-
-    def patch(state, value, at):
-        here = (at.layer == LAYER) & (at.positions == POSITION)
-        return jnp.where(here[..., None], state, value), None
-
-    _, _, kept = llama_jax.observe(config, params, tokens[1:], {"residual_after": lambda value, at: (value, value)})
-    hooks = {"residual_after": Partial(patch, kept["residual_after"][LAYER, 0, POSITION])}
-    theirs = Torch(model).logits(tokens, (model.model.layers[LAYER], "hook", put)).logits
-    close(ours(config, params, tokens, hooks), theirs.numpy())
-
-
-def test_ablation_of_a_head_and_of_neurons(pair):
-    config, params, tokens, model = pair
-    layer, columns = model.model.layers[LAYER], slice(HEAD * config.head_dim, (HEAD + 1) * config.head_dim)
-
-    def without(columns, module, arguments):
-        states = arguments[0].clone()
-        states[..., columns] = 0
-        return (states,)
-
-    def no_head(value, at):
-        return jnp.where(at.layer == LAYER, value.at[:, :, HEAD].set(0), value), None
-
-    def no_neurons(value, at):
-        return jnp.where(at.layer == LAYER, value.at[..., :7].set(0), value), None
-
-    theirs = Torch(model).logits(
-        tokens,
-        (layer.self_attn.o_proj, "pre_hook", partial(without, columns)),
-        (layer.mlp.down_proj, "pre_hook", partial(without, slice(7))),
-    )
-    close(ours(config, params, tokens, {"heads": no_head, "neurons": no_neurons}), theirs.logits.numpy())
-
-
-def test_early_exit(pair):
-    """Later layers add nothing."""
-    config, params, tokens, model = pair
-    import torch
-
-    states = Torch(model).logits(tokens, output_hidden_states=True).hidden_states
-    with torch.inference_mode():
-        expected = model.lm_head(model.model.norm(states[EXIT]))
-
-    def stop(value, at):
-        return jnp.where(at.layer >= EXIT, 0, value), None
-
-    close(ours(config, params, tokens, {"attention": stop, "feed_forward": stop}), expected.numpy())
-    shorter = replace(config, n_layers=EXIT)
-    first = params.replace(blocks=jax.tree.map(lambda leaf: leaf[:EXIT], params.blocks))
-    close(llama_jax.logits(shorter, first, tokens), expected.numpy())
 
 
 def test_forced_attention(pair):

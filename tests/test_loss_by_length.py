@@ -12,7 +12,7 @@ from conftest import as_float64
 from loss_by_length import cut_spans, window_losses
 
 import llama_jax
-from llama_jax import CacheOptions, RopeScaling, UserError
+from llama_jax import RopeScaling
 from llama_jax.formats.loading import bundled
 
 CONFIG = make_goldens.KINDS["gqa"]
@@ -39,33 +39,6 @@ def test_the_losses_are_those_of_whole_windows(models, in_chunks, config, length
         logprobs = jax.nn.log_softmax(llama_jax.logits(config, wide, jnp.array(windows[:, :-1])))
         expected = -np.take_along_axis(np.asarray(logprobs), windows[:, 1:, None], axis=-1)[..., 0]
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
-
-
-def test_a_cache_is_that_of_generation(models, in_chunks):
-    """A window as long as the text changes nothing, a short one does; int8 does little."""
-    spans, params = cut_spans(TOKENS, 48), models["gqa"][1]
-    whole, long, short, int8 = (
-        window_losses(CONFIG, params, spans, 48, cache=cache)
-        for cache in (CacheOptions(), CacheOptions(window=48, sinks=2), CacheOptions(window=4), CacheOptions("int8"))
-    )
-    np.testing.assert_allclose(long, whole, rtol=1e-4)
-    np.testing.assert_allclose(short[:, :4], whole[:, :4], rtol=1e-4)
-    assert np.abs(short - whole)[:, 4:].max() > 1e-3
-    assert 0 < np.abs(int8 - whole).mean() < 0.1
-
-
-def test_spans_come_from_all_of_the_text():
-    text = np.arange(1001)
-    np.testing.assert_array_equal(cut_spans(text, 10)[:, 0], np.arange(0, 1000, 10))
-    np.testing.assert_array_equal(cut_spans(text, 10, 59)[:, 0], np.arange(0, 1000, 200))
-    np.testing.assert_array_equal(cut_spans(text, 10, 50)[:, -1], np.arange(10, 1000, 200))
-
-
-def test_mistakes():
-    with pytest.raises(UserError, match=r"no window of length=4: the text has 4 tokens, max_tokens=None; use a shorter"):
-        cut_spans(np.arange(4), 4)
-    with pytest.raises(UserError, match=r"length=3 does not divide the longest, 8; choose a divisor of it"):
-        window_losses(CONFIG, None, cut_spans(TOKENS, 8), 3)
 
 
 @pytest.mark.slow

@@ -50,54 +50,6 @@ def similarity(one, other):
     return len(one & other) / len(one | other)
 
 
-def test_signatures_estimate_the_similarity_of_shingles():
-    rng = np.random.default_rng(0)
-    texts = [story(rng) for _ in range(40)]
-    pairs = [(text, edited(rng, text, n)) for n, text in enumerate(texts)]
-    pairs += [
-        ("Short.", "Short."),
-        ("Short.", "short"),
-        ("", " \n"),
-        ("Größe 大きさ 大きさ", "GRÖSSE 大きさ"),
-        ("A b", "a  B"),
-    ]
-    one, other = near.signatures([pair[0] for pair in pairs]), near.signatures([pair[1] for pair in pairs])
-    assert one.shape == (45, near.MINIMA)
-    errors = (one == other).mean(1) - [similarity(*pair) for pair in pairs]
-    assert np.sqrt((errors**2).mean()) < 0.044
-    assert abs(errors.mean()) < 0.02
-    np.testing.assert_array_equal((one == other).mean(1)[-3:], [1, similarity(*pairs[-2]), 1])
-
-
-@pytest.mark.parametrize("least", [0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0])
-def test_pairs_that_are_near_enough_are_compared(least):
-    count, rows = near.bands(least)
-    assert count * rows <= near.MINIMA
-    assert 1 - (1 - least**rows) ** count >= near.CERTAIN
-
-
-def plainly(signatures, least):
-    """Every document beside every earlier one that stays."""
-    staying, found = [], []
-    for number, own in enumerate(signatures):
-        alike = [(other, np.mean(signatures[other] == own)) for other in staying]
-        first = next(((other, estimate) for other, estimate in alike if estimate >= least), None)
-        if first is None:
-            staying.append(number)
-        else:
-            found.append((number, *first))
-    return found
-
-
-def test_bands_find_what_comparing_all_with_all_finds():
-    rng = np.random.default_rng(1)
-    originals = [story(rng) for _ in range(60)]
-    found = near.signatures([edited(rng, originals[n % 60], int(rng.integers(0, 5))) for n in range(300)])
-    expected = plainly(found, 0.8)
-    assert len(expected) > 50
-    assert near.find_near(found, 0.8) == expected
-
-
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_planted_copies_are_left_out_and_listed(processes, tmp_path, monkeypatch):
     """With one word replaced the similarity is 0.93 to 0.96, with a third below 0.3: of these 120 all are told apart."""

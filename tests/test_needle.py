@@ -3,17 +3,14 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import make_goldens
 import numpy as np
 import pytest
-from conftest import as_float64, params_of, shared_data
+from conftest import as_float64, params_of
 from hypothesis import given
 from hypothesis import strategies as st
-from needle import FARTHEST, QUESTION, STATEMENT, Trial, as_page, draw_keys, encode_keys, lay_prompt, needle
+from needle import FARTHEST, Trial, as_page, draw_keys, encode_keys, lay_prompt, needle
 
-import llama_jax
-from llama_jax.errors import UserError
 from llama_jax.model.logits import logits
 from llama_jax.tokenizers.sentencepiece import BYTE_VOCABULARY, byte_tokenizer
 
@@ -62,24 +59,6 @@ def test_a_prompt_is_exactly_as_long_as_asked(key, start, more, depth, begins):
         assert at == depth * room_left
 
 
-@pytest.mark.parametrize("name", ["bytes", "stories260K", "llama2", "llama3"])
-def test_question_and_answer_are_the_tokens_of_the_whole(request, name):
-    """Whatever the vocabulary does with a space before a number, and however it cuts one."""
-    tokenizer = BYTES
-    if name == "stories260K":
-        tokenizer = request.getfixturevalue("stories").tokenizer
-    elif name != "bytes":
-        tokenizer = llama_jax.load_tokenizer(shared_data(f"tokenizers/{name}"))
-    keys = draw_keys(10, 5, 0)
-    found = encode_keys(tokenizer, keys, STATEMENT, QUESTION)
-    space = "" if tokenizer.space_prefix else " "
-    for key, statement, answer in zip(keys, found.statements, found.answers, strict=True):
-        assert found.question + answer == tokenizer.encode(space + QUESTION.format(key=key), bos=False)
-        assert statement == tokenizer.encode(space + STATEMENT.format(key=key), bos=False)
-        assert answer
-    assert len({answer[0] for answer in found.answers}) > 1
-
-
 # -- the scores ----------------------------------------------------------------------------------------------------------
 
 
@@ -115,30 +94,3 @@ def test_it_is_the_definition(params):
         assert cell.chosen == (wrong < right[:, None]).all(axis=1).mean()
         assert cell.exact == np.mean([greedy[i] for i, (_, greedy) in enumerate(parts)])
     assert [line.split()[0] for line in as_page(found).splitlines()[:5]] == ["key", "depth", "0%", "50%", "all"]
-
-
-def test_a_model_without_attention_is_at_chance(params):
-    """What it thinks of the numbers cancels out where each is hidden as often; one that knows nothing prefers none."""
-    attention = params.blocks.attention
-    blind = params.replace(blocks=params.blocks.replace(attention=attention.replace(out=jnp.zeros_like(attention.out))))
-    given = SHORT | {"lengths": [37], "depths": [0.5], "trials": 6, "batch": 3}
-    (cell,) = needle(CONFIG, blind, BYTES, HAYSTACK, **given).cells
-    assert cell.margin == pytest.approx(0, abs=1e-5)
-    assert (cell.chosen, cell.rank) == (pytest.approx(1 / 3), 2)
-    (cell,) = needle(CONFIG, jax.tree.map(jnp.zeros_like, blind), BYTES, HAYSTACK, **given).cells
-    assert (cell.margin, cell.chosen, cell.rank, cell.exact) == (0, 0, 3, 0)
-
-
-# -- mistakes ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ([40, 74], r"length=74 needs a haystack of at least that many tokens; this one has 73"),
-        ([14, 40], r"length=14 is too small: needle and question already take \d+ tokens"),
-    ],
-)
-def test_mistakes(lengths, message):
-    with pytest.raises(UserError, match=message):
-        needle(CONFIG, None, BYTES, HAYSTACK, **SHORT, lengths=lengths, depths=[0.5])

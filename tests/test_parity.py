@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import make_format_goldens as formats
 import make_goldens
 import numpy as np
 import pytest
@@ -14,12 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax import RopeScaling, Sampling
-from llama_jax.errors import GenerationError
+from llama_jax import RopeScaling
 from llama_jax.formats import huggingface
 from llama_jax.formats.huggingface import HF_NAMES, config_from_dict, from_params
-from llama_jax.formats.torch_pickle import read_pickled
-from llama_jax.inference.sampling import penalize, score_threshold
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.logits import logits
 
@@ -83,46 +79,6 @@ def test_random_models(config, seed):
     np.testing.assert_allclose(cached, want, atol=1e-4, rtol=0)
 
 
-@st.composite
-def rope_configs(draw):
-    """Any scaling."""
-    head_dim = draw(st.sampled_from([4, 8, 64, 128]))
-    kind = draw(st.sampled_from(["linear", "dynamic", "yarn", "llama3", "longrope"]))
-    settings = {"original_max_seq_len": draw(st.sampled_from([16, 256, 2048, 8192]))} if kind != "linear" else {}
-    if kind == "yarn":
-        slow = draw(st.sampled_from([0.5, 1.0, 3.0]))
-        settings |= {"beta_slow": slow, "beta_fast": slow * draw(st.sampled_from([1.5, 16.0, 32.0]))}
-        settings |= {"truncate": draw(st.booleans())}
-        more = (
-            {},
-            {"attention_factor": 0.8},
-            {"mscale": 0.7, "mscale_all_dim": 1.2},
-            {"mscale": 1.0, "mscale_all_dim": 1.0},
-        )
-        settings |= draw(st.sampled_from(more))
-    if kind == "llama3":
-        low = draw(st.sampled_from([0.5, 1.0]))
-        settings |= {"low_freq_factor": low, "high_freq_factor": low * draw(st.sampled_from([1.5, 4.0]))}
-    if kind == "longrope":
-        numbers = st.lists(st.floats(0.9, 60.0), min_size=head_dim // 2, max_size=head_dim // 2)
-        settings |= {"short_factor": draw(numbers), "long_factor": draw(numbers)}
-        settings |= draw(st.sampled_from([{}, {"attention_factor": 1.19}]))
-    scaling = RopeScaling(kind, draw(st.sampled_from([1.0, 1.7, 4.0, 32.0])), **settings)
-    theta = draw(st.sampled_from([100.0, 10_000.0, 500_000.0]))
-    return replace(make_goldens.KINDS["gqa"], head_dim=head_dim, max_seq_len=8192, rope_theta=theta, rope_scaling=scaling)
-
-
-@settings(max_examples=200)
-@given(rope_configs(), st.sampled_from([1, 16, 17, 257, 5000, 100_000]))
-def test_frequencies_of_every_scaling(config, length):
-    want, factor = make_goldens.transformers_frequencies(config, length)
-    got, got_factor = llama_jax.rotary_frequencies(config, length)
-    np.testing.assert_allclose(got, want, rtol=1e-5)  # theirs is computed in float32, in which a narrow ramp loses digits
-    assert got_factor == pytest.approx(factor, rel=1e-9)
-    rows, _ = llama_jax.rotary_frequencies(config, jnp.array([length]))
-    np.testing.assert_allclose(np.broadcast_to(rows, (1, len(want)))[0], got, rtol=2e-6)
-
-
 @pytest.mark.parametrize("name", make_goldens.ROPES)
 def test_the_goldens_of_rope_are_what_transformers_gives(name):
     with np.load(make_goldens.GOLDENS / "ropes.npz") as kept:
@@ -182,35 +138,6 @@ def test_greedy_generation_equals_transformers():
     want = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
     got = llama_jax.generate(config, params_of(config, tensors), [prompt], max_new_tokens=30)[0].tokens
     assert got == want[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize("length", [10, 40], ids=["decoded across it", "prompt beyond it"])
-def test_a_dynamic_scaling_generates_beyond_the_context_in_the_file(length, tmp_path):
-    """Whose `max_position_embeddings` is where the scaling begins: the same tokens and log-probabilities as there."""
-    import torch
-
-    scaling = RopeScaling("dynamic", 4.0, original_max_seq_len=16)
-    config = replace(make_goldens.KINDS["gqa"], head_dim=16, rope_theta=500.0, rope_scaling=scaling, max_seq_len=64)
-    config = replace(config, unscaled_max_seq_len=16)
-    model = make_goldens.transformers_model(config, make_goldens.random_tensors(config))
-    model.save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert written["max_position_embeddings"] == 16
-    assert "llama_jax" not in written  # a note of ours
-    found, params, _ = llama_jax.load(tmp_path)
-    assert found == config
-    [prompt] = make_goldens.tokens(config, batch=1, length=length).tolist()
-    new = 64 - length
-    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "output_logits": True}
-    ids = torch.tensor([prompt])
-    settings |= {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}  # else token 0 would be padding
-    want = model.generate(ids, max_new_tokens=new, **settings)
-    [got] = llama_jax.generate(found, params, [prompt], max_new_tokens=new)
-    assert got.tokens == want.sequences[0, length:].tolist()
-    theirs = torch.stack(want.logits)[:, 0].log_softmax(-1).max(-1).values
-    np.testing.assert_allclose(got.logprobs, theirs.numpy(), atol=2e-4, rtol=0)
-    with pytest.raises(GenerationError, match="exceed the model's context of 64"):
-        llama_jax.generate(found, params, [prompt], max_new_tokens=new + 1)
 
 
 def vllm_context(config):
@@ -296,32 +223,6 @@ def test_folders_that_transformers_saves(kind, shard, dtype, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.integers(0, 100_000),
-    st.floats(0.2, 3.0),
-    st.sampled_from([0, 1, 2, 10, 50, 199, 500]),
-    st.sampled_from([1.0, 0.99, 0.9, 0.5, 0.05]),
-    st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]),
-    st.sampled_from([1.0, 1.3, 0.7]),
-)
-def test_kept_sets(seed, temperature, top_k, top_p, min_p, penalty):
-    values, ids = make_goldens.sampling_case(np.random.default_rng(seed), 1)
-    row = np.array([(temperature, top_k, top_p, min_p, penalty)])
-    want = make_goldens.transformers_scores(values, ids, row)
-    seen = np.zeros(values.shape, bool)
-    np.put_along_axis(seen, ids, True, axis=1)
-    sampling = Sampling(temperature, top_k, top_p, min_p, penalty).per_row(1)
-    scores = penalize(values, sampling.repetition_penalty, seen) / sampling.temperature[:, None]
-    lowest = float(score_threshold(scores, sampling)[0])
-    kept, wanted = np.asarray(scores[0]) >= lowest, np.isfinite(want[0])
-    # A token within rounding of a limit may fall on either side.
-    probability = np.exp(np.float64(scores[0]) - np.float64(scores[0]).max())
-    edge = np.isclose(probability, probability[wanted].min(), rtol=1e-4)
-    np.testing.assert_array_equal(kept[~edge], wanted[~edge])
-    np.testing.assert_allclose(np.asarray(scores[0])[kept & wanted], want[0][kept & wanted], rtol=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["gqa", "tied", "llama3", "linear", "head_dim", "biases"])
 @pytest.mark.parametrize("largest", [5_000_000_000, 20_000])
 def test_transformers_reads_what_is_saved(kind, largest, tmp_path):
@@ -385,37 +286,6 @@ def test_an_adapter_of_a_model_with_biases(tmp_path):
     with torch.inference_mode():
         want = model(torch.from_numpy(tokens).long()).logits.numpy()
     np.testing.assert_allclose(jit_logits(found, params, tokens), want, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["gqa", "mha"])
-def test_meta_files_that_torch_writes(kind, ranks, tmp_path):
-    config = replace(make_goldens.KINDS[kind], max_seq_len=4096)
-    tensors = make_goldens.random_tensors(config)
-    formats.write_meta(tmp_path / "model", config, tensors, ranks)
-    path = tmp_path / "model" / "params.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_kv_heads": config.n_kv_heads}))
-    assert_loads(tmp_path / "model", config, tensors)
-
-
-@pytest.mark.parametrize("kind", ["gqa", "tied"])
-def test_other_files_that_torch_writes(kind, tmp_path):
-    config = make_goldens.KINDS[kind]
-    tensors = make_goldens.random_tensors(config)
-    for files in (1, 3):
-        formats.write_pytorch_bin(tmp_path / f"bin-{files}", config, tensors, files)
-        assert_loads(tmp_path / f"bin-{files}", config, tensors)
-    formats.write_training(tmp_path / "ckpt.pt", config, tensors)
-    assert_loads(tmp_path / "ckpt.pt", config, tensors)
-
-
-def test_a_pickle_of_a_module_is_refused(tmp_path):
-    """A whole module instead of its state: its classes would have to be imported."""
-    import torch
-
-    torch.save({"model_args": torch.nn.Linear(2, 2)}, tmp_path / "ckpt.pt")
-    with pytest.raises(llama_jax.CheckpointError, match=r"requests 'torch.nn.modules.linear.Linear'"):
-        read_pickled(tmp_path / "ckpt.pt")
 
 
 def assert_logits_of(folder):

@@ -1,7 +1,6 @@
 """The families of models: what they have that no Llama has, through all subpackages."""
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -10,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import random_adapters
-from conftest import first_layers, jit_init, jit_logits
+from conftest import jit_init, jit_logits
 from family_models import FAMILY_MODELS, PLAIN, SIBLINGS, random_params
 from training_options import step_options
 
 import llama_jax
-from llama_jax.cli import main
 from llama_jax.config import FAMILY_FEATURES, LayerConfig, QueryScaling, RopeScaling
 from llama_jax.config.presets import preset
 from llama_jax.errors import CheckpointError, ConfigError, MeshError
@@ -27,7 +25,6 @@ from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Positions
 from llama_jax.model.lora import Lora, adapted
 from llama_jax.model.trees import parameter_count
-from llama_jax.ops.moe import Routing, mixture_of_experts
 from llama_jax.ops.platform import target_platform
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import pad_params, unpad_params
@@ -202,12 +199,6 @@ def test_formats_are_converted_into_each_other(models, kind, tmp_path):
     same(llama_jax.load(tmp_path / "d").params, rounded, ROUNDING if config.norm_offset else 0)
 
 
-@each
-def test_llama2c_has_no_place_for_them(models, kind, tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be stored in"):
-        llama_jax.save(tmp_path / "model.bin", *models[kind], format="llama2c")
-
-
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
@@ -306,70 +297,6 @@ def test_experts_generate_over_a_mesh(models, quantize, tmp_path):
         rows = llama_jax.generate(config, params, TOKENS[:, :5].tolist(), max_new_tokens=6)
         found.append([row.tokens for row in rows])
     np.testing.assert_array_equal(*found)
-
-
-def test_experts_by_definition():
-    random = np.random.default_rng(3)
-    x, router = random.normal(size=(5, 8)), random.normal(size=(4, 8))
-    gate, up, down = random.normal(size=(4, 6, 8)), random.normal(size=(4, 6, 8)), random.normal(size=(4, 8, 6))
-    want = np.zeros((5, 8))
-    for t in range(5):
-        scores = np.exp(router @ x[t])
-        chosen = np.argsort(scores)[-2:]
-        for e in chosen:
-            g = gate[e] @ x[t]
-            want[t] += scores[e] / scores[chosen].sum() * (down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ x[t])))
-    operands = (jax.device_put(np.asarray(a, np.float32)) for a in (x, router, gate, up, down))
-    found = jax.jit(partial(mixture_of_experts, routing=Routing(2)))(*operands)
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param("alone", marks=(pytest.mark.slow, pytest.mark.rotating)),
-        "cached",
-        pytest.param("packed", marks=(pytest.mark.slow, pytest.mark.rotating)),
-    ],
-)
-def test_chunks_by_definition(models, place):
-    """Layers with chunks alone: each chunk of a document is a text of its own, at positions that go on."""
-    config, params = models["llama4_text"]
-    config, params = replace(config, n_layers=2, layers=(LayerConfig(chunk=5),)), first_layers(params, 2)
-    starts, end = ([0, 5, 7, 12, 17], 19) if place == "packed" else ([0, 5, 10, 15], 20)  # the second document begins at 7
-    ends = [*starts[1:], end]
-    position_ids = np.arange(end) - (7 * (np.arange(end) >= 7) if place == "packed" else 0)
-    own = lambda a, b: Positions(position_ids=position_ids[None, a:b], segment_ids=np.zeros((1, b - a), np.int32))
-    whole = replace(config, layers=())
-    apart = [jit_forward(whole, params, TOKENS[:1, a:b], positions=own(a, b))[0] for a, b in zip(starts, ends, strict=True)]
-    tokens, cache, positions = TOKENS[:1, :end], None, Positions()
-    if place == "packed":
-        positions = Positions(position_ids=position_ids[None], segment_ids=(np.arange(end) >= 7).astype(np.int32)[None])
-    elif place != "alone":
-        cache = llama_jax.init_cache(config, 1, 24)
-    found = []
-    for a, b in [(0, end)] if cache is None else [(0, 3), (3, 4), (4, 13), (13, end)]:
-        hidden, cache = jit_forward(config, params, tokens[:, a:b], cache, positions=positions)
-        found.append(hidden)
-    np.testing.assert_allclose(np.concatenate(found, axis=1), np.concatenate(apart, axis=1), atol=2e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-def test_sinks_are_seen_from_all_chunks(models):
-    """With a ring that forgets nothing, sinks are the first tokens, and the rest is as without them."""
-    config, params = models["llama4_text"]
-    config = replace(config, n_layers=2, layers=(LayerConfig(chunk=6), LayerConfig(chunk=6, rope="none")))
-    params = first_layers(params, 2)
-    other = TOKENS[:1].copy()
-    other[0, 1] += 1
-    for sinks in (0, 2):
-        found = []
-        for tokens in (TOKENS[:1], other):
-            cache = llama_jax.init_cache(config, 1, 64, window=24, sinks=sinks, max_tokens_per_pass=19)
-            _, cache = jit_forward(config, params, tokens[:, :19], cache)
-            found.append(jit_forward(config, params, tokens[:, 19:], cache)[0])
-        assert (np.abs(found[0] - found[1]).max() > 1e-3) == (sinks == 2)
 
 
 def test_adapters_of_llama_4_have_the_rows_of_its_files(models, tmp_path):
@@ -476,24 +403,15 @@ def test_released_config_json(name):
         ("qwen2", {"max_window_layers": None}, "max_window_layers=None must be an integer"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* must be 'full_attention'"),
         ("qwen3_moe", {"layer_types": ["sliding_attention"] * 2}, "layer_types=.* must be 'full_attention'"),
-        ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types=.* must be 'sliding_attention'"),
-        ("mistral", {"sliding_window": 0}, "window=0 must be at least 1"),
         ("mixtral", {"num_experts_per_tok": 5}, "experts_per_token=5 must be at least 1 and at most experts=4"),
-        ("mixtral", {"num_local_experts": None}, "experts=None must be an integer, at least 0"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported: all layers must have experts"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported: all layers must have experts"),
-        ("qwen3_moe", {"norm_topk_prob": 1}, "normalize_expert_weights=1 must be True or False"),
         (
             "llama4_text",
             {"moe_layers": None, "interleave_moe_layer_step": 2},
             "interleave_moe_layer_step=2 are not supported",
         ),
-        ("llama4_text", {"moe_layers": [1, 3]}, r"moe_layers=\[1, 3\] and .* all layers must have experts"),
-        ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size=None must be a positive integer"),
         ("llama4_text", {"layer_types": ["sliding_attention"] * 5}, "layer_types=.* or 'chunked_attention' for each of 5"),
-        ("llama4_text", {"floor_scale": 0}, "context=0 must be at least 1"),
         ("qwen3", {"use_qk_norm": True}, "use_qk_norm=True is not supported; a qwen3 has"),
-        ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ("mistral", {"num_local_experts": 4}, "num_local_experts=4 is not supported; a mistral has"),
         ("qwen2", {"model_type": "qwen2_moe"}, "model_type='qwen2_moe' is not supported"),
     ],
@@ -501,16 +419,6 @@ def test_released_config_json(name):
 def test_what_is_not_supported_is_refused_by_name(kind, changes, message):
     with pytest.raises(ConfigError, match=message):
         config_from_dict(config_to_dict(SIBLINGS[kind]) | changes)
-
-
-def test_what_is_not_there_is_what_transformers_takes():
-    least = dict(vocab_size=32, hidden_size=64, num_hidden_layers=1, num_attention_heads=32, intermediate_size=8)
-    mistral = config_from_dict(least | {"model_type": "mistral"})
-    assert (mistral.window, mistral.n_kv_heads, mistral.max_seq_len) == (4096, 8, 131_072)
-    mixtral = config_from_dict(least | {"model_type": "mixtral"})
-    assert (mixtral.experts, mixtral.experts_per_token, mixtral.norm_eps, mixtral.rope_theta) == (8, 2, 1e-5, 1e6)
-    assert config_from_dict(least | {"model_type": "qwen3"}).head_dim == 128
-    assert config_from_dict(least | {"model_type": "qwen2"}).window is None
 
 
 @pytest.mark.parametrize("kinds", ["sliding", "full", "mixed"])
@@ -536,13 +444,9 @@ def test_whatever_windows_layers_have_a_model_that_is_read_is_written_as_it_was(
 @pytest.mark.parametrize(
     ("changes", "windows"),
     [
-        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}, (None, None)),
         ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, (None, 7)),
         ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}, (7, 7)),
-        ({"use_sliding_window": True, "sliding_window": 7}, (None, None)),  # from layer 28 on
-        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, (None, None)),
         ({"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 0}, (None, None)),
-        ({"use_sliding_window": True, "sliding_window": 7, "layer_types": ["full_attention"] * 2}, (None, None)),
         (
             {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
             (7, None),
@@ -561,11 +465,35 @@ def test_windows_of_a_qwen_are_those_of_the_last_layers(kind, changes, windows):
     assert config.model_type == kind
 
 
-@pytest.mark.parametrize("kind", ["ministral3", "qwen2", "qwen3", "qwen3_moe"])
-def test_windows_that_have_no_place_in_gguf(models, kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "changes", "name", "message"),
+    [
+        *(
+            (kind, {"window": 7}, "m.gguf", "window=7 cannot be stored in GGUF")
+            for kind in ("ministral3", "qwen2", "qwen3_moe")
+        ),
+        ("qwen3_moe", {"normalize_expert_weights": False}, "m.gguf", "normalize_expert_weights=False cannot be stored in"),
+        ("llama4_text", {}, "m.gguf", "chunk=6.* cannot be stored in GGUF"),
+        (
+            "llama4_text",
+            LLAMA4_IN_GGUF | {"layers": (LayerConfig(chunk=8192),)},
+            "m.gguf",
+            "assume chunks of 8192",
+        ),
+        ("llama4_text", LLAMA4_IN_GGUF | {"query_scaling": None}, "m.gguf", "query_scaling=None cannot be stored in GGUF"),
+        (
+            "llama4_text",
+            LLAMA4_IN_GGUF | {"qk_norm": None},
+            "m.gguf",
+            "qk_norm=None with experts=4 cannot",
+        ),
+        ("llama4_text", {"layers": (LayerConfig(chunk=6), LayerConfig(chunk=7))}, "m", "in the config.json of llama4_text"),
+    ],
+)
+def test_what_a_format_has_no_place_for(models, kind, changes, name, message, tmp_path):
     config, params = models[kind]
-    with pytest.raises(CheckpointError, match=r"window=7 cannot be stored in GGUF, whose readers support none in"):
-        llama_jax.save(tmp_path / "model.gguf", replace(config, window=7), params)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        llama_jax.save(tmp_path / name, replace(config, **changes), params)
 
 
 def test_an_olmo_3_of_windows_alone_is_written_in_gguf(models, tmp_path):
@@ -588,42 +516,10 @@ def test_layers_without_experts_are_named(kind, missing, tmp_path):
         llama_jax.load(tmp_path / "model")
 
 
-def test_weights_that_are_not_normalized_have_no_place_in_gguf(models, tmp_path):
-    config, params = models["qwen3_moe"]
-    config = replace(config, normalize_expert_weights=False)
-    llama_jax.save(tmp_path / "model", config, params)
-    assert llama_jax.load(tmp_path / "model").config == config
-    with pytest.raises(CheckpointError, match=r"normalize_expert_weights=False cannot be stored in GGUF"):
-        llama_jax.save(tmp_path / "model.gguf", config, params)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            LLAMA4_IN_GGUF | {"layers": (LayerConfig(chunk=8192),)},
-            "whose readers assume chunks of 8192 and no RoPE in every",
-        ),
-        (
-            LLAMA4_IN_GGUF | {"query_scaling": None},
-            "query_scaling=None cannot be stored in GGUF, whose readers assume QueryScaling",
-        ),
-        (LLAMA4_IN_GGUF | {"qk_norm": None}, "qk_norm=None with experts=4 cannot be stored in GGUF"),
-        ({}, "chunk=6.* cannot be stored in GGUF"),
-    ],
-)
-def test_what_llama_cpp_fixes_of_llama_4_is_refused_by_name(models, changes, message, tmp_path):
-    config, params = models["llama4_text"]
-    with pytest.raises(CheckpointError, match=message):
-        llama_jax.save(tmp_path / "model.gguf", replace(config, **changes), params)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
         ("interleave_moe_layer_step", 2, "interleave_moe_layer_step=2 is not supported"),
-        ("attention.sliding_window", 0, "attention.sliding_window=0 is not supported"),
-        ("attention.sliding_window_pattern", 2, "attention.sliding_window_pattern=2 is not supported"),
         ("rope.freq_base_swa", 7.0, "rope.freq_base_swa=7.0 is not supported"),
     ],
 )
@@ -647,12 +543,6 @@ def test_rope_factors_of_llama_4_that_another_program_wrote(models, tmp_path):
     assert config_from_fields(theirs, tensors).rope_scaling == scaling
 
 
-def test_what_no_family_can_say_is_refused_by_name(models, tmp_path):
-    config, params = models["llama4_text"]
-    with pytest.raises(ConfigError, match=r"layers=.*cannot be stored in the config.json of llama4_text"):
-        llama_jax.save(tmp_path / "model", replace(config, layers=(LayerConfig(chunk=6), LayerConfig(chunk=7))), params)
-
-
 def test_missing_experts_are_named(models, tmp_path):
     from safetensors.numpy import load_file, save_file
 
@@ -665,21 +555,3 @@ def test_missing_experts_are_named(models, tmp_path):
         CheckpointError, match=r"layers.1.block_sparse_moe.experts.w3.weight' has only the experts \[0, 1, 3\]"
     ):
         llama_jax.load(tmp_path / "model")
-
-
-@pytest.mark.parametrize("kind", [kind for kind in SIBLINGS if kind != "cwm"])
-def test_commands_know_them(models, kind, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("jax.config.update", lambda *_: None)
-    config, params = models[kind]
-    llama_jax.save(tmp_path / "model", gguf_form(config), params)
-    llama_jax.convert(tmp_path / "model", tmp_path / "model.gguf", format="gguf")
-    words = {"mistral": "attention window", "qwen2": "biases", "qwen3": "key norms", "mixtral": "4, 2 for a token"}
-    words |= {"smollm3": "1 layers over all tokens, without RoPE", "olmo2": "after attention", "granite": "logits scaling"}
-    words |= {"ministral3": "query scaling", "olmo3": "4 layers within 6 tokens, with unscaled RoPE", "phi3": "12 of a head"}
-    words |= {"gemma3_text": "theta 100", "qwen3_moe": "6, 3 for a token"}
-    words |= {"llama4_text": "4 layers within chunks of 8,192 tokens"}
-    for path in ("model", "model.gguf"):
-        monkeypatch.setattr(sys, "argv", ["llama-jax", "inspect", str(tmp_path / path)])
-        main()
-        assert words[kind] in capsys.readouterr().out

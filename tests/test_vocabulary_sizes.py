@@ -95,13 +95,6 @@ def test_more_tokens_than_rows(models, tmp_path_factory, kind, count, special, w
     assert done.stderr.count("error:") == (not is_special)
 
 
-def test_a_templates_token_without_a_row_is_refused_by_name(model, tmp_path):
-    path = with_tokens(model, tmp_path / "m", 1, special={0}, chat_template="<x0>" + TEMPLATE)
-    with pytest.warns(UserWarning, match="tokens, but the model's embedding"):
-        done = run_here("chat", "--model", path, "--max-new-tokens", 1, lines=b"the\n")
-    assert "the token '<x0>'" in done.stderr
-
-
 def test_ends_and_padding_without_a_row(model, tmp_path):
     """As after fine-tuning with new tokens and the old embedding: they are never generated, so nothing ends by them."""
     path = with_tokens(model, tmp_path / "m", 2, special={0, 1}, eos_token="<x0>", pad_token="<x1>")

@@ -1,4 +1,4 @@
-"""How far a model's predictions are from a reference's, beside the definition; what quantizing a model costs."""
+"""How far a model's predictions are from a reference's, beside the definition."""
 
 import math
 from dataclasses import replace
@@ -10,10 +10,8 @@ import pytest
 from conftest import jit_logits
 from evaluation.test_perplexity import corpus_of
 
-import llama_jax
 from llama_jax.data import Corpus, DataError
 from llama_jax.evaluation.perplexity import evaluate, kl_to_reference
-from llama_jax.model.trees import quantize
 
 CONFIG = make_goldens.KINDS["gqa"]
 LENGTHS = [40, 1, 9, 64, 2, 33]
@@ -87,19 +85,3 @@ def test_another_vocabulary_is_refused(pair):
     other = replace(CONFIG, vocab_size=CONFIG.vocab_size + 1)
     with pytest.raises(DataError, match=r"the reference has a vocabulary of \d+, but the model one of \d+"):
         kl_to_reference(CONFIG, *pair, corpus_of([40]), reference_config=other)
-
-
-@pytest.mark.slow
-def test_what_quantizing_the_bundled_model_costs():
-    """As the issue asks it: nats of divergence, products with tokens included, on a story that the model writes itself."""
-    config, params, tokenizer = llama_jax.load(dtype="float32")
-    prompt = [tokenizer.encode("Once upon a time")]
-    sampling = llama_jax.Sampling(temperature=1.0, seed=0)
-    story = llama_jax.generate(config, params, prompt, max_new_tokens=200, sampling=sampling)[0].tokens
-    tokens = np.array([*prompt[0], *story], np.uint16)
-    corpus = Corpus(tokens, np.array([0]), np.array([len(tokens)]), np.array([len(tokens)]), config.vocab_size, "")
-    found = {kind: kl_to_reference(config, quantize(params, kind), params, corpus, batch=1) for kind in ("int8", "q4_0")}
-    assert 1e-6 < found["int8"].kl < 2e-4
-    assert found["int8"].kl < found["q4_0"].kl < 2.5e-2
-    assert found["int8"].same_top > 0.95
-    assert abs(found["int8"].perplexity_ratio - 1) < 5e-3

@@ -17,7 +17,6 @@ from conftest import write_hf_folder
 
 import llama_jax
 from llama_jax import EngineOptions
-from llama_jax.errors import GenerationError
 from llama_jax.formats import save_adapter
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
@@ -227,15 +226,6 @@ def test_the_command_with_an_adapter_in_fewer_bits(tasks, tmp_path):
     assert next(numbers([sample["filtered_resps"][0]])) == pytest.approx(score.logprob, abs=1e-4)
     (plain,) = ours(folder).texts.score([model.pair(*sample["arguments"][0])])
     assert plain.logprob != pytest.approx(score.logprob, abs=1e-2)
-
-
-def test_what_the_harness_may_ask_for(tmp_path):
-    model = ours(model_folder(tmp_path / "model", "bytes"))
-    assert (model.max_length, model.tokenizer_name, model.rank, model.world_size) == (128, "mine", 0, 1)
-    assert model.chat_template() is None
-    assert model.chat_template(True) == TEMPLATE
-    with pytest.raises(GenerationError, match="only the model's default template"):
-        model.chat_template("other")
 
 
 def test_neither_torch_nor_transformers_takes_part():

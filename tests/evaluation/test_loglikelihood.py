@@ -12,7 +12,6 @@ from conftest import jit_logits
 
 import llama_jax
 from llama_jax.errors import GenerationError, UserError
-from llama_jax.evaluation import loglikelihood
 from llama_jax.evaluation.loglikelihood import Continuation, compiled_measure, score_pairs
 from llama_jax.model.logits import logits
 
@@ -114,19 +113,6 @@ def test_of_equal_tokens_the_first_is_greedy(model, measure):
     assert [one.greedy for one in found] == [best < other, other < best]
 
 
-def test_rows_are_few_lengths(model, measure, plain, monkeypatch):
-    monkeypatch.setattr(loglikelihood, "MIN_ROW_LENGTH", 16)
-    lengths = []
-
-    def noting(params, rows):
-        lengths.append(rows.tokens.shape[1])
-        return measure(params, rows)
-
-    pairs = random_pairs([(size, 1) for size in (5, 60, 15, 17, 3, 30, 9)])
-    check(score_pairs(*model, pairs, batch=2, measure=noting), pairs, plain)
-    assert lengths == [64, 16, 16]
-
-
 @pytest.mark.slow
 def test_a_model_with_an_adapter_in_fewer_bits_and_on_a_mesh(tmp_path, plain, model):
     """The scores are those of the model that the parameters are, however they lie."""
@@ -160,7 +146,3 @@ def test_numbers_that_are_none(model, measure):
     spoiled = params.replace(final_norm=params.final_norm.at[0].set(np.nan))
     with pytest.raises(GenerationError, match="logits after text 0 are NaN"):
         score_pairs(config, spoiled, [Continuation([1], [2])], batch=2, measure=measure)
-
-
-def test_nothing_to_score(model, measure):
-    assert score_pairs(*model, [], measure=measure) == []

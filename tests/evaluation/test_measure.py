@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.data import Corpus
-from llama_jax.data.batches import OPEN_ROWS, pack_documents
-from llama_jax.evaluation.measure import cut_windows, pack_rows, run_ahead
+from llama_jax.data.batches import pack_documents
+from llama_jax.evaluation.measure import cut_windows, pack_rows
 
 
 def corpus_of(lengths):
@@ -70,24 +70,3 @@ def test_of_a_corpus_with_targets_these_alone_are_predicted(lengths, size, seed)
     expected = np.concatenate(parts)[corpus.targets[np.concatenate(parts)]] + 1000
     np.testing.assert_array_equal(np.sort(rows.targets[rows.targets >= 0]), expected)
     np.testing.assert_array_equal(np.bincount(owner[owner >= 0], minlength=len(windows.read)), windows.predicted)
-
-
-def test_packing_wastes_little():
-    found = np.random.default_rng(0).integers(1, 101, 20 * OPEN_ROWS).tolist()
-    assert sum(found) > 0.95 * 100 * len(pack_documents(found, 100))
-
-
-def test_the_next_job_is_launched_before_a_result_is_used():
-    said, shown = [], []
-
-    def progress(numbers):
-        shown.append(len(numbers))
-        yield from numbers
-        shown.append("end")
-
-    for job, result in run_ahead("abc", lambda job: said.append(job) or job.upper(), progress):
-        said.append(result)
-        assert result == job.upper()
-    assert said == ["a", "b", "A", "c", "B", "C"]
-    assert shown == [3, "end"]
-    assert list(run_ahead("", str.upper)) == []

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte against the definition, transformers, and what is known beforehand."""
+"""Loss, perplexity and bits per byte against the definition, and what is known beforehand."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.preference_batches import Pairs
 from llama_jax.evaluation.measure import WindowRows, choose_sizes, token_nats
-from llama_jax.evaluation.perplexity import Evaluation, evaluate, pair_logprobs, preference_accuracy
+from llama_jax.evaluation.perplexity import evaluate, pair_logprobs, preference_accuracy
 from llama_jax.model.forward_options import Compute
 from llama_jax.model.logits import logits
 
@@ -172,39 +172,6 @@ def test_the_standard_error_is_the_spread_of_the_loss():
     assert np.mean([one.standard_error for one in found]) == pytest.approx(np.std([one.loss for one in found]), rel=0.15)
 
 
-def test_one_window_has_no_standard_error():
-    found = evaluate(CONFIG, None, corpus_of([10]), measure=costing(np.ones(CONFIG.vocab_size)))
-    assert found.windows == 1
-    assert math.isnan(found.standard_error)
-
-
-@pytest.mark.parametrize("cost", [math.nan, math.inf, 1000.0])
-def test_numbers_that_are_not_finite_stay_so(cost):
-    found = evaluate(CONFIG, None, corpus_of([10, 9]), measure=costing(np.full(CONFIG.vocab_size, cost)))
-    assert found.loss == pytest.approx(cost, nan_ok=True)
-    assert found.perplexity == pytest.approx(math.nan if math.isnan(cost) else math.inf, nan_ok=True)
-
-
-def test_a_text_without_bytes():
-    silent = replace(corpus_of([10]), byte_counts=np.zeros(1, np.int64))
-    found = evaluate(CONFIG, None, silent, measure=costing(np.ones(CONFIG.vocab_size)))
-    assert found.loss == 1
-    assert math.isnan(found.bits_per_byte)
-
-
-def test_progress_sees_every_batch():
-    seen = []
-
-    def progress(numbers):
-        seen.append(len(numbers))
-        yield from numbers
-
-    measure = costing(np.ones(CONFIG.vocab_size))
-    found = evaluate(CONFIG, None, corpus_of([64] * 5), length=63, batch=2, measure=measure, progress=progress)
-    assert isinstance(found, Evaluation)
-    assert seen == [3]
-
-
 # -- mistakes ------------------------------------------------------------------------------------------------------------
 
 
@@ -212,9 +179,7 @@ def test_progress_sees_every_batch():
     ("sizes", "message"),
     [
         ({"length": 0}, "length=0 must be at least 1 and within the model's context of 64"),
-        ({"length": 65}, "length=65 must be at least 1 and within"),
         ({"length": 8, "stride": 9}, "stride=9 must be at least 1 and at most 8"),
-        ({"stride": 0}, "stride=0 must be at least 1"),
         ({"batch": 0}, "batch=0 must be at least 1"),
     ],
 )
@@ -245,32 +210,6 @@ def test_sizes_that_are_not_given():
 
 
 # -- against transformers ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parity
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize(("length", "stride"), [(32, 16), (32, 32), (20, 3)])
-def test_strided_perplexity_of_transformers(models, length, stride):
-    torch = pytest.importorskip("torch", reason="needs the parity extra")
-    pytest.importorskip("transformers", reason="needs the parity extra")
-    model = make_goldens.transformers_model(CONFIG, make_goldens.random_tensors(CONFIG))
-    corpus = corpus_of([150])
-    ids = torch.from_numpy(corpus.document(0).astype(np.int64))[None]
-    # As their documentation has it, with windows of length + 1 tokens of which all but the last are read.
-    total, count, previous = 0.0, 0, 0
-    for begin in range(0, ids.shape[1], stride):
-        end = min(begin + length + 1, ids.shape[1])
-        targets = ids[:, begin:end].clone()
-        targets[:, : -(end - previous)] = -100
-        predicted = int((targets[:, 1:] != -100).sum())
-        with torch.inference_mode():
-            total += float(model(ids[:, begin:end], labels=targets).loss) * predicted
-        count, previous = count + predicted, end
-        if end == ids.shape[1]:
-            break
-    found = evaluate(*models[KIND], corpus, length=length, stride=stride)
-    assert found.tokens == count == 149
-    assert found.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
 
 
 def test_rows_of_a_batch_are_bounded():

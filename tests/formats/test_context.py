@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import jax
 import make_goldens
-import numpy as np
 import pytest
 from conftest import write_hf_folder
 from hypothesis import given
@@ -15,8 +14,7 @@ import llama_jax
 from llama_jax import RopeScaling
 from llama_jax.cli.estimate import read_model_config as estimated_config
 from llama_jax.cli.options import with_rope
-from llama_jax.errors import ConfigError, GenerationError
-from llama_jax.evaluation.measure import choose_sizes
+from llama_jax.errors import GenerationError
 from llama_jax.formats import convert, open_checkpoint
 from llama_jax.formats.gguf import config_from_fields, read_file
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
@@ -49,23 +47,12 @@ PUBLISHED = {
     "Qwen 2.5 with YaRN": (settings("qwen2", 32, rope=yarn(32)), 128, 32),
     "by its old name": (settings("qwen2", 32, rope={"type": "yarn", "factor": 4.0}), 128, 32),
     "Qwen 3, beyond the original": (settings("qwen3", 40, rope=yarn(32)), 128, 40),
-    "new transformers": (settings("qwen2", 32, new=True, rope=yarn(32)), 128, 32),
-    "YaRN without an original": (settings("llama", 16, rope={"rope_type": "yarn", "factor": 2.0}), 32, 16),
-    "YaRN without a factor": (settings("llama", 96, rope=yarn(16, None)), 96, 96),
     "a factor that is not exact": (settings("llama", 49 * 5, rope=yarn(7 * 7, None)), 49 * 5, 49 * 5),
     "DeepSeek's YaRN": (settings("llama", 640, rope=yarn(16, 40, mscale=1.0, mscale_all_dim=1.0)), 640, 640),
-    "GPT-OSS's YaRN": (settings("llama", 512, new=True, rope=yarn(16, 32.0, truncate=False)), 512, 512),
     "Vicuna 16k": (settings("llama", 16, rope={"type": "linear", "factor": 4.0}), 64, 16),
-    "LongChat": (settings("llama", 16, new=True, rope={"rope_type": "linear", "factor": 8}), 128, 16),
-    "linear with its original": (
-        settings("llama", 16, rope={"type": "linear", "factor": 2.5, "original_max_position_embeddings": 16}),
-        40,
-        16,
-    ),
     "dynamic": (settings("llama", 16, rope={"type": "dynamic", "factor": 2.0}), 32, 16),
     "Llama 3.1": (settings("llama", 128, rope=LLAMA3), 128, 128),
     "Phi 3": (settings("phi3", 128, original_max_position_embeddings=16, rope={"type": "longrope", **LONG}), 128, 128),
-    "default": (settings("llama", 16, rope={"rope_type": "default"}), 16, 16),
     "Gemma 3": (
         settings("gemma3_text", 128, query_pre_attn_scalar=16, rope={"rope_type": "linear", "factor": 8.0}),
         128,
@@ -83,17 +70,6 @@ PUBLISHED = {
         128,
     ),
     "OLMo 3": (settings("olmo3", 128, rope=yarn(16, 8.0)), 128, 128),
-    "OLMo 3 by layers": (
-        settings("olmo3", 16)
-        | {
-            "rope_parameters": {
-                "full_attention": yarn(16, 8.0, rope_theta=1e4),
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            }
-        },
-        128,
-        16,
-    ),
     "Ministral 3": (
         settings("ministral3", 256, new=True, rope=yarn(16, 16.0, llama_4_scaling_beta=0.1)),
         256,
@@ -112,11 +88,6 @@ def test_the_context_of_a_published_folder_is_that_of_vllm(name):
     assert again["max_position_embeddings"] == unscaled
     assert "llama_jax" not in again, "others infer the same"
     assert config_to_dict(config_from_dict(again)) == again
-
-
-def test_a_context_that_is_too_long_is_refused():
-    with pytest.raises(ConfigError, match="max_seq_len"):
-        config_from_dict(settings("llama", 2**20, rope={"type": "linear", "factor": 1e6}))
 
 
 @st.composite
@@ -140,14 +111,6 @@ def test_loading_what_was_saved_is_the_identity(config, scaled_context):
     found = config_from_dict(written, scaled_context=scaled_context)
     assert found == config
     assert json.loads(json.dumps(config_to_dict(found, scaled_context=scaled_context))) == written
-
-
-@given(st.integers(1, 2**17), st.floats(1.0, 64.0))
-def test_a_linear_scaling_states_what_its_factor_extends(stated, factor):
-    config = config_from_dict(settings("llama", stated, rope={"type": "linear", "factor": factor}))
-    assert config.max_seq_len == int(stated * factor + 1e-6)
-    by_hand = replace(config, unscaled_max_seq_len=None)
-    assert config_to_dict(by_hand)["max_position_embeddings"] == (stated if factor > 1 else config.max_seq_len)
 
 
 @pytest.mark.parametrize("format", ["safetensors", "gguf", "orbax"])
@@ -190,20 +153,6 @@ def test_a_gguf_of_llama_cpps_converter(rope, context, tmp_path):
     assert config_from_fields(scaled, tensors).max_seq_len == context
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn", "dynamic"])
-def test_a_checkpoint_of_an_earlier_version_keeps_its_context(kind, tmp_path):
-    """Which stated it with the factor, also one that is not the usual."""
-    known = {} if kind == "linear" else {"original_max_seq_len": 16}
-    config = replace(PLAIN, max_seq_len=64, rope_scaling=RopeScaling(kind, 4.0, **known))
-    llama_jax.save(tmp_path / "model", config, llama_jax.init(config, jax.random.key(0)), format="orbax")
-    for stated in (64, 48) if kind != "dynamic" else (16,):
-        rope = {"rope_type": kind, "factor": 4.0, "rope_theta": config.rope_theta}
-        rope |= {"original_max_position_embeddings": 16} if kind == "yarn" else {}
-        written = SIZES | {"max_position_embeddings": stated, "rope_parameters": rope}
-        (tmp_path / "model" / "config.json").write_text(json.dumps(written))
-        assert open_checkpoint(tmp_path / "model").config.max_seq_len == (64 if kind == "dynamic" else stated)
-
-
 class TestWhatIsPlannedFor:
     LONG = config_from_dict(settings("qwen2", 32_768, rope=yarn(32_768)))
     SHORT = config_from_dict(settings("qwen2", 32_768))
@@ -226,20 +175,6 @@ class TestWhatIsPlannedFor:
         with pytest.raises(GenerationError, match=r"at most the model's context of 131072; .*--rope yarn:5"):
             EngineOptions(context=131_073).context_of(self.LONG)
 
-    def test_no_window_of_an_evaluation_does(self):
-        corpus = llama_jax.data.Corpus(
-            tokens=np.zeros(100, np.uint16),
-            starts=np.array([0]),
-            stops=np.array([100]),
-            byte_counts=np.array([100]),
-            vocab_size=PLAIN.vocab_size,
-            digest="",
-        )
-        config = config_from_dict(settings("llama", 16, rope={"type": "linear", "factor": 4.0}))
-        sizes = {"stride": None, "batch": None}
-        assert choose_sizes(config, corpus, length=None, **sizes).length == 16
-        assert choose_sizes(config, corpus, length=64, **sizes).length == 64
-
     def test_another_scaling_replaces_it(self):
         vicuna = config_from_dict(settings("llama", 16, rope={"type": "linear", "factor": 4.0}))
         plain = config_from_dict(settings("llama", 16))
@@ -249,21 +184,6 @@ class TestWhatIsPlannedFor:
         assert with_rope(config_from_dict(PUBLISHED["Qwen 3, beyond the original"][0]), "none").max_seq_len == 40
         for change in ({"max_seq_len": 16}, {"rope_scaling": None}):
             assert replace(vicuna, **change).unscaled_max_seq_len is None
-
-
-@pytest.mark.slow
-def test_a_batch_has_the_part_of_the_context_that_its_cache_holds():
-    config = config_from_dict(settings("llama", 16, rope={"type": "linear", "factor": 64.0}))
-    params = llama_jax.init(config, jax.random.key(0))
-    options = EngineOptions(rows=4)
-    assert (options.context_of(config), options.pages(config)) == (64, 4)
-    ((_, found),) = llama_jax.complete_requests(config, params, [[5] * 40], max_new_tokens=24, options=options)
-    assert found.tokens == llama_jax.generate(config, params, [[5] * 40], max_new_tokens=24)[0].tokens
-    with pytest.raises(GenerationError, match=r"exceed the context of 64; .* or set a longer context, at most 1024"):
-        list(llama_jax.complete_requests(config, params, [[5] * 41], max_new_tokens=24, options=options))
-    asked = EngineOptions(rows=4, context=128)
-    ((_, found),) = llama_jax.complete_requests(config, params, [[5] * 41], max_new_tokens=24, options=asked)
-    assert len(found.tokens) == 24
 
 
 def test_a_long_prompt_is_continued_and_a_longer_one_told_how(tmp_path):

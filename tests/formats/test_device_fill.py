@@ -25,10 +25,8 @@ from llama_jax.formats.device_fill import (
     fill,
     fill_by_rows,
     floats_of,
-    reads_others,
 )
-from llama_jax.formats.lazy_tensors import ArrayTensor, Dense, Joined, permute_rope
-from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
+from llama_jax.formats.lazy_tensors import ArrayTensor, permute_rope
 
 FLOATS = [np.float32, np.float16, np.float64, ml_dtypes.bfloat16]
 F32 = np.dtype(np.float32)
@@ -144,57 +142,8 @@ def test_what_is_not_finite_is_seen_wherever_it_is(dtype, value):
     check_finite(np.full((4, 4), np.finfo(np.float32).tiny / 4, dtype), F32, "x")
 
 
-@given(st.integers(1, 4), st.integers(0, 30), st.integers(0, 30))
-def test_rows_of_joined_parts(n, a, b):
-    whole = np.arange(n * 32, dtype=np.float32).reshape(n * 8, 4)
-    start, stop = sorted((a % (n * 8), b % (n * 8)))
-    by_rows = Joined([ArrayTensor(part) for part in np.split(whole, n)], 0)
-    assert by_rows.shape == whole.shape
-    assert by_rows.nbytes == whole.nbytes
-    np.testing.assert_array_equal(by_rows.read(start, stop + 1), whole[start : stop + 1])
-    by_columns = Joined([ArrayTensor(part) for part in np.split(whole, 4, axis=1)], 1)
-    assert by_columns.shape == whole.shape
-    np.testing.assert_array_equal(by_columns.read(start, stop + 1), whole[start : stop + 1])
-
-
-@given(st.integers(0, 23), st.integers(1, 24))
-def test_turned_rows(a, b):
-    weight = np.arange(24 * 5, dtype=np.float32).reshape(24, 5)
-    start, stop = sorted((a, b))
-    stop = max(stop, start + 1)
-    heads = weight.reshape(3, 8, 5)
-    np.testing.assert_array_equal(half_from_interleaved(interleaved_from_half(heads)), heads)
-    for interleave, turn in ((True, interleaved_from_half), (False, half_from_interleaved)):
-        got = permute_rope(ArrayTensor(weight), 8, interleave=interleave).read(start, stop)
-        np.testing.assert_array_equal(got, turn(heads).reshape(24, 5)[start:stop])
-
-
-def test_a_file_that_became_shorter(tmp_path):
-    path = tmp_path / "weights"
-    path.write_bytes(bytes(100))
-    with pytest.raises(CheckpointError, match="ends at byte 100, but 128 bytes are needed"):
-        Dense(path, 0, (8, 4), "F32").read(0, 8)
-
-
 def sharding(spec, shape=(2, 4)):
     return NamedSharding(jax.make_mesh(shape, ("tensor", "fsdp"), axis_types=(AxisType.Auto,) * 2), spec)
-
-
-@pytest.mark.parametrize(
-    ("spec", "devices_of_each", "exchanged"),
-    [
-        (P("tensor", "fsdp"), 1, True),  # each of eight needs a quarter of every row of its half
-        (P("tensor", "fsdp"), 4, False),  # each of two has whole rows
-        (P("tensor", "fsdp"), 8, False),  # one process
-        (P("fsdp", "tensor"), 4, True),
-        (P(("tensor", "fsdp")), 1, False),
-        (P(None, "tensor"), 1, True),
-        (P(), 1, False),  # all need all
-    ],
-)
-def test_where_rows_are_exchanged(spec, devices_of_each, exchanged):
-    assert reads_others((16, 32), sharding(spec), lambda device: device.id // devices_of_each) == exchanged
-    assert not reads_others((16, 32), None)
 
 
 @pytest.mark.parametrize("spec", [P("tensor", None, None, "fsdp"), P(None, None, None, ("fsdp", "tensor"))])

@@ -1,9 +1,7 @@
 """What is downloaded of a repository of the hub, what is read of it by ranges, and what is said where nothing can be."""
 
-import errno
 import json
 import re
-from collections import namedtuple
 
 import pytest
 from commands import run_here
@@ -104,35 +102,12 @@ def test_what_cannot_be_fetched_is_said_in_one_line(hub):
         assert done.stderr.count("\n") == 1
 
 
-def test_a_licence_that_is_not_accepted(hub):
-    """Of which the list is open."""
-    hub.content, hub.gate = FOLDER | {"model.safetensors": b"m"}, "GatedRepo"
-    with pytest.raises(CheckpointError, match=r"its license must be accepted first: accept it at .*/org/name, then log in"):
-        fetch("org/name")
-
-
 def test_no_network(hub, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
     with pytest.raises(CheckpointError, match=r"hf://org/name cannot be fetched: the Hub did not respond \(.*refused"):
         fetch("org/name")
-
-
-def test_no_room(hub, tmp_path, monkeypatch):
-    hub.content = FOLDER | {"model.safetensors": b"m" * 1000}
-    usage = namedtuple("Usage", "total used free")
-    with monkeypatch.context() as patch:
-        patch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 100))
-        with pytest.raises(CheckpointError, match=r"hf://org/name needs 0.0 GB, and .*/out has 0.0 GB left; make room"):
-            fetch("org/name", folder=tmp_path / "out")
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
-    with pytest.raises(CheckpointError, match=r"/out cannot be written \(No space left on device\); the disk is full"):
-        fetch("org/name", folder=tmp_path / "out")
 
 
 # -- read by ranges ----------------------------------------------------------------------------------------------------
@@ -162,12 +137,3 @@ def test_a_hub_that_fails_is_named(hub):
     hub.fault = 403
     with pytest.raises(PermissionError, match=r"the Hub denies access \(403\)"):
         (locate("hf://org/name") / "model.safetensors").open().read()
-
-
-def test_a_repository_of_data(hub):
-    found = locate("hf://datasets/org/texts/config.json")
-    assert (found.view.root, found.key) == ("hf://datasets/org/texts", "config.json")
-    with found.open() as file:
-        assert file.read() == CONTENT["config.json"]
-    assert found.view.lookup("config.json").version == COMMIT
-    assert {path.name for path in found.parent.iterdir()} == {"config.json", "model.safetensors", "original"}

@@ -45,12 +45,6 @@ def shard(folder, n):
     return weight_map
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int8", "int32", 3])
-def test_dtypes_that_are_none(dtype, hf_folder):
-    with pytest.raises(CheckpointError, match=f"dtype={dtype!r} is not a floating-point type"):
-        llama_jax.load(hf_folder, dtype)
-
-
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("wanted", [None, "float32", "bfloat16"])
 def test_dtypes(stored, wanted, tmp_path):
@@ -116,19 +110,14 @@ def test_released_config_json(name):
     ("changes", "message"),
     [
         ({"model_type": "gemma2"}, "model_type='gemma2' is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": "yes"}, "='yes' must be True or False"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "proportional", "factor": 2}}, "rope scaling 'proportional' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "'llama3' has no low_freq_factor"),
-        ({"rope_parameters": [1]}, "must be an object"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2, "mscale": 1}}, "'linear' with mscale=1"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "contradict each other"),
         ({"sliding_window": 4096}, "sliding_window=4096"),
-        ({"num_key_value_heads": 3}, "n_kv_heads=3"),
-        ({"hidden_size": "32"}, "hidden_size='32'"),
         ({"max_position_embeddings": 10**30}, "max_seq_len=1000"),
     ],
 )
@@ -204,13 +193,6 @@ def test_damaged_safetensors(hf_folder, damage):
         llama_jax.load(hf_folder)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "nonsense", "[" * 100_000])
-def test_garbled_config(hf_folder, text):
-    (hf_folder / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"config.json"):
-        llama_jax.load(hf_folder)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -229,15 +211,6 @@ def test_spoiled_index(hf_folder, change, message):
     (hf_folder / "model.safetensors.index.json").write_text(json.dumps(found))
     with pytest.raises(CheckpointError, match=message):
         llama_jax.load(hf_folder)
-
-
-@pytest.mark.parametrize("change", [lambda b: b[:-4], lambda b: b + b"\0" * 4, lambda b: b[:20], lambda b: b""])
-def test_llama2c_of_the_wrong_size(tmp_path, change):
-    path = tmp_path / "model.bin"
-    write_llama2c(path, KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(CheckpointError, match=r"model.bin is not a whole llama2.c file"):
-        llama_jax.load(path)
 
 
 @pytest.mark.parametrize("word", range(7))
@@ -261,38 +234,11 @@ def test_llama2c_made_with_another_theta(tmp_path):
         llama_jax.load(path)
 
 
-def test_small_files_beside_a_model_do_not_matter(tmp_path):
-    write_llama2c(tmp_path / "model.bin", KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]), 0)
-    for n in (0, 1, 5, 27):
-        (tmp_path / f"notes{n}").write_bytes(b"x" * n)
-    assert llama_jax.load(tmp_path).config == KINDS["tied"]
-
-
 def test_numbers_too_large_for_the_wanted_dtype(hf_folder):
     spoil_tensors(hf_folder, lambda t: t[Q1].__setitem__((3, 4), 70_000))
     assert llama_jax.load(hf_folder, "bfloat16").config == KINDS["gqa"]
     with pytest.raises(CheckpointError, match=f"'{Q1}' holds numbers too large for float16"):
         llama_jax.load(hf_folder, "float16")
-
-
-def test_float64_weights(tmp_path):
-    tensors = {k: v.astype(np.float64) for k, v in make_goldens.random_tensors(KINDS["gqa"]).items()}
-    folder = write_hf_folder(tmp_path / "model", KINDS["gqa"], tensors)
-    with pytest.raises(CheckpointError, match="float64 needs jax_enable_x64; load with dtype='float32'"):
-        llama_jax.load(folder)
-    assert llama_jax.load(folder, "float32").params.embedding.dtype == np.float32
-
-
-def test_progress_sees_every_layer(hf_folder):
-    seen = []
-
-    def watch(layers):
-        for layer in layers:
-            seen.append(layer)
-            yield layer
-
-    llama_jax.load(hf_folder, progress=watch)
-    assert seen == [0, 1]
 
 
 def test_where_there_is_no_model(tmp_path):

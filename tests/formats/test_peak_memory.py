@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import tiny_config
 
 import llama_jax
 from llama_jax.formats import huggingface
@@ -15,18 +16,7 @@ from llama_jax.formats.lazy_tensors import FLOAT_DTYPES, ArrayTensor
 from llama_jax.formats.weight_format import OpenedCheckpoint, parts_of
 from llama_jax.model.params import shape_of, specs_for
 
-CONFIG = llama_jax.LlamaConfig(
-    vocab_size=32_000,
-    dim=2048,
-    n_layers=22,
-    n_heads=16,
-    n_kv_heads=8,
-    hidden_dim=5632,
-    max_seq_len=2048,
-    norm_eps=1e-5,
-    rope_theta=10_000.0,
-    tie_embeddings=False,
-)
+CONFIG = tiny_config(vocab_size=32_000, dim=2048, n_layers=22, n_heads=16, n_kv_heads=8, hidden_dim=5632, max_seq_len=2048)
 
 # Prints what the process held before, what it held at most, and what it was given.
 LOADER = """

@@ -220,28 +220,6 @@ def test_orbax_keeps_planes(kind, tmp_path, stories_model):
     assert kinds == {"F32", kind.upper(), outside, *(["INT4_64"] if kind == "int4" else [])}
 
 
-@pytest.mark.slow
-def test_orbax_in_another_way(tmp_path, stories_model):
-    config, params, tokenizer = stories_model
-    found = quantize(params, "int8")
-    llama_jax.convert(bundled(), tmp_path / "a", format="orbax", quantize="int8")
-    same(llama_jax.load(tmp_path / "a", "float32", quantize="keep").params, found)
-    same(llama_jax.load(tmp_path / "a", "float32", quantize="fp8").params, quantize(jit_dequantize(found), "fp8"))
-    llama_jax.save(tmp_path / "b", config, found, tokenizer, format="orbax", dtype="float32")
-    same(llama_jax.load(tmp_path / "b").params, jit_dequantize(found))
-    llama_jax.convert(tmp_path / "b", tmp_path / "c", format="orbax", quantize="nf4")
-    llama_jax.convert(tmp_path / "c", tmp_path / "d.gguf")
-    same(llama_jax.load(tmp_path / "d.gguf").params, jit_dequantize(quantize(jit_dequantize(found), "nf4")))
-    with pytest.raises(CheckpointError, match="quantize='int8' is for format='orbax' without a dtype"):
-        llama_jax.convert(tmp_path / "a", tmp_path / "e.gguf", quantize="int8")
-
-
-def test_orbax_of_parts_in_different_kinds(tmp_path):
-    config, params, tokenizer = llama_jax.load(Q4_K_M, quantize="keep")
-    llama_jax.save(tmp_path / "a", config, params, tokenizer, format="orbax")
-    same(llama_jax.load(tmp_path / "a").params, params)
-
-
 @pytest.mark.parametrize("kind", ["int4", slow("int8")])
 def test_orbax_over_a_mesh(kind, tmp_path, stories_model):
     config, params, tokenizer = stories_model

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from llama_jax.inference.decode import STEPS_PER_CHUNK
 from llama_jax.inference.speculation.draft_length import (
     CREDIT_PER_STEP,
-    MAX_CREDIT,
     START_CREDIT,
     DraftLength,
-    halved_lengths,
     max_passes,
     next_draft_length,
     record_passes,
@@ -88,62 +86,3 @@ def test_no_more_is_lost_than_the_credit_and_one_pass(seed, acceptance, cost, to
 @pytest.mark.parametrize("counts_without_drafting", [False, True])
 def test_copied_text_is_drafted(cost, counts_without_drafting):
     assert simulate(np.ones(400, bool), {3: cost, 7: cost}, counts_without_drafting) > 0.9 * 8 / cost
-
-
-@pytest.mark.parametrize("acceptance", [0.7, 0.8, 0.9])
-@pytest.mark.parametrize("costs", [{3: 1.6, 7: 3.2}, {3: 1.15, 7: 2.6}, {3: 1.3, 7: 1.4}, {3: 1.0, 7: 1.0}])
-def test_as_many_as_pay_are_drafted(acceptance, costs):
-    right = np.random.default_rng(0).random(2000) < acceptance
-    best = max(sum(acceptance**i for i in range(n + 1)) / cost for n, cost in costs.items())
-    assert simulate(right, costs, True) > 0.9 * best
-
-
-def test_text_that_becomes_a_copy_is_noticed():
-    assert simulate(phases([1000, 3000]), {3: 1.7, 7: 1.7}, True) > 4000 / (1000 / 0.97 + 150 + 2850 / (8 / 1.7))
-    assert simulate(phases([1000, 3000]), {3: 1.7}, False) > 4000 / (1000 / 0.97 + 300 + 2700 / (4 / 1.7))
-
-
-def test_text_without_copies_costs_nothing_if_drafts_are_counted():
-    assert simulate(np.zeros(200, bool), {3: 2.5, 7: 2.5}, True) == 1.0
-
-
-def test_nothing_is_drafted_before_a_step_is_measured():
-    state = DraftLength.start((3,), prior=1.0)
-    for _ in range(3):
-        assert next_draft_length(state) == 0
-        state = record_passes(state, 0, 4, 4.0, 0, 0, None)
-    assert next_draft_length(record_passes(state, 0, 4, 4.0, 0, 0, 0.04)) == 3
-
-
-def test_a_pass_whose_time_is_unknown_is_charged_as_guessed():
-    state = record_passes(DraftLength.start((3,), prior=1.0), 0, 4, 4.0, 0, 0, 0.04)
-    assert record_passes(state, 3, 1, 1.0, 0, 1, None).credit == pytest.approx(state.credit - 0.4)
-    assert record_passes(state, 3, 1, 1.0, 0, 1, 0.025).credit == pytest.approx(state.credit - 1.5)
-
-
-def test_drafts_without_a_measured_step_are_charged_as_guessed():
-    """An engine may run them with fewer rows than it has measured."""
-    state = DraftLength.start((3,), prior=1.0)
-    for seconds in (None, 0.5):
-        assert record_passes(state, 3, 1, 1.0, 0, 1, seconds).credit == pytest.approx(START_CREDIT - 0.4)
-
-
-def test_a_time_that_was_long_once_is_not_believed():
-    """Another process may have used the processor during a single measurement."""
-    state = record_passes(DraftLength.start((3,), prior=1.0), 0, 4, 4.0, 0, 0, 0.04)
-    assert record_passes(state, 0, 4, 4.0, 0, 0, 0.4).seconds[0] == pytest.approx(0.011)
-    assert record_passes(state, 0, 4, 4.0, 0, 0, 0.02).seconds[0] == pytest.approx(0.005)
-
-
-def test_the_credit_has_a_limit():
-    state = record_passes(DraftLength.start((3,), prior=1.0), 0, 4, 4.0, 0, 0, 0.04)
-    for _ in range(100):
-        state = record_passes(state, 3, 4, 16.0, 12, 12, 0.04)
-    assert state.credit == MAX_CREDIT
-
-
-def test_lengths_are_halves():
-    assert halved_lengths(8) == (2, 4, 8)
-    assert halved_lengths(15) == (3, 7, 15)
-    assert halved_lengths(3) == (3,)
-    assert halved_lengths(1) == (1,)

@@ -23,17 +23,6 @@ def model(models):
 PROMPTS = [[1, 5, 9, 13, 2, 40, 7], [1, 90]]
 
 
-def tokens_of(results):
-    return [result.tokens for result in results]
-
-
-@pytest.mark.slow
-def test_a_window_as_long_as_the_text_changes_nothing(model):
-    config, params = model
-    run = partial(llama_jax.generate, config, params, PROMPTS, max_new_tokens=20)
-    assert tokens_of(run(cache=CacheOptions(window=30, sinks=2))) == tokens_of(run())
-
-
 @pytest.mark.slow
 def test_a_row_of_a_batch_gets_what_it_gets_alone_and_goes_beyond_the_context(model):
     config, params = model
@@ -43,22 +32,6 @@ def test_a_row_of_a_batch_gets_what_it_gets_alone_and_goes_beyond_the_context(mo
     assert all(np.isfinite(result.logprobs).all() for result in both)
     for prompt, result in zip(PROMPTS, both, strict=True):
         assert run([prompt])[0].tokens == result.tokens
-
-
-@pytest.mark.slow
-def test_a_long_prompt_is_read_through_a_short_window(model):
-    """In pieces, over many rounds of the ring: the same as token by token."""
-    config, params = model
-    prompt = np.random.default_rng(0).integers(0, config.vocab_size, 200).tolist()
-    options = CacheOptions(window=16, sinks=2)
-    found = llama_jax.generate(config, params, [prompt], max_new_tokens=1, cache=options)[0]
-    cache = init_cache(config, 1, 200, window=16, sinks=2)
-    read = jax.jit(forward, static_argnums=0)
-    for token in prompt:
-        hidden, cache = read(config, params, jnp.array([[token]]), cache)
-    logprobs = jax.nn.log_softmax(unembed(config, params, hidden[0, -1]))
-    assert found.tokens == [int(jnp.argmax(logprobs))]
-    np.testing.assert_allclose(found.logprobs, [float(jnp.max(logprobs))], rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +72,3 @@ class TestInt8:
         whole, short = perplexity(jnp.float32), perplexity(jnp.int8)
         assert whole < 6  # the model knows such text: an error could show
         assert abs(short / whole - 1) < 0.005
-
-    @pytest.mark.slow
-    def test_generation(self, stories):
-        config, params, tokenizer = stories
-        prompts = [tokenizer.encode("Once upon a time"), tokenizer.encode("Lily and Tom went to the park.")]
-        run = partial(llama_jax.generate, config, params, prompts, max_new_tokens=40)
-        whole, short = run(), run(cache=CacheOptions(dtype="int8"))
-        for a, b in zip(whole, short, strict=True):
-            same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), 40)
-            assert same >= 10  # until a near tie falls otherwise
-            np.testing.assert_allclose(b.logprobs[:same], a.logprobs[:same], atol=0.15)

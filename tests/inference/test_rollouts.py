@@ -1,6 +1,5 @@
 """Groups of answers against a plain loop without a cache, and their log-probabilities against the trainer's."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -104,14 +103,14 @@ def test_with_adapters_over_stacked_blocks_they_are_the_trainers_too(models, tem
     check_by_trainer(config, joined, prompts, answers, temperature, 2e-5 if kind is None else 2e-2)
 
 
-@pytest.mark.slow
-def test_prompts_are_read_in_pieces(models, monkeypatch):
-    config, params = models["gqa"]
-    options = RolloutOptions(GROUP, 1)
-    prompts = asked(config)
-    whole = jax.jit(partial(roll_out, config, options=options))(params, prompts)
-    monkeypatch.setattr("llama_jax.inference.rollouts.MAX_PREFILL_CHUNK", 3)
-    pieces = jax.jit(partial(roll_out, config, options=replace(options)))(params, prompts)
-    np.testing.assert_array_equal(pieces.tokens, whole.tokens)
-    np.testing.assert_allclose(pieces.logprobs, whole.logprobs, atol=2e-5)
-    assert not np.asarray(whole.stopped).any()
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group_size": 0}, "group_size=0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": 0}, "temperature=0 must be above 0"),
+    ],
+)
+def test_options_that_cannot_be(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RolloutOptions(**{"group_size": 2, "max_new_tokens": 4} | settings)

@@ -71,23 +71,6 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(seed, vocab, p):
     assert probability[~kept].max(initial=0) < smallest
 
 
-@given(st.integers(0, 100_000), st.floats(0.001, 1.0))
-def test_min_p_keeps_what_is_probable_enough(seed, min_p):
-    scores = 3 * np.random.default_rng(seed).standard_normal((1, 50)).astype(np.float32)
-    kept = scores[0] >= float(jit_threshold(jnp.asarray(scores), Sampling(temperature=1.0, min_p=min_p).per_row(1))[0])
-    ratio = np.exp(scores[0].astype(np.float64) - scores.max())
-    sure = np.abs(ratio - min_p) > 1e-5
-    np.testing.assert_array_equal(kept[sure], (ratio >= min_p)[sure])
-    assert kept[scores[0].argmax()]
-
-
-def test_top_p_keeps_all_that_tie_at_its_edge():
-    """As the docstring says; transformers sorts, and keeps two of these four."""
-    scores = np.array([[0.0, 0, 0, 0, -50]], np.float32)
-    lowest = score_threshold(scores, Sampling(temperature=1.0, top_p=0.5).per_row(1))
-    assert (scores >= np.asarray(lowest)[:, None]).tolist() == [[True, True, True, True, False]]
-
-
 @pytest.mark.parametrize(
     "special", [[np.inf, 1, 2], [-np.inf, 1, 2], [0.0, -0.0, -1.0], [-3.0, -2.0, -1e-30], [1e38, -1e38, 5]]
 )
@@ -118,11 +101,6 @@ def test_rows_known_to_be_greedy():
     assert branches[0] == 0 < branches[1]  # a GPU's host waits at each of them
     mask = LogitMask(jnp.bool_(True), lambda logits: logits.at[:, :50].set(-jnp.inf))
     np.testing.assert_array_equal(sample(logits, None, seen, count, mask), jnp.argmax(logits[:, 50:], axis=-1) + 50)
-
-
-def test_the_first_of_equal_scores_wins():
-    scores = jnp.array([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-np.inf, -np.inf, -np.inf]])
-    np.testing.assert_array_equal(argmax(scores), [1, 0, 0])
 
 
 @given(st.integers(0, 100_000), st.sampled_from([256, 512, 1280, 300]), st.integers(1, 5))
@@ -210,14 +188,6 @@ def test_a_sharp_distribution_follows_its_probabilities():
     np.testing.assert_array_less(np.abs(counts / draws - want), 5 * np.sqrt(want * (1 - want) / draws))
 
 
-def test_only_kept_tokens_are_drawn():
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 50)), jnp.float32)
-    top = set(np.argsort(-np.asarray(logits[0]))[:3].tolist())
-    sampling = Sampling(temperature=5.0, top_k=3).per_row(1)
-    draw = jax.jit(jax.vmap(lambda step: sample(logits, sampling, np.zeros((1, 50), bool), step[None])[0]))
-    assert set(np.unique(draw(jnp.arange(500))).tolist()) == top
-
-
 def test_a_row_depends_on_its_own_seed_and_step_alone():
     logits = jax.random.normal(jax.random.key(0), (1, 100))
     four = jnp.repeat(logits, 4, axis=0)
@@ -238,12 +208,6 @@ def test_a_row_depends_on_its_own_seed_and_step_alone():
     assert len(set(streams[0])) > 2
 
 
-def test_repetition_penalty_makes_seen_tokens_less_probable():
-    logits = jnp.array([[2.0, -2.0, 1.0]])
-    got = penalize(logits, jnp.array([2.0]), jnp.array([[True, True, False]]))
-    np.testing.assert_array_equal(got, [[1.0, -4.0, 1.0]])
-
-
 def test_nothing_sorts_the_vocabulary():
     sampling = Sampling(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2).per_row(2)
     text = jit_sample.lower(np.zeros((2, 500), np.float32), sampling, np.zeros((2, 500), bool), np.zeros(2, np.int32))
@@ -257,21 +221,14 @@ def test_nothing_sorts_the_vocabulary():
     [
         ("temperature", -0.1),
         ("temperature", float("nan")),
-        ("temperature", float("inf")),
         ("temperature", "hot"),
         ("top_k", -2),
-        ("top_k", 1.5),
         ("top_p", -0.1),
-        ("top_p", 1.1),
         ("min_p", -0.1),
-        ("min_p", 2.0),
         ("repetition_penalty", 0.0),
         ("seed", -1),
-        ("seed", 2**32),
         ("top_k", [1, 2, 3]),
-        ("temperature", True),
         ("temperature", 1e39),
-        ("repetition_penalty", 1e-46),
         ("top_k", 10**23),
     ],
 )

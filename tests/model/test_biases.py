@@ -12,36 +12,24 @@ import make_format_goldens as formats
 import make_goldens
 import numpy as np
 import pytest
-import quantized_folders
 from adapters import random_adapters
 from conftest import jit_dequantize, jit_logits, params_of, same, write_hf_folder
 from family_models import FAMILY_MODELS, PLAIN, random_params
-from training_options import step_options
 
 import llama_jax
-from llama_jax.cli.inspect import Inspect
 from llama_jax.config import FAMILY_FEATURES, Parts
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.formats import load_adapter, open_checkpoint, save_adapter
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
-from llama_jax.model.awq import scale_channels
 from llama_jax.model.forward_options import Compute
-from llama_jax.model.logits import observe
 from llama_jax.model.lora import Lora, adapted, merge
 from llama_jax.model.trees import quantize
-from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.sharding import step_over
-from llama_jax.training.batch import Batch
-from llama_jax.training.optimizer import OptimizerSettings, adamw, make_optimizer
-from llama_jax.training.step import init_state
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
 
 CONFIG = replace(PLAIN, qkv_bias=True, out_bias=True, mlp_bias=True)
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20), dtype=np.int32)
 SETTINGS = {"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)}
-read = lambda value, at: (value, value)
-jit_observe = jax.jit(
-    lambda params, *points: observe(CONFIG, params, TOKENS, dict.fromkeys(points, read))[2], static_argnums=(1, 2, 3)
-)
 
 
 @pytest.fixture(scope="module")
@@ -60,26 +48,6 @@ def with_bias(params, name, value):
     part = "attention" if name in ("qkv_bias", "out_bias") else "feed_forward"
     changed = getattr(params.blocks, part).replace(**{name: value})
     return params.replace(blocks=params.blocks.replace(**{part: changed}))
-
-
-@pytest.mark.parametrize(("name", "point"), [("out_bias", "attention"), ("down_bias", "feed_forward")])
-def test_a_bias_of_an_output_is_added_once(name, point, params):
-    bias = biases_of(params)[name]
-    kept = [jit_observe(p, "attention", "feed_forward", "neurons") for p in (params, with_bias(params, name, 0 * bias))]
-    found = kept[0][point][0] - kept[1][point][0]  # of the first layer, whose inputs are the same
-    np.testing.assert_allclose(found, np.broadcast_to(bias[0], found.shape), atol=1e-5)
-
-
-def test_neurons_by_definition(params):
-    kept = jit_observe(params, "residual_between", "neurons", "feed_forward")
-    weights, x = params.blocks.feed_forward, np.asarray(kept["residual_between"], np.float64)
-    normed = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + CONFIG.norm_eps) * params.blocks.ffn_norm[:, None, None]
-    project = lambda x, matrix, bias: np.einsum("lbtd,lfd->lbtf", x, matrix) + np.asarray(bias)[:, None, None]
-    gate = project(normed, weights.gate, weights.gate_bias)
-    neurons = gate / (1 + np.exp(-gate)) * project(normed, weights.up, weights.up_bias)
-    np.testing.assert_allclose(kept["neurons"], neurons, atol=1e-4)
-    wanted = project(neurons, weights.down, weights.down_bias)
-    np.testing.assert_allclose(kept["feed_forward"], wanted, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -112,18 +80,6 @@ def test_over_a_mesh_tokens_are_those_of_one_device(params, tensor, tmp_path):
     assert [row.tokens for row in llama_jax.generate(config, sharded, prompts, max_new_tokens=8)] == wanted
 
 
-@pytest.mark.slow
-def test_a_step_over_a_mesh_is_that_of_one_device():
-    found = []
-    for sizes in (MeshSizes(), MeshSizes(fsdp=2, tensor=2)):
-        state = init_state(adamw(1e-3), random_params(CONFIG))
-        step = jax.jit(partial(step_over(CONFIG, make_mesh(sizes)), adamw(1e-3), options=step_options(remat="full")))
-        state, metrics = step(state, Batch(TOKENS[:, :17]))
-        found.append((metrics["loss"], metrics["grad_norm"], state.opt_state))
-    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
-        assert np.linalg.norm(a - b) <= 2e-5 * np.linalg.norm(b)
-
-
 @pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_adapters_leave_them_alone(params, dora, tmp_path):
     lora = Lora(rank=3, alpha=5.0, dora=dora)
@@ -136,12 +92,6 @@ def test_adapters_leave_them_alone(params, dora, tmp_path):
     )
 
 
-def test_channels_are_scaled_for_quantization_with_their_biases(params):
-    scaled = scale_channels(CONFIG, params, TOKENS, "int4")
-    assert np.abs(scaled.blocks.feed_forward.up - params.blocks.feed_forward.up).max() > 0.01
-    np.testing.assert_allclose(jit_logits(CONFIG, scaled, TOKENS), jit_logits(CONFIG, params, TOKENS), atol=1e-3)
-
-
 def test_what_does_not_go_with_biases():
     with pytest.raises(ConfigError, match="mlp_bias=True is not supported with experts"):
         replace(CONFIG, experts=4, experts_per_token=2)
@@ -151,32 +101,6 @@ def test_what_does_not_go_with_biases():
 
 
 # -- files ---------------------------------------------------------------------------------------------------------------
-
-
-def test_every_format_gives_the_same(params, tmp_path):
-    llama_jax.save(tmp_path / "orbax", CONFIG, params, format="orbax")
-    llama_jax.convert(tmp_path / "orbax", tmp_path / "model.gguf")
-    llama_jax.convert(tmp_path / "model.gguf", tmp_path / "folder")
-    llama_jax.convert(tmp_path / "folder", tmp_path / "blocks.gguf", dtype="q8_0")
-    for path in ("orbax", "model.gguf", "folder"):
-        loaded = llama_jax.load(tmp_path / path)
-        assert loaded.config == CONFIG
-        same(loaded.params, params)
-    same(biases_of(llama_jax.load(tmp_path / "blocks.gguf", "float32").params), biases_of(params))
-
-
-@pytest.mark.parametrize("kind", ["awq", "gptq"])
-def test_a_folder_of_quantized_weights_has_them_as_floats(kind, tmp_path):
-    config = replace(quantized_folders.CONFIG, qkv_bias=True, out_bias=True, mlp_bias=True)
-    dense = params_of(config, quantized_folders.write_folder(tmp_path, kind, config))
-    same(llama_jax.load(tmp_path, "float32").params, dense)
-    same(biases_of(llama_jax.load(tmp_path, quantize="keep").params), biases_of(dense))
-
-
-def test_inspect_names_them(params, calling, tmp_path):
-    llama_jax.save(tmp_path / "model", CONFIG, params)
-    printed = calling(Inspect, tmp_path / "model").out
-    assert all(words in printed for words in ("query, key and value biases", "output bias", "feed-forward biases"))
 
 
 def test_a_gguf_as_llama_cpp_converts_it(models, tmp_path):

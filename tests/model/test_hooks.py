@@ -160,13 +160,6 @@ def test_generate_is_what_whole_sequences_say(steered, options):
     assert [row.tokens for row in found] == expected
 
 
-@pytest.mark.slow
-def test_a_pattern_in_generate(params):
-    hooked = with_hooks(params, everywhere(0.3, ["pattern"]))
-    found = llama_jax.generate(CONFIG, hooked, PROMPTS, max_new_tokens=NEW)
-    assert [row.tokens for row in found] == [greedy(hooked, prompt) for prompt in PROMPTS]
-
-
 def test_a_server(steered):
     hooked, expected = steered
     engine, found = Engine(CONFIG, hooked, EngineOptions(context=32)), [[] for _ in PROMPTS]
@@ -178,17 +171,6 @@ def test_a_server(steered):
     while engine.busy:
         engine.step()
     assert found == expected
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-def test_quantized_weights(params):
-    config = replace(CONFIG, layers=(), n_heads=2, n_kv_heads=2, dim=64, head_dim=32, hidden_dim=64)
-    hooked = with_hooks(quantize(llama_jax.init(config, jax.random.key(0)), "q4_0"), STEERED)
-    whole = llama_jax.logits(config, hooked, TOKENS)
-    generated = llama_jax.generate(config, hooked, TOKENS.tolist(), max_new_tokens=1)
-    assert [row.tokens[0] for row in generated] == whole[:, -1].argmax(-1).tolist()
-    assert float(jnp.abs(whole - llama_jax.logits(config, hooked.replace(hooks=None), TOKENS)).max()) > 1e-3
 
 
 @pytest.mark.slow

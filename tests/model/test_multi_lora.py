@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
-from conftest import jit_init, jit_logits
+from conftest import jit_logits
 
 import llama_jax
 from llama_jax import ops
 from llama_jax.errors import ConfigError
 from llama_jax.model.lora import Lora, adapted
 from llama_jax.model.multi_lora import adapter_table, adapters_in, choose_adapters
-from llama_jax.model.trees import bytes_in_memory, count, quantize
+from llama_jax.model.trees import bytes_in_memory, count
 from llama_jax.ops.weights.lora import LowRank
 from llama_jax.ops.weights.multi_lora import MultiLoraWeight
 
@@ -55,43 +55,6 @@ def test_of_a_single_row(table, alone, rows):
     config, _, _, params = table
     found = jit_logits(config, choose_adapters(params, rows), TOKENS[:1])
     np.testing.assert_allclose(found[0], alone[rows[0]][0], atol=2e-5)
-
-
-def test_of_more_adapters_than_rows(table, alone):
-    config, base, adapters, _ = table
-    params = adapter_table(config, base, [adapters[i] for i in (0, 1, 2, 0, 1)])
-    for rows in ([3, 2], [-1, 4]):
-        found = jit_logits(config, choose_adapters(params, rows), TOKENS[:2])
-        wanted = np.stack([alone[-1 if adapter < 0 else adapter % 3][i] for i, adapter in enumerate(rows)])
-        np.testing.assert_allclose(found, wanted, atol=2e-5)
-
-
-@pytest.mark.slow
-def test_a_quantized_base_in_16_bits():
-    config = llama_jax.LlamaConfig(
-        vocab_size=40, dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=128, max_seq_len=32, norm_eps=1e-5,
-        rope_theta=10_000.0, tie_embeddings=True,
-    )  # fmt: skip
-    dense = jax.tree.map(lambda a: a.astype(jnp.bfloat16), jit_init(config, jax.random.key(1)))
-    base, adapters = quantize(dense, "int8"), [(random_adapters(config, lora), lora) for lora in LORAS[:2]]
-    params = adapter_table(config, base, adapters)
-    assert params.blocks.attention.out.low_rank.a.dtype == jnp.bfloat16
-    later = quantize(adapter_table(config, dense, adapters), "int8")
-    jax.tree.map(np.testing.assert_array_equal, later, params)
-    found = jit_logits(config, choose_adapters(params, [1, 0]), TOKENS[:2] % 40)
-    for row, number in enumerate((1, 0)):
-        wanted = jit_logits(config, adapted(base, *adapters[number]), TOKENS[:2] % 40)[row]
-        np.testing.assert_allclose(found[row], wanted, atol=0.02 * float(jnp.abs(wanted).max()))
-
-
-@pytest.mark.slow
-def test_it_generates(table):
-    config, base, adapters, params = table
-    prompts = [[1, 5], [2], [7, 7, 7]]
-    rows = llama_jax.generate(config, choose_adapters(params, [2, -1, 0]), prompts, max_new_tokens=6)
-    own = [adapted(base, *adapters[2]), base, adapted(base, *adapters[0])]
-    for prompt, found, one in zip(prompts, rows, own, strict=True):
-        assert found.tokens == llama_jax.generate(config, one, [prompt], max_new_tokens=6)[0].tokens
 
 
 def test_nothing_of_the_base_is_copied(table):

@@ -7,19 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit_init
+from conftest import jit_init, tiny_config
 
-from llama_jax.config import LayerConfig, LlamaConfig, Parts, QueryScaling, RopeScaling
+from llama_jax.config import LayerConfig, Parts, QueryScaling, RopeScaling
 from llama_jax.errors import GenerationError
 from llama_jax.model.cache import KVCache, gather_pages, init_cache, init_pages, repeat_rows
 from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Positions
 from llama_jax.ops.attention import attend
 
-PLAIN = LlamaConfig(
-    vocab_size=64, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=48, max_seq_len=64, norm_eps=1e-5,
-    rope_theta=1e4, tie_embeddings=True,
-)  # fmt: skip
+PLAIN = tiny_config(n_layers=3, tie_embeddings=True)
 DYNAMIC = RopeScaling("dynamic", 2.0, original_max_seq_len=16)
 KINDS = {
     "plain": PLAIN,

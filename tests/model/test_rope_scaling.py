@@ -1,8 +1,6 @@
-"""Every rope scaling against transformers' numbers or a derivation in float64, and what depends on the length of a row."""
+"""Every rope scaling against transformers' numbers, and what depends on the length of a row."""
 
-import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +8,17 @@ import make_goldens
 import numpy as np
 import pytest
 from conftest import jit_init, jit_logits, params_of
-from hypothesis import given
-from hypothesis import strategies as st
 from make_goldens import ROPE_LENGTHS, ROPE_MODELS, ROPES
 
 import llama_jax
-from llama_jax import RopeScaling, rotary_frequencies
-from llama_jax.config import ROPE_FIELDS
+from llama_jax import rotary_frequencies
 from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import PrefillState, prefill
-from llama_jax.model.forward import forward, unembed
+from llama_jax.model.forward import forward
 from llama_jax.model.forward_options import Positions
-from llama_jax.ops.rope_scaling import LENGTH_DEPENDENT, SCALINGS
 
 jit_forward = jax.jit(forward, static_argnums=0)
 jit_read = jax.jit(prefill, static_argnums=0)
-PLAIN = make_goldens.KINDS["gqa"]
 
 
 @pytest.fixture(scope="module")
@@ -38,38 +31,6 @@ def ropes():
 def scaled():
     """{name: (config, params)} of the models whose logits are kept."""
     return {name: (ROPES[name], params_of(ROPES[name], make_goldens.random_tensors(ROPES[name]))) for name in ROPE_MODELS}
-
-
-EVERY_FIELD = SimpleNamespace(
-    factor=2.0, original_max_seq_len=16, low_freq_factor=1.0, high_freq_factor=4.0, beta_fast=32.0, beta_slow=1.0,
-    truncate=True, attention_factor=None, mscale=1.0, mscale_all_dim=1.0, short_factor=(1.0,) * 4, long_factor=(2.0,) * 4,
-)  # fmt: skip
-PLAIN_FREQUENCIES = llama_jax.ops.inverse_frequencies(8, 1e4)
-
-
-class _Read:
-    """A scaling with some fields, which notes those that are read."""
-
-    def __init__(self, fields):
-        self.fields, self.read = fields | {"factor": 2.0}, set()
-
-    def __getattr__(self, name):
-        self.read.add(name)
-        return self.fields[name]
-
-
-def test_every_kind_has_its_fields_and_its_function():
-    assert ROPE_FIELDS.keys() == SCALINGS.keys()
-    for kind, fields in ROPE_FIELDS.items():
-        scaling = _Read({name: getattr(EVERY_FIELD, name) for name in fields})
-        SCALINGS[kind](PLAIN_FREQUENCIES, 1e4, 32, scaling)
-        assert scaling.read == fields.keys() | {"factor"}
-    by_length = {name.partition("-")[0] for name, config in ROPES.items() if len({*_bytes(config)}) > 1}
-    assert by_length == LENGTH_DEPENDENT
-
-
-def _bytes(config):
-    return (rotary_frequencies(config, length)[0].tobytes() for length in ROPE_LENGTHS)
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -96,39 +57,6 @@ def test_logits_are_those_of_transformers(name, ropes, scaled):
     config, params = scaled[name]
     got = jit_logits(config, params, make_goldens.tokens(config))
     np.testing.assert_allclose(got, ropes[f"{name} logits"], atol=2e-4, rtol=0)
-
-
-@given(
-    st.sampled_from([16, 64, 128]),
-    st.sampled_from([10_000.0, 500_000.0]),
-    st.floats(1.0, 64.0),
-    st.sampled_from([256, 2048, 8192]),
-    st.sampled_from([(32.0, 1.0), (16.0, 2.0), (4.0, 0.5)]),
-    st.booleans(),
-)
-def test_yarn_keeps_what_turns_often(head_dim, theta, factor, original, betas, truncate):
-    """In float64, pair by pair: a ramp over the number of the pair, between those that turn beta times in the context."""
-    fast, slow = betas
-    scaling = RopeScaling("yarn", factor, original_max_seq_len=original, beta_fast=fast, beta_slow=slow, truncate=truncate)
-    config = replace(PLAIN, head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
-    # Pair i turns original / (2 pi theta ** (2 i / H)) times: that is `turns` for
-    first, last = (head_dim / 2 * math.log(original / (2 * math.pi * turns), theta) for turns in betas)
-    if truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
-    want = []
-    for i in range(head_dim // 2):
-        frequency = theta ** (-2 * i / head_dim)
-        slowed = min(max((i - first) / (last - first), 0.0), 1.0)
-        want.append((1 - slowed) * frequency + slowed * frequency / factor)
-    got, attention_factor = rotary_frequencies(config)
-    np.testing.assert_allclose(got, want, rtol=2e-7)
-    assert attention_factor == pytest.approx(0.1 * math.log(factor) + 1)
-    turns = original * np.array([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]) / (2 * math.pi)
-    plain, _ = rotary_frequencies(replace(config, rope_scaling=None))
-    np.testing.assert_array_equal(
-        got[turns > 2 * fast * theta ** (2 / head_dim)], plain[turns > 2 * fast * theta ** (2 / head_dim)]
-    )
 
 
 @pytest.fixture(scope="module", params=["dynamic", pytest.param("longrope", marks=pytest.mark.slow)])
@@ -196,19 +124,6 @@ def test_a_decoding_row_goes_by_its_length_so_far(by_length):
     )
     np.testing.assert_allclose(step, same, atol=1e-6, rtol=0)
     assert np.abs(step - other).max() > 1e-4
-
-
-@pytest.mark.slow
-def test_generation_reads_a_long_prompt_by_its_whole_length(monkeypatch):
-    config = replace(ROPES["dynamic"], n_layers=1, hidden_dim=16)
-    params = params_of(config, make_goldens.random_tensors(config))
-    prompt = np.random.default_rng(6).integers(0, config.vocab_size, 40).tolist()
-    hidden, _ = jit_forward(config, params, np.array([prompt], np.int32))
-    logprobs = jax.nn.log_softmax(unembed(config, params, hidden[0, -1]))
-    monkeypatch.setattr("llama_jax.inference.compiled_decode.MAX_PREFILL_CHUNK", 16)
-    got = llama_jax.generate(config, params, [prompt], max_new_tokens=1)[0]
-    assert got.tokens == [int(jnp.argmax(logprobs))]
-    np.testing.assert_allclose(got.logprobs[0], float(logprobs.max()), atol=2e-5)
 
 
 def test_lengths_of_another_shape_are_named(by_length):

@@ -92,15 +92,6 @@ def test_a_ring_of_pages_is_the_definition(model, tokens, sinks, pieces):
     assert list(cache.length) == [LENGTH] * 2
 
 
-@pytest.mark.slow
-def test_one_row(model, tokens):
-    config, params = model
-    cache = init_cache(config, 1, LENGTH, window=WINDOW, sinks=SINKS, max_tokens_per_pass=5)
-    found, _ = read_in_pieces(config, params, tokens[:1], cache, [5] * 18)
-    expected = defined(config, params, tokens[:1], window=WINDOW, sinks=SINKS)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_ragged_rows(model, tokens):
     """The padding after a row is written over what no window will see again."""
     config, params = model
@@ -118,21 +109,6 @@ def test_ragged_rows(model, tokens):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
         done += lengths
     assert list(done) == [LENGTH, 72]
-
-
-@pytest.mark.slow
-def test_int8(model, tokens):
-    """Near to float32 (each key and value within 1/254 of its head's largest), and the next tokens fit on."""
-    config, params = model
-    states = {}
-    for dtype in (jnp.float32, jnp.int8):
-        cache = init_cache(config, 2, 30, dtype)
-        states[dtype], cache = read_in_pieces(config, params, tokens, cache, [14, 1, 1, 14])
-    buffer = cache.pages
-    assert buffer.values.dtype == jnp.int8
-    assert buffer.scales.dtype == jnp.float32
-    error = np.linalg.norm(states[jnp.int8] - states[jnp.float32]) / np.linalg.norm(states[jnp.float32])
-    assert 0 < error < 0.02  # a random model of two layers; what it does to a trained one is measured in tests/inference
 
 
 @pytest.mark.slow
@@ -156,15 +132,6 @@ def test_int8_of_keys_that_stand_out(tokens, kind, monkeypatch):
     monkeypatch.setattr("llama_jax.model.forward.select_ops", without_smoothing)
     assert 0 < found < errors() / 2
     assert 0 < in_a_ring < errors(window=WINDOW, sinks=SINKS) / 2
-
-
-@pytest.mark.slow
-def test_int8_in_a_ring(model, tokens):
-    config, params = model
-    cache = init_cache(config, 2, LENGTH, jnp.int8, window=WINDOW, sinks=SINKS, max_tokens_per_pass=5)
-    found, _ = read_in_pieces(config, params, tokens, cache, [5, 1] * 15)
-    expected = defined(config, params, tokens, window=WINDOW, sinks=SINKS)
-    assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
 
 
 def back_again(x):
@@ -197,9 +164,7 @@ def test_a_long_prompt_is_read_in_the_same_room(model):
     ("arguments", "message"),
     [
         ({"window": 0}, r"window=0 must be at least 1"),
-        ({"window": 4, "sinks": -1}, r"sinks=-1 must be at least 0"),
         ({"sinks": 4}, r"sinks=4 are for a cache with a window"),
-        ({"window": 4, "max_tokens_per_pass": 0}, r"max_tokens_per_pass=0 must be at least 1"),
         ({"window": 4, "capacity": 2**30}, r"capacity=1073741824 must be at least 1 and at most 16777216"),
         ({"dtype": jnp.int32}, r"must be a floating-point type, that of the parameters, or int8"),
     ],

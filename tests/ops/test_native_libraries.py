@@ -93,16 +93,6 @@ def test_threads_that_ask_at_once_compile_once(monkeypatch, tmp_path):
 
 
 @needs_compiler
-def test_a_name_that_xla_refuses_is_no_crash(monkeypatch):
-    def refuse(*_, **__):
-        raise RuntimeError("ALREADY_EXISTS: registered by another")
-
-    monkeypatch.setattr(native, "_futures", {})
-    monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
-    assert not native.usable("paged_float32")
-
-
-@needs_compiler
 @pytest.mark.parametrize("window", [{}, {"window": np.int32(5)}, {"window": np.float64(0.5)}, {"window": "0"}])
 def test_an_attribute_that_is_missing_or_of_another_type_is_an_error(window):
     pages, row = jnp.zeros((1, 1, 8, 2, 16)), jnp.zeros(1, jnp.int32)

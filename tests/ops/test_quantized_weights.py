@@ -2,7 +2,6 @@
 
 import logging
 import platform
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -16,16 +15,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_paged_attention import CASES, check, natively
 
-import llama_jax
 from llama_jax import ops
-from llama_jax.model.mixtures import MIXTURES
-from llama_jax.model.params import spec_at
-from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize
 from llama_jax.ops.cpu import native
 from llama_jax.ops.platform import KernelOptions, target_platform
 from llama_jax.ops.weights import device_layout, nf4
 from llama_jax.ops.weights import quantized_matmul as matmul_module
-from llama_jax.ops.weights.format_spec import INT4, blocks_from_planes, pack_int4, planes_from_blocks, regroup, unpack_int4
+from llama_jax.ops.weights.format_spec import planes_from_blocks
 from llama_jax.ops.weights.formats import QUANT_FORMATS
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, quantize_matrix, shardings_of_planes
 
@@ -33,7 +28,6 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 OF_GGUF = [name for name, form in QUANT_FORMATS.items() if form.is_gguf]
 MADE = [name for name, form in QUANT_FORMATS.items() if form.encode is not None]
 COMMON = {"int8", "int4", "nf4", "q4_k"}
-EVERY = [kind if kind in COMMON else pytest.param(kind, marks=pytest.mark.slow) for kind in QUANT_FORMATS]
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler here")
 
 
@@ -76,25 +70,6 @@ def by_xla(monkeypatch):
     monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
 
 
-@pytest.mark.parametrize("kind", OF_GGUF)
-def test_blocks_stand_for_the_numbers_that_the_gguf_package_says(kind):
-    gguf = pytest.importorskip("gguf")
-    planes = random_planes(kind, 6, 768)
-    blocks = blocks_from_planes(planes, QUANT_FORMATS[kind])
-    wanted = gguf.quants.dequantize(blocks.reshape(6, -1), gguf.GGMLQuantizationType[kind.upper()])
-    np.testing.assert_array_equal(QUANT_FORMATS[kind].decode(*planes), wanted)
-    for plane, again in zip(planes, planes_from_blocks(blocks, QUANT_FORMATS[kind].planes), strict=True):
-        np.testing.assert_array_equal(plane, again)
-
-
-def test_every_exponent_of_mxfp4_is_that_of_the_gguf_package():
-    gguf = pytest.importorskip("gguf")
-    exponents = np.arange(256, dtype=np.uint8)
-    wanted = gguf.quants.MXFP4.e8m0_to_fp32_half(exponents)
-    found = QUANT_FORMATS["mxfp4"].decode(exponents, np.full(256 * 16, 0x11, np.uint8))  # ones
-    np.testing.assert_array_equal(found.reshape(256, 32), np.repeat(wanted[:, None], 32, axis=1))
-
-
 # How far a number may be from what stands for it, in parts of the largest of its group: half a step, of a factor that is
 # rounded itself; of int4 one whole step at the end that has one integer fewer; of fp8 half of 1/8 of the number; of nf4 half
 # of the widest gap, 0.3, and the factor's own error in 8 bits.
@@ -135,67 +110,10 @@ def test_numbers_are_the_same_by_jax(kind):
     np.testing.assert_allclose(jax.jit(QuantizedWeight.to_dense)(weight), numbers(weight), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("columns", "kind"), [(512, "int4"), (192, "int4_64"), (96, "int4_32")])
-def test_int4_takes_the_largest_group_that_divides_a_row(columns, kind):
-    weight = quantize_matrix(jnp.ones((4, columns)), "int4")
-    assert (weight.quant_format, weight.shape) == (kind, (4, columns))
-    np.testing.assert_allclose(weight.to_dense(), 1, rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", QUANT_FORMATS)
-def test_rows_go_through_bytes(kind):
-    planes, form = random_planes(kind, 6, 512), QUANT_FORMATS[kind]
-    raw = blocks_from_planes(planes, form).reshape(6, -1) if form.is_gguf else form.to_rows(planes)
-    assert form.is_gguf or raw.shape == (6, form.bytes_of_row(512))
-    assert raw.shape[1] <= form.bits_per_weight / 8 * 512 + 8  # and two factors of the row at most: 4 bits are never a byte
-    for plane, again in zip(planes, form.from_rows(raw, 512), strict=True):
-        np.testing.assert_array_equal(plane, again)
-
-
 def held_by(platform: str, weight: QuantizedWeight, monkeypatch) -> QuantizedWeight:
     """As devices of a platform hold it, on a CPU."""
     monkeypatch.setattr(device_layout, "platform_of", lambda sharding: platform)
     return weight.to_device_layout()
-
-
-def test_integers_of_4_bits_are_packed_on_a_cpu_and_not_elsewhere(monkeypatch):
-    """Two in a byte, the first in the low half: XLA for CPU would write a byte for each of the others."""
-    numbers_of_4_bits = np.arange(-8, 8, dtype=np.int8).reshape(2, 8)
-    pairs = pack_int4(numbers_of_4_bits.astype(INT4))
-    np.testing.assert_array_equal(pairs[0], [0x98, 0xBA, 0xDC, 0xFE])
-    np.testing.assert_array_equal(unpack_int4(pairs), numbers_of_4_bits)
-    np.testing.assert_array_equal(jax.jit(pack_int4)(jnp.asarray(numbers_of_4_bits, INT4)), pairs)
-    weight = weight_of("int4", rows=6)
-    assert (weight.planes[0].dtype, weight.planes[0].shape, weight.shape) == (np.uint8, (6, 4, 64), (6, 512))
-    there = held_by("gpu", weight, monkeypatch)
-    assert (there.planes[0].dtype, there.planes[0].shape, there.shape) == (INT4, (6, 4, 128), (6, 512))
-    np.testing.assert_array_equal(np.asarray(there.planes[0], np.int8), unpack_int4(np.asarray(weight.planes[0])))
-    back = held_by("cpu", there, monkeypatch)
-    np.testing.assert_array_equal(back.planes[0], weight.planes[0])
-    shape = jax.ShapeDtypeStruct((6, 4, 128), INT4, sharding=weight.planes[0].sharding)
-    assert device_layout.to_device_layout(weight.form.planes[0], shape).shape == (6, 4, 64)
-    smaller = regroup(tuple(map(np.asarray, weight.planes)), weight.form, QUANT_FORMATS["int4_32"])
-    np.testing.assert_array_equal(QUANT_FORMATS["int4_32"].decode(*smaller), numbers(weight))
-
-
-@pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.nightly), 40])
-@pytest.mark.parametrize("kind", ["int8", "fp8", "int4_64", "int4_asym", "fp8_128", "nf4", "nf4_256", "nf4_single"])
-def test_accelerators_multiply_with_the_same_numbers(kind, tokens, monkeypatch):
-    """By the forms that are not a CPU's, on a CPU."""
-    weight = held_by("gpu", weight_of(kind, rows=37), monkeypatch)
-    x = jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (tokens, 512)), np.float32))
-    with target_platform("accelerator"):
-        found = jax.jit(lambda x: ops.project(x, weight))(x)
-    dense = numbers(weight)
-    np.testing.assert_allclose(found, np.asarray(x) @ dense.T, atol=1e-5 * np.abs(dense).max() * 512)
-
-
-@pytest.mark.parametrize(("rows", "parts"), [(192, 6), (128, 4), (37, 4)])
-def test_parts_of_a_weight_are_whole_tiles_where_they_can_be(rows, parts, monkeypatch):
-    """192 rows are 4 times 48, of which a TPU would write all first: 32 lie together there."""
-    monkeypatch.setattr(matmul_module, "DECODED_AT_ONCE", rows * 128 // 4)
-    weight = weight_of("q4_0", rows=rows, columns=128)
-    assert matmul_module._Chunks.of(weight.form, weight.planes).parts == parts
 
 
 @pytest.mark.parametrize(
@@ -219,18 +137,6 @@ def test_matmul_and_its_derivative_are_those_of_the_numbers(kind, tokens, by_xla
     # Of int8 a CPU makes two integers of each entry of x, wrong by 1.6e-5 of the largest.
     np.testing.assert_allclose(found, np.sin(angles).sum(), rtol=1e-3, atol=5e-3)
     np.testing.assert_allclose(gradient, its_gradient, atol=2e-3 * np.abs(its_gradient).max())
-
-
-def test_several_axes_of_outputs_and_of_bfloat16():
-    matrix = jax.device_put(np.asarray(np.random.default_rng(0).normal(0, 0.1, (2, 3, 4, 256)), jnp.bfloat16))
-    for kind in MADE:
-        weight = quantize_matrix(matrix, kind)
-        assert (weight.shape, weight.ndim, weight.dtype) == (matrix.shape, 4, jnp.bfloat16)
-        x = jax.device_put(np.asarray(np.random.default_rng(1).normal(0, 1, (5, 256)), jnp.bfloat16))
-        found = jax.jit(ops.project)(x, weight)
-        assert (found.shape, found.dtype) == ((5, 2, 3, 4), jnp.bfloat16)
-        wanted = np.tensordot(np.asarray(x, np.float32), numbers(weight), axes=((-1,), (-1,)))
-        np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=0.03 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize(
@@ -261,16 +167,6 @@ def test_planes_are_divided_over_a_mesh_as_their_matrix_is(kind, by_xla):
     np.testing.assert_allclose(gradient, alone, atol=1e-3 * np.abs(alone).max())
 
 
-def test_gpus_without_fp8_decode_it_by_chunks(monkeypatch):
-    """XLA would write a wider copy of the whole weight."""
-    monkeypatch.setattr(matmul_module, "lowering_platform", lambda: "gpu")
-    for device, has in (("NVIDIA H100 80GB HBM3", True), ("NVIDIA L40S", True), ("NVIDIA A100-SXM4-80GB", False)):
-        monkeypatch.setattr(matmul_module, "lowering_device_kind", lambda name=device: name)
-        assert matmul_module.scale_after_matmul.__wrapped__(QUANT_FORMATS["fp8"]) == has
-        assert matmul_module.scale_per_group_sum.__wrapped__(QUANT_FORMATS["fp8_128"], 1) == has
-        assert matmul_module.scale_after_matmul.__wrapped__(QUANT_FORMATS["int8"])
-
-
 def test_rows_are_looked_up():
     ids = jnp.asarray([[3, 0], [7, 3]])
     for kind in QUANT_FORMATS:
@@ -298,27 +194,6 @@ def test_rows_are_looked_up_on_a_tpu_by_whole_tiles(kind, rows, monkeypatch):
     tile = 64 if kind.startswith("int4") else 32
     by_tiles = f"[2,3,4,{tile},128]" if values.ndim == 3 else f"[2,3,{tile},{values.shape[-1]}]"
     assert (by_tiles in program) == (rows == 128)
-
-
-@pytest.mark.parametrize(
-    ("kind", "columns", "wanted"), [("int4", 512, (0, 2, 1, 3)), ("int4", 192, (0, 1, 2, 3)), ("int8", 512, (0, 1, 2))]
-)
-def test_groups_of_128_are_stored_first_in_each_layer_for_a_tpu(kind, columns, wanted, monkeypatch):
-    """In the layout of the array alone, which a plan's shapes have too; a matmul of it is the same."""
-    matrix = jax.device_put(np.asarray(np.random.default_rng(3).normal(0, 1, (3, 8, columns)), np.float32))
-    plain = quantize_matrix(matrix, kind)
-    monkeypatch.setattr(device_layout, "platform_of", lambda sharding: "tpu")
-    weight = quantize_matrix(matrix, kind)
-    assert weight.planes[0].format.layout.major_to_minor == wanted
-    place = matrix.sharding
-    planes = tuple(jax.ShapeDtypeStruct(plane.shape, plane.dtype, sharding=place) for plane in plain.planes)
-    shape = QuantizedWeight(planes, plain.quant_format, plain.dtype_name).to_device_layout()
-    layout = shape.planes[0].format.layout
-    assert (layout.major_to_minor if layout is not None else tuple(range(len(wanted)))) == wanted
-    np.testing.assert_array_equal(numbers(weight), numbers(plain))
-    x = jnp.ones((2, columns), jnp.float32)
-    with target_platform("tpu"):
-        np.testing.assert_allclose(ops.project(x, weight), ops.project(x, plain), rtol=1e-6)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -553,26 +428,6 @@ def test_the_native_kernel_rounds_tokens_and_keeps_what_is_not_a_number(kind, er
         assert np.isfinite(np.delete(found, 1, axis=0)).all()
 
 
-@needs_compiler
-def test_the_native_kernel_takes_no_tokens_and_batches_of_them():
-    weight = weight_of("int8")
-    assert native.multiply_quantized(jnp.zeros((0, 512)), weight.planes, "int8").shape == (0, 40)
-    x = jax.device_put(np.asarray(np.random.default_rng(0).normal(0, 1, (3, 2, 512)), np.float32))
-    found, wanted = jax.jit(lambda x: (jax.vmap(lambda x: ops.project(x, weight))(x), ops.project(x, weight)))(x)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
-
-
-@needs_compiler
-def test_int8_takes_the_native_kernel_where_there_is_one(monkeypatch):
-    def program(rows: int) -> str:
-        weight, x = weight_of("int8", rows), jax.ShapeDtypeStruct((1, 512), jnp.float32)
-        return jax.jit(lambda x: ops.project(x, weight)).lower(x).as_text()
-
-    assert "llama_jax_quantized_int8" in program(40)
-    monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
-    assert "llama_jax_quantized_int8" not in program(37), "of other shapes: what is taken is no part of JAX's keys"
-
-
 def test_without_a_compiler_xla_computes_and_says_so_once(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(native, "_futures", {})
     monkeypatch.setattr(native, "_say_missing", cache(native._say_missing.__wrapped__))
@@ -623,91 +478,3 @@ def test_no_dense_copy_is_made(kind, by_xla):
     dense = 4096 * 1024 * 4
     limit = 4096 * 1024 if kind == "int8" else dense // 2
     assert compiled.memory_analysis().temp_size_in_bytes < limit
-
-
-CONFIG = replace(llama_jax.preset("stories-110m"), n_layers=1, vocab_size=1024, max_seq_len=128)  # rows of 768 and 2,048
-
-
-@pytest.fixture(scope="module")
-def model():
-    return jax.jit(lambda key: llama_jax.init(CONFIG, key, jnp.bfloat16))(jax.random.key(0))
-
-
-@pytest.fixture(scope="module")
-def made(model):
-    """The model with its matrices in a kind, made once."""
-    return cache(lambda kind: model_in(kind, model))
-
-
-def model_in(kind: str, params):
-    """The model with its matrices in a kind; of a kind that nothing is quantized into, blocks of random bytes."""
-    if kind in MIXTURES:
-        return quantize(params, kind)
-
-    def blocks(path, leaf):
-        if not spec_at(path).is_quantizable:
-            return leaf
-        rows = leaf.size // leaf.shape[-1]
-        planes = random_planes(kind, rows, leaf.shape[-1])
-        found = [jnp.asarray(p.reshape(*leaf.shape[:-1], -1)) for p in planes]
-        return QuantizedWeight(tuple(found), kind, str(leaf.dtype))
-
-    return jax.tree_util.tree_map_with_path(blocks, params)
-
-
-@pytest.mark.parametrize(
-    ("kind", "most"),
-    [
-        *(("int8", 1.01), ("int4", 0.54), ("q8_0", 1.07), ("q4_0", 0.57)),
-        pytest.param("q4_k", 0.57, marks=pytest.mark.slow),
-    ],
-)
-def test_bytes_for_each_weight(kind, most, made):
-    """Of all numbers of a model, norms included, as they lie in memory."""
-    found = made(kind if kind in ("int8", "q8_0") else f"{kind}-pure")
-    held = bytes_in_memory(found) / count(found)
-    assert held < most
-    assert kinds_in_memory(found) == kind
-    assert bytes_in_memory(found) == sum(leaf.nbytes for leaf in jax.tree.leaves(found))
-    assert bytes_in_memory(found) == sum(leaf.on_device_size_in_bytes() for leaf in jax.tree.leaves(found))
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    [
-        ("q4_0", "native"),
-        ("int4", "plain"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("q4_0", "plain"), ("int8", "native"), ("q8_0", "plain"), ("q4_k", "native"))
-        ),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (("int8", "plain"), ("q8_0", "native"), ("q4_k", "plain"))
-        ),
-    ],
-)
-def test_decoding_needs_less_beside_than_a_layer_in_int8(kind, way, model, made, monkeypatch):
-    """As the compiled program plans it: nothing dense is ever made of a layer."""
-    if way == "plain":
-        monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
-    elif native.compiler() is None:
-        pytest.skip("no C++ compiler here")
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), made(kind))
-    cache = jax.eval_shape(lambda: llama_jax.init_cache(CONFIG, 1, 128, jnp.bfloat16))
-
-    def tokens(params, token, cache):
-        def step(carry, _):
-            token, cache = carry
-            hidden, cache = llama_jax.forward(CONFIG, params, token, cache)
-            return (llama_jax.unembed(CONFIG, params, hidden).argmax(-1), cache), None
-
-        return jax.lax.scan(step, (token, cache), length=4)[0]
-
-    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    jax.clear_caches()  # which way is taken is no part of JAX's key
-    plan = jax.jit(tokens, donate_argnums=2).lower(shapes, token, cache).compile().memory_analysis()
-    layer = count(llama_jax.layers_of(model)[0])
-    assert plan.temp_size_in_bytes < layer

@@ -6,16 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from test_quantized_weights import held_by, numbers, random_planes, weight_of
 
 from llama_jax import ops
 from llama_jax.ops.platform import KernelOptions, target_platform
 from llama_jax.ops.weights import quantized_matmul as matmul_module
 from llama_jax.ops.weights.formats import QUANT_FORMATS
-from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
-from llama_jax.ops.weights.words import WordDecoder
 
 BY_WORDS = [name for name, form in QUANT_FORMATS.items() if form.words is not None]
 MOST_USED = {"int8", "q4_0", "int4", "q5_1"}
@@ -24,19 +20,6 @@ USUAL = [kind if kind in MOST_USED else pytest.param(kind, marks=pytest.mark.slo
 
 def random_rows(rows: int, columns: int) -> jax.Array:
     return jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (rows, columns)), np.float32))
-
-
-@given(st.integers(1, 3), st.sampled_from([1, 2]), st.integers(1, 4), st.sampled_from([2, 4]), st.integers(1, 3))
-def test_word_order(blocks, halves, words, each, rows):
-    """A word has `each` consecutive values of a row, or pairs from the two halves of its block."""
-    decoder = WordDecoder(lambda *planes: None, each, (0,), halves, words if halves == 2 else 1)
-    size = decoder.words * each
-    x = jnp.arange(rows * blocks * size).reshape(rows, -1)
-    found = np.asarray(decoder.in_word_order(x)).reshape(rows, blocks, size)
-    for n in range(size):
-        column = n if halves == 1 else n // 2 + n % 2 * (size // 2)
-        np.testing.assert_array_equal(found[:, :, n], np.asarray(x).reshape(found.shape)[:, :, column])
-    np.testing.assert_array_equal(decoder.in_order(decoder.in_word_order(x)), x)
 
 
 @pytest.mark.parametrize("kind", BY_WORDS)
@@ -72,13 +55,6 @@ def test_few_rows_are_multiplied_on_a_gpu(kind, rows, monkeypatch):
     assert ("dot_general" in program) == (rows > few)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "q4_0"])
-def test_no_rows_are_no_products(kind, monkeypatch):
-    weight = held_by("gpu", weight_of(kind, rows=8, columns=256), monkeypatch)
-    with target_platform("gpu"):
-        assert jax.eval_shape(ops.project, jnp.ones((0, 256)), weight).shape == (0, 8)
-
-
 def test_rows_that_are_not_whole_words_are_multiplied_otherwise(monkeypatch):
     weight = held_by("gpu", weight_of("int8", rows=8, columns=102), monkeypatch)
     x = random_rows(1, 102)
@@ -111,13 +87,3 @@ def test_exact_programs_have_the_same_bits_for_any_rows(monkeypatch):
         together = project(x, weight)
         alone = [project(x[i : i + 1], weight)[0] for i in range(5)]
     np.testing.assert_array_equal(together, np.stack(alone))
-
-
-def test_a_weight_of_several_axes(monkeypatch):
-    """Query, key and value heads, as layers project onto them."""
-    flat = weight_of("q4_0", rows=24, columns=256)
-    weight = QuantizedWeight(tuple(plane.reshape(2, 3, 4, -1) for plane in flat.planes), "q4_0", "float32")
-    x = random_rows(2, 256)
-    with target_platform("gpu"):
-        found = jax.jit(ops.project)(x, weight)
-    np.testing.assert_allclose(found.reshape(2, -1), np.asarray(x) @ numbers(flat).T, rtol=1e-5, atol=1e-5)

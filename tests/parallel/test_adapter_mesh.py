@@ -18,7 +18,6 @@ from llama_jax.model.multi_lora import adapter_table, choose_adapters
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import pad_params, padded_config, unpad_params
 from llama_jax.parallel.sharding import (
-    adapter_specs,
     batch_spec,
     param_specs,
     shardings,
@@ -30,16 +29,6 @@ from llama_jax.training.batch import Batch
 from llama_jax.training.step import init_state, train_step
 
 STEPS = 4
-
-
-def test_specs_of_adapters():
-    specs = adapter_specs(CONFIG, MeshSizes(fsdp=2, tensor=2), LORA).blocks
-    assert (specs.attention.qkv.a, specs.attention.qkv.b) == (
-        P(None, None, None, "fsdp"),
-        P(None, "tensor", None, None, None),
-    )
-    assert (specs.feed_forward.down.a, specs.feed_forward.down.b) == (P(None, None, "tensor"), P(None, "fsdp", None))
-    assert (specs.feed_forward.up.a, specs.feed_forward.up.b) == (P(None, None, "fsdp"), P(None, "tensor", None))
 
 
 def run(sizes):

@@ -182,9 +182,7 @@ def test_a_step_that_is_not_finite_is_skipped():
             MeshError,
             "exact training divides rows, but tensor=2 divides sums within a row; use data",
         ),
-        ("data=2,context=2", EXACT, MeshError, "but context=2 divides sums within a row; use data and fsdp"),
         ("data=8", replace(EXACT, virtual_shards=4), MeshError, "virtual_shards=4 cannot be divided over 8 devices; use a"),
-        ("pmap", replace(EXACT, virtual_shards=4), MeshError, "virtual_shards=4 cannot be divided over 8 devices; use a"),
         (
             "data=2",
             replace(EXACT, virtual_shards=32),

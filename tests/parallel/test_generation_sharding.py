@@ -14,12 +14,12 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from conftest import sharp, write_hf_folder
+from conftest import sharp, tiny_config, write_hf_folder
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import llama_jax
-from llama_jax import LlamaConfig, Parts, Sampling, ops
+from llama_jax import Parts, Sampling, ops
 from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.formats import open_checkpoint
 from llama_jax.formats.build_params import build_params, pad_to_mesh
@@ -40,18 +40,7 @@ from llama_jax.parallel.pmap import pmap_generate, replicate
 from llama_jax.runs.tasks.grpo import make_sampler
 
 # Of four key/value heads tensor=8 makes eight, and 250 tokens become 256 rows.
-CONFIG = LlamaConfig(
-    vocab_size=250,
-    dim=32,
-    n_layers=2,
-    n_heads=8,
-    n_kv_heads=4,
-    hidden_dim=48,
-    max_seq_len=128,
-    norm_eps=1e-5,
-    rope_theta=10_000.0,
-    tie_embeddings=False,
-)
+CONFIG = tiny_config(vocab_size=250, n_heads=8, n_kv_heads=4, max_seq_len=128)
 PROMPTS = [[1, 5, 7], [1], [9] * 17, list(range(40, 62))] * 2
 # Four of eight rows are greedy, the others sample by every rule.
 SAMPLING = Sampling(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,27 +40,6 @@ def accept_all(port, count, timeout=5.0):
     return multihost._accept_all(multihost._Job(f"127.0.0.1:{port}", count, 0), time.monotonic() + timeout)
 
 
-@pytest.fixture
-def others():
-    """Runs functions in threads; returns their results, in order."""
-    threads, results = [], {}
-
-    def run(function, *arguments):
-        def keep(number):
-            results[number] = function(*arguments)
-
-        threads.append(threading.Thread(target=keep, args=(len(threads),)))
-        threads[-1].start()
-
-    def wait():
-        for thread in threads:
-            thread.join(20)
-        return [results[number] for number in range(len(threads))]
-
-    yield run, wait
-    wait()
-
-
 def test_one_process_needs_nobody(monkeypatch):
     monkeypatch.setattr("jax.distributed.initialize", lambda *_, **__: pytest.fail("initialized"))
     for arguments in ((), ("node1:29500", 1, 0)):
@@ -77,11 +55,8 @@ def test_one_process_needs_nobody(monkeypatch):
     [
         (("node1:1", None, None), {}, r"^pass all of --coordinator HOST:PORT --processes N --process-id I"),
         (("node1", 2, 0), {}, r"--coordinator 'node1' is not HOST:PORT; write it as node1:29500"),
-        (("node1:999999", 2, 0), {}, r"--coordinator 'node1:999999' is not HOST:PORT"),
-        (("node1:1", 0, 0), {}, r"--process-id=0 must be at least 0 and at most -1"),
         (("node1:1", 2, 2), {}, r"--process-id=2 must be at least 0 and at most 1"),
         (("node1:1", 2, 0), {"timeout": 0.0}, r"--start-timeout=0\.0 must be at least 0\.001"),
-        (("node1:1", 2, 0), {"timeout": math.inf}, r"--start-timeout=inf must be at least 0"),
         ((), {"detect": True}, r"no Slurm, Open MPI, Kubernetes or TPU pod was found; pass all of --coordinator"),
     ],
 )
@@ -120,13 +95,13 @@ def test_open_mpi_says_it_all(monkeypatch):
     assert (job.coordinator.split(":")[0], *job[1:]) == ("10.96.0.1", 4, 3, [1])
 
 
-def test_the_missing_are_named_by_all_who_came(port, others):
-    run, wait = others
-    run(introduce, port, 2, 4)
+def test_the_missing_are_named_by_all_who_came(port):
     message = rf"2 of 4 processes did not connect to 127\.0\.0\.1:{port} in time: 1, 3; start them"
-    with pytest.raises(MeshError, match=message) as raised:
-        join(f"127.0.0.1:{port}", 4, 0, timeout=1.0)
-    assert wait()[0]["error"] == str(raised.value)
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(introduce, port, 2, 4)
+        with pytest.raises(MeshError, match=message) as raised:
+            join(f"127.0.0.1:{port}", 4, 0, timeout=1.0)
+        assert other.result(20)["error"] == str(raised.value)
 
 
 def test_a_coordinator_that_is_not_there(port):
@@ -134,64 +109,7 @@ def test_a_coordinator_that_is_not_there(port):
         join(f"127.0.0.1:{port}", 2, 1, timeout=0.3)
 
 
-def test_another_program_at_the_coordinators_port(port):
-    with socket.create_server(("", port)) as server:
-
-        def hang_up():
-            with suppress(OSError):
-                while True:
-                    server.accept()[0].close()
-
-        thread = threading.Thread(target=hang_up)
-        thread.start()
-        with pytest.raises(MeshError, match=r"cannot reach process 0 at .* \(it did not answer\); is it running"):
-            join(f"127.0.0.1:{port}", 2, 1, timeout=0.3)
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join(10)
-
-
-def test_a_port_that_is_taken(port):
-    with socket.create_server(("", port)), pytest.raises(OSError, match="Address already in use"):
-        join(f"127.0.0.1:{port}", 2, 0, timeout=5.0)
-
-
-def test_other_counts(port, others):
-    run, wait = others
-    run(introduce, port, 1, 3)
-    answer = accept_all(port, 2)
-    assert (
-        f"process 1 on {platform.node()} was started for 3 processes, but process 0 for 2; pass the same" in answer["error"]
-    )
-    assert wait() == [answer]
-
-
-def test_a_process_that_is_restarted_and_one_with_the_same_number(port, others):
-    """The newest one joins; the other, if it still runs, learns why it does not."""
-    run, wait = others
-
-    def connect():
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline:
-            with suppress(ConnectionRefusedError):
-                return socket.create_connection(("127.0.0.1", port), 5)
-        raise AssertionError("nobody listened")
-
-    def introduce_all():
-        with connect() as first, connect() as second, connect() as third:  # they are accepted in this order
-            for index, link in ((1, first), (1, second), (2, third)):
-                multihost._send_line(link, {"process_id": index, "processes": 3, "host": f"host{index}"})
-            return [multihost._receive_line(link) for link in (first, second, third)]
-
-    run(introduce_all)
-    answer = accept_all(port, 3)
-    assert answer == {"error": "", "hosts": [platform.node(), "host1", "host2"]}
-    twin = "process 1 was started on host1 and again on host1; pass different --process-id"
-    assert wait() == [[{"error": twin}, answer, answer]]
-
-
-def test_strangers_at_the_port_are_sent_away(port, others):
-    run, wait = others
-
+def test_strangers_at_the_port_are_sent_away(port):
     def knock():
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
@@ -202,10 +120,11 @@ def test_strangers_at_the_port_are_sent_away(port, others):
                 return introduce(port, 1, 2)
         raise AssertionError("nobody listened")
 
-    run(knock)
-    answer = accept_all(port, 2)
-    assert answer == {"error": "", "hosts": [platform.node()] * 2}
-    assert wait() == [answer]
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(knock)
+        answer = accept_all(port, 2)
+        assert answer == {"error": "", "hosts": [platform.node()] * 2}
+        assert other.result(20) == answer
 
 
 def test_the_first_process_of_a_host():

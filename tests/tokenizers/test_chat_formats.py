@@ -115,12 +115,6 @@ def test_other_formats_are_those_of_their_templates(others, chat):
         assert encode_chat(tokenizer, chat, format) == encode_chat(tokenizer, chat), format
 
 
-def test_an_earlier_mistral_has_no_tokens_for_its_brackets():
-    plain = vocabularies.with_tokens(None, ())
-    text = "[INST] Be brief.\n\n Hello!  [/INST] Hi.</s>[INST] Once upon? [/INST]"
-    assert encode_chat(plain, CHAT, "mistral") == plain.encode(text, bos=True, special=True)
-
-
 def test_llama2_is_metas_reference():
     """llama/generation.py: each exchange is encoded by itself, between bos and eos."""
     llama2 = vocabularies.published("llama2")[0]
@@ -144,13 +138,6 @@ def test_llama3_is_metas_reference():
         expected += llama3.encode("\n\n", bos=False) + llama3.encode(message["content"].strip(), bos=False)
         expected += [special["<|eot_id|>"]]
     assert encode_chat(llama3, CHAT) == expected[:-1]
-
-
-def test_zephyr_is_tinyllamas(all_kinds):
-    tokenizer = all_kinds["zephyr"]
-    text = "<|system|>\nBe brief.</s>\n<|user|>\n Hello! </s>\n<|assistant|>\nHi.</s>\n"
-    text += "<|user|>\nOnce upon?</s>\n<|assistant|>\n"
-    assert encode_chat(tokenizer, CHAT, "zephyr") == tokenizer.encode(text, bos=False, special=True)
 
 
 def special_of(tokenizer, ids):
@@ -208,7 +195,6 @@ def test_which_format_auto_is(all_kinds, tmp_path):
     [
         ([], "llama3", "at least one message"),
         ("Hello", "llama3", "must be a list"),
-        (["Hello"], "llama3", "message 0 is 'Hello'"),
         ([{"role": "user"}], "llama3", "it must be an object with a role and a content"),
         (
             [{"role": "tool", "content": ""}],
@@ -220,14 +206,9 @@ def test_which_format_auto_is(all_kinds, tmp_path):
             "llama3",
             "message 0 has the field 'tool_calls', which the format",
         ),
-        ([{"role": "user", "content": None}], "llama3", "message 0 has the content None"),
         (CHAT[:3], "llama2", "the last message is from 'assistant'; the format llama2 needs one from 'user'"),
-        (CHAT[:1], "mistral", "the last message is from 'system'"),
         ([CHAT[1], CHAT[1]], "llama2", "message 1 is from 'user'; the format llama2"),
-        ([CHAT[0], *CHAT[2:]], "llama2", "message 1 is from 'assistant'"),
-        ([*CHAT[1:3], CHAT[0], CHAT[1]], "llama2", "message 2 is from 'system'"),
         ([CHAT[1]], "gemma", "the format gemma needs the token <bos>"),
-        ([CHAT[1]], "chatml", r"the format chatml needs the token <\|im_start\|>"),
         ([CHAT[1], CHAT[1]], "template", "the checkpoint's chat template cannot be used here: roles must alternate"),
     ],
 )

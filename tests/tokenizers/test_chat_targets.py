@@ -1,6 +1,5 @@
 """What the assistant says in a chat, by {% generation %}, by built-in formats and by rendered prefixes."""
 
-import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,18 +90,6 @@ def test_no_text_makes_a_special_token_or_a_target(all_kinds, chat, reply):
         assert taught.ids[:2] != [tokenizer.bos_id] * 2
 
 
-@pytest.mark.parametrize("format", ["template", "llama3"])
-@pytest.mark.parametrize("kind", ["marked", "llama3"])
-def test_of_what_is_given_nothing_is_a_target(all_kinds, kind, format):
-    tokenizer = all_kinds[kind]
-    with ReplyEncoder(tokenizer, format) as encoder:
-        assert said(tokenizer, encoder.chat(TALK, 4)) == ["A time, once.<|eot_id|>"]
-        assert said(tokenizer, encoder.chat(TALK, 2)) == said(tokenizer, encoder.chat(TALK))
-        assert encoder.chat(TALK, 4).ids == encoder.chat(TALK).ids
-        assert said(tokenizer, encoder.chat(TALK, 5)) == []
-        assert said(tokenizer, encoder.chat(TALK[:2])) == []
-
-
 SPOKEN = (
     "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
     "{% endgeneration %}{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
@@ -112,8 +99,6 @@ SPOKEN = (
 THINKING = SPOKEN.replace("{{ m.content + eos_token }}", "{{ '<think>\n\n</think>\n\n' + m.content + eos_token }}").replace(
     "'assistant: ' }}", "'assistant: <think>\n' }}"
 )
-# As DeepSeek's: the prompt is not what the chat has before the answer.
-OPENED = THINKING.replace("<think>\n\n</think>\n\n", "")
 
 
 def unmarked(template):
@@ -140,33 +125,6 @@ def test_a_chat_begins_with_the_tokens_of_its_prompt(tmp_path, kind, template):
                 end = "".join(name for name, token in tokenizer.special_tokens.items() if token == tokenizer.eos_id)
                 assert said(tokenizer, longer) == [reply["content"] + end, replies[0]["content"] + end]
                 assert said(tokenizer, given) == [replies[0]["content"] + end]
-
-
-def test_white_space_that_a_special_token_removes_is_not_part_of_the_answer(tmp_path):
-    """As with Phi-3's vocabulary."""
-    template = "{% for m in messages %}{{ '<|eot_id|>\n' + m.content }}{% endfor %}"
-    template += "{% if add_generation_prompt %}{{ '<|eot_id|>\n' }}{% endif %}"
-    file = vocabularies.write(tmp_path, "bytes", tokenizer_config={"chat_template": template}) / "tokenizer.json"
-    described = json.loads(file.read_text())
-    for token in described["added_tokens"]:
-        token["rstrip"] = token["content"] == "<|eot_id|>"
-    file.write_text(json.dumps(described))
-    with ReplyEncoder(load_tokenizer(file)) as encoder:
-        tokenizer, ask = encoder.tokenizer, {"role": "user", "content": "once"}
-        prompt = encoder.prompt([ask])
-        taught = encoder.chat([ask, {"role": "assistant", "content": "Hello"}])
-        assert taught.ids == [*prompt, *tokenizer.encode("Hello", bos=False)]
-        assert prompt[-1] == tokenizer.special_tokens["<|eot_id|>"]
-        assert taught.targets.index(True) == len(prompt)
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece", "bytes", "spaces"])
-def test_answers_have_their_own_tokens_after_a_prompt_that_a_chat_does_not_have(tmp_path, kind):
-    ask = {"role": "user", "content": "once upon"}
-    with ReplyEncoder(tokenizer_of(tmp_path, kind, OPENED)) as encoder:
-        taught = [encoder.chat([ask, {"role": "assistant", "content": text}]) for text in ("on a time", "42")]
-        before = [one.ids[: one.targets.index(True)] for one in taught]
-        assert before[0] == before[1] == encoder.tokenizer.encode_parts(["user: once upon\nassistant: "])
 
 
 @pytest.mark.parametrize("kind", ["marked", *TEMPLATES])
@@ -239,22 +197,6 @@ def test_a_prompt_has_the_same_tokens_alone_and_before_every_answer(encoders, pr
             assert decoded == back or decoded.lstrip(" ") == text.lstrip(" "), kind
 
 
-@pytest.mark.parametrize("name", ["llama2", "llama3", *vocabularies.GGUF])
-def test_prompts_keep_their_tokens_with_published_vocabularies(name):
-    if name in vocabularies.GGUF:
-        tokenizer = load_tokenizer(vocabularies.in_gguf(name)[0])
-    else:
-        tokenizer, _ = vocabularies.published(name)
-    encoder = ReplyEncoder(tokenizer)
-    for prompt in ("Is it so? Answer: ", "1 + 1 = ", "def f(x):\n", "don", "e", "", "  "):
-        alone = encoder.prompt(prompt)
-        for answer in ("yes", "42", "\n    return x", "'t", "\u0301", " once", "", "🦙", "<s>"):
-            taught = encoder.pair(prompt, answer)
-            assert taught.ids[: len(alone)] == alone
-            assert taught.targets == [False] * len(alone) + [True] * (len(taught.ids) - len(alone))
-            assert tokenizer.decode(taught.ids) == prompt + answer
-
-
 @pytest.mark.parametrize("kind", vocabularies.KINDS)
 def test_a_prompt_and_what_follows_it(tmp_path, kind):
     tokenizer = tokenizer_of(tmp_path, kind)
@@ -283,14 +225,6 @@ def test_a_bos_is_put_by_the_vocabularys_own_rule(tmp_path):
             taught = encoder.pair("once", " a")
         assert taught.ids == [tokenizer.bos_id] * puts + tokenizer.encode("once a", bos=False, eos=True)
         assert encode_chat(tokenizer, chat, "plain") == tokenizer.encode("once")
-
-
-def test_characters_of_several_tokens_are_targets_whole(all_kinds):
-    tokenizer = all_kinds["marked"]
-    with ReplyEncoder(tokenizer) as encoder:
-        taught = encoder.chat([{"role": "user", "content": "é🦙ﷺ"}, {"role": "assistant", "content": "🦙ﷺ"}])
-    at = taught.targets.index(True)
-    assert b"".join(map(tokenizer.token_bytes, taught.ids[at:])).decode() == "🦙ﷺ"
 
 
 def test_where_a_reply_is_cannot_always_be_told(tmp_path):

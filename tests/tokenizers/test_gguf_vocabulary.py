@@ -13,7 +13,7 @@ from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import ReplyEncoder, encode_chat, load_tokenizer
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
 from llama_jax.tokenizers.huggingface import from_json
-from llama_jax.tokenizers.interface import END_NAMES, order_matters, split_longest, split_special
+from llama_jax.tokenizers.interface import END_NAMES
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build_pre_tokenizer, pre_tokenizer_name
 from llama_jax.tokenizers.sentencepiece import EntryType
 
@@ -106,30 +106,18 @@ def test_ends_and_template(fields):
         from_metadata(fields | {"tokenizer.chat_template": 3}, "x.gguf")
 
 
-def test_bos_and_eos_are_special_whatever_their_type(fields):
-    fields["tokenizer.ggml.token_type"][1:3] = [1, 1]
-    tokenizer = from_metadata(fields, "x.gguf")
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
-    assert not {1, 2} & set(tokenizer.encode("<s></s>", bos=False))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model": "rwkv"}, "model='rwkv' must be 'llama' .SentencePiece. or 'gpt2'"),
-        ({"model": None}, "model=None must be a text"),
         (
             {"model": "gpt2", "pre": "mine"},
             "pre='mine' must be a pre-tokenizer of llama.cpp; .* .--tokenizer tokenizer.json.$",
         ),
         ({"model": "gpt2", "pre": "llama-bpe"}, "merges=None must be a list"),
-        ({"model": "gpt2", "pre": "llama-bpe", "merges": ["abc"]}, "merges='abc' must be two tokens"),
-        ({"tokens": None}, "tokens=None must be a list"),
         ({"tokens": ["a", 1]}, "tokens=1 must be a list of str"),
         ({"scores": [0.5]}, "scores has 1 entries for"),
-        ({"token_type": [1]}, "token_type has 1 entries for"),
         ({"eos_token_id": 10**6}, "eos_token_id=1000000 must be an id below"),
-        ({"bos_token_id": "1"}, "bos_token_id='1' must be an id below"),
         ({"add_space_prefix": 1}, "add_space_prefix=1 must be true or false"),
         ({"tokens": ["a"], "scores": [0.0], "token_type": [17]}, "token_type=17 must be one of"),
     ],
@@ -268,26 +256,6 @@ def test_phi_3s_tokens_take_the_white_space_after_them_away(pairs):
         assert "general.name" not in to_metadata(other)
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "ranks"])
-def test_a_folder_has_the_same_rule(pairs, kind, tmp_path):
-    for said in (True, False):
-        tokenizer = from_metadata(to_metadata(pairs[kind][0]) | {"tokenizer.ggml.add_bos_token": said}, "x.gguf")
-        (folder := tmp_path / str(said)).mkdir()
-        tokenizer.save(folder)
-        again = load_tokenizer(folder)
-        assert again.add_bos is said
-        assert again.encode("once upon a time 🦙") == tokenizer.encode("once upon a time 🦙")
-        assert to_metadata(again)["tokenizer.ggml.add_bos_token"] is said
-
-
-def test_two_tokens_of_one_text(fields):
-    """The last one is meant."""
-    once = [i for i, token in enumerate(fields["tokenizer.ggml.tokens"]) if token == "▁once"]
-    tokenizer = from_metadata(with_tokens(fields, ("▁once", EntryType.NORMAL), ("<unk>", EntryType.UNKNOWN)), "x.gguf")
-    assert tokenizer.encode("once", bos=False) == [tokenizer.vocab_size - 2] != once
-    assert to_metadata(tokenizer)["tokenizer.ggml.tokens"][-2:] == ["▁once", "<unk>"]
-
-
 def test_bytes_are_found_by_their_texts(fields, tmp_path):
     encode = lambda tokenizer, text: tokenizer.encode(text, bos=False)
     line, clef = 3 + 0x0A, [3 + byte for byte in "𝄞".encode()]
@@ -303,18 +271,6 @@ def test_bytes_are_found_by_their_texts(fields, tmp_path):
     assert encode(from_metadata(fields, "x.gguf"), "once\n𝄞") == [*plain[:-5], 0, *clef]  # the unknown token
 
 
-@pytest.mark.parametrize("kind", [EntryType.CONTROL, EntryType.UNKNOWN, EntryType.UNUSED])
-def test_merges_lead_to_tokens_of_any_kind(fields, kind):
-    tokens = fields["tokenizer.ggml.tokens"]
-    plain = from_metadata(fields, "x.gguf").encode("once upon a", bos=False)
-    assert [tokens[i] for i in plain] == ["▁once", "▁upon", "▁a"]
-    for token in plain:
-        fields["tokenizer.ggml.token_type"][token] = int(kind)
-    assert from_metadata(fields, "x.gguf").encode("once upon a", bos=False) == plain
-    fields["tokenizer.ggml.unknown_token_id"] = plain[0]
-    assert from_metadata(fields, "x.gguf").encode("once upon a", bos=False) == plain
-
-
 def test_tokens_that_are_no_utf_8(fields, tmp_path):
     """As files are read, such bytes are lone surrogates."""
     plain = from_metadata(fields, "x.gguf").encode("once upon")
@@ -327,20 +283,6 @@ def test_tokens_that_are_no_utf_8(fields, tmp_path):
     assert load_tokenizer(tmp_path / "tokenizer.model").encode("once upon") == plain
 
 
-def test_merges_to_what_is_no_token(pairs, tmp_path):
-    fields = to_metadata(pairs["ranks"][0])
-    tokens, plain = fields["tokenizer.ggml.tokens"], pairs["ranks"][0].encode(" upon a time", bos=False)
-    assert [tokens[i] for i in plain] == ["Ġupon", "Ġa", "Ġtime"]
-    for text in ("", "<gone>", "\udce3\udc81"):
-        tokens[plain[1]] = text
-        tokenizer = from_metadata(fields, "x.gguf")
-        # Its characters' tokens; that of the space is two bytes, of which none is a token.
-        assert tokenizer.encode(" upon a time", bos=False) == [plain[0], tokens.index("a"), plain[2]]
-        assert tokenizer.vocab_size == len(tokens)
-        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.description()))
-        assert load_tokenizer(tmp_path).encode(" upon", bos=False) == plain[:1]
-
-
 @pytest.mark.parametrize("kind", ["sentencepiece", "ranks"])
 def test_of_user_defined_tokens_that_overlap_the_longest_is_taken(pairs, kind):
     added = [("<ab", EntryType.USER_DEFINED), ("b><c>", EntryType.USER_DEFINED), ("<|x|>\n", EntryType.USER_DEFINED)]
@@ -351,21 +293,6 @@ def test_of_user_defined_tokens_that_overlap_the_longest_is_taken(pairs, kind):
     assert encode("<ab>")[0] == size - 4
     assert encode("once<|x|>\n") == [*encode("once"), size - 2]
     assert tokenizer.encode_batch(["<ab><c>", "<ab"]) == [[*encode("<a"), size - 3], [size - 4]]
-
-
-@given(names=st.sets(st.text("ab", min_size=1, max_size=4), max_size=4), text=st.text("ab", max_size=12))
-def test_order_matters_where_texts_are_cut_otherwise(names, text):
-    tokens = {name: i for i, name in enumerate(sorted(names))}
-    if not order_matters(names) and len({len(name) for name in names}) == len(names):
-        assert split_longest(text, tokens) == split_special(text, tokens)
-
-
-def test_fields_that_are_left_out(fields):
-    for name in ("bos_token_id", "eos_token_id", "add_bos_token", "add_space_prefix", "token_type", "scores"):
-        del fields[f"tokenizer.ggml.{name}"]
-    tokenizer = from_metadata(fields, "x.gguf")
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos, tokenizer.space_prefix) == (1, 2, True, True)
-    assert tokenizer.decode(tokenizer.encode("once é🦙")) == "once é🦙"
 
 
 def test_a_tokenizer_json_is_written_by_its_pre_tokenizers_name():

@@ -1,6 +1,5 @@
 import json
 import os
-import warnings
 
 import pytest
 import vocabularies
@@ -113,15 +112,9 @@ def test_a_damaged_vocabulary_beside_weights_is_an_error(tmp_path, name, content
     ("name", "content", "message"),
     [
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
-        ("tokenizer_config.json", "[]", "tokenizer_config.json holds a list, not an object"),
-        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is not valid JSON"),
         ("tokenizer_config.json", '{"bos_token": 1}', "bos_token=1 must be a text"),
-        ("tokenizer_config.json", '{"chat_template": 1}', "chat_template=1 must be a text"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 1}}', "added tokens={'x': 1} must be tokens with ids"),
-        ("added_tokens.json", '{"x": "y"}', "added tokens={'x': 'y'} must be tokens with ids"),
         ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id='2' must be a token id"),
-        ("generation_config.json", '{"eos_token_id": [true]}', "must be a token id"),
-        ("generation_config.json", '{"eos_token_id": -1}', "must be a token id"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
     ],
 )
@@ -169,18 +162,6 @@ def test_saved_settings_are_what_transformers_reads(tmp_path):
     original = json.loads((tmp_path / "a/tokenizer.json").read_text())
     saved = json.loads((tmp_path / "b/tokenizer.json").read_text())
     assert saved == original
-
-
-@pytest.mark.parametrize(("size", "told"), [(300, False), (1300, False), (1500, True), (32_000, True)])
-def test_a_vocabulary_much_smaller_than_the_models_warns(tmp_path, size, told):
-    vocabularies.write(tmp_path, "spaces")
-    own = load_tokenizer(tmp_path).vocab_size
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert find_tokenizer(tmp_path, size).vocab_size == own
-    assert [str(each.message) for each in caught] == told * [
-        f"{tmp_path / 'tokenizer.json'} has {own} tokens, but the model {size}: it may be another model's vocabulary"
-    ]
 
 
 @pytest.mark.parametrize("token", [2**31, 2**28, 70_000])

@@ -130,18 +130,6 @@ def test_padding_of_the_vocabulary_has_no_probability():
         assert np.isfinite(np.asarray(gradient)).all()
 
 
-def test_the_logits_never_exist_at_once(models):
-    config, params = models["gqa"]
-    batch, length, chunk = 3, 40, 8
-    loss = distillation_loss(DistillOptions(), Teacher(config, params))
-    total = lambda params, tokens: loss(config, params, Batch(tokens), loss_options(chunk=chunk)).loss
-    shape = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
-    program = jax.jit(jax.value_and_grad(total)).lower(params, shape).as_text()
-    assert f"tensor<{batch}x{chunk}x{config.vocab_size}xf32>" in program
-    sizes = (f"{batch}x{length}x{config.vocab_size}x", f"{length // chunk}x{batch}x{chunk}x{config.vocab_size}x")
-    assert not any(size in program for size in sizes)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_loss_mixes_divergence_and_likelihood(models, weighted):

@@ -13,7 +13,6 @@ from training_options import loss_options
 import llama_jax
 from llama_jax.training.batch import Batch, target_mask
 from llama_jax.training.logprobs import token_logprobs
-from llama_jax.training.loss import next_token_loss
 
 ROWS, LENGTH = 3, 11
 
@@ -54,36 +53,6 @@ def test_values_and_gradients_are_those_of_the_definition(models, kind, temperat
         np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-8, atol=1e-11), gradients, expected)
     assert not np.asarray(ours)[~counted].any()
-
-
-def test_their_mean_is_the_loss_and_they_are_float32(models):
-    config, params = models["gqa"]
-    batch = batch_of(config)
-    found = jax.jit(partial(token_logprobs, config, options=loss_options(chunk=4)))(params, batch)
-    loss = jax.jit(partial(next_token_loss, config, options=loss_options(chunk=4)))(params, batch)
-    assert found.dtype == jnp.float32
-    assert found.shape == (ROWS, LENGTH)
-    np.testing.assert_allclose(-found.sum() / target_mask(batch).sum(), loss, rtol=1e-5)
-
-
-def test_the_logits_never_exist_at_once(models):
-    config, params = models["gqa"]
-    batch, length, chunk = 3, 40, 8
-    shape = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
-
-    def total(params, batch):
-        return jnp.sum(token_logprobs(config, params, batch, loss_options(chunk=chunk)))
-
-    program = jax.jit(jax.value_and_grad(total)).lower(params, Batch(shape)).as_text()
-    assert f"tensor<{batch}x{chunk}x{config.vocab_size}xf32>" in program
-    sizes = (f"{batch}x{length}x{config.vocab_size}x", f"{length // chunk}x{batch}x{chunk}x{config.vocab_size}x")
-    assert not any(size in program for size in sizes)
-
-
-def test_a_loss_of_logits_has_no_place_here(models):
-    config, params = models["gqa"]
-    with pytest.raises(llama_jax.ConfigError, match="z_loss"):
-        token_logprobs(config, params, batch_of(config), loss_options(z_loss=1e-4))
 
 
 def test_conversations_that_share_a_row_have_those_of_their_own(models):

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 
 import jax
@@ -44,31 +43,13 @@ def test_wsd_stays_and_then_falls():
     np.testing.assert_allclose(found[79:], np.linspace(1, 0, 21), atol=1e-6)
 
 
-def test_without_a_warmup_the_first_rate_is_the_largest():
-    for schedule in ("cosine", "wsd", "constant"):
-        found = rates(schedule=schedule)
-        assert found[0] == 1 == found.max()
-    np.testing.assert_array_equal(found, 1)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
-@pytest.mark.parametrize("warmup", [0, 1, 2, 99])
-def test_a_schedule_of_any_warmup_is_defined_and_bounded(schedule, warmup):
-    found = rates(schedule=schedule, warmup_steps=warmup)
-    assert np.all((found > 0) & (found <= 1))
-    assert found[max(warmup - 1, 0)] == pytest.approx(1)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"name": "adam"}, "name='adam' must be one of adamw, muon"),
         ({"schedule": "linear"}, "schedule='linear' must be one of cosine, wsd, constant"),
         ({"learning_rate": 0.0}, r"learning_rate=0\.0 must be above 0"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan must be above 0"),
-        ({"weight_decay": -0.1}, r"weight_decay=-0\.1 must be at least 0"),
         ({"clip_norm": -1.0}, r"clip_norm=-1\.0 must be at least 0"),  # it would climb the loss
-        ({"clip_norm": float("nan")}, "clip_norm=nan must be at least 0"),
         ({"b2": 1.0}, r"b2=1\.0 must be at least 0 and below 1"),
         ({"final_share": 2.0}, r"final_share=2\.0 must be at least 0 and at most 1"),
     ],
@@ -118,13 +99,6 @@ def test_parameters_of_every_family_decay_if_they_are_matrices():
     assert all(path.endswith(("norm", "bias")) for path in others)
 
 
-def test_adamw_has_the_betas_of_llama(params):
-    optimizer = adamw(3e-3)
-    _, (adam, *_) = jax.jit(optimizer.update)(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
-    np.testing.assert_allclose(adam.mu.final_norm, 0.1, rtol=1e-6)
-    np.testing.assert_allclose(adam.nu.final_norm, 0.05, rtol=1e-6)
-
-
 @pytest.fixture(scope="module")
 def muon_update(params):
     settings = OptimizerSettings(name="muon", learning_rate=1.0, schedule="constant", weight_decay=0.0, clip_norm=0.0)
@@ -133,29 +107,6 @@ def muon_update(params):
     gradients = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(np.float32), params)
     updates, _ = jax.jit(optimizer.update)(gradients, jax.jit(optimizer.init)(params), params)
     return updates
-
-
-def test_muon_makes_every_layers_matrix_nearly_orthogonal(params, muon_update):
-    """The singular values of an update are equal within what five Newton-Schulz steps reach (Jordan et al. 2024)."""
-    blocks = muon_update.blocks
-    c = CONFIG
-    qkv = blocks.attention.qkv  # [L, K, G + 2, H, D]
-    matrices = {
-        "queries": qkv[:, :, :-2],
-        "keys": qkv[:, :, -2],
-        "values": qkv[:, :, -1],
-        "out": blocks.attention.out,
-        "gate": blocks.feed_forward.gate,
-        "up": blocks.feed_forward.up,
-        "down": blocks.feed_forward.down,
-    }
-    matrices = {name: stack.reshape(c.n_layers, -1, stack.shape[-1]) for name, stack in matrices.items()}
-    for name, stack in matrices.items():
-        for matrix in stack:
-            values = np.linalg.svd(matrix, compute_uv=False) / (0.2 * np.sqrt(max(matrix.shape)))
-            # Of a square random matrix the smallest is near 0, and five steps do not bring it up.
-            assert np.quantile(values, 0.1) > 0.5, name
-            assert values.max() < 1.5, name
 
 
 def test_muon_updates_queries_keys_and_values_as_three_matrices(params):
@@ -221,17 +172,6 @@ def test_muon_leaves_the_rest_to_adamw(params, muon_update):
     """AdamW's first update has the gradient's sign and the learning rate's size."""
     for found in (muon_update.embedding, muon_update.final_norm, muon_update.blocks.ffn_norm):
         np.testing.assert_allclose(np.abs(found), 1, rtol=1e-3)
-
-
-def test_muon_decays_matrices_only(params):
-    settings = OptimizerSettings(name="muon", learning_rate=0.5, schedule="constant", weight_decay=0.1)
-    optimizer = make_optimizer(settings, STEPS)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
-    near = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8)
-    near(updates.embedding, -0.05 * params.embedding)
-    near(updates.blocks.attention.out, -0.05 * params.blocks.attention.out)
-    near(updates.blocks.attention_norm, 0)
 
 
 class TestLoraPlus:

@@ -16,19 +16,15 @@ import llama_jax
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.preference_batches import PairRows, Pairs, mismatched_answers
 from llama_jax.model.forward_options import Sharding
-from llama_jax.training.optimizer import adamw
 from llama_jax.training.preference_batch import (
     AnswerSums,
     PairBatch,
     answer_logprobs,
-    map_microbatches,
-    pair_count,
     pair_loss,
     preferred,
     preparing,
 )
 from llama_jax.training.preference_loss import FREE, Pair, PreferenceOptions
-from llama_jax.training.step import StepOptions, init_state, train_step
 
 LENGTH, BATCH = 23, 2
 SIZES = [(3, 4, 2), (2, 5, 9), (4, 1, 1), (1, 6, 3), (5, 2, 7), (2, 3, 3), (6, 9, 8)]  # of a prompt and its two answers
@@ -165,45 +161,6 @@ def test_the_divergence_of_kto_is_of_the_whole_batch(models, alone):
     good, bad = 1 - sigmoid(0.3 * (ratios - z)), 1.3 * (1 - sigmoid(0.3 * (z - ratios)))
     expected = np.where(pairs.desirable, good, bad).sum()
     np.testing.assert_allclose(found, expected, rtol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sigmoid", "kto"])
-def test_accumulated_parts_are_the_whole_batch(models, kind):
-    config, params = models["gqa"]
-    options = PreferenceOptions(kind)
-    batch = PairRows(judged(config) if kind == "kto" else drawn(config), 4, LENGTH, seed=None)[0]
-    optimizer = adamw(1e-3)
-    state = init_state(optimizer, params)
-    base = jax.tree.map(lambda leaf: leaf * 1.1, state.params)
-    found = []
-    for parts in (1, 2):
-
-        def step(state, batch, parts=parts):
-            batch = preparing(kind == "kto", base, parts)(config, state.params, batch, loss_options(), Sharding())
-            told = StepOptions(loss_options(), accumulate=parts, count=pair_count)
-            return train_step(config, optimizer, state, batch, told, loss=partial(pair_loss, options))
-
-        found.append(jax.jit(step)(state, batch))
-    (after, whole), (other, divided) = found
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), whole, divided)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5), after.params, other.params)
-
-
-def test_parts_come_back_in_order():
-    rows = {"a": jnp.arange(12).reshape(6, 2), "b": jnp.arange(6)}
-    for parts in (1, 2, 3, 6):
-        found = map_microbatches(lambda part: jax.tree.map(lambda x: 2 * x, part), rows, parts)
-        jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(lambda x: 2 * x, rows))
-
-
-def test_what_is_not_there_is_nothing(models):
-    config, params = models["gqa"]
-    last = batches_of(drawn(config))[-1]
-    assert not last.there.all()
-    found = jax.jit(partial(answer_logprobs, config))(params, last)
-    assert (np.asarray(found.lengths).swapaxes(1, 2)[last.there] > 0).all()
-    assert not np.asarray(found.logprobs).swapaxes(1, 2)[~last.there].any()
 
 
 @pytest.mark.parametrize("options", [*OPTIONS, PreferenceOptions("kto")], ids=lambda o: o.kind)

@@ -6,7 +6,6 @@ import make_goldens
 import numpy as np
 import pytest
 import quantized_folders
-from adapters import LORA, random_adapters
 
 import llama_jax
 from llama_jax.errors import CheckpointError
@@ -14,10 +13,8 @@ from llama_jax.formats.build_params import plan
 from llama_jax.formats.gguf import GGUF_TYPES
 from llama_jax.formats.lazy_tensors import Dense
 from llama_jax.formats.loading import bundled, open_checkpoint
-from llama_jax.model.lora import adapted
-from llama_jax.model.trees import layers_of, quantize, stack
+from llama_jax.model.trees import quantize
 from llama_jax.ops.weights.formats import QUANT_FORMATS
-from llama_jax.ops.weights.quantized_matmul import JoinedWeight
 from llama_jax.verify import rounding_error
 from llama_jax.verify.rounding_error import (
     ROUNDING,
@@ -61,10 +58,6 @@ def test_the_kinds_of_a_quantized_folder_are_named(kind, tmp_path):
     found = origin_of("x", opened.config, list(opened.tensors.values()), "float32", {})
     assert set(found.tensor_types) - {"F32"} <= {"INT4_ASYM", "FP8_128", "NF4", "NF4_256"}
     assert len(found.tensor_types) > 1
-
-
-def test_int4_of_rows_that_128_do_not_divide():
-    assert 0.08 < rounding_of("int4", 192) < 0.11
 
 
 @pytest.mark.parametrize(
@@ -116,37 +109,6 @@ def test_read_from_the_file_as_from_memory(stories_model):
     for one, other in zip(from_file, matrix_errors(found, params), strict=True):
         assert one[:4] == other[:4]
         assert one.relative == pytest.approx(other.relative)
-
-
-def test_adapters_are_left_out(stories_model):
-    config, params, _ = stories_model
-    found = quantize(params, "q8_0")
-    beside = adapted(found, random_adapters(config), LORA)
-    assert matrix_errors(beside, params) == matrix_errors(found, params)
-
-
-def test_floats_and_parts_of_several_kinds(stories_model):
-    config, params, _ = stories_model
-    assert matrix_errors(params, params) == ()
-    attention = params.blocks.attention
-    parts = (quantize(params, "q8_0").blocks.attention.qkv, attention.qkv)
-    with_qkv = lambda qkv: params.replace(blocks=params.blocks.replace(attention=attention.replace(qkv=qkv)))
-    errors = matrix_errors(with_qkv(JoinedWeight(parts)), with_qkv(np.concatenate([attention.qkv] * 2, axis=-3)))
-    assert [error.layer for error in errors] == list(range(config.n_layers))
-    assert {(error.name, error.quant_format) for error in errors} == {("attention.qkv", "q8_0 and float32")}
-    assert errors[0].bits == pytest.approx((8.5 + 32) / 2)
-
-
-def test_layers_of_several_kinds(stories_model):
-    """Of which one is floats, and has no error."""
-    _, params, _ = stories_model
-    first, *rest = layers_of(quantize(params, "q8_0"))
-    wide = first.feed_forward.replace(up=layers_of(params)[0].feed_forward.up)
-    errors = matrix_errors(params.replace(blocks=stack([first.replace(feed_forward=wide), *rest])), params)
-    of_up = [error for error in errors if error.name == "feed_forward.up"]
-    assert [error.layer for error in of_up] == list(range(1, 1 + len(rest)))
-    (expected,) = (one for one in matrix_errors(quantize(params, "q8_0"), params) if one[:2] == of_up[0][:2])
-    assert of_up[0] == expected
 
 
 @pytest.mark.parametrize("kind", [name for name, form in QUANT_FORMATS.items() if form.encode is not None])
