@@ -10,6 +10,7 @@ from adapters import LORA, random_adapters
 from conftest import jit_logits, louder
 from training_options import loss_options
 
+from llama_jax.errors import ConfigError
 from llama_jax.inference.rollouts import RolloutOptions, RolloutPrompts, roll_out
 from llama_jax.model.lora import adapted
 from llama_jax.model.trees import quantize
