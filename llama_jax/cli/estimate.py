@@ -327,7 +327,6 @@ def formats_in_files(model: str) -> tuple[str, Llama | None]:
     from llama_jax.formats.device_fill import StackedSource
     from llama_jax.formats.loading import open_checkpoint
     from llama_jax.formats.quantize_on_load import can_be_kept, describe_quantized_types, kept_formats
-    from llama_jax.formats.weight_format import OpenedCheckpoint
     from llama_jax.storage import locate
 
     path = locate(model)
@@ -339,7 +338,7 @@ def formats_in_files(model: str) -> tuple[str, Llama | None]:
     words = describe_quantized_types(opened.tensors, can_be_kept)
     if not words:
         return "none", None
-    if not isinstance(opened, OpenedCheckpoint):
+    if not opened.names:
         raise ConfigError(f"{model} is in orbax, whose quantization is not read here; pass --quantize or --dtype")
     import jax
 

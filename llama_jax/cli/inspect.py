@@ -21,7 +21,6 @@ from llama_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from llama_jax.formats.lazy_tensors import TensorInfo
-    from llama_jax.formats.orbax_format import OrbaxCheckpoint
     from llama_jax.formats.weight_format import OpenedCheckpoint
 
 CACHE_DTYPES = ("bfloat16", "float32")
@@ -60,7 +59,7 @@ class Inspect:
             raise UserError(facts["problems"][0])
 
 
-def inspect_checkpoint(opened: OpenedCheckpoint | OrbaxCheckpoint) -> dict[str, Any]:
+def inspect_checkpoint(opened: OpenedCheckpoint) -> dict[str, Any]:
     """The findings of `inspect`, as in its JSON."""
     import jax.numpy as jnp
 
@@ -145,7 +144,7 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
     return [*rows, ["vocabulary", _vocabulary_words(facts["vocabulary"]) if facts["vocabulary_is_known"] else "unknown"]]
 
 
-def _check_sums(opened: OpenedCheckpoint | OrbaxCheckpoint) -> None:
+def _check_sums(opened: OpenedCheckpoint) -> None:
     """Raise CheckpointError for a step of a run with changed files; of a step in a store, the model's files were fetched."""
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
     from llama_jax.formats.step_dirs import ABOUT, check_checksums
@@ -156,7 +155,7 @@ def _check_sums(opened: OpenedCheckpoint | OrbaxCheckpoint) -> None:
         check_checksums(folder, {ABOUT, name} if isinstance(opened.path, StoredPath) else None)
 
 
-def _checkpoint_files(opened: OpenedCheckpoint | OrbaxCheckpoint) -> list[Location]:
+def _checkpoint_files(opened: OpenedCheckpoint) -> list[Location]:
     """The files that hold the model's tensors."""
     from llama_jax.formats.orbax_format import OrbaxCheckpoint
 

@@ -28,7 +28,6 @@ from llama_jax.tokenizers import Format, Tokenizer
 if TYPE_CHECKING:
     from llama_jax.data import DocumentFormat
     from llama_jax.formats.build_params import LayerProgress
-    from llama_jax.formats.orbax_format import OrbaxCheckpoint
     from llama_jax.formats.weight_format import OpenedCheckpoint
     from llama_jax.parallel.multihost import Processes
 
@@ -53,7 +52,7 @@ def unless_auto(value: Any) -> Any:
     return None if value == "auto" else value
 
 
-def stored_tokenizer(path: Location, opened: OpenedCheckpoint | OrbaxCheckpoint) -> Tokenizer:
+def stored_tokenizer(path: Location, opened: OpenedCheckpoint) -> Tokenizer:
     """The vocabulary that is stored with a model; UserError if there is none."""
     tokenizer = opened.tokenizer()
     if tokenizer is None:
@@ -310,7 +309,7 @@ class LoadOptions(AttentionOption, WeightOptions):
         make_mesh(sizes)
         return sizes
 
-    def compile_native(self, opened: OpenedCheckpoint | OrbaxCheckpoint) -> None:
+    def compile_native(self, opened: OpenedCheckpoint) -> None:
         """Begin to compile the native kernels of a CPU while the model is loaded; over a mesh there are none."""
         import jax
 

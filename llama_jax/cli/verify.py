@@ -20,7 +20,6 @@ from llama_jax.tokenizers import Tokenizer
 if TYPE_CHECKING:
     import numpy as np
 
-    from llama_jax.formats.orbax_format import OrbaxCheckpoint
     from llama_jax.formats.weight_format import OpenedCheckpoint
     from llama_jax.verify.activations import Trace
     from llama_jax.verify.compare import ComparedPart, Comparison, Differences
@@ -69,7 +68,6 @@ class Verify(PartsOption, CompileOptions):
         from llama_jax.formats.build_params import plan
         from llama_jax.formats.loading import load, open_checkpoint
         from llama_jax.formats.quantize_on_load import check_kept
-        from llama_jax.formats.weight_format import OpenedCheckpoint
         from llama_jax.model.trees import param_shapes
         from llama_jax.model.trees import quantize as quantize_params
         from llama_jax.verify.activations import check_oracle_path, read_oracle, run_transformers, trace, write_oracle
@@ -117,7 +115,7 @@ class Verify(PartsOption, CompileOptions):
         else:
             errors: tuple[MatrixError, ...] = ()
             if quantize is not None:  # the originals are read again, by orbax as a whole model
-                dense = plan(opened) if isinstance(opened, OpenedCheckpoint) else load(self.path, self.dtype).params
+                dense = plan(opened) if opened.names else load(self.path, self.dtype).params
                 errors = matrix_errors(params, dense)
             self._end_compared(compare(params, ours, reference), ours.origin, reference.origin, read, errors)
 
@@ -133,7 +131,7 @@ class Verify(PartsOption, CompileOptions):
         if self.write_oracle is not None and self.quantize != "auto":
             raise UserError("--write-oracle stores the outputs of unquantized weights; omit --quantize")
 
-    def _origin(self, opened: OpenedCheckpoint | OrbaxCheckpoint, config: LlamaConfig) -> Origin:
+    def _origin(self, opened: OpenedCheckpoint, config: LlamaConfig) -> Origin:
         """The origin of this model's numbers; names and shapes are checked."""
         import jax
 

@@ -213,13 +213,12 @@ def load(
 
 
 def planned_weights(
-    opened: OpenedCheckpoint | OrbaxCheckpoint,
+    opened: OpenedCheckpoint,
     dtype: jax.typing.DTypeLike | None = None,
     quantize: Quantization | None = None,
 ) -> tuple[np.dtype, int]:
     """The compute dtype and the size in bytes of the weights that `load` would return, without reading them."""
-    names = opened.names if isinstance(opened, OpenedCheckpoint) else {}
-    tables = (names.get(name, name) for name in ("embedding", "lm_head"))
+    tables = (opened.names.get(name, name) for name in ("embedding", "lm_head"))
     embedding = next((opened.tensors[name] for name in tables if name in opened.tensors), None)  # None: damaged
     default = jnp.float32 if embedding is None else default_dtype(embedding, embedding.dtype)
     target = jnp.dtype(default if dtype is None else dtype)
@@ -234,7 +233,7 @@ def planned_weights(
 
 
 @retry_with_newest_step
-def open_checkpoint(path: str | os.PathLike[str]) -> OpenedCheckpoint | OrbaxCheckpoint:
+def open_checkpoint(path: str | os.PathLike[str]) -> OpenedCheckpoint:
     """Recognize a model by its content and read everything except its weights.
 
     Args:
@@ -252,19 +251,19 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenedCheckpoint | OrbaxChe
         return _open_location(locate(path))
 
 
-def log_notes(opened: OpenedCheckpoint | OrbaxCheckpoint) -> None:
+def log_notes(opened: OpenedCheckpoint) -> None:
     """Log what a user should know about how the files are read, such as which of their tensors are ignored."""
-    for note in opened.notes if isinstance(opened, OpenedCheckpoint) else ():
+    for note in opened.notes:
         _log.warning("%s: %s", opened.path, note)
 
 
-def check_names(opened: OpenedCheckpoint | OrbaxCheckpoint) -> None:
+def check_names(opened: OpenedCheckpoint) -> None:
     """Raise CheckpointError for a tensor that is missing, unexpected or of the wrong shape."""
     if not isinstance(opened, OrbaxCheckpoint):  # its arrays were checked when it was opened
         plan(opened)
 
 
-def _open_location(path: Location) -> OpenedCheckpoint | OrbaxCheckpoint:
+def _open_location(path: Location) -> OpenedCheckpoint:
     if not path.is_dir() and not path.is_file():  # reading a pipe would block
         is_broken = isinstance(path, Path) and path.is_symlink()
         missing = "is a broken symbolic link" if is_broken else "does not exist"
@@ -278,7 +277,7 @@ def _open_location(path: Location) -> OpenedCheckpoint | OrbaxCheckpoint:
     return _open_within(path) if path.is_dir() else _open_unknown(path)
 
 
-def _open_within(folder: Location) -> OpenedCheckpoint | OrbaxCheckpoint:
+def _open_within(folder: Location) -> OpenedCheckpoint:
     """The only model file in a folder that is not a model itself, or the newest step of a run's folder."""
     inside: list[Location] = [*folder.iterdir()]
     models = [file for file in sorted(inside, key=lambda file: file.name) if file.is_file() and _is_model_file(file)]

@@ -24,7 +24,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reason_of, shown
 from llama_jax.formats.huggingface import read_config_json, write_config_json
 from llama_jax.formats.lazy_tensors import FLOAT_DTYPES, OrbaxWeightInfo, Unquantized, target_dtype
-from llama_jax.formats.model_folder import ModelMetadata, read_model_metadata
+from llama_jax.formats.model_folder import read_model_metadata
 from llama_jax.formats.quantize_on_load import can_be_kept, check_block_columns
 from llama_jax.formats.step_dirs import (
     ABOUT,
@@ -40,7 +40,7 @@ from llama_jax.formats.step_dirs import (
     is_step,
     steps_in,
 )
-from llama_jax.formats.weight_format import WeightFormat
+from llama_jax.formats.weight_format import OpenedCheckpoint, WeightFormat
 from llama_jax.model.params import Llama, spec_at
 from llama_jax.model.trees import convert_layers, is_weight, param_shapes, restack_layers
 from llama_jax.ops.weights.device_layout import to_device_layout
@@ -51,7 +51,7 @@ from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.atomic_write import DISK_FULL_ERRNOS, cannot_write
 from llama_jax.storage.paths import read_object
-from llama_jax.tokenizers import Tokenizer, find_tokenizer
+from llama_jax.tokenizers import find_tokenizer
 
 # Errors of memory, disks and networks: stale mounts, permissions, too many open files.
 TRANSIENT_NAMES = (
@@ -286,9 +286,9 @@ class OrbaxArrayInfo(Unquantized):
     dtype: np.dtype
 
 
-@dataclass(frozen=True)
-class OrbaxCheckpoint:
-    """A checkpoint in the orbax format; its weights have not been read. See `OpenedCheckpoint` for the other attributes.
+@dataclass(frozen=True, kw_only=True)
+class OrbaxCheckpoint(OpenedCheckpoint):
+    """A checkpoint in the orbax format, whose tensors are parameters: they have no other names.
 
     Attributes:
       arrays: the folder that orbax wrote, and the name of the parameters in it.
@@ -297,16 +297,10 @@ class OrbaxCheckpoint:
       quant_formats: formats of the quantized weights, see `StoredFormats`.
     """
 
-    format: str
-    path: Location
-    config: LlamaConfig
-    tensors: Mapping[str, OrbaxArrayInfo | OrbaxWeightInfo]
-    tokenizer: Callable[[], Tokenizer | None]
     arrays: tuple[Path, str]
     of_run: bool
     array_infos: Mapping[str, OrbaxArrayInfo]
     quant_formats: StoredFormats
-    metadata: Callable[[], ModelMetadata] = ModelMetadata
 
 
 def is_orbax(path: Location) -> bool:
@@ -348,6 +342,8 @@ def open_orbax_folder(folder: Path) -> OrbaxCheckpoint:
         path=folder,
         config=config,
         tensors=infos,
+        names={},
+        interleaved=False,
         tokenizer=partial(find_tokenizer, about_folder, config.vocab_size),
         arrays=arrays,
         of_run=of_run,

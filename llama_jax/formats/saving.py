@@ -107,7 +107,7 @@ def save(
     types_before: dict[str, str] = {}
     if like is not None:
         model = open_checkpoint(like)
-        if format != "gguf" or not isinstance(model, OpenedCheckpoint) or model.names is not GGUF_NAMES:
+        if format != "gguf" or model.names is not GGUF_NAMES:
             raise CheckpointError(f"like={os.fspath(like)!r} is only for format='gguf'; omit it")
         types_before = read_storage_types(model.path)
     _check_leaves(params)
@@ -201,7 +201,7 @@ def convert(
         return
     check_output(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=sources)
     if calibrate is None:
-        halves = isinstance(opened, OpenedCheckpoint) and opened.tensors[opened.names["embedding"]].storage_type == "F16"
+        halves = opened.names and opened.tensors[opened.names["embedding"]].storage_type == "F16"
         # A copy keeps float16, although CPUs do not compute in it, see `lazy_tensors.default_dtype`.
         stored = jnp.float16 if halves and quantize is None else None
         loaded = load(source, stored, quantize=quantize, tokenizer=tokenizer)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import shown
-from llama_jax.formats.lazy_tensors import Tensor, TensorInfo
+from llama_jax.formats.lazy_tensors import TensorInfo
 from llama_jax.formats.model_folder import ModelMetadata
 from llama_jax.model.params import ParamSpec, shape_of
 from llama_jax.storage import Location
@@ -27,8 +27,8 @@ class OpenedCheckpoint:
       format: a description, such as "Hugging Face safetensors".
       path: the file or folder, for messages.
       config: the configuration from the files.
-      tensors: all tensors of the model, by the format's names.
-      names: the format's name for each part of a Llama, where "{}" is the layer.
+      tensors: all tensors of the model, by the format's names: a `Tensor` each, but a `TensorInfo` in orbax.
+      names: the format's name for each part of a Llama, where "{}" is the layer; empty in orbax, which stores parameters.
       interleaved: whether the rows of q and k are in the interleaved rotary layout (as in Meta, llama2.c and GGUF files).
       tokenizer: reads the vocabulary inside the file or next to it; returns None if there is none.
       metadata: reads the descriptions next to the weights.
@@ -38,7 +38,7 @@ class OpenedCheckpoint:
     format: str
     path: Location
     config: LlamaConfig
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Any]
     names: Mapping[str, str]
     interleaved: bool
     tokenizer: Callable[[], Tokenizer | None]
