@@ -198,16 +198,15 @@ def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
     Raises:
       ConfigError: adapters of another model; the message names the matrix.
     """
-
-    def join(leaf: Any, pair: LowRank) -> LoraWeight:
-        if (pair.magnitude is not None) != lora.dora:
-            raise ConfigError(
-                f"dora={lora.dora}, but the adapters have {'a' if pair.magnitude is not None else 'no'} magnitude"
-            )
-        return LoraWeight(leaf, pair, scale=lora.scale)
-
     check_no_hooks(adapters)
-    return replace_adapted(params, adapters, lora.rank, join)
+    return replace_adapted(params, adapters, lora.rank, partial(_join_pair, lora))
+
+
+def _join_pair(lora: Lora, matrix: Any, pair: LowRank) -> LoraWeight:
+    """A matrix with its adapter."""
+    if (pair.magnitude is not None) != lora.dora:
+        raise ConfigError(f"dora={lora.dora}, but the adapters have {'a' if pair.magnitude is not None else 'no'} magnitude")
+    return LoraWeight(matrix, pair, scale=lora.scale)
 
 
 def precompute_dora_scale(params: Llama) -> Llama:
@@ -215,13 +214,14 @@ def precompute_dora_scale(params: Llama) -> Llama:
 
     Parameters without DoRA are returned unchanged; nothing else is copied.
     """
+    return jax.tree.map(_with_factor, params, is_leaf=lambda leaf: isinstance(leaf, LowRankWeight))
 
-    def of(leaf: Any) -> Any:
-        if not isinstance(leaf, LowRankWeight) or leaf.low_rank.magnitude is None:
-            return leaf
-        return leaf.replace(low_rank=leaf.low_rank.replace(magnitude=None), factor=_factors_of(leaf))
 
-    return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, LowRankWeight))
+def _with_factor(leaf: Any) -> Any:
+    """A matrix with DoRA's factor in place of the magnitude; any other leaf as it is."""
+    if not isinstance(leaf, LowRankWeight) or leaf.low_rank.magnitude is None:
+        return leaf
+    return leaf.replace(low_rank=leaf.low_rank.replace(magnitude=None), factor=_factors_of(leaf))
 
 
 def _over_layers(of_one: Callable[[Any], Any]) -> Callable[[Any], Any]:

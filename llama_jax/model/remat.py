@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,8 +35,9 @@ def rematerialize(remat: Remat, layer: Callable[..., Any], *, in_loop: bool) -> 
         ),
     }[remat]
 
-    def named(block: Any, hidden: jax.Array, *rest: Any) -> Any:
-        return layer(block, checkpoint_name(hidden, LAYER_INPUT), *rest)
-
     # Inside a loop, CSE with the forward pass is impossible, so no barrier is needed.
-    return jax.checkpoint(named, prevent_cse=not in_loop, policy=policy)
+    return jax.checkpoint(partial(_call_with_named_input, layer), prevent_cse=not in_loop, policy=policy)
+
+
+def _call_with_named_input(layer: Callable[..., Any], block: Any, hidden: jax.Array, *rest: Any) -> Any:
+    return layer(block, checkpoint_name(hidden, LAYER_INPUT), *rest)
