@@ -1,6 +1,5 @@
 """Drafts in the engine, of prompt lookup and of smaller models: they change no token, and are made where they are faster."""
 
-import json
 import random
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from llama_jax.inference.drafter import Drafter
 from llama_jax.inference.speculation.prompt_lookup import HostLookup
 from llama_jax.model.cache import CacheOptions
 from llama_jax.parallel.mesh import parse_mesh
-from llama_jax.serving.drafting import CATCHING_UP, LookupDrafting, ModelDrafting
+from llama_jax.serving.drafting import LookupDrafting, ModelDrafting
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import GenerationRequest
@@ -172,21 +171,6 @@ class TestBatch:
             found = dict(llama_jax.complete_requests(*model, prompts, max_new_tokens=20, draft=draft, options=SMALL))
             assert [found[i].tokens for i in range(6)] == [row.tokens for row in wanted]
 
-    @pytest.mark.slow
-    def test_the_command(self, tmp_path):
-        prompts = tmp_path / "prompts.jsonl"
-        prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Once", "The dog", "Lily saw a")))
-        llama_jax.save(tmp_path / "draft", *llama_jax.load())
-        usual = ("--max-new-tokens", 12, "--seed", 5, "--rows", 2)
-        texts = []
-        for more in ((), ("--draft", f"{tmp_path / 'draft'}:2")):
-            out = tmp_path / f"out{len(more)}.jsonl"
-            done = run_here("batch", prompts, out, *usual, *more)
-            assert done.returncode == 0, done.stderr
-            assert ("drafted tokens accepted" in done.stderr) == bool(more)
-            texts.append(sorted(out.read_text().splitlines()))
-        assert texts[0] == texts[1]
-
 
 class Other(Drafter):
     tokens = 4
@@ -275,22 +259,6 @@ class TestWhenDraftsAreMade:
         assert drafting.choose(SHAPE, [copied, new]) == 7
         assert drafting.choose(SHAPE, [new, None]) == 0
         assert drafting.propose([copied, new, None], 3).tolist() == [[5, 6, 5], [-1] * 3, [-1] * 3]
-
-    def test_the_cost_of_a_try_includes_catching_up(self):
-        """So that tries become rarer where the draft has much to read before each."""
-        tries = []
-        for reading in (0, 5):
-            drafting, count = drafting_by_model(), 0
-            for _ in range(2000):
-                number = drafting.choose(SHAPE, ROWS)
-                if number:
-                    count += 1
-                    for _ in range(reading):
-                        drafting.observe((SHAPE, CATCHING_UP), 0.002)
-                    drafting.settle(number, [1, 1])
-                drafting.observe((SHAPE, number), 0.003 if number else 0.001)
-            tries.append(count)
-        assert tries[0] > tries[1] >= 3
 
 
 DRAFTING = replace(SMALL, draft=PromptLookup(tokens=4))

@@ -20,7 +20,6 @@ from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.programs import BURST
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
-from llama_jax.serving.rows import pages_of
 
 SMALL = EngineOptions(rows=4, context=128, prefill_chunk=16)
 FULL = replace(SMALL, cache_tokens=128)  # for one row of the whole context
@@ -385,17 +384,6 @@ class TestFullCache:
         assert len(scored.updates[0].prompt) == 21
         as_alone(model, (first, scored))
 
-    def test_many_of_mixed_lengths_use_the_pages_of_their_tokens(self, model):
-        rng, engine = random.Random(0), Engine(*model, replace(SMALL, rows=8, cache_tokens=8 * 128, prefix_bytes=0))
-        clients = [Client(engine, prompt=[1] * rng.randrange(1, 100), max_new_tokens=28) for _ in range(8)]
-        while any(not client.ids for client in clients):
-            engine.step()
-            running = engine.scheduler.rows
-            used = engine.scheduler.pages.count - engine.scheduler.pages.available
-            assert used == sum(len(row.pages) for row in running)
-            assert used <= sum(pages_of(row.read + 1) for row in running)
-        engine.close()
-
 
 class TestCancelling:
     def test_wherever_it_is_its_row_is_free_within_two_turns(self, model, warm_engine):
@@ -539,17 +527,6 @@ class TestSlowConstraints:
         exhaust(engine)
         assert bound.finish == "cancelled"
         slow.told.release()
-
-    def test_a_constraint_that_fails_ends_the_engine(self, model, warm_engine):
-        class Failing(EveryOther):
-            def accept(self, token):
-                raise RuntimeError("no such token")
-
-        engine = Engine(*model, SMALL)
-        bound = Client(engine, prompt=[1, 7], max_new_tokens=6, constraint=Failing(512))
-        with pytest.raises(RuntimeError, match="no such token"):
-            engine.run()
-        assert bound.finish == "failed"
 
 
 class TestRowSettings:

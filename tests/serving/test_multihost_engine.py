@@ -24,7 +24,7 @@ import llama_jax
 from llama_jax import Sampling
 from llama_jax.serving.drafting import ModelDrafting
 from llama_jax.serving.engine import Engine
-from llama_jax.serving.multihost_engine import Follower, follow, leading
+from llama_jax.serving.multihost_engine import Follower, leading
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.programs import Programs
 from llama_jax.serving.requests import GenerationRequest
@@ -125,12 +125,6 @@ def test_followers_draft_by_the_same_model(model, monkeypatch):
     follower = Follower(ServedModel.of(*model, SMALL.cache, SMALL.compute, llama_jax.DraftModel(*model, 2)))
     for told, made in zip(first.told, first.made, strict=True):
         assert bits(numpys(follower.take(told))) == made
-
-
-def test_following_ends_at_an_empty_message():
-    heard = iter([b""])
-    follow(None, lambda: next(heard))
-    assert next(heard, None) is None
 
 
 STORY = "Once upon a time there was a little llama who lived on a hill. Every day the llama"

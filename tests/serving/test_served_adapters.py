@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -86,15 +87,6 @@ def test_unknown_adapters(tabled, model):
         Client(Engine(*model[:2], TINY), prompt=[1], max_new_tokens=1, adapter=0)
     with pytest.raises(GenerationError, match="1 adapters for 2 prompts"):
         list(llama_jax.complete_requests(*tabled, [[1], [2]], max_new_tokens=1, adapters=[0], options=TINY))
-
-
-@pytest.mark.slow
-def test_batch(tabled, alone):
-    prompts, adapters = [[1, 5 + i] for i in range(5)], [2, 0, -1, 1, 0]
-    found = dict(llama_jax.complete_requests(*tabled, prompts, max_new_tokens=5, adapters=adapters, options=TINY))
-    table = choose_adapters(tabled[1], adapters)
-    wanted = llama_jax.generate(tabled[0], table, prompts, max_new_tokens=5)
-    assert [found[i].tokens for i in range(5)] == [row.tokens for row in wanted]
 
 
 @pytest.mark.nightly
@@ -210,35 +202,23 @@ def test_what_is_served_is_listed_and_nothing_else_is_there():
     assert {event["model"] for event in stream.events[:-1]} == {"poet"}
 
 
-class TestNames:
-    def test_they_are_numbered_in_their_order(self, tmp_path):
-        options = Serve(adapter=(f"b={tmp_path}", "a=x/y=z"))
-        assert list(options.named_adapters().items()) == [("b", tmp_path), ("a", tmp_path.__class__("x/y=z"))]
-        assert options.shared_adapter() is None
-
-    def test_one_without_a_name_is_for_all(self, tmp_path):
-        assert Serve(adapter=("some/folder",)).shared_adapter() == tmp_path.__class__("some/folder")
-        (odd := tmp_path / "rank=3").mkdir()
-        assert Serve(adapter=(str(odd),)).shared_adapter() == odd
-        assert Serve(adapter=(str(odd),)).named_adapters() == {}
-        assert Serve().shared_adapter() is None
-
-    @pytest.mark.parametrize(
-        ("given", "said"),
-        [
-            (("a", "b=c"), "adapter='a' must be NAME=PATH with a name of its own, or a single PATH"),
-            (("=c",), "adapter='=c' must be NAME=PATH"),
-            (("a=",), "adapter='a=' must be NAME=PATH"),
-            (("a=b", "a=c"), "adapter='a=c' must be NAME=PATH with a name of its own"),
-        ],
-    )
-    def test_invalid_names(self, given, said):
-        with pytest.raises(GenerationError, match=said):
+def test_names_of_adapters(tmp_path):
+    options = Serve(adapter=(f"b={tmp_path}", "a=x/y=z"))
+    assert list(options.named_adapters().items()) == [("b", tmp_path), ("a", Path("x/y=z"))]
+    assert options.shared_adapter() is None
+    assert Serve(adapter=("some/folder",)).shared_adapter() == Path("some/folder")
+    (odd := tmp_path / "rank=3").mkdir()
+    assert Serve(adapter=(str(odd),)).shared_adapter() == odd
+    assert Serve(adapter=(str(odd),)).named_adapters() == {}
+    for given, message in (
+        (("a", "b=c"), "adapter='a' must be NAME=PATH with a name of its own, or a single PATH"),
+        (("=c",), "adapter='=c' must be NAME=PATH"),
+        (("a=b", "a=c"), "adapter='a=c' must be NAME=PATH with a name of its own"),
+    ):
+        with pytest.raises(GenerationError, match=message):
             Serve(adapter=given).named_adapters()
-
-    def test_the_models_own(self):
-        with pytest.raises(GenerationError, match="adapter 'llama' has the model's name; choose another, or set --name"):
-            Serve(adapter=("llama=x",), name="llama")._check()
+    with pytest.raises(GenerationError, match="adapter 'llama' has the model's name; choose another, or set --name"):
+        Serve(adapter=("llama=x",), name="llama")._check()
 
 
 @pytest.mark.slow

