@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from llama_jax.cli.chat import fit_history, reply
 from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import TokenChunk
-from llama_jax.runs import interrupts
 from llama_jax.tokenizers import encode_chat, reply_ends
 
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
@@ -96,21 +95,6 @@ def test_ctrl_c_stops_a_reply_and_keeps_what_was_said(capsys):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_before_the_first_token_does_not_end_the_program(monkeypatch, capsys):
-    ended = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    before = signal.signal(signal.SIGINT, interrupts.end_command)
-    end = interrupts.watch_signals(interrupts.end_if_command)
-    try:
-        for _ in range(30):  # two threads see the signal, in any order
-            reply(Letters(), pieces(lambda: signal.raise_signal(signal.SIGINT), "H", "#"), (256,))
-    finally:
-        end()
-        signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == 30 * "llama-jax: the reply was stopped\n"
-    assert not ended
-
-
 def test_ctrl_c_twice_does_what_it_always_does():
     calls = []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append("ended"))
@@ -158,19 +142,6 @@ def test_a_conversation(chat):
     assert err.count("error") == 3
     shown = [line[2:] for line in err.splitlines() if line.startswith("> ")]  # what a terminal would have shown
     assert shown == [*lines[:12], r"caf\udcff", *lines[13:15]]
-
-
-@pytest.mark.slow
-def test_a_full_context_is_said(chat):
-    lines = b"".join(b"once upon a time number %d\n" % i for i in range(4))
-    done = chat(lines, "--max-new-tokens", 8, "--context", 100, "--system", "Be kind.")
-    assert done.returncode == 0, done.stderr
-    notes = [line for line in done.stderr.splitlines() if "is full" in line]
-    assert notes
-    assert notes[0] == (
-        "llama-jax: the context of 100 tokens is full: dropped the 2 oldest messages, starting with"
-        " 'once upon a time number 0'"
-    )
 
 
 @pytest.mark.parametrize(

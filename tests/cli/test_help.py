@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from llama_jax.cli import COMMANDS, command_type, overview
-from llama_jax.cli.argv import parse_command, requested_recipe
+from llama_jax.cli.argv import parse_command
 from llama_jax.cli.train import FUNCTIONS, settings_page
 from llama_jax.errors import UserError
 from llama_jax.runs.overrides import keys_of
@@ -50,11 +50,6 @@ def test_a_flag_has_one_name(capsys):
     assert parse_command(command_type("inspect"), "inspect", ["model", "--json"]).json
 
 
-def test_a_command_that_is_not_there():
-    with pytest.raises(UserError, match="there is no command 'sevre'; did you mean serve"):
-        command_type("sevre")
-
-
 def test_nothing_heavy_is_imported_before_a_command_runs():
     """That the help is quick; seconds would depend on the machine."""
     code = (
@@ -88,13 +83,6 @@ def test_the_help_of_a_recipe_lists_its_settings():
         assert key.rpartition(".")[2] in FUNCTIONS or key in page
     with pytest.raises(UserError, match="no recipe 'tny'"):
         settings_page("tny")
-
-
-def test_which_recipe_is_asked_about():
-    assert requested_recipe(["train", "tiny", "steps=5", "--help"]) == ("tiny", ["steps=5"])
-    assert requested_recipe(["train", "tiny", "-h"]) == ("tiny", [])
-    for line in (["train", "--help"], ["train", "tiny", "--data", "x"], ["generate", "tiny", "--help"], ["train"]):
-        assert requested_recipe(line) is None
 
 
 def test_the_completion_of_a_shell(capsys, tmp_path):
