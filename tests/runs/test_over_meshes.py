@@ -16,7 +16,6 @@ from llama_jax.evaluation.measure import WindowRows, token_nats
 from llama_jax.model.forward_options import Compute
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.sharding import evaluation_sharding, param_specs, shardings
-from llama_jax.runs import compiled_step
 from llama_jax.runs.compiled_step import make_program, repays_unrolling
 from llama_jax.runs.loop import sample_prompts
 from llama_jax.runs.pretrained import load_weights
@@ -124,15 +123,3 @@ def test_layers_are_unrolled_where_that_repays_compiling(changes, kind, devices,
     device = SimpleNamespace(platform="gpu", device_kind=kind)
     assert repays_unrolling(replace(long, **changes), device, devices) == repays
     assert not repays_unrolling(replace(long, **changes), jax.devices("cpu")[0], devices)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fits", [True, False])
-def test_layers_that_do_not_fit_unrolled_are_scanned(fits, monkeypatch):
-    recipe = replace(RECIPE, model=replace(RECIPE.model, n_layers=3))
-    scanned = make_program(recipe, text_objective(recipe), MeshSizes(), "jit")
-    monkeypatch.setattr(compiled_step, "repays_unrolling", lambda *_: True)
-    monkeypatch.setattr(compiled_step, "fits", lambda *_: fits)
-    program = make_program(recipe, text_objective(recipe), MeshSizes(), "jit")
-    texts = [made.step.func.as_text() for made in (program, scanned)]
-    assert (texts[0] == texts[1]) == (not fits)

@@ -291,15 +291,6 @@ def test_a_command_that_computes_needs_the_file(made, tmp_path, name):
     assert_needed(name, COMPUTING[name], made, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.parametrize("name", ["generate", "chat", "serve", "batch", "eval", "lm-eval", "verify"])
-def test_so_does_one_with_adapters_that_were_trained_with_it(others, tmp_path, name):
-    if name == "lm-eval":
-        pytest.importorskip("lm_eval")
-    assert_needed(name, COMPUTING[name].replace("{own}", "{plain} --adapter {adapters}"), others, tmp_path)
-
-
 def assert_needed(name, text, made, tmp_path):
     done = run_here(name, *arguments(text, made, tmp_path))
     assert (done.returncode, done.stdout) == (2, "")

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 from dataclasses import replace
 
@@ -64,8 +65,6 @@ def test_layers_are_given_as_json():
     [
         ("step=5", "'step' is not a setting of the recipe; did you mean 'steps'"),
         ("learning_rate=5", "did you mean 'optimizer.learning_rate'"),
-        ("optimizer.lr=1", "'optimizer.lr' is not a setting of the recipe; optimizer has name, learning_rate, "),
-        ("model.layer=1", "did you mean 'model.layers'"),
         ("model.layers=1", "must be a JSON list of objects with window, rope, rope_theta"),
         ("steps", "'steps' is not key=value"),
         ("steps=1.5", r"steps='1\.5' must be an integer"),
@@ -75,11 +74,8 @@ def test_layers_are_given_as_json():
         ("steps.more=1", "'steps' has no parts"),
         ("optimizer=adamw", "optimizer cannot be set as a whole"),
         ("model=llama-9b", "unknown preset 'llama-9b'"),
-        ("prompts=[1]", "must be a text, or several"),
         pytest.param("prompts=" + "[" * 5000, "must be a text, or several", id="deep"),
-        ("steps=-1", "steps=-1 must be at least 0"),
         ("epochs=2", r"steps=300 and epochs=2.0 exclude each other; set steps=0, or epochs=0"),
-        ("epochs=-1", r"epochs=-1.0 must be at least 0"),
         ("seed=4294967296", "seed=4294967296 must be at least 0 and at most 4294967295"),
         ("length=300", "length=300 is above the model's context, max_seq_len=256"),
         ("accumulate=3", "batch=16 must be a multiple of accumulate=3"),
@@ -111,15 +107,12 @@ def test_a_rope_scaling_is_made_of_its_parts():
     ("changes", "message"),
     [
         (["kind=yarn"], r"model.rope_scaling.kind needs model.rope_scaling.factor as well"),
-        (["factor=2"], r"model.rope_scaling.factor needs model.rope_scaling.kind as well"),
         (["kind=yarn", "factor=2"], "needs original_max_seq_len"),
         (["kind=ntk", "factor=2"], r"model.rope_scaling.kind='ntk' must be one of linear, dynamic"),
         (
             ["kind=linear", "factor=2", "beta=1"],
             r"'model.rope_scaling.beta' is not a setting .*; model.rope_scaling has kind,",
         ),
-        (["kind=linear", "facto=2"], r"did you mean 'model.rope_scaling.factor'"),
-        (["kind=linear", "factor.more=2"], "has no parts"),
         (["kind=longrope", "factor=2", "short_factor=a"], r"short_factor='a' must be numbers"),
         (["kind=linear", "factor=2", "beta_fast=2"], r"does not read beta_fast=2.0"),
     ],
@@ -135,15 +128,20 @@ def test_whole_and_in_parts():
             override(tiny(), changes)
 
 
+def stored_form(recipe):
+    """A recipe as a run writes it down."""
+    return json.loads(json.dumps(to_dict(recipe)))
+
+
 def test_differences_are_of_what_is_computed():
     recipe = tiny()
-    stored = json.loads(json.dumps(to_dict(recipe)))
+    stored = stored_form(recipe)
     assert differences(stored, stored) == []
-    assert differences(stored, json.loads(json.dumps(to_dict(dataclasses.replace(recipe, log_every=1))))) == []
-    longer = dataclasses.replace(recipe.model, max_seq_len=2 * recipe.model.max_seq_len)  # of the same file of --weights
-    assert differences(stored, json.loads(json.dumps(to_dict(dataclasses.replace(recipe, model=longer))))) == []
+    assert differences(stored, stored_form(replace(recipe, log_every=1))) == []
+    longer = replace(recipe.model, max_seq_len=2 * recipe.model.max_seq_len)  # of the same file of --weights
+    assert differences(stored, stored_form(replace(recipe, model=longer))) == []
     other = override(recipe, ["optimizer.b2=0.9", "steps=400"])
-    assert differences(stored, json.loads(json.dumps(to_dict(other)))) == [
+    assert differences(stored, stored_form(other)) == [
         "optimizer.b2: 0.95 in the folder, 0.9 now",
         "steps: 300 in the folder, 400 now",
     ]
@@ -152,14 +150,14 @@ def test_differences_are_of_what_is_computed():
 def test_an_older_recipe_has_fewer_fields():
     """What a version did not write is as its default says, wherever in the recipe it is."""
     recipe = Recipe(model=tiny().model, steps=5, batch=2, length=8)
-    stored = json.loads(json.dumps(to_dict(recipe)))
+    stored = stored_form(recipe)
     shape = {f.name for f in dataclasses.fields(recipe.model) if f.default is dataclasses.MISSING} | {"head_dim"}
     older = {name: stored[name] for name in ("model", "steps", "batch", "length")}
     older["model"] = {name: value for name, value in stored["model"].items() if name in shape}
     assert len(older["model"]) < len(stored["model"])
     assert differences(older, stored) == []
     assert differences(older | {"optimizer": {"name": "adamw"}, "reading": {}}, stored) == []
-    changed = json.loads(json.dumps(to_dict(override(recipe, ["optimizer.b2=0.5", "lora.rank=2", "seed=1"]))))
+    changed = stored_form(override(recipe, ["optimizer.b2=0.5", "lora.rank=2", "seed=1"]))
     found = differences(older, changed)
     assert "optimizer.b2: 0.95 in the folder, 0.5 now" in found
     assert "lora.rank: None in the folder, 2 now" in found
@@ -169,23 +167,13 @@ def test_an_older_recipe_has_fewer_fields():
 
 
 def test_another_rope_scaling_is_a_difference():
-    scalings = [
-        None,
-        llama_jax.RopeScaling("linear", 4.0),
-        llama_jax.RopeScaling("linear", 8.0),
-        llama_jax.RopeScaling("yarn", 4.0, original_max_seq_len=128),
-        llama_jax.RopeScaling("yarn", 4.0, original_max_seq_len=128, attention_factor=1.0),
-    ]
-    model = tiny().model
-    stored = [
-        json.loads(json.dumps(to_dict(dataclasses.replace(tiny(), model=dataclasses.replace(model, rope_scaling=scaling)))))
-        for scaling in scalings
-    ]
-    for i, before in enumerate(stored):
-        for j, after in enumerate(stored):
-            found = differences(before, after)
-            assert bool(found) == (i != j)
-            assert all(line.startswith("model.rope_scaling.") for line in found)
+    linear, yarn = llama_jax.RopeScaling("linear", 4.0), llama_jax.RopeScaling("yarn", 4.0, original_max_seq_len=128)
+    scalings = [None, linear, replace(linear, factor=8.0), yarn, replace(yarn, attention_factor=1.0)]
+    stored = [stored_form(replace(tiny(), model=replace(tiny().model, rope_scaling=scaling))) for scaling in scalings]
+    for (i, before), (j, after) in itertools.product(enumerate(stored), repeat=2):
+        found = differences(before, after)
+        assert bool(found) == (i != j)
+        assert all(line.startswith("model.rope_scaling.") for line in found)
     assert "model.rope_scaling.kind: None in the folder, 'linear' now" in differences(*stored[:2])
 
 
@@ -237,41 +225,20 @@ def test_what_preferences_cannot_have(changes, mesh, backend, message):
 @pytest.mark.parametrize(
     ("name", "changes", "mesh", "message"),
     [
-        ("tiny", ["virtual_shards=4"], MeshSizes(), "virtual_shards=4 is only for exact=true on text and chats; omit it"),
-        ("tiny", ["exact=true", "virtual_shards=6"], MeshSizes(), "virtual_shards=6 must be a power of two, such as 8"),
-        (
-            "tiny",
-            ["exact=true", "batch=12"],
-            MeshSizes(),
-            "batch=12 must be a multiple of virtual_shards=8 times accumulate=1",
-        ),
-        (
-            "tiny",
-            ["exact=true", "accumulate=4"],
-            MeshSizes(),
-            "batch=16 must be a multiple of virtual_shards=8 times accumu",
-        ),
-        (
-            "tiny",
-            ["exact=true", "optimizer.name=muon"],
-            MeshSizes(),
-            "exact=true needs adamw; .*name='muon'",
-        ),
-        ("tiny", ["exact=true", "lora.rank=2"], MeshSizes(), "exact=true trains whole models; omit lora"),
-        ("tiny", ["exact=true"], MeshSizes(tensor=2), "but tensor=2 divides sums within a row; use data and fsdp"),
-        ("tiny", ["exact=true", "virtual_shards=4"], MeshSizes(2, 4), "virtual_shards=4 cannot be divided over 8 devices"),
-        (
-            "dpo",
-            ["exact=true"],
-            MeshSizes(),
-            "exact=true supports text, chats and rewards, but not preferences; omit it",
-        ),
-        ("grpo", ["exact=true"], MeshSizes(data=2), "exact=true samples on a single device, but the mesh is data=2"),
+        ("tiny", "virtual_shards=4", MeshSizes(), "virtual_shards=4 is only for exact=true on text and chats; omit it"),
+        ("tiny", "exact=true virtual_shards=6", MeshSizes(), "virtual_shards=6 must be a power of two, such as 8"),
+        ("tiny", "exact=true batch=12", MeshSizes(), "batch=12 must be a multiple of virtual_shards=8 times accumulate=1"),
+        ("tiny", "exact=true optimizer.name=muon", MeshSizes(), "exact=true needs adamw; .*name='muon'"),
+        ("tiny", "exact=true lora.rank=2", MeshSizes(), "exact=true trains whole models; omit lora"),
+        ("tiny", "exact=true", MeshSizes(tensor=2), "but tensor=2 divides sums within a row; use data and fsdp"),
+        ("tiny", "exact=true virtual_shards=4", MeshSizes(2, 4), "virtual_shards=4 cannot be divided over 8 devices"),
+        ("dpo", "exact=true", MeshSizes(), "exact=true supports text, chats and rewards, but not preferences; omit it"),
+        ("grpo", "exact=true", MeshSizes(data=2), "exact=true samples on a single device, but the mesh is data=2"),
     ],
 )
 def test_what_exact_training_cannot_have(name, changes, mesh, message):
     with pytest.raises(llama_jax.UserError, match=message):
-        check_task(override(find(name), changes), mesh, "jit")
+        check_task(override(find(name), changes.split()), mesh, "jit")
 
 
 def test_an_exact_batch_fits_any_mesh():

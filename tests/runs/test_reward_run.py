@@ -6,14 +6,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from commands import run_here
 from conftest import jit_init
 from mortal_run import recipe, write_words
 from running import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
 from llama_jax.data import ChatReading
 from llama_jax.errors import TrainingError
-from llama_jax.formats.loading import bundled
 from llama_jax.model.lora import Lora
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
@@ -111,18 +109,6 @@ def test_exactly_the_sampler_is_the_trainer(file, prompts, tmp_path, dtype):
 
 
 @pytest.mark.slow
-def test_stopped_between_two_updates_and_resumed_it_is_the_whole(whole, file, prompts, tmp_path):
-    settings = recipe_for(file, rewards={"updates": 2})
-    stopped = train(settings, tmp_path, [prompts], log=StopAt("step 5/"))
-    assert stopped.step % 2
-    resumed = train(settings, tmp_path, [prompts], resume=True, log=StopAt())
-    same(resumed.state, whole[1].state)
-    names = ("reward", "loss", "clipped", "gap", "length")
-    for ours, theirs in zip(lines(tmp_path, "train"), lines(whole[0], "train"), strict=True):
-        assert [ours[name] for name in names] == [theirs[name] for name in names]
-
-
-@pytest.mark.slow
 def test_a_run_of_equal_rewards_trains_nothing(file, prompts, tmp_path):
     rewards = {"functions": (f"{file}:same",) * 3, "weights": (0.3, 143.7, -9.1), "scale": False}
     result = train(recipe_for(file, steps=2, evaluate_every=0, rewards=rewards), tmp_path, [prompts])
@@ -142,28 +128,6 @@ def test_another_function_is_another_run(file, prompts, tmp_path):
     mine.write_text(REWARDS + "\n")
     with pytest.raises(TrainingError, match=r"the rewards is not what this run began with"):
         train(replace(settings, steps=4), tmp_path / "run", [prompts], resume=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "mesh"),
-    [
-        ({"accumulate": 4}, MeshSizes()),
-        ({}, MeshSizes(2, 2, 2)),
-        pytest.param({"accumulate": 2}, MeshSizes(data=4), marks=pytest.mark.nightly),
-        pytest.param({}, MeshSizes(tensor=4), marks=pytest.mark.nightly),
-    ],
-    ids=["accumulate", "2x2x2", "data", "tensor"],
-)
-def test_over_devices_and_in_parts_it_is_the_same(file, prompts, tmp_path, changes, mesh):
-    settings = {"steps": 2, "evaluate_every": 0, "rewards": {"updates": 2}}
-    train(recipe_for(file, **settings), tmp_path / "one", [prompts])
-    train(recipe_for(file, **settings, **changes), tmp_path / "other", [prompts], mesh=mesh)
-    for ours, theirs in zip(lines(tmp_path / "other", "train"), lines(tmp_path / "one", "train"), strict=True):
-        assert ours["reward"] == theirs["reward"], "the same answers"
-        for name in ("loss", "grad_norm", "clipped"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6)
-    assert lines(tmp_path / "other", "train")[0]["gap"] < 1e-4
 
 
 @pytest.mark.slow
@@ -243,19 +207,3 @@ def test_recipes_that_cannot_be(changes, mesh, message):
 def test_settings_that_cannot_be(changes, message):
     with pytest.raises(ValueError, match=message):
         RewardSettings(**changes)
-
-
-@pytest.mark.slow
-def test_a_function_that_fails_ends_the_run_with_one_line(file, prompts, tmp_path):
-    with pytest.raises(TrainingError, match=r"fails' failed with KeyError: 'no such thing' \(.*judge.py, line 10, in fails"):
-        train(recipe_for(file, rewards={"functions": (f"{file}:fails",)}), tmp_path, [prompts])
-
-
-@pytest.mark.slow
-def test_the_command(file, prompts, tmp_path):
-    given = ["train", "grpo", "--weights", bundled(), "--data", prompts, "--workdir", tmp_path / "run"]
-    changes = "steps=2 batch=64 length=40 rewards.answer=16 lora.rank=4 evaluate_every=0 log_every=1 dtype=float32"
-    done = run_here(*given, *changes.split(), "optimizer.warmup_steps=1", "--reward", f"{file}:letters")
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["rewards"]["functions"] == [f"{file}:letters"]
-    assert "reward" in done.stdout

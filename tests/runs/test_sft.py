@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from commands import run_here
 from mortal_run import recipe
-from running import StopAt, losses, same, stop_and_resume
+from running import StopAt, same
 
 import llama_jax
 from llama_jax.data import ChatReading, open_chats
@@ -55,21 +55,6 @@ def test_answers_are_learnt_and_questions_are_not(whole, chats):
     assert evaluate(config, params, corpus).tokens == 120 * (len(ANSWER) + 1)
     everything = evaluate(config, params, replace(corpus, targets=None)).loss
     assert everything > 1.0
-
-
-@pytest.mark.slow
-def test_a_run_that_is_interrupted_ends_with_the_same_bits(whole, chats, tmp_path):
-    same(stop_and_resume(RECIPE, tmp_path, chats, 40).state, whole[1].state)
-    with pytest.raises(TrainingError, match=r"another recipe \(chats.too_long: 'cut' in the folder, 'drop' now\)"):
-        train(replace(RECIPE, chats=ChatReading(too_long="drop")), tmp_path, chats, resume=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "backend"), [(MeshSizes(2, 2), "jit"), (MeshSizes(2), "pmap")])
-def test_over_devices_the_same_is_learnt(chats, tmp_path, mesh, backend):
-    short = replace(RECIPE, steps=3, evaluate_every=0, log_every=1)
-    alone = losses(short, tmp_path / "alone", chats)
-    np.testing.assert_allclose(losses(short, tmp_path / "mesh", chats, mesh=mesh, backend=backend), alone, rtol=1e-4)
 
 
 @pytest.mark.slow

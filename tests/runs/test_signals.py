@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -37,33 +36,6 @@ def test_a_terminal_that_has_hung_up_does_not_stop_the_saving(name, monkeypatch,
         assert request.name == name
 
 
-def test_a_terminal_that_hangs_up_after_a_line_of_progress(tmp_path):
-    written = []
-
-    def fail():
-        raise OSError(errno.EIO, "Input/output error")
-
-    with (tmp_path / "terminal").open("w") as terminal:
-        stream = SimpleNamespace(isatty=lambda: True, write=written.append, flush=lambda: None, fileno=terminal.fileno)
-        log = Log(stream)
-        log.progress("step 1")
-        stream.flush = fail
-        log.end()
-    assert written == ["step 1", "\n"]
-    assert log.quiet
-
-
-def test_a_handler_that_python_did_not_install_is_replaced_by_the_systems(monkeypatch):
-    """`signal.signal` gives None for it, and does not take None back."""
-    handlers = []
-    monkeypatch.setattr(signals.signal, "signal", lambda number, handler: handlers.append(handler))
-    with signals.StopRequest() as request:
-        request.begin_steps()
-        handlers.clear()
-    assert handlers == [signal.SIG_DFL] * len(handlers)
-    assert handlers
-
-
 LONG_STEPS = """
 import threading
 from dataclasses import replace
@@ -94,41 +66,6 @@ def loss(config, params, *others):
 def long():
     return replace(recipe(), evaluate_every=0, save_every=1, loss=loss)
 """
-
-
-@pytest.fixture
-def said(monkeypatch):
-    """What a command line says at Ctrl-C, and how it would end the process."""
-    found: queue.Queue[str] = queue.Queue()
-
-    def end(*_, how=""):
-        found.put(how)
-
-    monkeypatch.setattr(signals, "say", found.put)
-    monkeypatch.setattr(signals, "end_command", end)
-    before = signal.signal(signal.SIGINT, end)
-    yield found
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_before_the_first_step_leaves_at_once(said):
-    with signals.StopRequest() as request:
-        request.begin_steps()
-        signal.raise_signal(signal.SIGINT)
-        assert said.get(timeout=20) == "stopped before its first step; there was nothing to save"
-
-
-def test_ctrl_c_lets_a_step_end_and_the_second_one_does_not(said):
-    """The thread of the watch does this: the main thread may be in a step that does not end."""
-    with signals.StopRequest() as request:
-        request.begin_steps()
-        request.step_seconds, request.saved_step = 0.1, 2
-        signal.raise_signal(signal.SIGINT)
-        first = said.get(timeout=20)
-        assert request.name == "SIGINT"
-        signal.raise_signal(signal.SIGINT)
-        assert said.get(timeout=20) == "stopped without saving, and --resume continues from step 2"
-    assert first == "SIGINT: finishing and saving this step; Ctrl-C stops at once, and --resume then continues from step 2"
 
 
 @pytest.mark.slow
@@ -209,20 +146,3 @@ def test_all_stop_after_the_same_step(monkeypatch, seconds, asked):
         assert steps * seconds < 2 * VOTE_SECONDS + 2 * seconds
     assert answers == [True, True]
     assert [stopping.name for stopping in job.stopping] == ["SIGTERM", "SIGTERM"]
-
-
-def test_quick_steps_vote_seldom(monkeypatch):
-    job = Job(monkeypatch, 0.01)
-    for _ in range(2000):
-        job.step()
-    assert 2 * 2000 * 0.01 / VOTE_SECONDS * 0.7 < len(job.votes) < 2 * 2000 * 0.011 / VOTE_SECONDS * 1.3
-
-
-def test_one_process_asks_nobody(monkeypatch):
-    monkeypatch.setattr(signals, "StopVote", lambda: pytest.fail("voted"))
-    request = SimpleNamespace(name=None)
-    stopping = Stopping(request, 1)
-    assert not stopping.should_stop()
-    request.name = signal.SIGINT.name
-    assert stopping.should_stop()
-    assert stopping.name == "SIGINT"

@@ -152,20 +152,6 @@ def test_an_upload_goes_on_where_answers_go_wrong(store, kept, fault):
 
 
 @pytest.mark.slow
-def test_no_step_is_removed_because_its_loss_cannot_be_read(store, kept):
-    for step, loss in ((10, 1.0), (20, 2.0)):
-        save(kept, step, step, validation_loss=loss)
-        kept.wait()
-    store.fault = lambda key, before: 500 if key.endswith("10/about/note.json") else None
-    save(kept, 30, 30, validation_loss=3.0)
-    kept.wait()
-    assert stored_steps() == [10, 20, 30]
-    store.fault = lambda key, before: None
-    kept.finish_mirror()
-    assert stored_steps() == [10, 30]
-
-
-@pytest.mark.slow
 def test_another_machine_fetches_the_newest_step(store, monkeypatch, tmp_path):
     with opened() as run, manager(run) as kept:
         (run.path / "metrics.jsonl").write_text("{}\n")
@@ -209,17 +195,6 @@ def test_two_machines_write_to_one_url(store, monkeypatch, tmp_path, caplog):
         assert caplog.messages[0].startswith(f"{RUN}: not uploaded ({said})")
         with pytest.raises(TrainingError, match=said):
             older_manager.finish_mirror()
-
-
-@pytest.mark.slow
-def test_a_stored_step_without_its_metadata_does_not_stay(store, kept):
-    """As two processes that write and remove the same step can leave it."""
-    save(kept, 10, 10)
-    kept.wait()
-    del store.objects["run/checkpoints/10/about/note.json"]
-    save(kept, 20, 20)
-    kept.wait()
-    assert stored_steps() == [20]
 
 
 def test_one_process_of_a_machine_writes(run):
@@ -293,13 +268,3 @@ def test_killed_and_the_same_to_the_bit(environment, text, local, tmp_path):
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_killed_twenty_times_and_the_same_to_the_bit(environment, text, local, tmp_path, seed):
     killed(environment, text, local, tmp_path, 5, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-def test_commands_read_a_run_in_a_store(store, local, calling):
-    from llama_jax.cli.inspect import Inspect
-
-    url = store.upload(local, "copied")
-    assert f"{url}/checkpoints/24: orbax, step 24 of a run" in calling(Inspect, url).out
-    same(llama_jax.load(url).params, llama_jax.load(local).params)

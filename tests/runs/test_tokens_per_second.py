@@ -54,12 +54,10 @@ def tokens_of_steps(settings, data, folder, **options):
     ("changes", "options"),
     [
         ({}, {}),
-        pytest.param({"accumulate": 2}, {"mesh": MeshSizes(2, 2)}, marks=pytest.mark.slow),
-        pytest.param({}, {"mesh": MeshSizes(context=2)}, marks=pytest.mark.slow),
         pytest.param({}, {"mesh": MeshSizes(2), "backend": "pmap"}, marks=pytest.mark.slow),
-        pytest.param({"exact": True, "accumulate": 1}, {"mesh": MeshSizes(4)}, marks=pytest.mark.slow),
+        pytest.param({"exact": True}, {"mesh": MeshSizes(4)}, marks=pytest.mark.slow),
     ],
-    ids=["one", "mesh", "context", "pmap", "exact"],
+    ids=["one", "pmap", "exact"],
 )
 def test_of_chats(data, tmp_path, changes, options):
     settings = replace(recipe(), **QUICK, chats=ChatReading(), **changes)
