@@ -101,20 +101,6 @@ def test_special_tokens_in_texts_are_text_and_warned_of(tmp_path, llama3):
     assert corpus.tokens.tolist() == llama3.encode(rendered + "Hello<|end_of_text|>", bos=False, special=True)
 
 
-def test_chats_by_the_format_of_the_vocabulary(tmp_path, llama3):
-    lines = [
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-        {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Hello"}]},
-        {"instruction": "Hi", "output": "Hello"},
-    ]
-    corpus, counts = open_chats(written(tmp_path / "a.jsonl", lines), llama3, 64)
-    assert counts.kept == 4
-    for whole in (corpus.tokens, corpus.targets):
-        assert (whole.reshape(4, -1) == whole[: corpus.stops[0]]).all()
-    assert llama3.decode(corpus.tokens[corpus.targets]) == "Hello" * 4
-
-
 ANSWERS = {"chosen": "Hello", "rejected": "x"}
 
 

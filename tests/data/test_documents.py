@@ -114,20 +114,3 @@ def test_a_line_that_is_no_document_is_named(line, message, tmp_path):
     path.write_text('{"text": "good"}\n' + line)
     with pytest.raises(DataError, match=re.escape(f"{path}, line 2 {message}" if message[:2] == "is" else message)):
         list(record_documents(path, DocumentFormat()))
-
-
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
-def test_lines_of_another_encoding_are_said_to_be(encoding, tmp_path):
-    path = tmp_path / "some.jsonl"
-    path.write_text('{"text": "café"}\n{"text": "b"}\n', encoding)
-    with pytest.raises(DataError, match=re.escape(f"{path}, line 1 is not UTF-8; save the file as UTF-8")):
-        list(record_documents(path, DocumentFormat()))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"separator": ""}, "separator=''"), ({"longest": 0}, "longest=0"), ({"token_type": "int8"}, "token_type='int8'")],
-)
-def test_a_reading_that_cannot_be(settings, message):
-    with pytest.raises(DataError, match=message):
-        DocumentFormat(**settings)

@@ -162,22 +162,6 @@ def test_two_processes_on_one_cache(data, cache):
     only_file(cache)
 
 
-def test_a_source_that_was_only_touched_is_not_tokenized_again(data, cache, monkeypatch):
-    open_corpus(data, ByteTokenizer(), cache=cache)
-    os.utime(data / "a.txt", ns=(1, 1))
-    monkeypatch.setattr(module, "read_tokens", None)
-    assert texts(open_corpus(data, ByteTokenizer(), cache=cache)) == STORIES
-
-
-def test_a_file_of_another_corpus_is_not_taken_for_this_one(data, cache):
-    open_corpus(data, ByteTokenizer(shift=1), cache=cache)
-    other = only_file(cache).read_bytes()
-    only_file(cache).unlink()
-    open_corpus(data, ByteTokenizer(), cache=cache)
-    only_file(cache).write_bytes(other)
-    assert texts(open_corpus(data, ByteTokenizer(), cache=cache)) == STORIES
-
-
 @pytest.mark.parametrize("length", ["same", "other"])
 def test_a_changed_source_is_tokenized_again(length, data, cache):
     first = open_corpus(data, ByteTokenizer(), cache=cache)
@@ -233,13 +217,6 @@ def test_the_digest_knows_no_paths(data, cache, tmp_path):
     assert open_corpus(data, ByteTokenizer(), cache=cache).digest == second.digest
 
 
-def test_a_failure_leaves_nothing(data, cache):
-    (data / "b.jsonl").write_text('{"text": "good"}\n{')
-    with pytest.raises(DataError, match="line 2 is not JSON"):
-        open_corpus(data, ByteTokenizer(), cache=cache)
-    assert not cache.exists()
-
-
 def test_a_kill_leaves_no_corpus_and_what_it_leaves_goes(data, cache):
     """Killed with a document written and others to come; the next time all is there and nothing else."""
     command = reading(data, cache, "os.kill(os.getpid(), signal.SIGKILL)")
@@ -261,61 +238,24 @@ def test_a_file_that_grows_while_it_is_read_is_refused(data, cache):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("documents", [1, 7])
-def test_progress_sees_every_megabyte_as_it_is_read(documents, tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(module, "MEGABYTE", 100)
-    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 1)
-    tokenizer = ByteTokenizer()
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{"x" * 200}"}}\n' * documents)
-    seen = []
-
-    def progress(megabytes):
-        for megabyte in megabytes:
-            seen.append((megabyte, tokenizer.encoded))
-            yield megabyte
-        seen.append("end")
-
-    open_corpus([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tokenizer, cache=cache, progress=progress)
-    size = 2 * (tmp_path / "a.jsonl").stat().st_size
-    assert [step[0] for step in seen[:-1]] == list(range(-(-size // 100)))
-    assert seen[-1] == "end"
-    encoded = [step[1] for step in seen[:-1]]
-    assert encoded == sorted(encoded)
-    assert len(set(encoded)) == 2 * documents
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("empty.txt", b"", "is empty; is it the right file?"),
-        ("empty.bin", b"", "is empty; is it the right file?"),
-        ("blank.txt", b" \n\n<|endoftext|>\n", "holds no document"),
-        ("blank.jsonl", b'\n{"text": ""}\n', "holds no document"),
-    ],
-)
-def test_a_file_without_documents_is_refused(name, content, message, data, cache):
-    path = data / name
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=re.escape(f"{path} {message}")):
-        open_corpus(data, ByteTokenizer(), cache=cache)
-
-
 def test_paths_with_nothing_to_read(data, tmp_path, cache):
     (tmp_path / "model").mkdir()
     os.mkfifo(tmp_path / "pipe")
+    contents = {"empty.txt": b"", "empty.bin": b"", "blank.txt": b" \n\n<|endoftext|>\n", "blank.jsonl": b'\n{"text": ""}\n'}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
     for paths, message in [
+        *((tmp_path / name, f"{name} is empty; is it the right file?") for name in ("empty.txt", "empty.bin")),
+        *((tmp_path / name, f"{name} holds no document") for name in ("blank.txt", "blank.jsonl")),
         (tmp_path / "none", "none does not exist"),
-        (
-            tmp_path / "model",
-            "model holds no file that ends in .txt, .jsonl, .parquet, .arrow, .bin, .array_record, .corpus",
-        ),
+        (tmp_path / "model", "model holds no file that ends in .txt, .jsonl, .parquet, .arrow, .bin, .array_record"),
         (tmp_path / "pipe", "pipe is neither a file nor a folder"),
         ([], "no data files given"),
         ([data, str(data / "a.txt")], "a.txt is given twice"),
     ]:
         with pytest.raises(DataError, match=re.escape(message)):
             open_corpus(paths, ByteTokenizer(), cache=cache)
+    assert not cache.exists()
 
 
 def test_a_cache_that_cannot_be_written_names_the_remedy(data):

@@ -67,13 +67,6 @@ def test_a_bin_has_documents_from_bos_and_after_eos(ids, ends, dtype, space_pref
     assert found == in_documents(ids, *ends, space_prefix)
 
 
-def test_ids_of_a_large_vocabulary_are_uint32(tmp_path):
-    path = tmp_path / "some.bin"
-    tokenizer = ByteTokenizer(vocab_size=1 << 17)
-    np.array([BOS, 65, 100_000, EOS], np.uint32).tofile(path)
-    assert documents(path, tokenizer) == [([BOS, 65, 100_000, EOS], 1)]
-
-
 @pytest.mark.parametrize("space_prefix", [False, True])
 def test_each_record_is_a_document(space_prefix, tmp_path):
     path = tmp_path / "some.array_record"
@@ -119,14 +112,6 @@ def test_ids_that_cannot_be(content, reading, message, tmp_path):
     with pytest.raises(DataError, match=re.escape(message)) as error:
         documents(path, **reading)
     assert str(path) in str(error.value)
-
-
-def test_the_place_of_a_token_counts_from_the_beginning_of_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BIN_TOKENS", 4)
-    path = tmp_path / "some.bin"
-    np.array([1, 2, 3, 4, 5, 999], "u2").tofile(path)
-    with pytest.raises(DataError, match="token 5 is 999"):
-        documents(path)
 
 
 def test_records_that_cannot_be(tmp_path):

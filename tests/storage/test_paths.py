@@ -11,7 +11,7 @@ import pytest
 from llama_jax.data.build_corpus import tokenize_files
 from llama_jax.errors import UserError
 from llama_jax.runs.loop import train
-from llama_jax.storage import StoredPath, consistent_reader, locate, on_disk, paths
+from llama_jax.storage import StoredPath, locate, on_disk, paths
 from llama_jax.storage.consistent_reader import FOLDER_ENTRY, StoreEntry, StoreView
 
 OBJECTS = {"models/a/config.json": b"{}", "models/a/model.bin": bytes(range(100)), "models/b.gguf": b"GGUF", "top": b"t"}
@@ -150,13 +150,6 @@ def test_files_are_read_by_ranges(memory):
         assert buffered.read(4) == content[:4]
         assert buffered.read() == content[4:]
     assert memory.asked == [("read", "models/a/model.bin", 0, 100)]
-
-
-def test_large_ranges_are_asked_for_in_pieces(memory, monkeypatch):
-    monkeypatch.setattr(consistent_reader, "MAX_REQUEST_BYTES", 30)
-    with at(memory, "models/a/model.bin").open("rb", buffering=0) as raw:
-        assert raw.read() == OBJECTS["models/a/model.bin"]
-    assert [each[2:] for each in memory.asked if each[0] == "read"] == [(0, 30), (30, 60), (60, 90), (90, 100)]
 
 
 def test_what_is_no_file(memory):
