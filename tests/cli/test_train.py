@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -128,20 +127,6 @@ def test_resume_of_an_ended_run_changes_nothing(run, ended, tmp_path):
     assert "resumed at step 4" in out
     assert "no profile: step 3 was taken before this start" in out
     assert before == {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
-
-
-def test_the_time_to_the_first_step_is_told(run, ended, tmp_path):
-    folder = Path(shutil.copytree(ended, tmp_path / "run"))
-    shutil.rmtree(folder / "checkpoints/4")
-    took = numbers(folder, "event")[0]["compile_seconds"]
-    text = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(text.replace(f'"compile_seconds": {took}', '"compile_seconds": 93.4'))
-    code, out, err = run(SMALL, "--workdir", folder, "--data", "text.txt", "--resume")
-    assert (code, err) == (0, "")
-    assert "compiling the training step, about 93 s\ncompiled in " in out
-    assert re.search(
-        r"resumed at step 2\nfirst step in [0-9.]+ s, about \d+ s left; the next line comes in about \d+ s\nstep 4/4", out
-    )
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
 from llama_jax.runs.pretrained import describe_weights, digest, load_frozen
-from llama_jax.training.optimizer import OptimizerSettings
 
 FULL = replace(recipe(), steps=4, evaluate_every=4, save_every=4, log_every=4, ema_decay=0.0)
 RECIPE = replace(
@@ -153,19 +152,6 @@ def test_a_quantized_base_is_kept_where_layers_differ_too(tmp_path):
     tensors = open_checkpoint(tmp_path / "a.gguf").tensors
     assert describe_weights(RECIPE, tensors) == ["weights: q8_0 and q4_0, kept as they are under the adapters"]
     assert describe_weights(FULL, tensors) == ["weights: q8_0 and q4_0, dequantized to float32 for training"]
-
-
-def test_recipes_that_cannot_be():
-    for changes, message in (
-        ({"optimizer": OptimizerSettings(name="muon")}, "optimizer.name='muon' is for whole matrices"),
-        ({"lora": None, "quantize": "int8"}, "quantize='int8' are for adapters and the frozen model"),
-        ({"lora": None, "optimizer": OptimizerSettings(lora_plus=4.0)}, "lora_plus=4.0 and .* set lora.rank"),
-        ({"neftune": -1.0}, "neftune=-1.0 must be at least 0"),
-        ({"neftune": 5.0, "loss": print}, "neftune=5.0 is a part of the default loss, which loss replaces"),
-        ({"quantize": "int3"}, "quantize='int3' must be one of none, int8"),
-    ):
-        with pytest.raises(TrainingError, match=message):
-            replace(RECIPE, **changes)
 
 
 def test_on_the_command_line():

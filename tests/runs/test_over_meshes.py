@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from llama_jax.evaluation.measure import WindowRows, token_nats
 from llama_jax.model.forward_options import Compute
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.sharding import evaluation_sharding, param_specs, shardings
-from llama_jax.runs.compiled_step import make_program, repays_unrolling
+from llama_jax.runs.compiled_step import make_program
 from llama_jax.runs.loop import sample_prompts
 from llama_jax.runs.pretrained import load_weights
 from llama_jax.runs.tasks.language_modeling import text_objective
@@ -34,9 +33,6 @@ each_mesh = pytest.mark.parametrize(
     ],
     ids=str,
 )
-
-
-TINYLLAMA = llama_jax.preset("tinyllama-1.1b")
 
 
 @pytest.fixture(scope="module")
@@ -105,21 +101,3 @@ def test_weights_are_read_straight_into_shares(params, tmp_path):
     by_pmap = make_program(RECIPE, text_objective(RECIPE), MeshSizes(data=8), "pmap")
     start, _ = load_weights(RECIPE, tmp_path / "model", MeshSizes(data=8), None)
     jax.tree.map(np.testing.assert_array_equal, by_pmap.init_state(start).params, params)
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind", "devices", "repays"),
-    [
-        ({"steps": 5000}, "NVIDIA H200", 1, True),
-        ({"steps": 100}, "NVIDIA H200", 1, False),  # half a minute of steps
-        ({"steps": 5000}, "NVIDIA H200", 8, False),
-        ({"steps": 5000, "model": replace(TINYLLAMA, n_layers=80)}, "NVIDIA H200", 1, False),
-        ({"steps": 5000, "exact": True}, "NVIDIA H200", 1, False),
-        ({"steps": 5000}, "NVIDIA Unknown", 1, False),
-    ],
-)
-def test_layers_are_unrolled_where_that_repays_compiling(changes, kind, devices, repays):
-    long = replace(RECIPE, model=TINYLLAMA, batch=8, length=2048)
-    device = SimpleNamespace(platform="gpu", device_kind=kind)
-    assert repays_unrolling(replace(long, **changes), device, devices) == repays
-    assert not repays_unrolling(replace(long, **changes), jax.devices("cpu")[0], devices)

@@ -327,23 +327,16 @@ def test_a_file_without_the_functions_is_refused(made, tmp_path):
     (tmp_path / "mine.py").write_text("norm = 1")
     shutil.copy(made.file, tmp_path / "yours.py")
     (tmp_path / "fails.py").write_text("1 / 0")
-    (tmp_path / "mine.txt").write_text("")
-    generate = partial(run_here, "generate", "the", "--model", made.own, "--exact", "--parts")
-    assert "mine.py has no function 'attend', which the model uses as its attend (mine:attend)" in error_of(
-        generate(tmp_path / "mine.py")
-    )
-    assert "has yours:attend as 'attend', but the model's attend is mine:attend" in error_of(generate(tmp_path / "yours.py"))
-    assert "failed with ZeroDivisionError" in error_of(generate(tmp_path / "fails.py"))
-    assert "is not a Python file" in error_of(generate(tmp_path / "mine.txt"))
-    assert "does not exist" in error_of(generate(tmp_path / "none.py"))
-    assert "exact=True is for the library's parts, and the model has Parts(attend='mine:attend'" in error_of(
-        generate(made.file)
-    )
-    evaluate = "eval", made.own, "--data", made.short, "--attention", "dense", "--parts", made.file
-    assert "attention='dense' is for the library's attention, which Parts(" in error_of(run_here(*evaluate))
-    assert "is only for a model that names custom functions; omit it" in error_of(
-        run_here("generate", "the", "--parts", made.file)  # with the bundled model
-    )
+    for file, message in (
+        (tmp_path / "mine.py", "mine.py has no function 'attend', which the model uses as its attend (mine:attend)"),
+        (tmp_path / "yours.py", "has yours:attend as 'attend', but the model's attend is mine:attend"),
+        (tmp_path / "fails.py", "failed with ZeroDivisionError"),
+        (tmp_path / "none.py", "does not exist"),
+        (made.file, "exact=True is for the library's parts, and the model has Parts(attend='mine:attend'"),
+    ):
+        assert message in error_of(run_here("generate", "the", "--model", made.own, "--exact", "--parts", file))
+    bundled = error_of(run_here("generate", "the", "--parts", made.file))
+    assert "is only for a model that names custom functions; omit it" in bundled
 
 
 def test_files_keep_the_names_or_are_refused(made, tmp_path):

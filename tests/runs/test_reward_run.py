@@ -10,12 +10,9 @@ from conftest import jit_init
 from mortal_run import recipe, write_words
 from running import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
-from llama_jax.data import ChatReading
 from llama_jax.errors import TrainingError
 from llama_jax.model.lora import Lora
-from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
-from llama_jax.runs.preflight import check_task
 from llama_jax.runs.recipe import RewardSettings
 from llama_jax.training.optimizer import OptimizerSettings
 
@@ -175,35 +172,3 @@ def test_nothing_is_compiled_after_the_first_step(file, prompts, tmp_path, caplo
     with jax.log_compiles():
         train(recipe_for(file, steps=4, evaluate_every=0, rewards={"updates": 2}), tmp_path, [prompts], log=Counting())
     assert [record.message for record in caplog.records if "Compiling" in record.message] == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "mesh", "message"),
-    [
-        ({"chats": ChatReading()}, MeshSizes(), "rewards are for prompts, and chats for conversations"),
-        ({"z_loss": 1e-4}, MeshSizes(), "z_loss=0.0001 is a part of the default loss, which rewards replaces"),
-        ({"batch": 30}, MeshSizes(), "batch=30 answers must be a multiple of rewards.group=8"),
-        ({}, MeshSizes(data=8), r"= 4 prompts, which cannot be divided over data\*fsdp=8; use a multiple"),
-        ({}, MeshSizes(context=2), "rewards need whole rows"),
-        ({"length": 7}, MeshSizes(), "rewards.answer=8 leaves no room for a prompt in length=7"),
-    ],
-)
-def test_recipes_that_cannot_be(changes, mesh, message):
-    settings = recipe_for("judge.py")
-    with pytest.raises(TrainingError, match=message):
-        check_task(replace(settings, **changes), mesh, "jit")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"group": 1}, "rewards.group=1 must be at least 2"),
-        ({"truncated": "drop"}, "rewards.truncated='drop' must be one of count, mask"),
-        ({"held": -1}, "rewards.held=-1 must be at least 0"),
-        ({"temperature": 0.0}, "rewards.temperature=0.0 must be a finite number above 0"),
-        ({"clip": 2.0}, "clip=2.0 must be at least 0 and below 1"),
-    ],
-)
-def test_settings_that_cannot_be(changes, message):
-    with pytest.raises(ValueError, match=message):
-        RewardSettings(**changes)

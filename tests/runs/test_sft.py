@@ -72,8 +72,6 @@ def test_fine_tuning_needs_a_model(chats, tmp_path):
     talk.write_text(json.dumps({"instruction": "a", "output": "b"}) + "\n")
     with pytest.raises(TrainingError, match=r"no chat template.*in training set chats.format=plain"):
         train(RECIPE, tmp_path / "run", talk)
-    with pytest.raises(TrainingError, match="vocabulary='bpe' is learned from text, but the data are chats"):
-        replace(RECIPE, vocabulary="bpe")
 
 
 @pytest.mark.slow

@@ -134,24 +134,6 @@ def test_a_store_that_fails_does_not_end_the_run(store, request, fault, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [500, "lost"])
-def test_an_upload_goes_on_where_answers_go_wrong(store, kept, fault):
-    failed = set()
-
-    def once(key, changes):
-        first = key not in failed
-        failed.add(key)
-        return fault if first else None
-
-    store.write_fault = once
-    store.fault = lambda key, before: ("reset", "cut", None)[before % 3]
-    save(kept, 10, 10)
-    kept.wait()
-    assert stored_steps() == [10]
-    same(llama_jax.load(RUN).params, state_of(10).params)
-
-
-@pytest.mark.slow
 def test_another_machine_fetches_the_newest_step(store, monkeypatch, tmp_path):
     with opened() as run, manager(run) as kept:
         (run.path / "metrics.jsonl").write_text("{}\n")

@@ -1,6 +1,5 @@
 """The manifests of docs/serving/kubernetes, beside what the server really has: options, routes, metrics, seconds to end."""
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from llama_jax.serving.options import CHUNK
 FOLDER = Path(__file__).parents[2] / "docs" / "serving" / "kubernetes"
 REPLICAS = list(yaml.safe_load_all((FOLDER / "replicas" / "deployment.yaml").read_text()))
 GATEWAY = list(yaml.safe_load_all((FOLDER / "gateway.yaml").read_text()))
-OVERLAY = yaml.safe_load((FOLDER / "gpu" / "kustomization.yaml").read_text())
 
 
 def of_kind(documents, kind, name="llama"):
@@ -25,35 +23,9 @@ def of_kind(documents, kind, name="llama"):
     return found
 
 
-def patched(document, operations):
-    """A document after a JSON patch (RFC 6902) that replaces and adds."""
-    document = copy.deepcopy(document)
-    for operation in operations:
-        *folders, last = operation["path"].strip("/").split("/")
-        at = document
-        for key in folders:
-            at = at[int(key)] if isinstance(at, list) else at[key]
-        if isinstance(at, list):
-            assert (operation["op"], last) == ("add", "-")
-            at.append(operation["value"])
-        else:
-            assert (last in at) == (operation["op"] == "replace"), operation
-            at[last] = operation["value"]
-    return document
-
-
-def with_gpus():
-    (patch,) = OVERLAY["patches"]
-    deployment = of_kind(REPLICAS, patch["target"]["kind"], patch["target"]["name"])
-    return patched(deployment, yaml.safe_load(patch["patch"]))
-
-
-DEPLOYMENTS = {"replicas": lambda: of_kind(REPLICAS, "Deployment"), "gpu": with_gpus}
-
-
-@pytest.fixture(params=DEPLOYMENTS)
-def deployment(request):
-    return DEPLOYMENTS[request.param]()
+@pytest.fixture
+def deployment():
+    return of_kind(REPLICAS, "Deployment")
 
 
 def container_of(deployment):

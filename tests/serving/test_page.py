@@ -99,11 +99,6 @@ def click(browser, selector):
     browser.get(f"document.querySelector({selector!r}).click()")
 
 
-def choose(browser, name, value):
-    place = f"document.getElementById({name!r})"
-    browser.get(f"{place}.value = {value!r}; {place}.dispatchEvent(new Event('change'))")
-
-
 def say(browser, text):
     browser.get("document.getElementById('text').focus()")
     browser.type(text)
@@ -157,34 +152,6 @@ def test_a_chat_in_the_browser(browser):
         loaded = browser.get("performance.getEntriesByType('resource').map(one => new URL(one.name).origin)")
         assert set(loaded) == {address}
     assert [e for e in browser.errors if "400" not in str(e) and "favicon" not in str(e)] == []
-
-
-@pytest.mark.slow
-def test_tokens_with_their_alternatives(browser):
-    with listening(FakeEngine(says=saying(f"1: {SAID}\n")), served()) as address:
-        browser.open(address)
-        browser.until("document.querySelectorAll('.example').length === 4")
-        click(browser, ".example")
-        browser.until(f"{BODY}.startsWith('1:') && {IDLE}")
-        assert browser.get("document.querySelector('.user .body').textContent === EXAMPLES.chat[0]")
-        assert not browser.get("document.querySelector('.token')")
-        click(browser, ".view")
-
-        # Each token has a color by its probability, also the one that a character of four bytes ended.
-        tokens = browser.get(
-            "[...document.querySelectorAll('.token')].map(t => [t.textContent, getComputedStyle(t).backgroundColor])"
-        )
-        assert "".join(text for text, _ in tokens) == f"1: {SAID}\n"
-        assert "🦙" in [text for text, _ in tokens]
-        assert all(re.match(r"color\(srgb .* / 0\.\d+\)$", color) for _, color in tokens)
-        assert "mean log-probability -0." in browser.get("document.querySelector('.legend').textContent")
-
-        # The keyboard shows what else there was.
-        rows = "[...document.querySelectorAll('#tip div')].map(row => [row.className, row.textContent])"
-        browser.get("document.querySelector('.token').focus()")
-        assert browser.get(rows)[:3] == [["", '"A"60.7%'], ["chosen", '"1"60.7%'], ["", '"B"22.3%']]
-        browser.press("Escape")
-        assert not browser.get("document.getElementById('tip').checkVisibility()")
 
 
 @pytest.mark.slow

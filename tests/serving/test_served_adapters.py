@@ -14,7 +14,7 @@ from conftest import sharp
 from fakes import FakeEngine, served
 from program_report import DeviceProgram, find_copies
 from test_api import ask, error_of
-from test_engine import SMALL, Client, come_and_go, exhaust, run, run_warm, some_request
+from test_engine import SMALL, Client, come_and_go, exhaust, run, some_request
 from test_engine import alone as generated_alone
 
 import llama_jax
@@ -95,22 +95,6 @@ def test_among_others_that_come_and_go(tabled, alone, seed):
     rng = random.Random(seed)
     wanted = [some_request(rng) | {"adapter": rng.randrange(-1, 3)} for _ in range(24)]
     come_and_go(Engine(*tabled, SMALL), wanted, rng, alone)
-
-
-@pytest.mark.nightly
-def test_nothing_is_compiled_once_it_is_warm_with_drafts_too(tabled, alone, monkeypatch):
-    from llama_jax.serving.drafting import LookupDrafting
-
-    rng = random.Random(3)
-    monkeypatch.setattr(LookupDrafting, "choose", lambda self, shape, rows: 4 if any(rows) and rng.random() < 0.5 else 0)
-    extras = lambda: {"adapter": rng.randrange(-1, 3), "score_prompt": rng.random() < 0.2}
-    engine = Engine(*tabled, replace(SMALL, draft=llama_jax.PromptLookup(tokens=4)))
-    clients, stats = run_warm(engine, (some_request(rng) | extras() for _ in range(30)))
-    assert stats.drafted > 0
-    for client in clients:
-        assert client.ids == alone(client.request).tokens
-        if client.request.score_prompt:
-            assert len(client.updates[0].prompt) == len(client.request.prompt)
 
 
 @pytest.mark.slow

@@ -2,16 +2,13 @@
 
 import json
 from contextlib import contextmanager
-from dataclasses import replace
 
-import jax
 import pytest
 import vocabularies
 from dialect_templates import TOOL_TEMPLATES
 from fakes import FakeEngine, following, listening, served, talk
 
 import llama_jax
-from llama_jax.config.presets import preset
 from llama_jax.serving.engine import Engine
 from llama_jax.tokenizers import reply_ends
 from llama_jax.tokenizers.load import replace_chat_template
@@ -91,19 +88,6 @@ def test_three_turns_with_tools(name):
         for stream in (False, True):
             run_loop(client, stream)
         assert client.models.retrieve("fake").id == "fake"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TOOL_TEMPLATES)
-def test_three_turns_with_a_random_model(name):
-    template, _, tokens = TOOL_TEMPLATES[name]
-    tokenizer = vocabularies.with_tokens(template, tokens)
-    config = replace(preset("stories-260k"), vocab_size=tokenizer.vocab_size, max_seq_len=8192)
-    params = llama_jax.init(config, jax.random.key(0))
-    engine = Engine(config, params, llama_jax.EngineOptions(rows=1, context=8192, prefill_chunk=256))
-    with client_of(engine, served(tokenizer, "template")) as client:
-        for stream in (False, True):
-            run_loop(client, stream, temperature=0.5, seed=1, parallel_tool_calls=False)
 
 
 @pytest.mark.real

@@ -1,6 +1,5 @@
 """What a path or a URL names, and what is asked of a store for it; no server, and no library of one."""
 
-import errno
 import os
 import subprocess
 import sys
@@ -107,30 +106,6 @@ def test_names_of_what_lies_in_a_store(memory):
     assert len({file, folder / "config.json", folder}) == 2
 
 
-def test_a_folder_is_listed_once_and_its_files_not_asked_for(memory):
-    folder = at(memory, "models/a")
-    for _ in range(2):
-        assert folder.exists()
-        assert folder.is_dir()
-        assert not folder.is_file()
-        assert (folder / "config.json").is_file()
-        assert (folder / "model.bin").stat().st_size == 100
-        assert not (folder / "none").exists()
-        assert not (folder / "none/deep/er").exists()
-        assert not (folder / "config.json" / "x").exists()
-    assert memory.asked == [("names", "models/a")]
-
-
-def test_a_file_is_asked_for_by_its_name(memory):
-    file = at(memory, "models/b.gguf")
-    assert file.is_file()
-    assert file.stat().st_size == 4
-    assert memory.asked == [("names", "models/b.gguf"), ("head", "models/b.gguf")]
-    assert (file.parent / "a").is_dir()
-    assert file.is_file()
-    assert not at(memory, "models/none").exists()
-
-
 def test_files_are_read_by_ranges(memory):
     file = at(memory, "models/a/model.bin")
     content = OBJECTS["models/a/model.bin"]
@@ -158,13 +133,6 @@ def test_what_is_no_file(memory):
     assert missing.value.filename == "s3://bucket/models/none"
     with pytest.raises(IsADirectoryError):
         at(memory, "models").stat()
-
-
-def test_an_answer_that_is_too_short_is_an_error_that_names_the_object(memory):
-    memory.read = lambda key, start, stop, version: memoryview(b"G")
-    with pytest.raises(OSError, match="only 1 of 4 bytes arrived") as failed:
-        at(memory, "models/b.gguf").open().read()
-    assert (failed.value.errno, failed.value.filename) == (errno.EIO, "s3://bucket/models/b.gguf")
 
 
 def test_without_its_library_a_url_says_what_to_install(monkeypatch):
