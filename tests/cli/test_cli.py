@@ -255,3 +255,42 @@ print(os.environ.get("KNOWN"), os.environ.get("XLA_FLAGS", ""))
     assert done.stderr.strip() == "llama-jax: flags that this version of XLA does not have are omitted: xla_no_such_flag"
     done = run(XLA_FLAGS="", LLAMA_JAX_FLAGS="off")
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["None"], "")
+
+
+@pytest.mark.slow
+def test_generate_over_a_mesh_gives_the_same_text():
+    """Its one key/value head is copied for the second device."""
+    arguments = ["generate", "Once upon a time", "--dtype", "float32", "--seed", 3, "--max-new-tokens", 12, "--json"]
+    alone, divided = (process(*arguments, *mesh, JAX_NUM_CPU_DEVICES=2) for mesh in ((), ("--mesh", "tensor=2")))
+    assert divided.returncode == 0, divided.stderr
+    one, two = json.loads(alone.stdout), json.loads(divided.stdout)
+    assert two["tokens"] == one["tokens"]
+    assert (one["statistics"]["mesh"], two["statistics"]["mesh"]) == ("", "data=1,fsdp=1,tensor=2")
+    assert "2.4M parameters" in divided.stderr  # the model's own, not those of the copies
+
+
+@pytest.mark.slow
+def test_generate_compiles_nothing_more_than_compile(tmp_path):
+    cache = {"JAX_COMPILATION_CACHE_DIR": tmp_path}
+    done = process("compile", "--max-tokens", "16", **cache)
+    assert done.returncode == 0
+    programs = sorted(path.name for path in tmp_path.iterdir())
+    assert done.stdout.startswith(f"{len(programs)} programs made, ")
+    for temperature in ("0", "0.8"):  # two programs
+        done = process("generate", "Once", "--max-new-tokens", "9", "--temperature", temperature, **cache)
+        assert done.returncode == 0
+        assert sorted(path.name for path in tmp_path.iterdir()) == programs
+    assert process("compile", "--max-tokens", "16", **cache).stdout.startswith("0 programs made, 0.0 MB")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"JAX_COMPILATION_CACHE_DIR": "s3://bucket/programs"}, "compile needs JAX's compilation cache"),
+        ({"JAX_COMPILATION_CACHE_DIR": __file__}, "cannot be written"),
+    ],
+)
+def test_a_cache_that_compile_cannot_fill_is_refused(variables, message):
+    done = process("compile", **variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr.splitlines()[-1]

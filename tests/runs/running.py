@@ -145,7 +145,7 @@ def write_dated_vocabulary(folder):
 def write_dialogs(file, count=40, question="question"):
     """Chats with a question and an answer."""
     answer = {"role": "assistant", "content": "yes"}
-    chats = [[{"role": "user", "content": f"{question} {i}"}, answer] for i in range(count)]
+    chats = [[{"role": "user", "content": f"{question} {i}"}, answer] for i in range(10, 10 + count)]
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     return file
 

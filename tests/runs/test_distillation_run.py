@@ -13,7 +13,6 @@ import llama_jax
 from llama_jax.errors import TrainingError
 from llama_jax.model.lora import Lora
 from llama_jax.runs.loop import train
-from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 from llama_jax.training.distillation import DistillOptions
 
 pytestmark = pytest.mark.slow
@@ -78,12 +77,9 @@ def test_teachers_that_cannot_be(teacher, text, student, whole, tmp_path):
             {"model": replace(SMALL.model, vocab_size=384)},
             r"a vocabulary of 320, but the student one of 384, .* student, model",
         ),
-        ({"z_loss": 0.1}, r"z_loss=0.1 is a part of the default loss, which distill replaces"),
     ):
         with pytest.raises(TrainingError, match=message):
             train(replace(student, **changes), folder, "missing.txt")
-    with pytest.raises(TrainingError, match="pmap does not train on a teacher's predictions; use jit"):
-        train(student, folder, "missing.txt", backend="pmap")
     assert not folder.exists()
     config, params, tokenizer = llama_jax.load(teacher)
     llama_jax.save(tmp_path / "other", config, params.replace(final_norm=params.final_norm * 1.1), tokenizer)
@@ -93,4 +89,3 @@ def test_teachers_that_cannot_be(teacher, text, student, whole, tmp_path):
     llama_jax.save(tmp_path / "moved", config, params, tokenizer)
     moved = replace(student, distill=replace(student.distill, teacher=str(tmp_path / "moved")))
     same(train(moved, whole[0], [text], resume=True, log=StopAt()).state, whole[1].state)
-    assert byte_tokenizer().vocab_size < 320

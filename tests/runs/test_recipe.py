@@ -110,6 +110,7 @@ REFUSED = [
     ("dpo", "pmap", "pmap does not train on preferences; use jit"),
     ("dpo", "context=2", "divides rows over context, but preferences need whole rows; use data, fsdp"),
     ("dpo z_loss=1e-4", "", "z_loss=0.0001 is a part of the default loss, which preference replaces"),
+    ("distill", "pmap", "pmap does not train on a teacher's predictions; use jit"),
     ("distill z_loss=0.1", "", r"z_loss=0.1 is a part of the default loss, which distill replaces"),
     ("grpo chats.format=plain", "", "rewards are for prompts, and chats for conversations"),
     ("grpo z_loss=1e-4", "", "z_loss=0.0001 is a part of the default loss, which rewards replaces"),

@@ -22,15 +22,17 @@ from running import (  # noqa: F401  # some are fixtures
     zone_fixture,
 )
 
-from llama_jax.data import ChatReading
+from llama_jax.cli.eval import Eval
+from llama_jax.data import ChatReading, DataError, open_chats, open_preferences
+from llama_jax.data.rl_prompts import open_prompts
 from llama_jax.formats.loading import bundled
+from llama_jax.formats.step_dirs import CHECKPOINTS, read_metadata
 from llama_jax.model.lora import Lora
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
+from llama_jax.tokenizers import load_tokenizer
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.preference_loss import PreferenceOptions
-
-pytestmark = pytest.mark.slow
 
 TEXT = replace(mortal_run.recipe(), steps=4, length=40, vocabulary="given", evaluate_every=2, save_every=2, ema_decay=0.0)
 CHATS = replace(TEXT, chats=ChatReading())
@@ -52,7 +54,7 @@ def data(tmp_path_factory, text):
         return [{"role": role, "content": content}]
 
     rows = {"pairs": [], "judged": [], "prompts": []}
-    for i in range(40):
+    for i in range(10, 50):
         ask = said("user", f"question {i}")
         rows["pairs"].append({"prompt": ask, "chosen": said("assistant", "yes"), "rejected": said("assistant", "no")})
         rows["judged"].append({"prompt": ask, "completion": said("assistant", "yes"), "label": i % 2 == 0})
@@ -99,6 +101,7 @@ def trained(tasks, data, base):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task", ["text with adapters", "chats", "pairs", "pairs with adapters", "judged", "rewards", "teacher"]
 )
@@ -120,6 +123,8 @@ def test_resumed_on_another_day_it_ends_with_the_same_bits(trained, tmp_path, zo
 
 
 WAYS = {
+    "alone": ({}, {}),
+    "exact": ({"exact": True}, {"mesh": MeshSizes(data=4)}),
     "mesh": ({}, {"mesh": MeshSizes(fsdp=2, tensor=2)}),
     "parts": ({"accumulate": 2}, {"mesh": MeshSizes(data=2)}),
     "context": ({}, {"mesh": MeshSizes(context=2)}),
@@ -144,6 +149,7 @@ def alone(trained, tmp_path_factory):
     return folder_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "way"),
     [
@@ -167,6 +173,7 @@ def test_over_devices_and_in_parts_the_same_is_learnt(trained, alone, tmp_path, 
 SHAPE = "model.vocab_size=320 model.dim=16 model.n_layers=1 model.hidden_dim=32 model.n_heads=4 model.n_kv_heads=2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -188,3 +195,66 @@ def test_the_command(base, data, tmp_path, line, said):
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
     assert lines(tmp_path / "run", "train")[-1]["step"] == 2
+
+
+def sizes_of(corpus):
+    """How many tokens a document has, and how many of them are targets, where all have as many."""
+    (size,) = set((corpus.stops - corpus.starts).tolist())
+    return size, corpus.targets.sum() // corpus.document_count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "way"),
+    [("text with adapters", "alone"), *(("chats", way) for way in ("alone", "pmap", "exact"))]
+    + [(task, "alone") for task in ("pairs", "judged", "rewards", "teacher")],
+)
+def test_tokens_per_second_are_of_tokens_that_are_not_padding(trained, data, vocabulary, tmp_path, task, way):
+    changes, options = WAYS[way]
+    trained(task, tmp_path, changes=SHORT | {"evaluate_every": 0} | changes, **options)
+    tokenizer, logged = load_tokenizer(vocabulary), lines(tmp_path, "train")
+    size, targets = sizes_of(open_chats(data["chats"], tokenizer, 40).corpus)
+    rejected, _ = sizes_of(open_preferences(data["pairs"], tokenizer, 40).rejected)
+    prompt = len(open_prompts(data["prompts"], tokenizer, 40).ids[0])
+    expected = {
+        "text with adapters": [8 * 40] * 3,  # rows are full
+        "pairs": [4 * (size + rejected)] * 3,
+        "judged": [4 * size] * 3,
+        "rewards": [32 * (prompt + line.get("length", 0)) for line in logged],
+    }.get(task, [8 * size] * 3)  # the teacher reads them too, which does not count
+    seconds = np.diff([0.0, *(line["seconds"] for line in logged)])
+    np.testing.assert_allclose(seconds * [line["tokens_per_second"] for line in logged], expected, rtol=1e-3)
+    if task == "chats":
+        assert [line["tokens"] for line in logged] == [8 * targets * step for step in (1, 2, 3)]
+
+
+@pytest.mark.slow
+def test_an_evaluation_repeats_that_of_the_run_if_it_has_its_time(tmp_path, zone, vocabulary, data, calling):
+    zone(WEST)
+    held = write_dialogs(tmp_path / "held.jsonl", 8, "another")
+    result = train(CHATS, tmp_path / "run", data["chats"], validation_data=held, tokenizer=vocabulary)
+    recorded = read_metadata(tmp_path / "run" / CHECKPOINTS)["recipe"]["chats"]["template_time"]
+    zone(EAST)
+    evaluation = (Eval, tmp_path / "run", "--data", held, "--length", 40, "--json")
+    dated, today = (json.loads(calling(*evaluation, *more).out) for more in (("--template-time", recorded), ()))
+    assert dated["loss"] == pytest.approx(result.validation.loss, abs=1e-6)
+    assert abs(today["loss"] - result.validation.loss) > 1e-5
+
+
+def test_chats_with_a_given_time_are_the_same_anywhere(zone, vocabulary, data):
+    tokenizer = load_tokenizer(vocabulary)
+    digests = {}
+    for name in (WEST, EAST):
+        zone(name)
+        for reading in (ChatReading(), ChatReading(template_time="2026-07-31T23:59:59")):
+            digests[name, reading.template_time] = open_chats(data["chats"], tokenizer, 40, reading).corpus.digest
+    assert digests[WEST, "2026-07-31T23:59:59"] == digests[EAST, "2026-07-31T23:59:59"]
+    assert digests[WEST, None] != digests[EAST, None]
+    with pytest.raises(DataError, match="template_time='tomorrow' must be a date or a time"):
+        ChatReading(template_time="tomorrow")
+
+
+def test_a_run_without_a_date_in_its_chats_records_none(tmp_path, data):
+    plain = replace(CHATS, steps=3, chats=ChatReading("plain"), vocabulary="byte", evaluate_every=0)
+    train(plain, tmp_path, data["chats"])
+    assert read_metadata(tmp_path / CHECKPOINTS)["recipe"]["chats"]["template_time"] is None

@@ -1,7 +1,6 @@
 """Prompts without end, a few at a time: from Python, and as a command that goes on where it was stopped."""
 
 import json
-import os
 from dataclasses import replace
 
 import jax
@@ -103,23 +102,6 @@ class TestCommand:
         assert "line 1 does not belong to these prompts" in error_of(run_here("batch", prompts, out, *USUAL))
         assert out.read_bytes() == content
 
-    @pytest.mark.parametrize(
-        ("arguments", "said"),
-        [
-            (("--rows", 0), "rows=0 must be at least 1"),
-            (("--max-new-tokens", 0), "max_new_tokens"),
-            (("--stop", ""), "--stop '' must be a text"),
-            (("--temperature", -1), "temperature=-1.0"),
-            (("--prefix-cache", -1), "prefix_cache=-1 must be at least 0"),
-        ],
-    )
-    def test_invalid_options(self, files, arguments, said):
-        prompts, out = files
-        done = run_here("batch", prompts, out, *arguments)
-        assert done.returncode == 2
-        assert said in done.stderr
-        assert not out.exists()
-
     def test_lines_of_another_batch_stay(self, files, monkeypatch):
         """It may end, and let go of the file, while this one loads its model: its lines must not be cut off."""
         prompts, out = files
@@ -130,11 +112,3 @@ class TestCommand:
         assert done.returncode == 2
         assert "was changed after it was read; run the same command again to resume" in done.stderr
         assert out.read_bytes() == b"whole\n"
-
-    def test_invalid_files(self, tmp_path):
-        assert "is not a .jsonl" in run_here("batch", tmp_path / "prompts.txt", tmp_path / "out.jsonl").stderr
-        assert "cannot be read" in run_here("batch", tmp_path / "none.jsonl", tmp_path / "out.jsonl").stderr
-        (tmp_path / "one.jsonl").write_text('{"prompt": "Once"}\n')
-        os.mkfifo(tmp_path / "pipe.jsonl")
-        for name in (tmp_path / "pipe.jsonl", "/dev/zero", tmp_path):
-            assert f"{name} is not a file; choose a file to write" in run_here("batch", tmp_path / "one.jsonl", name).stderr

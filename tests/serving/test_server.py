@@ -1,7 +1,9 @@
 """How a server begins and ends: signals, a failing engine, an address that is taken."""
 
 import json
+import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -223,22 +225,34 @@ def test_the_command_says_what_is_missing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("line", "said"),
     [
-        (["--port", "70000"], "port=70000 must be at least 0 and at most 65535"),
-        (["--api-key", ""], "the API key is empty"),
-        (["--timeout", "nan"], "timeout=nan must be"),
-        (["--most-choices", "0"], "most_choices=0"),
-        (["--rows", "0"], "rows=0"),
-        (["--context", "100000"], "context=100000 must be at most"),
-        (["--format", "llama3"], "the format llama3 needs the token"),
-        (["--mesh", "data=2"], "mesh data=2"),
+        ("serve --port 70000", "port=70000 must be at least 0 and at most 65535"),
+        ("serve --port 0 --api-key ''", "the API key is empty"),
+        ("serve --port 0 --timeout nan", "timeout=nan must be"),
+        ("serve --port 0 --most-choices 0", "most_choices=0"),
+        ("serve --port 0 --rows 0", "rows=0"),
+        ("serve --port 0 --context 100000", "context=100000 must be at most"),
+        ("serve --port 0 --format llama3", "the format llama3 needs the token"),
+        ("serve --port 0 --mesh data=2", "mesh data=2"),
+        ("batch PROMPTS OUT --rows 0", "rows=0 must be at least 1"),
+        ("batch PROMPTS OUT --max-new-tokens 0", "max_new_tokens"),
+        ("batch PROMPTS OUT --stop ''", "--stop '' must be a text"),
+        ("batch PROMPTS OUT --prefix-cache -1", "prefix_cache=-1 must be at least 0"),
+        ("batch PROMPTS PIPE", "pipe.jsonl is not a file; choose a file to write"),
+        ("batch PROMPTS /dev/zero", "/dev/zero is not a file; choose a file to write"),
+        ("batch prompts.txt OUT", "is not a .jsonl"),
+        ("batch none.jsonl OUT", "cannot be read"),
     ],
 )
-def test_invalid_options(arguments, said):
-    ended = run_here("serve", "--port", "0", *arguments)
+def test_invalid_options(tmp_path, line, said):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Once"}\n')
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    names = {name: str(tmp_path / f"{name.lower()}.jsonl") for name in ("PROMPTS", "OUT", "PIPE")}
+    ended = run_here(*(names.get(word, word) for word in shlex.split(line)))
     assert ended.returncode == 2
     assert said in ended.stderr.splitlines()[-1]
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_what_the_memory_is_too_small_for_is_refused_before_it_is_loaded(monkeypatch):
