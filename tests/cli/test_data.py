@@ -61,16 +61,6 @@ def test_which_examples_and_how_long(chats, vocabulary):
     assert "line 2: dropped, because it has over 30 + 1 tokens" in page.stdout
 
 
-def test_preferences_show_both_answers(tmp_path, vocabulary):
-    path = tmp_path / "preferences.jsonl"
-    path.write_text(json.dumps({"prompt": "Hi", "chosen": TALK[1:], "rejected": [{**TALK[1], "content": "🦙"}]}) + "\n")
-    found = run_here("data", "show", path, "--tokenizer", vocabulary, "--count")
-    chosen, rejected = found.stdout.strip().split("\n\n")
-    assert "line 1 · chosen" in chosen
-    assert "line 1 · rejected" in rejected
-    assert "1 of 1 examples" in found.stderr
-
-
 def test_the_vocabulary_of_the_bundled_model(chats):
     found = run_here("data", "show", chats, "--line", 3)
     assert found.returncode == 0

@@ -12,7 +12,6 @@ from commands import run_here
 from process_memory import ProgramCase, estimate_ratio
 
 from llama_jax import cache_bytes, load, parameter_count, preset
-from llama_jax.cli.estimate import formats_in_files, read_model_config
 from llama_jax.formats.huggingface import config_to_dict
 from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.model.lora import Lora, adapter_count
@@ -188,12 +187,3 @@ def test_a_file_is_planned_in_its_own_kinds(arguments, dtype, words):
     facts = json.loads(run(path, "--batch", 1, "--length", 32, "--json", *arguments).stdout)
     assert facts["quantize"] == words
     assert facts["bytes_per_device"]["decode"]["parameters"] == bytes_in_memory(load(path, dtype).params)
-
-
-def test_kinds_are_planned_layer_by_layer():
-    path = Path(__file__).parents[1] / "goldens" / "formats" / "q4_k_m.gguf"
-    words, kinds = formats_in_files(path)
-    layers = read_model_config(path).n_layers
-    assert words == "q4_k and q6_k"
-    assert kinds.blocks.attention.qkv == (("q4_k", "q4_k", "q6_k"),) * layers
-    assert kinds.blocks.attention_norm == ((None,),) * layers

@@ -287,14 +287,6 @@ def test_what_a_corpus_says_of_itself_is_checked(said, message, tmp_path):
         read_corpus(forged(tmp_path / "bad.corpus", **said))
 
 
-def test_a_corpus_is_of_the_vocabulary_and_the_type_that_are_given(files, built, tokenizer, tmp_path):
-    path = built[0] / CORPUS_NAME
-    for given in (path, [path, files[0] / "a.txt"]):
-        with pytest.raises(DataError, match="has ids of uint16, not token_type='uint32'; omit that"):
-            open_corpus(given, tokenizer, cache=tmp_path, reading=DocumentFormat(token_type="uint32"))
-    assert open_corpus(path, tokenizer, reading=DocumentFormat(token_type="uint16")).document_count == built[1].documents
-
-
 def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
     with (
         lock_file(tmp_path / "out" / BUILD_LOCK, tmp_path / "out", UserError),
@@ -308,21 +300,6 @@ def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
 def test_the_processes_of_a_build_do_without_jax():
     code = "import sys, llama_jax.data.build_corpus; assert not {'jax', 'orbax', 'grain'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_file_that_grows_meanwhile_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "a.jsonl.gz"
-
-    def growing(*arguments):
-        make_part(*arguments)
-        with gzip.open(path, "at") as file:
-            file.write('{"text": "More."}\n')
-
-    with gzip.open(path, "wt") as file:
-        file.write('{"text": "One."}\n')
-    monkeypatch.setattr(build_corpus, "make_part", growing)
-    with pytest.raises(DataError, match=r"a.jsonl.gz changed while being read; try again when nothing writes"):
-        tokenize_files(path, tmp_path / "out", TOKENIZER, processes=1)
 
 
 @pytest.mark.slow

@@ -57,14 +57,6 @@ def test_documents_are_those_of_the_whole_text_however_it_is_read(parts, longest
         assert document.read <= len(text.encode())
 
 
-def test_a_text_without_separators_is_cut_at_the_end_of_a_paragraph(tmp_path):
-    path = tmp_path / "book.txt"
-    path.write_text("first line\nsecond\n\nthird line\nfourth fifth")
-    assert texts(path) == ["first line\nsecond\n\nthird line\nfourth fifth"]
-    assert texts(path, longest=25) == ["first line\nsecond", "third line\nfourth fifth"]
-    assert texts(path, separator="\n\n") == ["first line\nsecond", "third line\nfourth fifth"]
-
-
 def test_byte_order_mark_and_ends_of_line(tmp_path):
     path = tmp_path / "windows.txt"
     path.write_bytes("\ufeffone\r\ntwo\rthree\n".encode())

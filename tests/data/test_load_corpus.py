@@ -210,13 +210,6 @@ def test_a_damaged_file_is_made_again_with_a_warning(data, cache):
     assert texts(corpus) == texts(open_corpus(data, ByteTokenizer(), cache=cache)) == STORIES
 
 
-def test_the_digest_knows_no_paths(data, cache, tmp_path):
-    elsewhere = (data / "a.txt").rename(tmp_path / "b.txt")
-    second = open_corpus(elsewhere, ByteTokenizer(), cache=cache)
-    elsewhere.rename(data / "a.txt")
-    assert open_corpus(data, ByteTokenizer(), cache=cache).digest == second.digest
-
-
 def test_a_kill_leaves_no_corpus_and_what_it_leaves_goes(data, cache):
     """Killed with a document written and others to come; the next time all is there and nothing else."""
     command = reading(data, cache, "os.kill(os.getpid(), signal.SIGKILL)")

@@ -45,12 +45,6 @@ def test_each_source_is_read_in_its_order_over_changes_too(changes):
         seen[source] += 1
 
 
-def test_a_change_holds_from_its_row_on():
-    mixture = Mixture([(0, shares({"a": 1, "b": 1})), (100, shares({"a": 1, "b": 9}))])
-    assert mixture.counts(100).tolist() == [50, 50]
-    assert mixture.counts(1100).tolist() == [150, 950]
-
-
 def drawn(seed, documents):
     return corpus_of(np.random.default_rng(seed).integers(4, 40, documents).tolist())
 

@@ -26,8 +26,6 @@ from small_run import CASES, CONFIG, save, shapes_of, state_of
 import llama_jax
 from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError
 from llama_jax.formats.step_dirs import by_loss, steps_in
-from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.parallel.sharding import param_specs, shardings
 from llama_jax.runs import checkpoint_manager
 from llama_jax.runs.checkpoint_manager import CheckpointManager, read_metadata
 from llama_jax.tokenizers import load_tokenizer
@@ -146,14 +144,6 @@ def test_the_last_and_the_best_stay(tmp_path):
         kept.wait()
         assert kept.steps() == [5, 20, 50, 60]
         same(kept.restore(shapes_of(), step=5)[0], state_of(5))
-
-
-def test_a_step_is_saved_once(kept):
-    save(kept, 10, 1)
-    with pytest.raises(CheckpointError, match=r"step 10 could not be saved \(.*exist.*; the last good .* is step 10$"):
-        save(kept, 10, 2)
-    same(kept.restore(shapes_of())[0], state_of(1))
-    assert [path.name for path in kept.folder.iterdir()] == ["10"]
 
 
 @pytest.fixture(scope="module")
@@ -398,14 +388,6 @@ def test_a_state_of_another_run_is_refused(run):
             kept.restore(shapes_of(), 15)
 
 
-def test_what_cannot_be_kept_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError):
-        CheckpointManager(tmp_path / "file")
-    with CheckpointManager(tmp_path / "none") as kept, pytest.raises(CheckpointError, match="holds no checkpoint"):
-        kept.restore(shapes_of())
-
-
 @pytest.mark.parametrize("path", ["", "checkpoints", "checkpoints/20"])
 def test_a_run_is_a_model(saved_run, tokenizer, path):
     loaded = llama_jax.load(saved_run / path)
@@ -452,17 +434,6 @@ def test_a_run_is_read_while_it_saves(tmp_path):
             last = 0
             turn.notify()
         thread.join()
-
-
-def test_an_older_step_a_dtype_and_shardings(saved_run):
-    sizes = MeshSizes(data=1, fsdp=8, tensor=1)
-    mesh = Mesh(np.reshape(jax.devices(), (1, 8, 1)), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    places = shardings(mesh, param_specs(CONFIG, sizes))
-    params = llama_jax.load(saved_run / "checkpoints/10", "bfloat16", shardings=places).params
-    expected = jax.tree.map(lambda a: a.astype(jnp.bfloat16), state_of(10).params)
-    same(params, expected)
-    assert params.embedding.sharding == places.embedding
-    assert params.blocks.attention.qkv.sharding == places.blocks.attention.qkv
 
 
 def test_other_commands_know_a_run(saved_run, tmp_path):

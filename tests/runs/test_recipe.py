@@ -1,5 +1,4 @@
 import dataclasses
-import itertools
 import json
 from dataclasses import replace
 
@@ -193,17 +192,6 @@ def test_an_older_recipe_has_fewer_fields():
     assert {line.split(":")[0].split(".")[0] for line in found} == {"optimizer", "lora", "seed"}
     with_lora = changed | {"lora": {"rank": 2}}
     assert differences(with_lora, changed) == []
-
-
-def test_another_rope_scaling_is_a_difference():
-    linear, yarn = llama_jax.RopeScaling("linear", 4.0), llama_jax.RopeScaling("yarn", 4.0, original_max_seq_len=128)
-    scalings = [None, linear, replace(linear, factor=8.0), yarn, replace(yarn, attention_factor=1.0)]
-    stored = [stored_form(replace(tiny(), model=replace(tiny().model, rope_scaling=scaling))) for scaling in scalings]
-    for (i, before), (j, after) in itertools.product(enumerate(stored), repeat=2):
-        found = differences(before, after)
-        assert bool(found) == (i != j)
-        assert all(line.startswith("model.rope_scaling.") for line in found)
-    assert "model.rope_scaling.kind: None in the folder, 'linear' now" in differences(*stored[:2])
 
 
 def test_a_recipe_from_a_file(tmp_path):

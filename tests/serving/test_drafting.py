@@ -243,13 +243,6 @@ class TestWhenDraftsAreMade:
         assert self.run(lookup, acceptance, cost, 2000, rows, every) > share * best
         assert self.run(drafting_by_model(), acceptance, cost, 2000, ROWS, every) > share * best
 
-    def test_rows_without_drafts_have_none(self):
-        drafting = drafting_by_model()
-        drafting.observe((SHAPE, 0), 1.0)
-        assert drafting.choose(SHAPE, [None, ROWS[0]]) == 4
-        assert drafting.choose(SHAPE, [None, None]) == 0
-        assert drafting.propose([None, ROWS[0]], 4).tolist() == [[-1, -1], [1, 2]]
-
     def test_text_without_an_earlier_occurrence_has_none(self):
         drafting = LookupDrafting(PromptLookup())
         copied, new = drafting.begin([5, 6] * 20), drafting.begin([5, 6])

@@ -562,14 +562,6 @@ class TestRunning:
         assert not thread.is_alive()
         as_alone(model, clients)
 
-    def test_closed_at_once(self, model, warm_engine):
-        engine = Engine(*model, SMALL)
-        clients = [Client(engine, prompt=[1, 5 + i], max_new_tokens=50) for i in range(8)]
-        engine.step()
-        engine.close()
-        engine.run()
-        assert {client.finish for client in clients} == {"cancelled"}
-
     def test_an_exception_ends_all_requests_and_is_raised(self, model, warm_engine):
         engine = Engine(*model, SMALL)
         client = Client(engine, prompt=[1, 5], max_new_tokens=50)

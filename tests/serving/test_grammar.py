@@ -97,14 +97,6 @@ def test_what_a_grammar_forces_is_text_of_every_vocabulary(kind, tmp_path):
     assert re.fullmatch("Hello [a-c]{2} world, día", text.decode())
 
 
-def test_a_regular_expression_matches_the_whole(grammars):
-    constraint = grammars.regex("(yes|no)!")
-    assert allowed(constraint) == {*ids("y"), *ids("n")}
-    for token in ids("no!"):
-        constraint.accept(token)
-    assert allowed(constraint) == {END}
-
-
 HERMES = '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>'
 LLAMA = """{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}"""
 ANIMAL = {"properties": {"of": {"$ref": "#/$defs/animal"}}, "required": ["of"], "$defs": {"animal": {"enum": ["llama"]}}}

@@ -41,27 +41,6 @@ class Compiling:
         return calls
 
 
-def test_grammars_that_compile_hold_up_nothing_else(monkeypatch):
-    compiling = Compiling(monkeypatch)
-
-    async def conversation(client):
-        calls = await compiling.begin(client, THREADS + WAITING)
-        long = "x" * (2 * service.SHORT)
-        others = [
-            await client.post("/tokenize", {"prompt": long}),
-            await client.chat("Hello"),
-            await client.complete("a"),
-        ]
-        assert compiling.begun == THREADS
-        compiling.told.set()
-        return others, [await call.response() for call in calls]
-
-    others, answers = talk(FakeEngine(says=saying("Hi!")), conversation)
-    assert [each.status for each in others] == [200] * 3
-    assert len(others[0].json["tokens"]) == 2 * service.SHORT + 1
-    assert [each.status for each in answers] == [200] * (THREADS + WAITING)
-
-
 def test_grammars_that_wait_are_bounded_and_count_as_requests_that_wait(monkeypatch):
     compiling = Compiling(monkeypatch)
 
