@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -90,19 +89,6 @@ def test_hardware_bounds_the_time():
     assert {(row["opcode"], *row["axes"]) for row in rows} >= {("all-gather", "fsdp"), ("all-reduce", "tensor")}
     assert all(row["sent"] >= row["sent_if_scattered"] > 0 for row in rows)
     assert sum(row["count"] for row in report["least_exchanged"] if row["what"].startswith("weights")) == 2 * CONFIG.n_layers
-
-
-@pytest.mark.slow
-def test_decoding_reads_the_window_of_the_filled_cache(tmp_path):
-    seconds = {}
-    for window in (None, 16):
-        (tmp_path / "config.json").write_text(json.dumps(config_to_dict(replace(CONFIG, window=window))))
-        done = process(tmp_path, "--batch", 2, "--length", 300, "--mode", "decode", "--hardware", "h200", "--json")
-        assert done.returncode == 0, done.stderr
-        (bound,) = json.loads(done.stdout)["rooflines"].values()
-        seconds[window] = bound["memory"]
-    unread = cache_bytes(CONFIG, 2, 300 - 16, "float32") / 4.8e12
-    assert seconds[None] - seconds[16] == pytest.approx(unread, rel=1e-2)
 
 
 @pytest.mark.slow

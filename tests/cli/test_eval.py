@@ -9,7 +9,6 @@ import pytest
 import sentencepiece
 from conftest import params_of, write_hf_folder
 from make_goldens import KINDS, random_tensors
-from vocabularies import sentencepiece_model
 
 from llama_jax.cli.eval import Eval
 from llama_jax.errors import UserError
@@ -87,12 +86,6 @@ def test_tokens_that_are_unknown(run, model, tmp_path):
     assert "% of the tokens are <unk>" in run(model, "--data", tmp_path / "text.txt")[0].splitlines()[-1]
 
 
-def test_a_vocabulary_that_is_larger_than_the_models(run, model, text, tmp_path):
-    (tmp_path / "large.model").write_bytes(sentencepiece_model())
-    with pytest.raises(UserError, match=r"document 1 contains the token '.*' with id \d+, which has no row .* of 96 rows"):
-        run(model, "--data", text, "--tokenizer", tmp_path / "large.model")
-
-
 def test_a_model_that_overflows(run, model, text, tmp_path):
     params = params_of(KINDS["gqa"], random_tensors(KINDS["gqa"]))  # a logit has both as factors
     huge = params.replace(lm_head=params.lm_head * 1e20, final_norm=params.final_norm * 1e20)
@@ -132,8 +125,3 @@ def test_a_comparison_as_json(run, model, text):
     assert 0 < against["kl_median"] <= against["kl_99"] <= against["kl_max"]
     assert 0 < against["kl"] < 1e-3
     assert 0.9 < against["same_top"] <= 1
-
-
-def test_another_vocabulary_is_no_reference(run, model, text, stories_folder):
-    with pytest.raises(UserError, match=r"against=.* has another vocabulary than the model \(512 and 96 tokens\)"):
-        run(model, "--data", text, "--against", stories_folder)

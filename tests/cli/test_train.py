@@ -1,7 +1,5 @@
 """`llama-jax train` as a user meets it: its arguments, its output, its exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Runs that train adapters beside a model that stays as it is."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

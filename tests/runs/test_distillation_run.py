@@ -1,7 +1,5 @@
 """Runs in which a small model learns what a larger one predicts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

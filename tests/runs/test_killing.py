@@ -1,7 +1,5 @@
 """Runs that are killed, again and again, and end as if they had not been."""
 
-from __future__ import annotations
-
 import dataclasses
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loop: exact resume, on any devices, and what it says when it cannot go on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Evaluation, samples and initial weights of a run whose model is sharded over several devices."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

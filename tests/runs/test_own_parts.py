@@ -1,7 +1,5 @@
 """A run with parts of its own: all that it leaves is computed with these functions, or not at all."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -288,11 +286,7 @@ def arguments(text, made, tmp_path):
 def test_a_command_that_computes_needs_the_file(made, tmp_path, name):
     if name == "lm-eval":
         pytest.importorskip("lm_eval")
-    assert_needed(name, COMPUTING[name], made, tmp_path)
-
-
-def assert_needed(name, text, made, tmp_path):
-    done = run_here(name, *arguments(text, made, tmp_path))
+    done = run_here(name, *arguments(COMPUTING[name], made, tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert "attend=mine:attend and norm=mine:norm" in done.stderr
     assert "--parts FILE.py" in done.stderr

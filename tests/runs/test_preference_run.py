@@ -1,7 +1,5 @@
 """Runs that train on preferences: with adapters and without, whole and again after an interruption."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """`llama-jax train` over two processes of four simulated devices each: the same run as in one, and one fate."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

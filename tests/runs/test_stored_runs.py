@@ -2,7 +2,6 @@
 
 import signal
 import threading
-import time
 
 import mortal_run
 import numpy as np
@@ -206,7 +205,14 @@ def local(text, environment, tmp_path_factory):
     return folder
 
 
-def killed(environment, text, local, tmp_path, kills, seed):
+@pytest.mark.parametrize(
+    ("kills", "seed"),
+    [
+        pytest.param(2, 0, marks=[pytest.mark.slow, pytest.mark.rotating]),
+        *(pytest.param(5, seed, marks=pytest.mark.nightly) for seed in range(1, 5)),
+    ],
+)
+def test_killed_and_the_same_to_the_bit(environment, text, local, tmp_path, kills, seed):
     """A run that is killed after so many changes of the store, goes on on this machine or on another one, and then lives."""
     random = np.random.default_rng(seed)
     with object_server.serving() as store:
@@ -218,10 +224,10 @@ def killed(environment, text, local, tmp_path, kills, seed):
             def watch(until=until, process=process, ended=ended, wait=wait):
                 while not ended.is_set():
                     if len(store.changes) >= until and process:
-                        time.sleep(wait)
+                        ended.wait(wait)
                         process[0].kill()
                         return
-                    time.sleep(0.001)
+                    ended.wait(0.001)
 
             thread = threading.Thread(target=watch)
             if life < kills:
@@ -238,15 +244,3 @@ def killed(environment, text, local, tmp_path, kills, seed):
         (state, note), (expected, wanted) = (state_in(run, "steps=24", step=step) for run in (stored, local))
         same(state, expected)
         assert note == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-def test_killed_and_the_same_to_the_bit(environment, text, local, tmp_path):
-    killed(environment, text, local, tmp_path, 2, 0)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(1, 5))
-def test_killed_twenty_times_and_the_same_to_the_bit(environment, text, local, tmp_path, seed):
-    killed(environment, text, local, tmp_path, 5, seed)

@@ -1,7 +1,5 @@
 """Every kind of training: the same to the bit after an interruption, also on another day, and the same over devices."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -7,7 +7,6 @@ import pytest
 from fakes import BYTES, FakeEngine, ids, logprob, saying, served, talk, until
 
 from llama_jax.serving.http.auth import Access
-from llama_jax.serving.http.json_body import BodyReader
 from llama_jax.serving.http.response import SLICE
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
@@ -563,15 +562,6 @@ def test_a_full_queue_admits_nothing_of_a_request():
     assert engine.admitted == []  # not even for a moment, in which others would be refused
     assert error_of(answer, 429)["code"] == "queue_full"
     assert answer.headers["retry-after"] == "2"
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_full_queue_refuses_before_a_body_is_looked_at(path, monkeypatch):
-    async def conversation(client):
-        monkeypatch.setattr(BodyReader, "read", None)
-        return await client.post(path, {"prompt": "a"})
-
-    assert error_of(talk(FakeEngine(most_waiting=0), conversation), 429)["code"] == "queue_full"
 
 
 @pytest.mark.parametrize("stream", [False, True])

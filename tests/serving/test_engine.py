@@ -246,12 +246,6 @@ class TestBursts:
             assert (stopped.ids, stopped.finish) == (tokens[: tokens.index(tokens[n - 1])], "stop")
         assert not engine.scheduler.rows
 
-    @pytest.mark.parametrize("length", [2, *(pytest.param(x, marks=pytest.mark.slow) for x in (3, 4, 6)), 5])
-    def test_they_fit_into_the_context(self, model, warm_engine, bursts, length):
-        engine = Engine(*model, SMALL)
-        client = run(engine, prompt=[1, *range(5, 4 + length)], max_new_tokens=128 - length)
-        assert client.ids == alone(model, client.request).tokens
-
     def test_others_that_arrive_wait_for_one(self, model, warm_engine, bursts):
         engine = Engine(*model, SMALL)
         first = Client(engine, prompt=[1, 5], max_new_tokens=40)

@@ -1,7 +1,6 @@
 """Adapters in the engine and over HTTP: every request gets what `generate` gives it with its own."""
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from conftest import sharp
 from fakes import FakeEngine, served
 from program_report import DeviceProgram, find_copies
 from test_api import ask, error_of
-from test_engine import SMALL, Client, come_and_go, exhaust, run, some_request
+from test_engine import Client, exhaust, run
 from test_engine import alone as generated_alone
 
 import llama_jax
@@ -87,14 +86,6 @@ def test_unknown_adapters(tabled, model):
         Client(Engine(*model[:2], TINY), prompt=[1], max_new_tokens=1, adapter=0)
     with pytest.raises(GenerationError, match="1 adapters for 2 prompts"):
         list(llama_jax.complete_requests(*tabled, [[1], [2]], max_new_tokens=1, adapters=[0], options=TINY))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", [0, 1])
-def test_among_others_that_come_and_go(tabled, alone, seed):
-    rng = random.Random(seed)
-    wanted = [some_request(rng) | {"adapter": rng.randrange(-1, 3)} for _ in range(24)]
-    come_and_go(Engine(*tabled, SMALL), wanted, rng, alone)
 
 
 @pytest.mark.slow

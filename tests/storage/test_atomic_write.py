@@ -1,7 +1,5 @@
 """What is written is there whole or not at all: killed, failing, on a full disk, and beside others that write."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
