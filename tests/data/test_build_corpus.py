@@ -4,11 +4,9 @@ import gzip
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -28,7 +26,6 @@ from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 SMALL = BuildOptions(unit=2000)
 TOKENIZER = bundled()
-PAGE = Path(__file__).parents[2] / "docs" / "clusters" / "build_ray.py"
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +85,6 @@ def test_it_holds_the_documents_of_the_files_in_order(files, built, tokenizer, t
     assert info.origin["duplicates"] == 0
     assert read_info(folder / CORPUS_NAME) == info
     assert list(contents(folder)) == [CORPUS_NAME]
-
-
-@pytest.mark.slow
-def test_two_processes_write_the_same_bytes(files, built, tmp_path):
-    told = []
-    tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2, progress=lambda *of: told.append(of))
-    assert contents(tmp_path / "out") == contents(built[0])
-    assert told == [(i, len(told)) for i in range(1, len(told) + 1)]
 
 
 DYING = """
@@ -300,27 +289,3 @@ def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
 def test_the_processes_of_a_build_do_without_jax():
     code = "import sys, llama_jax.data.build_corpus; assert not {'jax', 'orbax', 'grain'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_ray_builds_the_same_bytes(tmp_path):
-    """As a Ray Data job with two workers of this machine; needs ray."""
-    pytest.importorskip("ray", reason="the recipe needs ray")
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for number in range(5):
-        stories = [f"Story {n} of {number}: once upon a time there were {n % 17} llamas on a hill." for n in range(300)]
-        (texts / f"{number}.txt").write_text("<|endoftext|>".join(stories))
-    options = BuildOptions(drop_duplicates=True)
-    tokenize_files(texts, tmp_path / "here", bundled(), options=options, processes=1)
-    command = [sys.executable, PAGE, texts, "--out", tmp_path / "there", "--tokenizer", bundled(), "--cpus", 2]
-    where = os.pathsep.join([str(PAGE.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": where, "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run(
-        [*map(str, command), "--drop-duplicates"], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"[\d,]+ tokens of [\d,]+ documents", done.stdout)
-    assert [path.name for path in (tmp_path / "there").iterdir()] == [CORPUS_NAME]
-    assert (tmp_path / "there" / CORPUS_NAME).read_bytes() == (tmp_path / "here" / CORPUS_NAME).read_bytes()

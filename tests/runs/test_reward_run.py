@@ -6,7 +6,6 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from conftest import jit_init
 from mortal_run import recipe, write_words
 from running import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
@@ -23,12 +22,6 @@ def letters(completions, **columns):
 
 def vowels(completions, **columns):
     return [text.count("a") / max(len(text), 1) for text in completions]
-
-def fails(completions, prompt, **columns):
-    raise KeyError("no such thing")
-
-def same(completions, **columns):
-    return [0.7] * len(completions)
 '''
 ANSWER = 8
 
@@ -94,26 +87,6 @@ def test_what_is_rewarded_becomes_more_probable(whole):
     assert "on; 8 answers of at most 8 tokens to each of 4 prompts" in said
     assert "validation reward " in said
     assert said.count("    [") == 2, "a sample at each evaluation"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exactly_the_sampler_is_the_trainer(file, prompts, tmp_path, dtype):
-    train(recipe_for(file, steps=3, exact=True, dtype=dtype), tmp_path, [prompts], log=StopAt())
-    found = lines(tmp_path, "train")
-    assert [line["gap"] for line in found] == [0.0] * 3
-    assert [line["clipped"] for line in found] == [0.0] * 3
-
-
-@pytest.mark.slow
-def test_a_run_of_equal_rewards_trains_nothing(file, prompts, tmp_path):
-    rewards = {"functions": (f"{file}:same",) * 3, "weights": (0.3, 143.7, -9.1), "scale": False}
-    result = train(recipe_for(file, steps=2, evaluate_every=0, rewards=rewards), tmp_path, [prompts])
-    found = lines(tmp_path, "train")
-    assert [line["grad_norm"] for line in found] == [0, 0]
-    assert [line["flat"] for line in found] == [1, 1]
-    before = jit_init(recipe().model, jax.random.key(recipe().seed))
-    same(result.state.params, before)
 
 
 @pytest.mark.slow

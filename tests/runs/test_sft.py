@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 from commands import run_here
 from mortal_run import recipe
-from running import StopAt, same
+from running import StopAt
 
 import llama_jax
 from llama_jax.data import ChatReading, open_chats
 from llama_jax.errors import TrainingError
 from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.formats.loading import bundled
-from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
 from llama_jax.runs.recipes import find
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
@@ -55,13 +54,6 @@ def test_answers_are_learnt_and_questions_are_not(whole, chats):
     assert evaluate(config, params, corpus).tokens == 120 * (len(ANSWER) + 1)
     everything = evaluate(config, params, replace(corpus, targets=None)).loss
     assert everything > 1.0
-
-
-@pytest.mark.slow
-def test_exact_training_is_the_same_over_devices(chats, tmp_path):
-    short = replace(RECIPE, steps=3, evaluate_every=0, exact=True)
-    alone, spread = (train(short, tmp_path / str(mesh), chats, mesh=mesh) for mesh in (MeshSizes(), MeshSizes(2, 2)))
-    same(alone.state, spread.state)
 
 
 def test_fine_tuning_needs_a_model(chats, tmp_path):

@@ -11,7 +11,6 @@ from adapters import random_adapters
 from commands import run_here
 from conftest import sharp
 from fakes import FakeEngine, served
-from program_report import DeviceProgram, find_copies
 from test_api import ask, error_of
 from test_engine import Client, exhaust, run
 from test_engine import alone as generated_alone
@@ -26,8 +25,6 @@ from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.http.metrics import METRIC_PREFIX
-from llama_jax.serving.rows import batch_of, settings_of_rows
-from llama_jax.serving.served_model import ServedModel
 
 LORAS = (Lora(rank=3, alpha=5.0), Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")), Lora(rank=2, alpha=4.0))
 TINY = llama_jax.EngineOptions(rows=2, context=32, prefill_chunk=16)
@@ -86,19 +83,6 @@ def test_unknown_adapters(tabled, model):
         Client(Engine(*model[:2], TINY), prompt=[1], max_new_tokens=1, adapter=0)
     with pytest.raises(GenerationError, match="1 adapters for 2 prompts"):
         list(llama_jax.complete_requests(*tabled, [[1], [2]], max_new_tokens=1, adapters=[0], options=TINY))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.nightly), 4])
-def test_a_turn_copies_neither_the_table_nor_the_base(tabled, rows):
-    """Of one row with three adapters its own slices are cut out, of four rows all is multiplied."""
-    config, params = tabled
-    model = ServedModel.of(config, params, TINY.cache, TINY.compute)
-    batch, settings = batch_of([], (rows, rows), 2, rows), settings_of_rows([], rows, config.vocab_size)
-    args = model.params, model.empty(rows, 2 * rows), batch, settings
-    text = model.programs.step.lower(model.static, *args).compile().as_text()
-    held = {leaf.nbytes for leaf in jax.tree.leaves(params.blocks) if leaf.nbytes > 2048}
-    assert not held & {copy.bytes for copy in find_copies(DeviceProgram(text), 1024)}
 
 
 @pytest.mark.slow
