@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from commands import run_here
 from conftest import first_layers
-from test_engine import SMALL, Client, EveryOther, alone, come_and_go, exhaust, model, run, run_warm, some_request  # noqa: F401
+from test_engine import SMALL, Client, EveryOther, alone, come_and_go, exhaust, model, run, some_request  # noqa: F401
 
 import llama_jax
 from llama_jax import DraftModel, PromptLookup, Sampling
@@ -90,7 +90,10 @@ class TestEveryRequestGetsWhatItGetsAlone:
         shared = [1, *(rng.randrange(3, 512) for _ in range(60))]
         wanted += [some_request(rng) | {"prompt": shared[:n], "max_new_tokens": 30} for n in (20, 40, 61, 60, 33)]
         rng.shuffle(wanted)
+        for fields in wanted:
+            fields |= {"alternatives": rng.choice([0, 3]), "score_prompt": rng.random() < 0.2}
         engine = Engine(*model, replace(SMALL, draft=similar))
+        engine.warm()
         come_and_go(engine, wanted, rng, partial(alone, model))
         found = engine.stats()
         assert 0.2 * found.drafted < found.accepted < 0.9 * found.drafted
@@ -150,16 +153,6 @@ class TestEveryRequestGetsWhatItGetsAlone:
         assert found.compilations_after_ready == 0
         with pytest.raises(MeshError, match="the draft model is on other devices than the model"):
             Engine(*there, replace(SMALL, draft=DraftModel(*model)))
-
-
-@pytest.mark.slow
-def test_nothing_is_compiled_once_it_is_warm(model, similar, force):  # noqa: F811
-    rng = random.Random(7)
-    force(at_random(rng))
-    extras = lambda: {"alternatives": rng.choice([0, 3]), "score_prompt": rng.random() < 0.2}
-    wanted = (some_request(rng) | extras() for _ in range(40))
-    _, stats = run_warm(Engine(*model, replace(SMALL, draft=similar)), wanted)
-    assert stats.accepted > 0
 
 
 class TestBatch:
@@ -281,17 +274,8 @@ def foresight(model, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_prompt_lookup_changes_no_token(model, foresight, seed):  # noqa: F811
     rng, engine = random.Random(seed), Engine(*model, DRAFTING)
-    wanted = [some_request(rng) | {"alternatives": rng.choice([0, 2])} for _ in range(16)]
+    wanted = [some_request(rng) | {"alternatives": rng.choice([0, 3])} for _ in range(16)]
     answers = {fields["sampling"].seed: foresight(GenerationRequest(**fields)) for fields in wanted}
+    engine.warm()
     come_and_go(engine, wanted, rng, lambda request: answers[request.sampling.seed])
     assert 0 < engine.stats().accepted < engine.stats().drafted
-
-
-@pytest.mark.slow
-def test_nothing_is_compiled_once_it_is_warm_for_prompt_lookup(model, foresight):  # noqa: F811
-    rng = random.Random(7)
-    wanted = [some_request(rng) | {"alternatives": rng.choice([0, 3])} for _ in range(30)]
-    for fields in wanted:
-        foresight(GenerationRequest(**fields))
-    _, stats = run_warm(Engine(*model, DRAFTING), wanted)
-    assert stats.accepted > 0

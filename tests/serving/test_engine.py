@@ -125,7 +125,7 @@ def some_request(rng, vocab=512, context=128):
 def come_and_go(engine, wanted, rng, expected):
     """Requests at random moments, of which some are cancelled; each must get what it gets alone, or the beginning of that.
 
-    In the end nothing is left of them.
+    In the end nothing is left of them; once the engine is warm, nothing is compiled.
 
     Args:
       wanted: the fields of each.
@@ -140,6 +140,7 @@ def come_and_go(engine, wanted, rng, expected):
             cancelled.add(gone := rng.randrange(len(clients)))
             clients[gone].ticket.cancel()
         engine.step()
+    assert engine.stats().compilations_after_ready == 0
     for i, client in enumerate(clients):
         answer = expected(client.request)
         if i in cancelled:
@@ -155,20 +156,6 @@ def come_and_go(engine, wanted, rng, expected):
     assert stats.running == stats.reading == stats.waiting == stats.waiting_tokens == 0
     assert not engine.scheduler.rows
     assert engine.scheduler.pages.available == engine.scheduler.pages.count
-
-
-def run_warm(engine, wanted):
-    """The clients of such requests, and the engine's numbers after them."""
-    engine.warm()
-    clients = []
-    for fields in wanted:
-        clients.append(Client(engine, **fields))
-        engine.step()
-    exhaust(engine)
-    stats = engine.stats()
-    engine.close()
-    assert stats.compilations_after_ready == 0
-    return clients, stats
 
 
 class TestEveryRequestGetsWhatItGetsAlone:

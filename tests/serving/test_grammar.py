@@ -11,10 +11,7 @@ from fakes import BYTES, ids
 
 from llama_jax.errors import UserError
 from llama_jax.serving.grammar import Grammars
-from llama_jax.serving.tool_calls import ToolText
-from llama_jax.serving.tool_grammar import grammar_of_calls
 from llama_jax.tokenizers import load_tokenizer
-from llama_jax.tokenizers.tool_dialects import dialect_of
 
 SCHEMA = {
     "type": "object",
@@ -95,40 +92,6 @@ def test_what_a_grammar_forces_is_text_of_every_vocabulary(kind, tmp_path):
         constraint.accept(choices[0])
         assert constraint.error is None
     assert re.fullmatch("Hello [a-c]{2} world, día", text.decode())
-
-
-HERMES = '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>'
-LLAMA = """{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}"""
-ANIMAL = {"properties": {"of": {"$ref": "#/$defs/animal"}}, "required": ["of"], "$defs": {"animal": {"enum": ["llama"]}}}
-FUNCTIONS = {'Größe "\\': ANIMAL | {"additionalProperties": False}, "add": SCHEMA, "stop": {"additionalProperties": False}}
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in FUNCTIONS.items()]
-
-
-@pytest.mark.parametrize("template", [HERMES, LLAMA, ""], ids=["tags", "parameters", "plain"])
-@pytest.mark.parametrize("names", [("add",), ('Größe "\\', "stop")])
-def test_calls_are_what_is_understood_as_calls(grammars, template, names):
-    """Whatever a grammar of calls allows is read as calls of those functions, with arguments that follow their schemas."""
-    for several in (False, True):
-        first = grammars.lark(grammar_of_calls(dialect_of(template), TOOLS, names, {}, several=several), "calls")
-        most, called = 0, set()
-        for seed in range(24):
-            text = walk(first.copy(), seed, most=2000)
-            assert text.startswith("<tool_call>\n") == (template == HERMES)
-            assert ('"parameters": ' in text) == (template == LLAMA)
-            reading = ToolText([*FUNCTIONS])
-            assert reading.push(text) == ""
-            left, calls = reading.finish()
-            assert left == ""
-            most = max(most, len(calls))
-            for call in calls:
-                called.add(call.name)
-                arguments = json.loads(call.arguments)
-                if call.name == "add":
-                    assert 0 <= arguments["age"] <= 99
-                else:
-                    assert arguments == ({} if call.name == "stop" else {"of": "llama"})
-        assert called == set(names)
-        assert (most > 1) == several
 
 
 def test_what_does_not_follow_ends_the_text_with_a_reason(grammars):

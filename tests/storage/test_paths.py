@@ -91,21 +91,6 @@ def test_nothing_is_imported_or_asked_before_it_is_needed():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_names_of_what_lies_in_a_store(memory):
-    folder = at(memory, "models/a")
-    file = folder / "config.json"
-    assert (file.name, file.suffix, str(file.parent), str(file.with_name("x"))) == (
-        "config.json",
-        ".json",
-        "s3://bucket/models/a",
-        "s3://bucket/models/a/x",
-    )
-    assert at(memory).name == "bucket"
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.bin"]
-    assert [path.name for path in folder.glob("*.bin")] == ["model.bin"]
-    assert len({file, folder / "config.json", folder}) == 2
-
-
 def test_files_are_read_by_ranges(memory):
     file = at(memory, "models/a/model.bin")
     content = OBJECTS["models/a/model.bin"]
