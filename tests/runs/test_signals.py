@@ -1,4 +1,4 @@
-"""Processes that agree on when to stop; the votes are counted here in place of devices."""
+"""Signals at a terminal that has hung up, and in a step that does not end; of several processes: test_several_processes."""
 
 import errno
 import os
@@ -12,7 +12,6 @@ from running import environment_fixture, text_fixture  # noqa: F401  # two fixtu
 
 from llama_jax.runs import signals
 from llama_jax.runs.log import Log
-from llama_jax.runs.signals import VOTE_SECONDS, Stopping
 
 
 def test_a_terminal_that_has_hung_up_does_not_stop_the_saving(monkeypatch, tmp_path):
@@ -90,56 +89,3 @@ def test_ctrl_c_within_a_step_that_does_not_end(quick, text, environment, tmp_pa
     how = how if quick else "before its first step; there was nothing to save"
     assert err.endswith(f"llama-jax: stopped {how}\n")
     assert process.returncode == 130
-
-
-class Job:
-    """Two processes whose steps take `seconds` each."""
-
-    def __init__(self, monkeypatch, seconds):
-        self.seconds, self.now, self.votes = seconds, 0.0, []
-        monkeypatch.setattr(signals, "StopVote", lambda: self.Vote(self))
-        monkeypatch.setattr(signals.time, "perf_counter", lambda: self.now)
-        self.requests = [SimpleNamespace(name=None), SimpleNamespace(name=None)]
-        self.stopping = [Stopping(request, 2) for request in self.requests]
-
-    class Vote:
-        """Every process's numbers go into one list; the largest come back when both have voted."""
-
-        def __init__(self, job):
-            self.job, self.cast_at = job, None
-
-        def cast(self, number, microseconds):
-            self.job.votes.append((number, microseconds))
-            self.cast_at = (len(self.job.votes) - 1) // 2 * 2
-
-        def read(self):
-            if self.cast_at is None:
-                return None
-            both, self.cast_at = self.job.votes[self.cast_at : self.cast_at + 2], None
-            assert len(both) == 2, "they voted between other steps"
-            return tuple(map(max, zip(*both, strict=True)))
-
-    def step(self):
-        """Whether each stops before the next step; the second one's clock is 5 % behind."""
-        answers = []
-        for stopping in self.stopping:
-            answers.append(stopping.should_stop())
-            self.now += 0.05 * self.seconds
-        self.now += self.seconds
-        return answers
-
-
-@pytest.mark.parametrize("asked", [0, 1])
-@pytest.mark.parametrize("seconds", [0.003, 0.1, 2.0])
-def test_all_stop_after_the_same_step(monkeypatch, seconds, asked):
-    job = Job(monkeypatch, seconds)
-    for _ in range(400):
-        assert job.step() == [False, False]
-        assert [stopping.name for stopping in job.stopping] == [None, None]
-    job.requests[asked].name = "SIGTERM"
-    steps = 0
-    while (answers := job.step()) == [False, False]:
-        steps += 1
-        assert steps * seconds < 2 * VOTE_SECONDS + 2 * seconds
-    assert answers == [True, True]
-    assert [stopping.name for stopping in job.stopping] == ["SIGTERM", "SIGTERM"]
