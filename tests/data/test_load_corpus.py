@@ -231,15 +231,45 @@ def test_a_file_that_grows_while_it_is_read_is_refused(data, cache):
     assert not cache.exists()
 
 
+GOOD = b'{"text": "good"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reading", "message"),
+    [
+        ("a.txt", b"", {}, "is empty; is it the right file?"),
+        ("a.txt", b" \n\n<|endoftext|>\n", {}, "holds no document"),
+        ("a.txt", b"good\nbad \xff\n", {}, ", line 2 is not UTF-8 (byte 0xff)"),
+        ("a.txt", b"good\nbad \xc3", {}, ", line 2 is not UTF-8 (byte 0xc3)"),
+        ("a.txt", b"PNG\n\n\0\0", {}, ", line 3 has a zero byte"),
+        ("a.txt", "a\n".encode("utf-16-le"), {}, ", line 1 has a zero byte"),
+        ("a.jsonl", b'\n{"text": ""}\n', {}, "holds no document"),
+        ("a.jsonl", '{"text": "café"}\n'.encode("utf-16"), {}, ", line 1 is not UTF-8; save the file as UTF-8"),
+        ("a.jsonl", GOOD + b'{"text": "cut', {}, ", line 2 is not JSON (Unterminated string starting at at column 10)"),
+        ("a.jsonl", GOOD + b"[" * 100_000, {}, ", line 2 is not JSON"),
+        ("a.jsonl", GOOD + b'["text"]', {}, ", line 2 is a list; JSONL has one object per line"),
+        ("a.jsonl", GOOD + b'{"story": "a", "id": 1}', {}, "has no text in the field 'text'; it has ['story', 'id']"),
+        ("a.jsonl", GOOD + b'{"text": 3}', {}, "text=3 must be a text; set `field` to the one with the text"),
+        ("a.jsonl", GOOD + b'{"text": "b\\ud800"}', {}, ", line 2: the text is not valid Unicode"),
+        ("a.bin", b"", {}, "is empty; is it the right file?"),
+        ("a.bin", b"123", {}, "has 3 bytes, not a multiple of the 2 of a uint16 id"),
+        ("a.bin", np.array([BOS, 1, 300, 2], "u2").tobytes(), {}, "token 2 is 300, outside the vocabulary of 258"),
+        ("a.bin", np.array([BOS, 1, 2, EOS], "u2").tobytes(), {"token_type": "uint32"}, "token 0 is 65792, outside"),
+        ("a.bin", np.arange(9, dtype="u4").tobytes(), {}, "token 1 and every second one is 0: the ids are uint32"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_and_leaves_nothing(name, content, reading, message, tmp_path, cache):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(message)) as error:
+        open_corpus(tmp_path / name, ByteTokenizer(), cache=cache, reading=DocumentFormat(**reading))
+    assert str(tmp_path / name) in str(error.value)
+    assert not cache.exists()
+
+
 def test_paths_with_nothing_to_read(data, tmp_path, cache):
     (tmp_path / "model").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    contents = {"empty.txt": b"", "empty.bin": b"", "blank.txt": b" \n\n<|endoftext|>\n", "blank.jsonl": b'\n{"text": ""}\n'}
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
     for paths, message in [
-        *((tmp_path / name, f"{name} is empty; is it the right file?") for name in ("empty.txt", "empty.bin")),
-        *((tmp_path / name, f"{name} holds no document") for name in ("blank.txt", "blank.jsonl")),
         (tmp_path / "none", "none does not exist"),
         (tmp_path / "model", "model holds no file that ends in .txt, .jsonl, .parquet, .arrow, .bin, .array_record"),
         (tmp_path / "pipe", "pipe is neither a file nor a folder"),
@@ -248,7 +278,6 @@ def test_paths_with_nothing_to_read(data, tmp_path, cache):
     ]:
         with pytest.raises(DataError, match=re.escape(message)):
             open_corpus(paths, ByteTokenizer(), cache=cache)
-    assert not cache.exists()
 
 
 def test_a_cache_that_cannot_be_written_names_the_remedy(data):

@@ -90,30 +90,6 @@ def test_text_is_between_bos_and_eos_where_the_vocabulary_has_them(tmp_path):
     assert documents(lines) == [([BOS, 97, EOS], 1)]
 
 
-def test_text_that_no_utf8_can_hold_is_named_by_its_line(tmp_path):
-    path = tmp_path / "some.jsonl"
-    path.write_text('{"text": "a"}\n{"text": "b\\ud800"}')
-    with pytest.raises(DataError, match=re.escape(f"{path}, line 2: the text is not valid Unicode")):
-        documents(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "reading", "message"),
-    [
-        (np.array([BOS, 1, 300, 2], "u2"), {}, "token 2 is 300, outside the vocabulary of 258"),
-        (np.array([BOS, 1, 2, EOS], "u2"), {"token_type": "uint32"}, "token 0 is 65792, outside the vocabulary"),
-        (np.arange(9, dtype="u4"), {}, "token 1 and every second one is 0: the ids are uint32"),
-        (np.array([1, 2, 3], "u1"), {}, "has 3 bytes, not a multiple of the 2 of a uint16 id"),
-    ],
-)
-def test_ids_that_cannot_be(content, reading, message, tmp_path):
-    path = tmp_path / "some.bin"
-    content.tofile(path)
-    with pytest.raises(DataError, match=re.escape(message)) as error:
-        documents(path, **reading)
-    assert str(path) in str(error.value)
-
-
 def test_records_that_cannot_be(tmp_path):
     path = tmp_path / "some.array_record"
     for record, message in [

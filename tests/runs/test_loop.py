@@ -190,20 +190,6 @@ def test_a_refused_run_leaves_what_was_there_and_nothing_else(there, tmp_path):
     assert not there or [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.slow
-def test_a_run_whose_folder_is_renamed_stops(text, tmp_path):
-    """And writes nothing where it was, be it the next line or a checkpoint; under its other name it can go on."""
-    folder, away = tmp_path / "run", tmp_path / "away"
-    recipe = replace(RECIPE, log_every=1, save_every=0, evaluate_every=0)
-    assert train(recipe, folder, [text], log=StopAt("step 2/")).step < 5
-    log = StopAt("step 6/", action=lambda: folder.rename(away))
-    with pytest.raises(TrainingError, match=r"run is no longer the folder of this run: .* nothing more is written; if the"):
-        train(recipe, folder, [text], resume=True, log=log)
-    assert not folder.exists()
-    assert "step 8/" not in log.said
-    assert train(recipe, away, [text], resume=True, log=StopAt()).step == 12
-
-
 def test_a_run_leaves_the_folder_that_another_has_taken(text, tmp_path):
     folder = tmp_path / "run"
     with ExitStack() as second:
