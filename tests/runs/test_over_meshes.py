@@ -9,10 +9,8 @@ import pytest
 from mortal_run import recipe
 
 import llama_jax
-from llama_jax.evaluation.measure import WindowRows, token_nats
-from llama_jax.model.forward_options import Compute
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.sharding import evaluation_sharding, param_specs, shardings
+from llama_jax.parallel.sharding import param_specs, shardings
 from llama_jax.runs.compiled_step import make_program
 from llama_jax.runs.loop import sample_prompts
 from llama_jax.runs.pretrained import load_weights
@@ -36,25 +34,6 @@ each_mesh = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def params():
     return jax.jit(partial(llama_jax.init, RECIPE.model))(jax.random.key(0))
-
-
-@pytest.mark.slow
-@each_mesh
-def test_an_evaluation_is_divided(params, sizes):
-    mesh = make_mesh(sizes)
-    config, sharding = evaluation_sharding(RECIPE.model, mesh)
-    assert sharding.batch_shards == sizes.rows * sizes.context
-    tokens = np.random.default_rng(0).integers(0, 320, (8, 25), dtype=np.int32)
-    segments = np.repeat([[1] * 10 + [2] * 14], 8, axis=0).astype(np.int32)
-    positions = np.repeat([[*range(10), *range(14)]], 8, axis=0).astype(np.int32)
-    rows = WindowRows(tokens[:, :-1], tokens[:, 1:], segments, positions)
-    alone = jax.jit(partial(token_nats, RECIPE.model, compute=Compute())).lower(params, rows).compile()
-    spread = jax.device_put(params, shardings(mesh, param_specs(RECIPE.model, sizes)))
-    over = jax.jit(lambda params, rows: token_nats(config, sharding.prepare_params(params), rows, sharding=sharding))
-    compiled = over.lower(spread, rows).compile()
-    np.testing.assert_allclose(compiled(spread, rows), alone(params, rows), atol=2e-5)
-    share = compiled.cost_analysis()["flops"] / alone.cost_analysis()["flops"]
-    assert share < 1.5 / sizes.devices, "each device computes more than its share"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Fine-tuning by chats: what the assistant says is learned, whole and again after an interruption."""
+"""Fine-tuning by chats: what the assistant says is learned."""
 
 import json
 from dataclasses import replace

@@ -306,13 +306,6 @@ def test_calls_of_tools(said, text, calls):
     assert '"name": "weather"' in told
     assert "How </s> it is" in told
     assert "weather" not in untold
-    if calls:
-        messages = [choice["message"], {"role": "tool", "tool_call_id": found[0]["id"], "content": "Rain"}]
-        body |= {"messages": body["messages"] + messages}
-        again = ask(engine, lambda c: c.post("/v1/chat/completions", body), shown=served(tokenizer, "template"))
-        assert again.status == 200
-        prompt = BYTES.decode([token for token in engine.admitted[-1].prompt if token > 2])
-        assert prompt.endswith(f"user: Well?assistant: {text}{'weather(Rom)' * calls}tool: Rain")
 
 
 def test_fields_that_clients_send_back_or_add():
