@@ -1,4 +1,4 @@
-"""Where documents begin and end, against plain Python; and what is said of files that cannot be read."""
+"""Where documents begin and end, against plain Python."""
 
 import json
 

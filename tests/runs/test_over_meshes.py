@@ -1,10 +1,9 @@
-"""Evaluation, samples and initial weights of a run whose model is sharded over several devices."""
+"""Samples of a run whose model is sharded over several devices."""
 
 from dataclasses import replace
 from functools import partial
 
 import jax
-import numpy as np
 import pytest
 from mortal_run import recipe
 
@@ -13,22 +12,10 @@ from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.sharding import param_specs, shardings
 from llama_jax.runs.compiled_step import make_program
 from llama_jax.runs.loop import sample_prompts
-from llama_jax.runs.pretrained import load_weights
 from llama_jax.runs.tasks.language_modeling import text_objective
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 RECIPE = replace(recipe(), ema_decay=0.0, sample_tokens=6)
-# Rows over all axes; a vocabulary of 320 that tensor pads, and 2 heads of keys that it copies.
-each_mesh = pytest.mark.parametrize(
-    "sizes",
-    [
-        MeshSizes(fsdp=2, context=2, tensor=2),
-        MeshSizes(tensor=4),
-        pytest.param(MeshSizes(data=8), marks=pytest.mark.nightly),
-        pytest.param(MeshSizes(data=2, fsdp=2, tensor=2), marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +24,17 @@ def params():
 
 
 @pytest.mark.slow
-@each_mesh
+@pytest.mark.parametrize(
+    "sizes",
+    # Rows over all axes; a vocabulary of 320 that tensor pads, and 2 heads of keys that it copies.
+    [
+        MeshSizes(fsdp=2, context=2, tensor=2),
+        MeshSizes(tensor=4),
+        pytest.param(MeshSizes(data=8), marks=pytest.mark.nightly),
+        pytest.param(MeshSizes(data=2, fsdp=2, tensor=2), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_samples_are_made_where_the_model_lies(params, sizes):
     tokenizer = byte_tokenizer()
     prompts = [tokenizer.encode("the "), tokenizer.encode("llama"), tokenizer.encode("a")]
@@ -60,21 +57,3 @@ def test_samples_are_made_where_the_model_lies(params, sizes):
         if leaf.ndim > 2
     }
     assert held == {(sizes.devices, sizes.devices == sizes.data)}
-
-
-@pytest.mark.slow
-def test_weights_are_read_straight_into_shares(params, tmp_path):
-    sizes = MeshSizes(data=2, fsdp=2, tensor=2)
-    llama_jax.save(tmp_path / "model", RECIPE.model, params)
-    start, base = load_weights(RECIPE, tmp_path / "model", sizes, None)
-    assert base is None
-    places = shardings(make_mesh(sizes), param_specs(RECIPE.model, sizes))
-    jax.tree.map(
-        lambda leaf, place: leaf.sharding.is_equivalent_to(place, leaf.ndim) or pytest.fail(str(leaf)), start, places
-    )
-    program = make_program(RECIPE, text_objective(RECIPE), sizes, "jit")
-    state = program.init_state(start)
-    jax.tree.map(np.testing.assert_array_equal, state.params, params)
-    by_pmap = make_program(RECIPE, text_objective(RECIPE), MeshSizes(data=8), "pmap")
-    start, _ = load_weights(RECIPE, tmp_path / "model", MeshSizes(data=8), None)
-    jax.tree.map(np.testing.assert_array_equal, by_pmap.init_state(start).params, params)

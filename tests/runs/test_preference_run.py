@@ -1,4 +1,4 @@
-"""Runs that train on preferences: with adapters and without, whole and again after an interruption."""
+"""Runs that train on preferences: with adapters and without, and killed."""
 
 import json
 import shutil

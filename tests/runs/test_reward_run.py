@@ -1,4 +1,4 @@
-"""Training by rewards: what is judged better becomes more probable, whole and again after an interruption."""
+"""Training by rewards: what is judged better becomes more probable."""
 
 import json
 from dataclasses import replace
