@@ -117,30 +117,30 @@ PROMPTS = {
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory, stories_folder):
+def paths(tmp_path_factory, stories_folder):
     """Paths by the names that stand for them in the table."""
-    folder = tmp_path_factory.mktemp("places")
-    found = {"STORIES": stories_folder, "FORMATS": FORMATS}
-    found["MODEL"] = write_hf_folder(folder / "model", make_goldens.KINDS["gqa"])
+    folder = tmp_path_factory.mktemp("paths")
+    paths = {"STORIES": stories_folder, "FORMATS": FORMATS}
+    paths["MODEL"] = write_hf_folder(folder / "model", make_goldens.KINDS["gqa"])
     chat, pair = {"prompt": "Once", "completion": " upon"}, {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}
     texts = {"CHATS": ("chats.jsonl", json.dumps(chat)), "PAIRS": ("pairs.jsonl", json.dumps(pair))}
     texts |= {"TEXT": ("text.txt", "The dog was happy."), "EMPTY": ("empty.txt", "")}
     texts |= {f"PROMPTS-{name}": (f"{name}.jsonl", f'{{"prompt": "Once"}}\n{line}') for name, line in PROMPTS.items()}
     for name, (file, text) in texts.items():
-        found[name] = folder / file
-        found[name].write_text(text)
-    found["LATIN"] = folder / "latin.txt"
-    found["LATIN"].write_bytes(b"caf\xff")
-    return found
+        paths[name] = folder / file
+        paths[name].write_text(text)
+    paths["LATIN"] = folder / "latin.txt"
+    paths["LATIN"].write_bytes(b"caf\xff")
+    return paths
 
 
 @pytest.mark.parametrize(("line", "message"), REFUSED, ids=[line[:60] for line, _ in REFUSED])
-def test_what_is_refused(places, tmp_path, monkeypatch, line, message):
+def test_what_is_refused(paths, tmp_path, monkeypatch, line, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("llama_jax.cli.lm_eval.find_spec", lambda name: object())
     words = shlex.split(line)
-    for name in sorted(places, key=len, reverse=True):
-        words = [word.replace(name, str(places[name])) if word.startswith(name) else word for word in words]
+    for name in sorted(paths, key=len, reverse=True):
+        words = [word.replace(name, str(paths[name])) if word.startswith(name) else word for word in words]
     assert message in error_of(run_here(*words))
     assert not list(tmp_path.iterdir())
 

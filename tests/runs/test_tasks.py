@@ -113,11 +113,11 @@ def test_resumed_on_another_day_it_ends_with_the_same_bits(trained, tmp_path, zo
     zone(EAST)
     resumed = trained(task, tmp_path / "resumed", resume=True)
     same(resumed.state, whole.state)
-    (*_, found), (*_, expected) = (lines(tmp_path / name, "validation") for name in ("resumed", "whole"))
-    assert found == expected
+    (*_, actual), (*_, expected) = (lines(tmp_path / name, "validation") for name in ("resumed", "whole"))
+    assert actual == expected
     for name in ("reward", "loss"):
-        found, expected = ([line.get(name) for line in lines(tmp_path / f, "train")] for f in ("resumed", "whole"))
-        assert found == expected
+        actual, expected = ([line.get(name) for line in lines(tmp_path / f, "train")] for f in ("resumed", "whole"))
+        assert actual == expected
 
 
 WAYS = {
@@ -162,10 +162,10 @@ def test_over_devices_and_in_parts_the_same_is_learnt(trained, alone, tmp_path, 
     changes, options = WAYS[way]
     trained(task, tmp_path, changes=SHORT | changes, **options)
     for kind in ("train", "validation"):
-        found, expected = (lines(folder, kind) for folder in (tmp_path, alone(task)))
-        losses = [[line["loss"] for line in some] for some in (found, expected)]
+        actual, expected = (lines(folder, kind) for folder in (tmp_path, alone(task)))
+        losses = [[line["loss"] for line in some] for some in (actual, expected)]
         np.testing.assert_allclose(*losses, rtol=1e-3 if task == "rewards" else 2e-4)
-        assert [line.get("reward") for line in found] == [line.get("reward") for line in expected], "the same answers"
+        assert [line.get("reward") for line in actual] == [line.get("reward") for line in expected], "the same answers"
 
 
 SHAPE = "model.vocab_size=320 model.dim=16 model.n_layers=1 model.hidden_dim=32 model.n_heads=4 model.n_kv_heads=2"
@@ -187,9 +187,9 @@ SHAPE = "model.vocab_size=320 model.dim=16 model.n_layers=1 model.hidden_dim=32 
 def test_the_command(base, data, tmp_path, line, said):
     words = tmp_path / "prompts.jsonl"
     words.write_text("".join(json.dumps({"prompt": f"Once {n}"}) + "\n" for n in range(40)))
-    places = data | {"base": base, "bundled": bundled(), "file": mortal_run.__file__, "shape": SHAPE, "words": words}
+    paths = data | {"base": base, "bundled": bundled(), "file": mortal_run.__file__, "shape": SHAPE, "words": words}
     common = ["steps=2", "dtype=float32", "optimizer.warmup_steps=1", "--workdir", tmp_path / "run"]
-    done = run_here("train", *line.format(**places).split(), *common)
+    done = run_here("train", *line.format(**paths).split(), *common)
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
     assert lines(tmp_path / "run", "train")[-1]["step"] == 2

@@ -252,7 +252,7 @@ def write_reply(tokenizer, constraint, random):
     closers = {tokenizer.encode(letter, bos=False)[0] for letter in '"}])\n'} | {*tokenizer.special_tokens.values()}
     queue = []
     for _ in range(2000):
-        mask = np.unpackbits(constraint.allowed().view(np.uint8), bitorder="little")
+        mask = bits(constraint)
         choices = np.flatnonzero(mask)
         if len(choices) > 100 and not queue and random.random() < 0.2:  # free text, which only a tag ends
             queue = tokenizer.encode("\n</parameter>\n", bos=False)
@@ -266,6 +266,11 @@ def write_reply(tokenizer, constraint, random):
         ids.append(token)
         constraint.accept(token)
     raise AssertionError(f"the reply does not end: {tokenizer.decode(ids)[:300]!r}")
+
+
+def bits(constraint):
+    """Whether each token is allowed."""
+    return np.unpackbits(constraint.allowed().view(np.uint8), bitorder="little")
 
 
 def grammar(model, **options):
@@ -314,11 +319,10 @@ def test_strict_calls_are_optional_and_follow_the_grammar(model):
     def allowed(text, special=True):
         found = constraint.copy()
         for token in tokenizer.encode(text, bos=False, special=special):
-            mask = np.unpackbits(found.allowed().view(np.uint8), bitorder="little")
-            if not mask[token]:
+            if not bits(found)[token]:
                 return False
             found.accept(token)
-        return any(np.unpackbits(found.allowed().view(np.uint8), bitorder="little")[list(reply_ends(tokenizer))])
+        return any(bits(found)[list(reply_ends(tokenizer))])
 
     assert allowed("I do not know.\nReally: {} <b>")
     head = dialect.opening + dialect.before + "now" + dialect.middle
@@ -452,5 +456,5 @@ def test_strict_calls_leave_room_for_thoughts():
         ):
             constraint = grammars.lark(text, "grammar of the tools")
             for token in tokenizer.encode(reply, bos=False, special=True):
-                assert np.unpackbits(constraint.allowed().view(np.uint8), bitorder="little")[token], reply
+                assert bits(constraint)[token], reply
                 constraint.accept(token)
