@@ -44,6 +44,14 @@ REFUSED = [
     ("generate --prompt-file PROMPTS-fields", AN_OBJECT),
     ("generate --prompt-file PROMPTS-empty", AN_OBJECT),
     ("generate --prompt-file PROMPTS-adapter", "requests the adapter 'poems', but generate has one for all prompts"),
+    # chat
+    ("chat --model STORIES", "choose a format (--format): chatml, gemma, llama2"),
+    ("chat --model STORIES --format llama3", "the format llama3 needs the token <|begin_of_text|>"),
+    ("chat --model STORIES --format plain --context 1000", "context=1000 exceeds the model's context of 512; lower it"),
+    ("chat --model STORIES --format plain --context 0", "context=0 must be at least 1"),
+    ("chat --model STORIES --format plain --max-new-tokens 512", "leaves no room for a message in a context of 512"),
+    ("chat --model STORIES --template-arg mood", "must be NAME=VALUE"),
+    ("chat --model STORIES --chat-template missing.jinja", "does not exist; pass a file"),
     # compile, convert, data
     ("compile --no-cache", "compile needs the cache of programs; omit --no-cache"),
     ("compile --max-tokens 0", "max_tokens=0"),
