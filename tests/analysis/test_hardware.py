@@ -9,13 +9,9 @@ from llama_jax.errors import ConfigError
 @pytest.mark.parametrize(
     ("kind", "name", "teraflops", "gib", "terabytes_per_second"),
     [
-        ("NVIDIA A100-SXM4-80GB", "A100 80 GB SXM", 312, 80, 2.0),
         ("NVIDIA H100 80GB HBM3", "H100 SXM", 989, 80, 3.35),
-        ("NVIDIA H100 PCIe", "H100 PCIe", 756, 80, 2.0),
-        ("NVIDIA H200", "H200 SXM", 989, 141, 4.8),
         ("TPU v5 lite", "TPU v5e", 197, 16, 0.82),
         ("TPU v5", "TPU v5p", 459, 95, 2.76),
-        ("TPU v6 lite", "TPU v6e", 918, 32, 1.64),
     ],
 )
 def test_devices_by_their_kind(kind, name, teraflops, gib, terabytes_per_second):
@@ -62,19 +58,12 @@ def test_jax_knows_the_same_tpus():
     ("name", "product", "links", "domain", "network"),
     [
         ("h100", "H100 SXM", 450e9, 8, 50e9),
-        ("h200", "H200 SXM", 450e9, 8, 50e9),
-        ("tpu-v5e", "TPU v5e", 200e9, 256, 3.125e9),
         ("tpu-v5p", "TPU v5p", 600e9, 8960, 6.25e9),
-        ("tpu-v6e", "TPU v6e", 400e9, 256, 12.5e9),
     ],
 )
 def test_hardware_by_name_and_what_connects_it(name, product, links, domain, network):
     found = hardware_by_name(name)
     assert (found.name, found.link_bandwidth, found.domain, found.network_bandwidth) == (product, links, domain, network)
-
-
-def test_every_device_that_jax_names_has_a_name_to_ask_for():
-    assert {id(found) for found in BY_DEVICE_KIND.values()} == {id(found) for found in BY_NAME.values()}
 
 
 @pytest.mark.parametrize(

@@ -74,19 +74,6 @@ def test_what_cannot_be(calling, stories_folder, adapter, hf_folder, tmp_path):
         calling(Merge, stories_folder, adapter, adapter)
 
 
-@pytest.mark.slow
-def test_a_quantized_base_is_verified_beside_itself(calling, stories_folder, adapter, capsys):
-    with pytest.raises(SystemExit) as ended:
-        calling(Verify, stories_folder, "--adapter", adapter, "--quantize", "int8", "--tokens", 16, "--json")
-    found = json.loads(capsys.readouterr().out)
-    assert (ended.value.code, found["same"], found["rounding"]) == (0, True, "int8")
-    assert found["here"]["name"] == found["there"]["name"]
-    assert found["here"]["name"].endswith(f" with {adapter}")
-    assert (found["here"]["quantized"], found["there"]["quantized"]) == ("int8", None)
-    assert {error["name"] for error in found["matrices"]} >= {"embedding", "attention.qkv", "feed_forward.down"}
-    assert all(0 < error["relative"] < 0.02 for error in found["matrices"])
-
-
 @pytest.mark.parametrize("dtype", ["auto", pytest.param("q4_0", marks=pytest.mark.slow)])
 def test_it_is_merged_into_a_quantized_base(calling, tmp_path, dtype):
     """Each matrix keeps its blocks, others the same bits; and changes of a hundredth of a step are not rounded away."""

@@ -43,15 +43,6 @@ def test_ids_text_and_mask_are_side_by_side(chats, vocabulary):
     assert "\x1b" not in found.stdout
 
 
-def test_colors(chats, vocabulary):
-    found = run_here("data", "show", chats, "--tokenizer", vocabulary, "--color", "always").stdout
-    plain = run_here("data", "show", chats, "--tokenizer", vocabulary, "--color", "never").stdout
-    assert re.sub(r"\x1b\[\d+m", "", found) == plain
-    for row in found.split("\n")[2:-2]:
-        color = "32" if row.removesuffix("\x1b[0m").endswith("target") else "36" if "<|" in row else None
-        assert row.startswith(f"\x1b[{color}m") == (color is not None), row
-
-
 def test_which_examples_and_how_long(chats, vocabulary):
     options = ("--tokenizer", vocabulary, "--json")
     found = run_here("data", "show", chats, *options, "--examples", 9).stdout.splitlines()
@@ -70,19 +61,6 @@ def test_which_examples_and_how_long(chats, vocabulary):
     assert "line 2: dropped, because it has over 30 + 1 tokens" in page.stdout
 
 
-def test_preferences_show_both_answers(tmp_path, vocabulary):
-    path = tmp_path / "preferences.jsonl"
-    path.write_text(json.dumps({"prompt": "Hi", "chosen": TALK[1:], "rejected": [{**TALK[1], "content": "🦙"}]}) + "\n")
-    found = run_here("data", "show", path, "--tokenizer", vocabulary, "--count")
-    chosen, rejected = found.stdout.strip().split("\n\n")
-    assert "line 1 · chosen" in chosen
-    assert "line 1 · rejected" in rejected
-    assert "1 of 1 examples" in found.stderr
-    found = run_here("data", "show", path, "--tokenizer", vocabulary, "--data-type", "chats")
-    assert found.returncode == 2
-    assert "preferences.jsonl, line 1: the fields are ['prompt', 'chosen', 'rejected']" in found.stderr
-
-
 def test_the_vocabulary_of_the_bundled_model(chats):
     found = run_here("data", "show", chats, "--line", 3)
     assert found.returncode == 0
@@ -99,28 +77,6 @@ def test_warnings_come_as_lines(tmp_path, vocabulary):
     path.write_text(json.dumps({"prompt": "<|eot_id|>", "completion": "Hello"}) + "\n")
     found = run_here("data", "show", path, "--tokenizer", vocabulary, "--count")
     assert re.search(r"^llama-jax: .*line 1: '<\|eot_id\|>' is a special token.*special=True", found.stderr, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--examples", 0), "examples=0"),
-        (("--length", 0), "length=0"),
-        (("--too-long", "drop"), "--too-long drop needs --length"),
-        (("--line", 9), "has no example from line 9 on"),
-    ],
-)
-def test_what_cannot_be_is_said(chats, vocabulary, options, message):
-    found = run_here("data", "show", chats, "--tokenizer", vocabulary, *options)
-    assert found.returncode == 2
-    assert message in found.stderr
-    assert "Traceback" not in found.stderr
-
-
-def test_another_file_is_refused(tmp_path, vocabulary):
-    for path in (tmp_path, tmp_path / "none.jsonl", tmp_path / "a.txt"):
-        (tmp_path / "a.txt").write_text("Once")
-        assert run_here("data", "show", path, "--tokenizer", vocabulary).returncode == 2
 
 
 def test_a_build_says_what_it_made_and_what_it_left_out(vocabulary, tmp_path):

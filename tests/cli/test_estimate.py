@@ -2,17 +2,15 @@
 
 import json
 import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import commands
 import pytest
-from commands import error_of, run_here
+from commands import run_here
 from process_memory import ProgramCase, estimate_ratio
 
 from llama_jax import cache_bytes, load, parameter_count, preset
-from llama_jax.cli.estimate import formats_in_files, read_model_config
 from llama_jax.formats.huggingface import config_to_dict
 from llama_jax.model.cache import PAGE_SIZE
 from llama_jax.model.lora import Lora, adapter_count
@@ -54,40 +52,6 @@ def test_adapters_take_no_state_of_the_model():
     assert memory["parameters"] == 2 * parameter_count(CONFIG) + 4 * learned
     assert memory["optimizer"] == 8 * learned + 4
     assert found["lora"] == 4
-    assert "--lora 4 is only for --mode train" in run("stories-260k", "--batch", 2, "--length", 32, "--lora", 4).stderr
-    refused = run(*shape, "--quantize", "int8").stderr
-    assert "--quantize int8 is only for --mode decode or --lora: training changes its weights" in refused
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["train", "decode"])
-def test_rows_that_are_divided_by_tokens(mode):
-    done = run("stories-260k", "--batch", 1, "--length", 256, "--mode", mode, "--mesh", "context=4")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0].endswith("data=1,fsdp=1,context=4,tensor=1")
-    (ring,) = (line.split() for line in lines if line.startswith("  context collective-permute f32"))
-    layers = 5
-    # Keys and values forward, again and backward, and with the last their gradients, and home; or of a prompt in all layers.
-    assert ring[3:7] == (["6", "6", "14", "0"] if mode == "train" else ["0", "0", "0", str(6 * layers)])
-    assert "Where rows are divided over context" in done.stdout
-
-
-@pytest.mark.slow
-def test_what_is_exchanged_stands_beside_the_least():
-    done = run("stories-260k", "--batch", 4, "--length", 32, "--mode", "train", "--mesh", "data=4")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    heads = [line.split("  ")[0] for line in lines if "GB sent" in line]
-    assert heads == [
-        "train step: exchanges in each layer, and others",
-        "the least that this strategy exchanges",
-        "GB sent by a device along",
-    ]
-    (row,) = (line.split() for line in lines if line.startswith("  data all-reduce f32"))
-    assert row[3:6] == ["0", "0", "1"]  # in each layer: forward, again, backward
-    (least,) = (line.split() for line in lines if line.startswith("  data all-reduce: gradients"))
-    assert least[-2] == "1"
 
 
 @pytest.mark.slow
@@ -128,27 +92,6 @@ def test_hardware_bounds_the_time():
 
 
 @pytest.mark.slow
-def test_decoding_on_hardware_is_bound_by_the_token():
-    done = process("stories-260k", "--batch", 2, "--length", 64, "--mesh", "tensor=2", "--hardware", "tpu-v5p")
-    assert done.returncode == 0, done.stderr
-    assert "decode, a token of each row" in done.stdout
-    assert "A loop without a fixed number of iterations is counted once" in done.stdout
-
-
-@pytest.mark.slow
-def test_decoding_reads_the_window_of_the_filled_cache(tmp_path):
-    seconds = {}
-    for window in (None, 16):
-        (tmp_path / "config.json").write_text(json.dumps(config_to_dict(replace(CONFIG, window=window))))
-        done = process(tmp_path, "--batch", 2, "--length", 300, "--mode", "decode", "--hardware", "h200", "--json")
-        assert done.returncode == 0, done.stderr
-        (bound,) = json.loads(done.stdout)["rooflines"].values()
-        seconds[window] = bound["memory"]
-    unread = cache_bytes(CONFIG, 2, 300 - 16, "float32") / 4.8e12
-    assert seconds[None] - seconds[16] == pytest.approx(unread, rel=1e-2)
-
-
-@pytest.mark.slow
 def test_decoding_as_json():
     done = run("stories-260k", "--batch", 4, "--length", 300, "--mesh", "fsdp=2,tensor=2", "--json", "--dtype", "bfloat16")
     assert done.returncode == 0, done.stderr
@@ -176,43 +119,6 @@ def test_a_config_or_a_model_file_is_enough(tmp_path, stories_folder):
         done = run(path, "--batch", 1, "--length", 32, "--mode", "train", "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["parameter_count"] == parameter_count(CONFIG)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["llama-9"], "'llama-9' is neither a preset nor a path; the presets are llama-7b, "),
-        (["stories-260k", "--mesh", "banana"], "'banana' is not axis=size; write it as data=2,fsdp=4,tensor=1"),
-        (["stories-260k", "--mesh", "tensor=8"], "hidden_dim=172 cannot be split over tensor=8; 1, 2, 4 would do"),
-        (["stories-260k", "--mesh", "data=3"], "batch=4 cannot be split over data*fsdp=3; 1, 2, 4 would do"),
-        (["stories-260k", "--mesh", "data=99999"], "exceeds the 2048 that can be simulated"),
-        (["stories-260k", "--batch", "0"], "batch=0 must be at least 1"),
-        (["stories-260k", "--length", "-5"], "length=-5 must be at least 1"),
-        (["stories-260k", "--length", "1000000000", "--mode", "train"], "length=1000000000 are more than XLA can plan for"),
-        (["stories-260k", "--length", "513"], "length=513 exceeds the model's context of 512"),
-        (["stories-260k", "--remat", "full"], "--remat full is only for --mode train"),
-        (["stories-260k", "--cache", "int8", "--mode", "train"], "--cache int8 is only for --mode decode"),
-        (
-            ["stories-260k", "--cache", "int8", "--mesh", "context=2"],
-            "prefill over context fills a cache of the param",
-        ),
-        (
-            ["stories-260k", "--hardware", "H200"],
-            "hardware 'H200' is not in the table; did you mean h200? the names are a100-40gb, ",
-        ),
-        (
-            ["stories-260k", "--hardware", "l4", "--mesh", "tensor=2", "--mode", "train"],
-            "the links of L4 connect, but no network beyond",
-        ),
-        (
-            ["stories-260k", "--mesh", "context=2", "--attention", "dense"],
-            "--attention dense does not apply to a mesh with context, which uses ring attention; omit it",
-        ),
-    ],
-)
-def test_bad_arguments_are_one_line_and_exit_code_2(arguments, message):
-    defaults = ["--batch", 4, "--length", 32]
-    assert message in error_of(run(*arguments[:1], *defaults, *arguments[1:]))
 
 
 @pytest.mark.slow
@@ -267,12 +173,3 @@ def test_a_file_is_planned_in_its_own_kinds(arguments, dtype, words):
     facts = json.loads(run(path, "--batch", 1, "--length", 32, "--json", *arguments).stdout)
     assert facts["quantize"] == words
     assert facts["bytes_per_device"]["decode"]["parameters"] == bytes_in_memory(load(path, dtype).params)
-
-
-def test_kinds_are_planned_layer_by_layer():
-    path = Path(__file__).parents[1] / "goldens" / "formats" / "q4_k_m.gguf"
-    words, kinds = formats_in_files(path)
-    layers = read_model_config(path).n_layers
-    assert words == "q4_k and q6_k"
-    assert kinds.blocks.attention.qkv == (("q4_k", "q4_k", "q6_k"),) * layers
-    assert kinds.blocks.attention_norm == ((None,),) * layers

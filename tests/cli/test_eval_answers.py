@@ -13,7 +13,6 @@ from adapters import LORA, random_adapters
 
 import llama_jax
 from llama_jax.cli.eval import Eval
-from llama_jax.errors import UserError
 from llama_jax.formats import save_adapter
 
 CHATS = [
@@ -106,14 +105,3 @@ def test_preferences_alone_and_against_a_reference(run, calling, stories_folder,
     assert beside["margin"] == pytest.approx(adapted - found["margin"], abs=1e-3)
     page = calling(Eval, stories_folder, "--data", files["pairs"], "--max-documents", 1).out
     assert "100.00% ± 0.0% of 1 pairs" in page
-
-
-def test_options_that_the_data_do_not_read(calling, stories_folder, files):
-    for name, option, message in (
-        ("chats", ("--stride", "32"), "stride=32 does not apply to chats, the kind of these data; omit it"),
-        ("pairs", ("--stride", "4"), "stride=4 does not apply to preferences, the kind of these data"),
-        ("texts", ("--format", "plain"), "format='plain' does not apply to text, the kind of these data"),
-        ("pairs", ("--length", "9999"), "length=9999 must be at least 1 and within the context of 512"),
-    ):
-        with pytest.raises(UserError, match=message):
-            calling(Eval, stories_folder, "--data", files[name], *option)

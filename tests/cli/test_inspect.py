@@ -9,25 +9,21 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-import jax
 import make_goldens
 import numpy as np
 import pytest
 import quantized_folders
-from commands import error_of, outcome, run_here
+from commands import outcome
 from conftest import write_hf_folder
 from hypothesis import given
 from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax.cli.inspect import inspect_checkpoint, inspection_page
-from llama_jax.cli.terminal import columns, printable, size
+from llama_jax.cli.terminal import printable, size
 from llama_jax.config.presets import PRESETS
-from llama_jax.formats import orbax_format
 from llama_jax.formats.huggingface import HF_NAMES
-from llama_jax.formats.lazy_tensors import Dense, Joined
 from llama_jax.formats.weight_format import OpenedCheckpoint
-from llama_jax.model.trees import quantize
 
 CONFIG = make_goldens.KINDS["gqa"]
 
@@ -91,23 +87,6 @@ def test_json(tmp_path):
     assert "tensors" not in json.loads(run(folder, "--json")[1])
 
 
-def test_every_tensor_has_a_line(tmp_path):
-    tensors = make_goldens.random_tensors(CONFIG)
-    out = run(write_hf_folder(tmp_path / "model", CONFIG), "--tensors")[1]
-    lines = [line.split() for line in out.splitlines()]
-    for name, array in tensors.items():
-        assert [name, "F32", *str(list(array.shape)).split(), *size(array.nbytes).split()] in lines
-
-
-def test_orbax(tmp_path, models):
-    orbax_format.save_orbax(tmp_path, *models["gqa"])
-    code, out, _ = run(tmp_path)
-    assert code == 0
-    assert out.splitlines()[0] == f"{tmp_path}: orbax"
-    assert rows_of(out)["F32 tensors"].startswith(f"{len(jax.tree.leaves(models['gqa'][1]))}, ")
-    assert rows_of(out)["vocabulary"] == "none"
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -130,10 +109,6 @@ def test_presets(config, words):
     [
         (llama_jax.RopeScaling("linear", 4), "linear, factor 4"),
         (
-            PRESETS["llama-3.2-1b"].rope_scaling,
-            "llama3, factor 32, low and high frequency factors 1 and 4, trained at 8,192",
-        ),
-        (
             llama_jax.RopeScaling("yarn", 4, original_max_seq_len=2048, truncate=False, attention_factor=1.5),
             "yarn, factor 4, slow and fast beta 1 and 32, attention factor 1.5, not truncated, trained at 2,048",
         ),
@@ -147,23 +122,6 @@ def test_rope_scaling(scaling, words):
     assert (
         rows_of(inspection_page(inspect_checkpoint(opened(replace(CONFIG, rope_scaling=scaling)))))["RoPE scaling"] == words
     )
-
-
-def test_kinds_and_files_of_parts(tmp_path):
-    """Tensors in several files, as Meta's ranks have them, and of several kinds."""
-    for name in "ab":
-        (tmp_path / name).write_bytes(bytes(100))
-    tensors = {
-        "x": Joined([Dense(tmp_path / "a", 0, (2, 3), "F32"), Dense(tmp_path / "b", 0, (2, 3), "F32")], 0),
-        "y": Dense(tmp_path / "b", 24, (4, 4), "BF16"),
-        "z": Dense(tmp_path / "b", 56, (2, 2), "F32"),
-    }
-    found = inspect_checkpoint(opened(CONFIG, tensors))
-    assert list(found["files"].items()) == [(str(tmp_path / "a"), 100), (str(tmp_path / "b"), 100)]
-    assert list(found["kinds"].items()) == [
-        ("F32", {"tensors": 2, "numbers": 16, "bytes": 64, "bits": 32}),
-        ("BF16", {"tensors": 1, "numbers": 16, "bytes": 32, "bits": 16}),
-    ]
 
 
 # -- what is wrong -------------------------------------------------------------------------------------------------------
@@ -218,15 +176,6 @@ def test_a_vocabulary_that_is_damaged_or_larger():
     )
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [(None, "does not exist"), (b"x" * 99, "not a model of a supported format")]
-)
-def test_no_model_is_one_line_and_exit_code_2(tmp_path, content, message):
-    if content:
-        (tmp_path / "model").write_bytes(content)
-    assert message in error_of(run_here("inspect", tmp_path / "model"))
-
-
 def test_names_that_a_terminal_would_obey(tmp_path):
     tensors = make_goldens.random_tensors(CONFIG) | {"a\x1b[2J\nb": np.zeros(2, np.float32)}
     out = run(write_hf_folder(tmp_path / "model", CONFIG, tensors), "--tensors")[1]
@@ -237,49 +186,26 @@ def test_names_that_a_terminal_would_obey(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures through Linux's /proc")
 def test_a_large_model_is_not_read_and_needs_no_device(tmp_path):
     """Its weights are a hole in the file, many times what the process takes."""
-    config = replace(PRESETS["llama-2-7b"], n_layers=2)
-    shapes = {
-        HF_NAMES[part].format(i): shape
-        for i in range(2)
-        for part, shape in dict(
-            embedding=(32_000, 4096),
-            final_norm=(4096,),
-            lm_head=(32_000, 4096),
-            attention_norm=(4096,),
-            ffn_norm=(4096,),
-            **dict.fromkeys("qkv", (4096, 4096)),
-            out=(4096, 4096),
-            gate=(11_008, 4096),
-            up=(11_008, 4096),
-            down=(4096, 11_008),
-        ).items()
-    }
-    folder = write_hf_folder(tmp_path / "model", config, {"x": np.zeros(2, np.float32)})
-    offset, header = 0, {}
-    for name, shape in shapes.items():
-        end = offset + 4 * int(np.prod(shape))
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
+    folder = write_hf_folder(tmp_path / "model", CONFIG, {"x": np.zeros(2, np.float32)})
+    size = 4 * 700_000_000
+    header = json.dumps({"x": {"dtype": "F32", "shape": [700, 1_000_000], "data_offsets": [0, size]}}).encode()
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + offset)
-    assert offset > 2.5e9
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
     code = (
         "import sys\n"
         "from llama_jax.cli import main\n"
         "sys.argv[1:] = ['inspect', sys.argv[1]]\n"
-        "main()\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
         # Not getrusage, whose maximum a process inherits from the one that started it.
-        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), file=sys.stderr)"
+        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     environment = os.environ | {"JAX_PLATFORMS": "no_such_device"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert rows_of(done.stdout)["F32 tensors"] == "21, 2.7 GB"
-    assert int(done.stderr) < 500_000  # kB
+    command = [sys.executable, "-c", code, str(folder)]
+    *page, kilobytes = subprocess.run(command, capture_output=True, text=True, env=environment).stdout.splitlines()
+    assert rows_of("\n".join(page))["F32 tensors"] == "1, 2.8 GB"
+    assert int(kilobytes) < 500_000
 
 
 # -- how it is written ---------------------------------------------------------------------------------------------------
@@ -287,17 +213,7 @@ def test_a_large_model_is_not_read_and_needs_no_device(tmp_path):
 
 @pytest.mark.parametrize(
     ("count", "words"),
-    [
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (1000, "1.0 kB"),
-        (99_949, "99.9 kB"),
-        (99_950, "100 kB"),
-        (999_499, "999 kB"),
-        (999_500, "1.0 MB"),
-        (13_476_839_424, "13.5 GB"),
-        (10**16, "10,000.0 TB"),
-    ],
+    [(999, "999 bytes"), (1000, "1.0 kB"), (99_950, "100 kB"), (999_500, "1.0 MB"), (10**16, "10,000.0 TB")],
 )
 def test_sizes(count, words):
     assert size(count) == words
@@ -307,16 +223,6 @@ def test_sizes(count, words):
 def test_what_is_printed_is_one_line_that_a_terminal_shows(text):
     assert printable(text).isprintable()
     assert printable(text) == text or not text.isprintable()
-
-
-CELLS = st.text("abc", min_size=1, max_size=5)
-
-
-@given(st.lists(st.tuples(CELLS, CELLS, CELLS), min_size=1, max_size=5))
-def test_columns(rows):
-    first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
-    expected = [f" {a}{' ' * (first - len(a) + 2 + second - len(b))}{b}  {c}" for a, b, c in rows]
-    assert columns(rows, right=(1,), indent=" ").split("\n") == expected
 
 
 @pytest.mark.parametrize(
@@ -332,12 +238,3 @@ def test_quantized_folders_say_kinds_bits_and_bytes(kind, name, bits, tmp_path):
     assert len(found["files"]) == 2
     assert sum(each["bytes"] for each in found["kinds"].values()) <= sum(found["files"].values())
     assert found["format"] == f"Hugging Face safetensors, {quantized_folders.FOLDERS[kind][0]['quant_method']}"
-
-
-@pytest.mark.slow
-def test_a_quantized_orbax_folder_says_its_kinds(tmp_path):
-    params = llama_jax.init(CONFIG, jax.random.key(0))
-    llama_jax.save(tmp_path / "a", CONFIG, quantize(params, "int8"), format="orbax")
-    code, out, _ = run(tmp_path / "a")
-    assert code == 0
-    assert re.search(r"INT8 tensors +\d+, .*bits a number", out)

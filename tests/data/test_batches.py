@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_jax.data import DataError, row_count, training_batches, validation_batches
-from llama_jax.data import batches as module
 from llama_jax.data.batches import empty_batch, fill_row, order_epoch
 
 LENGTHS = [5, 1, 9, 30, 2, 2, 7]
@@ -60,22 +59,6 @@ def test_the_state_continues_where_the_run_was_broken_off():
         batches.close()
     assert state == {"next_batch": 20}
     np.testing.assert_array_equal(found, whole)
-
-
-def test_an_epoch_is_laid_out_once(monkeypatch):
-    """Also where a batch holds rows of two."""
-    seen = []
-    monkeypatch.setattr(module, "order_epoch", lambda *args: seen.append(args[-1]) or order_epoch(*args))
-    taken(training_batches(CORPUS, 3, LENGTH, seed=0), 30)
-    assert seen == list(range(len(seen)))
-    assert len(seen) > 5
-
-
-def test_batches_have_the_types_that_a_step_takes():
-    batch = next(training_batches(CORPUS, 4, LENGTH, seed=0))
-    assert {part.dtype for part in batch[:3]} == {np.dtype(np.int32)}
-    assert {part.shape for part in batch[:3]} == {(4, LENGTH + 1)}
-    assert batch.loss_mask is None
 
 
 @pytest.mark.parametrize(("batch", "hosts"), [(1, 1), (4, 2), (6, 3), (100, 4)])

@@ -4,13 +4,9 @@ import gzip
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -21,7 +17,7 @@ import pytest
 from llama_jax.data import DataError, DocumentFormat, build_corpus, documents, open_corpus
 from llama_jax.data.build_corpus import BUILD_LOCK, CORPUS_NAME, PART_NAME, BuildOptions, make_part, tokenize_files
 from llama_jax.data.corpus_file import CORPUS_HEADER, CORPUS_MAGIC, read_corpus, read_info
-from llama_jax.data.data_files import UNFINISHED, describe_source
+from llama_jax.data.data_files import UNFINISHED
 from llama_jax.errors import UserError
 from llama_jax.formats.loading import bundled
 from llama_jax.storage.atomic_write import lock_file
@@ -30,7 +26,6 @@ from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 SMALL = BuildOptions(unit=2000)
 TOKENIZER = bundled()
-PAGE = Path(__file__).parents[2] / "docs" / "clusters" / "build_ray.py"
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +87,6 @@ def test_it_holds_the_documents_of_the_files_in_order(files, built, tokenizer, t
     assert list(contents(folder)) == [CORPUS_NAME]
 
 
-def test_it_is_read_beside_other_files(files, built, tokenizer, tmp_path):
-    together = open_corpus([built[0], files[0] / "a.txt"], tokenizer, cache=tmp_path)
-    assert texts_of(together, tokenizer) == [*files[1], *files[1][:40]]
-
-
-@pytest.mark.slow
-def test_two_processes_write_the_same_bytes(files, built, tmp_path):
-    told = []
-    tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2, progress=lambda *of: told.append(of))
-    assert contents(tmp_path / "out") == contents(built[0])
-    assert told == [(i, len(told)) for i in range(1, len(told) + 1)]
-
-
 DYING = """
 import os, signal, sys
 from llama_jax.data.build_corpus import BuildOptions, tokenize_files
@@ -129,30 +111,6 @@ def test_killed_with_its_processes_it_goes_on_to_the_same_bytes(files, built, tm
     assert len(list((tmp_path / "out").glob("part-*"))) >= 4
     tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
     assert contents(tmp_path / "out") == contents(built[0])
-
-
-def test_stopped_anywhere_it_goes_on_to_the_same_bytes(files, built, tmp_path, monkeypatch):
-    made, real = [], build_corpus.write_corpus
-
-    def dying(path, *rest, **named):
-        if len(made) in (3, 9):
-            made.append(None)
-            raise KeyboardInterrupt
-        made.append(path.name)
-        return real(path, *rest, **named)
-
-    monkeypatch.setattr(build_corpus, "write_corpus", dying)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
-        assert (tmp_path / "out" / UNFINISHED).is_file()
-    info = tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
-    assert contents(tmp_path / "out") == contents(built[0])
-    found = [name for name in made if name is not None]
-    assert found == [*(PART_NAME.format(number) for number in range(len(found) - 1)), CORPUS_NAME]  # each once
-    assert len(found) > 10
-    monkeypatch.setattr(build_corpus, "write_corpus", None)
-    assert tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1) == info  # nothing is made again
 
 
 def test_of_the_same_text_only_the_first_is_kept(files, tokenizer, tmp_path):
@@ -205,54 +163,6 @@ def test_what_cannot_be_built(files, built, tmp_path):
             tokenize_files(paths, tmp_path / out, TOKENIZER, options=options, processes=1)
 
 
-class Pool:
-    """Processes that are this one; `calls` has what they were told."""
-
-    made = 0
-    calls: list
-
-    def __init__(self, *_):
-        type(self).made += 1
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def submit(self, function, *args):
-        self.calls.append((function, *args))
-        future = Future()
-        future.set_result(function(*args))
-        return future
-
-
-def test_one_pool_does_all_also_the_digests_of_the_sources(files, built, tmp_path, monkeypatch):
-    monkeypatch.setattr(Pool, "made", 0)
-    monkeypatch.setattr(Pool, "calls", [], raising=False)
-    monkeypatch.setattr(build_corpus, "ProcessPoolExecutor", Pool)
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    progress = []
-    tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, progress=lambda *of: progress.append(of))
-    assert Pool.made == 1
-    count = len(progress)
-    assert progress == [(done, count) for done in range(1, count + 1)]
-    assert [call[0] for call in Pool.calls] == [describe_source] * 6 + [documents.spans_of] * 6 + [make_part] * count
-
-
-def test_a_process_that_dies_is_named_as_such(files, tmp_path, monkeypatch):
-    class Dying(Pool):
-        def submit(self, function, *args):
-            future = Future()
-            future.set_exception(BrokenProcessPool("died"))
-            return future
-
-    monkeypatch.setattr(build_corpus, "ProcessPoolExecutor", Dying)
-    with pytest.raises(DataError, match=r"a process ended early.*the same command resumes"):
-        tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2)
-
-
 def test_it_is_not_built_into_what_is_read(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("Once upon a time.")
@@ -261,20 +171,15 @@ def test_it_is_not_built_into_what_is_read(tmp_path):
     assert [path.name for path in (tmp_path / "texts").iterdir()] == ["a.txt"]
 
 
-def test_files_without_documents_are_no_corpus_and_leave_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(Pool, "calls", [], raising=False)
-    monkeypatch.setattr(build_corpus, "ProcessPoolExecutor", Pool)
+def test_files_without_documents_are_no_corpus_and_leave_nothing(tmp_path):
     empty = tmp_path / "a.parquet"
     with pyarrow.parquet.ParquetWriter(empty, pyarrow.schema({"text": pyarrow.string()})):
         pass
-    assert pyarrow.parquet.read_metadata(empty).num_row_groups == 0
     (tmp_path / "b.jsonl").write_text('\n{"text": ""}\n')
     for paths, message in ((empty, "a.parquet holds"), ([empty, tmp_path / "b.jsonl"], "and 1 more hold")):
-        for processes in (1, 2):
-            options = BuildOptions(drop_duplicates=processes == 2)
-            with pytest.raises(DataError, match=f"{message} no document; are these the right files"):
-                tokenize_files(paths, tmp_path / "out", TOKENIZER, options=options, processes=processes)
-            assert not (tmp_path / "out").exists()
+        with pytest.raises(DataError, match=f"{message} no document; are these the right files"):
+            tokenize_files(paths, tmp_path / "out", TOKENIZER, processes=1)
+        assert not (tmp_path / "out").exists()
 
 
 def stopped(files, folder, monkeypatch, part=3, options=SMALL):
@@ -305,13 +210,6 @@ def test_a_part_that_was_damaged_meanwhile_is_made_again(files, built, tmp_path,
     (tmp_path / "out" / PART_NAME.format(1)).write_bytes(b"something else")
     tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
     assert contents(tmp_path / "out") == contents(built[0])
-
-
-def test_a_build_goes_on_with_the_same_settings_only(files, tmp_path, monkeypatch):
-    stopped(files[0], tmp_path / "out", monkeypatch)
-    other = BuildOptions(unit=3000, drop_duplicates=True)
-    with pytest.raises(DataError, match="out was built with different drop_duplicates, unit; use another folder"):
-        tokenize_files(files[0], tmp_path / "out", TOKENIZER, options=other, processes=1)
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -361,17 +259,12 @@ def forged(path, ids=(1, 2, 3, 4), starts=(0, 2, 4), byte_counts=(3, 4), **field
     ("said", "message"),
     [
         ({"token_type": "object"}, "an invalid description, .*'object'"),
-        ({"token_type": [1]}, "an invalid description"),
         ({"token_type": "uint32"}, "is not a whole corpus"),
         ({"documents": -1}, "an invalid description, .*-1"),
-        ({"tokens": 4.0}, "an invalid description, .*4.0"),
         ({"tokens": 10**30}, "is not a whole corpus"),
-        ({"documents": 1}, "is not a whole corpus"),
         ({"more": 1}, "an invalid description"),
         ({"origin": []}, "an invalid description"),
         ({"starts": (0, 5, 4)}, "documents or tokens that differ from its description"),
-        ({"starts": (1, 2, 4)}, "documents or tokens that differ from its description"),
-        ({"starts": (0, 2, 9)}, "documents or tokens that differ from its description"),
         ({"byte_counts": (-3, 10)}, "documents or tokens that differ from its description"),
         ({"text_bytes": 8}, "documents or tokens that differ from its description"),
         ({"vocab_size": 4}, "documents or tokens that differ from its description"),
@@ -381,21 +274,6 @@ def test_what_a_corpus_says_of_itself_is_checked(said, message, tmp_path):
     assert read_corpus(forged(tmp_path / "good.corpus"))[0].document(1).tolist() == [3, 4]
     with pytest.raises(DataError, match=f"bad.corpus .*{message}.*; remove it, and build again"):
         read_corpus(forged(tmp_path / "bad.corpus", **said))
-
-
-def test_a_corpus_is_of_the_vocabulary_and_the_type_that_are_given(files, built, tokenizer, tmp_path):
-    path = built[0] / CORPUS_NAME
-    for given in (path, [path, files[0] / "a.txt"]):
-        with pytest.raises(DataError, match="has ids of uint16, not token_type='uint32'; omit that"):
-            open_corpus(given, tokenizer, cache=tmp_path, reading=DocumentFormat(token_type="uint32"))
-    assert open_corpus(path, tokenizer, reading=DocumentFormat(token_type="uint16")).document_count == built[1].documents
-
-
-def test_a_build_that_made_nothing_may_be_begun_otherwise(files, tmp_path):
-    wrong = BuildOptions(DocumentFormat(field="body"))
-    with pytest.raises(DataError, match="no column 'body'"):
-        tokenize_files(files[0] / "d.parquet", tmp_path / "out", TOKENIZER, options=wrong, processes=1)
-    assert tokenize_files(files[0] / "d.parquet", tmp_path / "out", TOKENIZER, processes=1).documents == 40
 
 
 def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
@@ -411,61 +289,3 @@ def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
 def test_the_processes_of_a_build_do_without_jax():
     code = "import sys, llama_jax.data.build_corpus; assert not {'jax', 'orbax', 'grain'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_file_that_grows_meanwhile_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "a.jsonl.gz"
-
-    def growing(*arguments):
-        make_part(*arguments)
-        with gzip.open(path, "at") as file:
-            file.write('{"text": "More."}\n')
-
-    with gzip.open(path, "wt") as file:
-        file.write('{"text": "One."}\n')
-    monkeypatch.setattr(build_corpus, "make_part", growing)
-    with pytest.raises(DataError, match=r"a.jsonl.gz changed while being read; try again when nothing writes"):
-        tokenize_files(path, tmp_path / "out", TOKENIZER, processes=1)
-
-
-def test_units_are_the_same_part_of_all_files_between_bounds(tmp_path, monkeypatch):
-    path = tmp_path / "a.txt"
-    path.write_text("<|endoftext|>".join(f"Story {n:04d}." for n in range(400)))
-    monkeypatch.setattr(build_corpus, "PART_COUNT", 5)
-    for bounds, count in (((1, 1 << 30), 5), ((6000, 1 << 30), 2), ((1, 1400), 7)):
-        monkeypatch.setattr(build_corpus, "PART_BYTES", bounds)
-        parts = []
-        tokenize_files(
-            path, tmp_path / str(count), TOKENIZER, processes=1, progress=lambda *of, parts=parts: parts.append(of)
-        )
-        assert parts[-1] == (count, count)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_ray_builds_the_same_bytes(tmp_path):
-    """As a Ray Data job with two workers of this machine; needs ray."""
-    pytest.importorskip("ray", reason="the recipe needs ray")
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for number in range(5):
-        stories = [f"Story {n} of {number}: once upon a time there were {n % 17} llamas on a hill." for n in range(300)]
-        (texts / f"{number}.txt").write_text("<|endoftext|>".join(stories))
-    options = BuildOptions(drop_duplicates=True)
-    tokenize_files(texts, tmp_path / "here", bundled(), options=options, processes=1)
-    command = [sys.executable, PAGE, texts, "--out", tmp_path / "there", "--tokenizer", bundled(), "--cpus", 2]
-    where = os.pathsep.join([str(PAGE.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": where, "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run(
-        [*map(str, command), "--drop-duplicates"], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"[\d,]+ tokens of [\d,]+ documents", done.stdout)
-    assert [path.name for path in (tmp_path / "there").iterdir()] == [CORPUS_NAME]
-    assert (tmp_path / "there" / CORPUS_NAME).read_bytes() == (tmp_path / "here" / CORPUS_NAME).read_bytes()
-
-    broken = texts / "broken.jsonl"
-    broken.write_text("{")
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 1
-    assert "was built with different files, sources" in done.stderr

@@ -101,39 +101,6 @@ def test_special_tokens_in_texts_are_text_and_warned_of(tmp_path, llama3):
     assert corpus.tokens.tolist() == llama3.encode(rendered + "Hello<|end_of_text|>", bos=False, special=True)
 
 
-def test_chats_by_the_format_of_the_vocabulary(tmp_path, llama3):
-    lines = [
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-        {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Hello"}]},
-        {"instruction": "Hi", "output": "Hello"},
-    ]
-    corpus, counts = open_chats(written(tmp_path / "a.jsonl", lines), llama3, 64)
-    assert counts.kept == 4
-    for whole in (corpus.tokens, corpus.targets):
-        assert (whole.reshape(4, -1) == whole[: corpus.stops[0]]).all()
-    assert llama3.decode(corpus.tokens[corpus.targets]) == "Hello" * 4
-
-
-ANSWERS = {"chosen": "Hello", "rejected": "x"}
-
-
-def test_preferences_are_two_corpora(tmp_path, llama3):
-    lines = [
-        {"prompt": "Hi", **{name: [{"role": "assistant", "content": text}] for name, text in ANSWERS.items()}},
-        {"prompt": "Once", "chosen": " upon", "rejected": " a" * 99},
-    ]
-    path = written(tmp_path / "a.jsonl", lines)
-    chosen, rejected, counts = open_preferences(path, llama3, 64, ChatReading(too_long="drop"))
-    assert (counts.read, counts.kept, counts.too_long) == (2, 1, 1)
-    assert [llama3.decode(side.tokens[side.targets]) for side in (chosen, rejected)] == ["Hello", "x"]
-    chosen, rejected, counts = open_preferences(path, llama3, 64)
-    assert (counts.kept, counts.cut) == (2, 1)
-    assert chosen.document_count == rejected.document_count == 2
-    with pytest.raises(DataError, match=r"line 1: the fields are \['prompt', 'chosen', 'rejected'\]"):
-        open_chats(path, llama3, 64)
-
-
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "spaces"])
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_every_recipe_has_the_tokens_of_a_prompt_with_which_generation_begins(tmp_path, kind, is_chat):

@@ -46,12 +46,6 @@ def test_only_documents_with_a_token_beyond_the_rows_are_refused(lengths, rows, 
             check_corpus_rows(corpus, rows)
 
 
-def test_a_token_beyond_the_rows_has_its_name():
-    corpus = replace(corpus_of([2]), tokens=np.array([65, 66], np.uint16), vocab_size=258)
-    with pytest.raises(DataError, match="the token 'B' with id 66, which has no row"):
-        check_corpus_rows(corpus, 66, ByteTokenizer())
-
-
 @given(lengths=st.lists(st.integers(40, 90), min_size=2, max_size=9), share=st.floats(0.02, 0.5), seed=st.integers(0, 99))
 def test_of_few_documents_no_more_than_the_share_is_validated_on(lengths, share, seed):
     """As of a text without separators, which is cut into few long documents."""
@@ -100,34 +94,13 @@ def test_what_is_in_the_validation_data_is_not_trained_on():
         without(corpus, corpus)
 
 
-def test_another_seed_chooses_others():
-    corpus = corpus_of([2] * 100)
-    assert split(corpus, 10, seed=1).validation.starts.tolist() != split(corpus, 10, seed=2).validation.starts.tolist()
-
-
 @pytest.mark.parametrize("validation", [0, 0.0, 3, 4, -1, 1.0, -0.5, float("nan"), 0.99])
 def test_a_side_without_documents_is_refused(validation):
     with pytest.raises(DataError, match=f"validation={validation} leaves no training or validation documents"):
         split(corpus_of([2, 2, 2]), validation)
 
 
-def test_a_single_document_cannot_be_split():
-    with pytest.raises(DataError, match="single document"):
-        split(corpus_of([100]), 0.1)
-
-
-@given(count=st.integers(0, 50), seed=st.integers(0, 2**64 - 1), stream=st.integers(0, 2**40))
-def test_a_shuffle_is_a_permutation(count, seed, stream):
-    assert sorted(shuffled(count, seed, stream)) == list(range(count))
-
-
 def test_a_shuffle_stays_what_it_was():
     """Written down, for runs are continued with other versions of NumPy."""
     assert shuffled(8, 0, 0).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
     assert shuffled(8, 1, 0).tolist() != shuffled(8, 0, 1).tolist()
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64])
-def test_a_seed_beyond_64_bits_is_refused(seed):
-    with pytest.raises(DataError, match=f"seed={seed}"):
-        shuffled(3, seed, 0)

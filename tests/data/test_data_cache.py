@@ -54,12 +54,6 @@ def test_the_same_as_from_a_disk_and_fetched_once(store, texts, tmp_path):
     assert find_data([WeightedData("one", url, 1)])[0].files == find_files(url)
 
 
-def test_a_file_that_was_touched_is_fetched_again(store, texts):
-    url = store.upload(texts, "texts")
-    find_files(url)[0].write_bytes(b"")
-    assert find_files(url)[0].read_bytes() == (texts / "a.txt").read_bytes()
-
-
 def test_the_cache_is_bounded(store, texts, tmp_path, monkeypatch):
     monkeypatch.setattr("llama_jax.storage.object_cache.RECENT_SECONDS", -1)
     monkeypatch.setenv("LLAMA_JAX_CACHE_LIMIT", "0")

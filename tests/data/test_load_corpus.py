@@ -162,22 +162,6 @@ def test_two_processes_on_one_cache(data, cache):
     only_file(cache)
 
 
-def test_a_source_that_was_only_touched_is_not_tokenized_again(data, cache, monkeypatch):
-    open_corpus(data, ByteTokenizer(), cache=cache)
-    os.utime(data / "a.txt", ns=(1, 1))
-    monkeypatch.setattr(module, "read_tokens", None)
-    assert texts(open_corpus(data, ByteTokenizer(), cache=cache)) == STORIES
-
-
-def test_a_file_of_another_corpus_is_not_taken_for_this_one(data, cache):
-    open_corpus(data, ByteTokenizer(shift=1), cache=cache)
-    other = only_file(cache).read_bytes()
-    only_file(cache).unlink()
-    open_corpus(data, ByteTokenizer(), cache=cache)
-    only_file(cache).write_bytes(other)
-    assert texts(open_corpus(data, ByteTokenizer(), cache=cache)) == STORIES
-
-
 @pytest.mark.parametrize("length", ["same", "other"])
 def test_a_changed_source_is_tokenized_again(length, data, cache):
     first = open_corpus(data, ByteTokenizer(), cache=cache)
@@ -226,20 +210,6 @@ def test_a_damaged_file_is_made_again_with_a_warning(data, cache):
     assert texts(corpus) == texts(open_corpus(data, ByteTokenizer(), cache=cache)) == STORIES
 
 
-def test_the_digest_knows_no_paths(data, cache, tmp_path):
-    elsewhere = (data / "a.txt").rename(tmp_path / "b.txt")
-    second = open_corpus(elsewhere, ByteTokenizer(), cache=cache)
-    elsewhere.rename(data / "a.txt")
-    assert open_corpus(data, ByteTokenizer(), cache=cache).digest == second.digest
-
-
-def test_a_failure_leaves_nothing(data, cache):
-    (data / "b.jsonl").write_text('{"text": "good"}\n{')
-    with pytest.raises(DataError, match="line 2 is not JSON"):
-        open_corpus(data, ByteTokenizer(), cache=cache)
-    assert not cache.exists()
-
-
 def test_a_kill_leaves_no_corpus_and_what_it_leaves_goes(data, cache):
     """Killed with a document written and others to come; the next time all is there and nothing else."""
     command = reading(data, cache, "os.kill(os.getpid(), signal.SIGKILL)")
@@ -261,44 +231,39 @@ def test_a_file_that_grows_while_it_is_read_is_refused(data, cache):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("documents", [1, 7])
-def test_progress_sees_every_megabyte_as_it_is_read(documents, tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(module, "MEGABYTE", 100)
-    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 1)
-    tokenizer = ByteTokenizer()
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{"x" * 200}"}}\n' * documents)
-    seen = []
-
-    def progress(megabytes):
-        for megabyte in megabytes:
-            seen.append((megabyte, tokenizer.encoded))
-            yield megabyte
-        seen.append("end")
-
-    open_corpus([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tokenizer, cache=cache, progress=progress)
-    size = 2 * (tmp_path / "a.jsonl").stat().st_size
-    assert [step[0] for step in seen[:-1]] == list(range(-(-size // 100)))
-    assert seen[-1] == "end"
-    encoded = [step[1] for step in seen[:-1]]
-    assert encoded == sorted(encoded)
-    assert len(set(encoded)) == 2 * documents
+GOOD = b'{"text": "good"}\n'
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "reading", "message"),
     [
-        ("empty.txt", b"", "is empty; is it the right file?"),
-        ("empty.bin", b"", "is empty; is it the right file?"),
-        ("blank.txt", b" \n\n<|endoftext|>\n", "holds no document"),
-        ("blank.jsonl", b'\n{"text": ""}\n', "holds no document"),
+        ("a.txt", b"", {}, "is empty; is it the right file?"),
+        ("a.txt", b" \n\n<|endoftext|>\n", {}, "holds no document"),
+        ("a.txt", b"good\nbad \xff\n", {}, ", line 2 is not UTF-8 (byte 0xff)"),
+        ("a.txt", b"good\nbad \xc3", {}, ", line 2 is not UTF-8 (byte 0xc3)"),
+        ("a.txt", b"PNG\n\n\0\0", {}, ", line 3 has a zero byte"),
+        ("a.txt", "a\n".encode("utf-16-le"), {}, ", line 1 has a zero byte"),
+        ("a.jsonl", b'\n{"text": ""}\n', {}, "holds no document"),
+        ("a.jsonl", '{"text": "café"}\n'.encode("utf-16"), {}, ", line 1 is not UTF-8; save the file as UTF-8"),
+        ("a.jsonl", GOOD + b'{"text": "cut', {}, ", line 2 is not JSON (Unterminated string starting at at column 10)"),
+        ("a.jsonl", GOOD + b"[" * 100_000, {}, ", line 2 is not JSON"),
+        ("a.jsonl", GOOD + b'["text"]', {}, ", line 2 is a list; JSONL has one object per line"),
+        ("a.jsonl", GOOD + b'{"story": "a", "id": 1}', {}, "has no text in the field 'text'; it has ['story', 'id']"),
+        ("a.jsonl", GOOD + b'{"text": 3}', {}, "text=3 must be a text; set `field` to the one with the text"),
+        ("a.jsonl", GOOD + b'{"text": "b\\ud800"}', {}, ", line 2: the text is not valid Unicode"),
+        ("a.bin", b"", {}, "is empty; is it the right file?"),
+        ("a.bin", b"123", {}, "has 3 bytes, not a multiple of the 2 of a uint16 id"),
+        ("a.bin", np.array([BOS, 1, 300, 2], "u2").tobytes(), {}, "token 2 is 300, outside the vocabulary of 258"),
+        ("a.bin", np.array([BOS, 1, 2, EOS], "u2").tobytes(), {"token_type": "uint32"}, "token 0 is 65792, outside"),
+        ("a.bin", np.arange(9, dtype="u4").tobytes(), {}, "token 1 and every second one is 0: the ids are uint32"),
     ],
 )
-def test_a_file_without_documents_is_refused(name, content, message, data, cache):
-    path = data / name
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=re.escape(f"{path} {message}")):
-        open_corpus(data, ByteTokenizer(), cache=cache)
+def test_a_file_that_cannot_be_read_is_named_and_leaves_nothing(name, content, reading, message, tmp_path, cache):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(message)) as error:
+        open_corpus(tmp_path / name, ByteTokenizer(), cache=cache, reading=DocumentFormat(**reading))
+    assert str(tmp_path / name) in str(error.value)
+    assert not cache.exists()
 
 
 def test_paths_with_nothing_to_read(data, tmp_path, cache):
@@ -306,10 +271,7 @@ def test_paths_with_nothing_to_read(data, tmp_path, cache):
     os.mkfifo(tmp_path / "pipe")
     for paths, message in [
         (tmp_path / "none", "none does not exist"),
-        (
-            tmp_path / "model",
-            "model holds no file that ends in .txt, .jsonl, .parquet, .arrow, .bin, .array_record, .corpus",
-        ),
+        (tmp_path / "model", "model holds no file that ends in .txt, .jsonl, .parquet, .arrow, .bin, .array_record"),
         (tmp_path / "pipe", "pipe is neither a file nor a folder"),
         ([], "no data files given"),
         ([data, str(data / "a.txt")], "a.txt is given twice"),

@@ -24,21 +24,10 @@ def test_among_the_first_n_each_is_less_than_one_away_from_its_share(parts):
     assert counts[-1].tolist() == list(parts)
 
 
-def test_weights_are_taken_as_they_are_written():
-    assert shares({"a": 0.7, "b": "0.3"}) == {"a": Fraction(7, 10), "b": Fraction(3, 10)}
-    assert shares({"a": 2, "b": 1.0}) == {"a": Fraction(2, 3), "b": Fraction(1, 3)}
-    assert shares({"alone": 0.1}) == {"alone": 1}
-
-
 @pytest.mark.parametrize("weight", [0, -1, "nan", "inf", "much", "1/0"])
 def test_a_weight_is_a_positive_number(weight):
     with pytest.raises(DataError, match=r"the weight of books, .* must be a number above 0"):
         shares({"stories": 1, "books": weight})
-
-
-def test_shares_that_repeat_too_late_are_refused():
-    with pytest.raises(DataError, match="fewer digits"):
-        shares({"a": 0.1234567, "b": 0.5})
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), PARTS.filter(lambda parts: len(parts) >= 3)), min_size=1, max_size=3))
@@ -54,12 +43,6 @@ def test_each_source_is_read_in_its_order_over_changes_too(changes):
         source, before = mixture.source_row(row)
         assert before == seen[source]
         seen[source] += 1
-
-
-def test_a_change_holds_from_its_row_on():
-    mixture = Mixture([(0, shares({"a": 1, "b": 1})), (100, shares({"a": 1, "b": 9}))])
-    assert mixture.counts(100).tolist() == [50, 50]
-    assert mixture.counts(1100).tolist() == [150, 950]
 
 
 def drawn(seed, documents):
@@ -83,12 +66,6 @@ def test_batches_have_the_rows_of_each_source_in_their_order(hosts):
         for start, parts in zip((0, 2), begun, strict=True):
             if number >= start:
                 np.testing.assert_array_equal(np.concatenate([next(part).tokens for part in parts]), rows)
-
-
-@pytest.mark.parametrize("corpora", [1, 3])
-def test_a_mixture_has_a_share_for_each(corpora):
-    with pytest.raises(DataError, match="a share for each"):
-        training_batches([drawn(0, 9)] * corpora, 2, 8, seed=0, mixture=Mixture([(0, shares({"a": 1, "b": 1}))]))
 
 
 def test_text_and_chats_do_not_mix():

@@ -4,8 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from test_chat_tokens import written
 
 from llama_jax.data import ChatReading, DataError
@@ -15,7 +13,6 @@ from llama_jax.data.preference_batches import (
     Pairs,
     concatenate,
     mismatched_answers,
-    next_that_differs,
     prompts_of,
     split_pairs,
     without_pairs,
@@ -142,14 +139,3 @@ def test_single_answers_with_a_label(tmp_path):
     path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
     with pytest.raises(DataError, match=r"line 1: completion, a text or messages, is missing"):
         open_labeled(path, TOKENIZER, 60, PLAIN)
-
-
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=12))
-def test_the_next_that_differs_is_the_first_one_after_it(marks):
-    found = next_that_differs(np.array(marks))
-    if len(set(marks)) == 1:
-        assert found is None
-        return
-    around = [marks[i + 1 :] + marks[:i] for i in range(len(marks))]
-    steps = [next(k for k, other in enumerate(rest, 1) if other != mark) for mark, rest in zip(marks, around, strict=True)]
-    assert found.tolist() == [(i + step) % len(marks) for i, step in enumerate(steps)]

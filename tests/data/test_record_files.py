@@ -117,13 +117,6 @@ def test_a_record_is_named_as_its_file_counts(write, llama3):  # noqa: F811
         open_chats(path, llama3, 99)
 
 
-def test_a_single_object_is_an_example(tmp_path, llama3):  # noqa: F811
-    path = tmp_path / "one.json"
-    for indent in (None, 2):
-        path.write_text(json.dumps(CHATS[0], indent=indent))
-        assert open_chats(path, llama3, 99).counts.kept == 1
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

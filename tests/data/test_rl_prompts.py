@@ -29,12 +29,6 @@ def test_texts_are_read_with_their_columns(file):
     assert open_prompts(changed, Tokenizer(), 8).digest != found.digest, "what judges them is part of the data"
 
 
-def test_special_tokens_are_text_unless_asked_for(tmp_path):
-    file = written(tmp_path / "p.jsonl", [{"prompt": "<s>Once</s>"}])
-    assert open_prompts(file, Tokenizer(), 20).ids == ((BOS, *b"<s>Once</s>"),)
-    assert open_prompts(file, Tokenizer(), 20, PromptReading(special=True)).ids == ((BOS, *b"Once", EOS),)
-
-
 def test_messages_are_a_chat_up_to_the_reply(tmp_path, llama3):  # noqa: F811
     messages = [{"role": "user", "content": "Hello"}]
     file = written(tmp_path / "p.jsonl", [{"prompt": messages, "system": "Be kind."}])
@@ -100,13 +94,6 @@ def test_every_epoch_has_all_prompts_and_every_answer_a_stream_of_its_own():
     held = validation_prompt_batch(np.array([2, 0]), 4, 5)
     np.testing.assert_array_equal(held.seeds[4:], validation_prompt_batch(np.array([0]), 4, 5).seeds)
     assert not set(held.seeds.tolist()) & set(seeds.tolist())
-
-
-def test_a_prompt_begins_as_the_vocabularys_own_rule_says(tmp_path):
-    file = written(tmp_path / "p.jsonl", [{"prompt": "a"}])
-    for puts in (True, False):
-        tokenizer = Tokenizer(puts_bos=puts)
-        assert list(open_prompts(file, tokenizer, 8).ids) == [(tokenizer.bos_id,) * puts + (97,)]
 
 
 def test_a_prompt_of_no_token_is_refused(tmp_path):

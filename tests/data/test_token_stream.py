@@ -1,4 +1,4 @@
-"""Files of ids: where documents begin, how many bytes of text they stand for, and ids that cannot be."""
+"""Files of ids: where documents begin, how many bytes of text they stand for, and records that cannot be."""
 
 import re
 
@@ -67,13 +67,6 @@ def test_a_bin_has_documents_from_bos_and_after_eos(ids, ends, dtype, space_pref
     assert found == in_documents(ids, *ends, space_prefix)
 
 
-def test_ids_of_a_large_vocabulary_are_uint32(tmp_path):
-    path = tmp_path / "some.bin"
-    tokenizer = ByteTokenizer(vocab_size=1 << 17)
-    np.array([BOS, 65, 100_000, EOS], np.uint32).tofile(path)
-    assert documents(path, tokenizer) == [([BOS, 65, 100_000, EOS], 1)]
-
-
 @pytest.mark.parametrize("space_prefix", [False, True])
 def test_each_record_is_a_document(space_prefix, tmp_path):
     path = tmp_path / "some.array_record"
@@ -95,38 +88,6 @@ def test_text_is_between_bos_and_eos_where_the_vocabulary_has_them(tmp_path):
     lines = path.rename(tmp_path / "some.JSONL")
     lines.write_text('{"text": "a"}')
     assert documents(lines) == [([BOS, 97, EOS], 1)]
-
-
-def test_text_that_no_utf8_can_hold_is_named_by_its_line(tmp_path):
-    path = tmp_path / "some.jsonl"
-    path.write_text('{"text": "a"}\n{"text": "b\\ud800"}')
-    with pytest.raises(DataError, match=re.escape(f"{path}, line 2: the text is not valid Unicode")):
-        documents(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "reading", "message"),
-    [
-        (np.array([BOS, 1, 300, 2], "u2"), {}, "token 2 is 300, outside the vocabulary of 258"),
-        (np.array([BOS, 1, 2, EOS], "u2"), {"token_type": "uint32"}, "token 0 is 65792, outside the vocabulary"),
-        (np.arange(9, dtype="u4"), {}, "token 1 and every second one is 0: the ids are uint32"),
-        (np.array([1, 2, 3], "u1"), {}, "has 3 bytes, not a multiple of the 2 of a uint16 id"),
-    ],
-)
-def test_ids_that_cannot_be(content, reading, message, tmp_path):
-    path = tmp_path / "some.bin"
-    content.tofile(path)
-    with pytest.raises(DataError, match=re.escape(message)) as error:
-        documents(path, **reading)
-    assert str(path) in str(error.value)
-
-
-def test_the_place_of_a_token_counts_from_the_beginning_of_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BIN_TOKENS", 4)
-    path = tmp_path / "some.bin"
-    np.array([1, 2, 3, 4, 5, 999], "u2").tofile(path)
-    with pytest.raises(DataError, match="token 5 is 999"):
-        documents(path)
 
 
 def test_records_that_cannot_be(tmp_path):

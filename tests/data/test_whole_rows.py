@@ -9,7 +9,7 @@ from byte_tokenizer import corpus_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_jax.data import DataError, split, training_batches, validation_batches
+from llama_jax.data import DataError, training_batches, validation_batches
 from llama_jax.data.batches import whole_rows
 from llama_jax.training.batch import target_mask
 
@@ -70,11 +70,3 @@ def test_the_order_of_packed_rows_is_one_order():
 def test_a_conversation_longer_than_a_row_is_refused():
     with pytest.raises(DataError, match="a conversation has 12 tokens, but rows of length=10 hold 11"):
         training_batches(with_targets([5, 12]), 2, 10, seed=0)
-
-
-def test_a_part_of_conversations_has_their_targets():
-    corpus = with_targets([5, 7, 9, 3, 8])
-    parts = split(corpus, 2)
-    assert parts.train.document_count == 3
-    (batch,) = validation_batches(parts.validation, 4, 20)
-    np.testing.assert_array_equal(batch.loss_mask, (batch.tokens % 3 == 0) & (batch.segment_ids > 0))

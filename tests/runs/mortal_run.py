@@ -136,7 +136,7 @@ def main(stage: str, number: int, arguments: list[str]) -> None:
         nonlocal saves
         saves += 1
         if saves == number:
-            (where, name, death), *_ = CASES[stage]
+            where, name, death = CASES[stage]
             setattr(where, name, death)
         real_save(*positional, **named)
 

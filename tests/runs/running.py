@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import signal
+import time
 from pathlib import Path
 
 import jax
@@ -17,7 +18,6 @@ from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.model.trees import init
 from llama_jax.runs.checkpoint_manager import CheckpointManager
 from llama_jax.runs.log import Log
-from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 from llama_jax.training.optimizer import make_optimizer
@@ -61,6 +61,19 @@ def caches(tmp_path_factory):
                 yield
 
 
+@pytest.fixture(name="zone")
+def zone_fixture(monkeypatch):
+    """Sets the time zone of this process and of those that it starts."""
+
+    def set_zone(name):
+        monkeypatch.setenv("TZ", name)
+        time.tzset()
+
+    yield set_zone
+    monkeypatch.undo()
+    time.tzset()
+
+
 class StopAt(Log):
     """Sends a signal when a line begins so, or calls `action`; keeps what was said."""
 
@@ -84,19 +97,6 @@ def same(tree, other):
         assert path == there
         assert a.dtype == b.dtype, jax.tree_util.keystr(path)
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
-
-
-def stop_and_resume(recipe, folder, data, at, **options):
-    """The result of a run that is stopped at a step and resumed."""
-    stopped = train(recipe, folder, data, log=StopAt(f"step {at}/"), **options)
-    assert at <= stopped.step < recipe.steps
-    return train(recipe, folder, data, resume=True, log=StopAt(), **options)
-
-
-def losses(recipe, folder, data, **options):
-    """The loss of every step that a run logs, and that of its last evaluation."""
-    result = train(recipe, folder, data, log=StopAt(), **options)
-    return [*(line["loss"] for line in lines(folder, "train")), result.validation.loss]
 
 
 def all_lines(folder):
@@ -145,7 +145,7 @@ def write_dated_vocabulary(folder):
 def write_dialogs(file, count=40, question="question"):
     """Chats with a question and an answer."""
     answer = {"role": "assistant", "content": "yes"}
-    chats = [[{"role": "user", "content": f"{question} {i}"}, answer] for i in range(count)]
+    chats = [[{"role": "user", "content": f"{question} {i}"}, answer] for i in range(10, 10 + count)]
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     return file
 

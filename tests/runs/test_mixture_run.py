@@ -1,7 +1,5 @@
 """Runs on several sources: shares, curves of each, and what a resumed run must be given."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

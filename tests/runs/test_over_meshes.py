@@ -1,43 +1,21 @@
-"""Evaluation, samples and initial weights of a run whose model is sharded over several devices."""
-
-from __future__ import annotations
+"""Samples of a run whose model is sharded over several devices."""
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 from mortal_run import recipe
 
 import llama_jax
-from llama_jax.evaluation.measure import WindowRows, token_nats
-from llama_jax.model.forward_options import Compute
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.sharding import evaluation_sharding, param_specs, shardings
-from llama_jax.runs import compiled_step
-from llama_jax.runs.compiled_step import make_program, repays_unrolling
+from llama_jax.parallel.sharding import param_specs, shardings
+from llama_jax.runs.compiled_step import make_program
 from llama_jax.runs.loop import sample_prompts
-from llama_jax.runs.pretrained import load_weights
 from llama_jax.runs.tasks.language_modeling import text_objective
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 RECIPE = replace(recipe(), ema_decay=0.0, sample_tokens=6)
-# Rows over all axes; a vocabulary of 320 that tensor pads, and 2 heads of keys that it copies.
-each_mesh = pytest.mark.parametrize(
-    "sizes",
-    [
-        MeshSizes(fsdp=2, context=2, tensor=2),
-        MeshSizes(tensor=4),
-        pytest.param(MeshSizes(data=8), marks=pytest.mark.nightly),
-        pytest.param(MeshSizes(data=2, fsdp=2, tensor=2), marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-
-
-TINYLLAMA = llama_jax.preset("tinyllama-1.1b")
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +24,17 @@ def params():
 
 
 @pytest.mark.slow
-@each_mesh
-def test_an_evaluation_is_divided(params, sizes):
-    mesh = make_mesh(sizes)
-    config, sharding = evaluation_sharding(RECIPE.model, mesh)
-    assert sharding.batch_shards == sizes.rows * sizes.context
-    tokens = np.random.default_rng(0).integers(0, 320, (8, 25), dtype=np.int32)
-    segments = np.repeat([[1] * 10 + [2] * 14], 8, axis=0).astype(np.int32)
-    positions = np.repeat([[*range(10), *range(14)]], 8, axis=0).astype(np.int32)
-    rows = WindowRows(tokens[:, :-1], tokens[:, 1:], segments, positions)
-    alone = jax.jit(partial(token_nats, RECIPE.model, compute=Compute())).lower(params, rows).compile()
-    spread = jax.device_put(params, shardings(mesh, param_specs(RECIPE.model, sizes)))
-    over = jax.jit(lambda params, rows: token_nats(config, sharding.prepare_params(params), rows, sharding=sharding))
-    compiled = over.lower(spread, rows).compile()
-    np.testing.assert_allclose(compiled(spread, rows), alone(params, rows), atol=2e-5)
-    share = compiled.cost_analysis()["flops"] / alone.cost_analysis()["flops"]
-    assert share < 1.5 / sizes.devices, "each device computes more than its share"
-
-
-@pytest.mark.slow
-@each_mesh
+@pytest.mark.parametrize(
+    "sizes",
+    # Rows over all axes; a vocabulary of 320 that tensor pads, and 2 heads of keys that it copies.
+    [
+        MeshSizes(fsdp=2, context=2, tensor=2),
+        MeshSizes(tensor=4),
+        pytest.param(MeshSizes(data=8), marks=pytest.mark.nightly),
+        pytest.param(MeshSizes(data=2, fsdp=2, tensor=2), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_samples_are_made_where_the_model_lies(params, sizes):
     tokenizer = byte_tokenizer()
     prompts = [tokenizer.encode("the "), tokenizer.encode("llama"), tokenizer.encode("a")]
@@ -88,51 +57,3 @@ def test_samples_are_made_where_the_model_lies(params, sizes):
         if leaf.ndim > 2
     }
     assert held == {(sizes.devices, sizes.devices == sizes.data)}
-
-
-@pytest.mark.slow
-def test_weights_are_read_straight_into_shares(params, tmp_path):
-    sizes = MeshSizes(data=2, fsdp=2, tensor=2)
-    llama_jax.save(tmp_path / "model", RECIPE.model, params)
-    start, base = load_weights(RECIPE, tmp_path / "model", sizes, None)
-    assert base is None
-    places = shardings(make_mesh(sizes), param_specs(RECIPE.model, sizes))
-    jax.tree.map(
-        lambda leaf, place: leaf.sharding.is_equivalent_to(place, leaf.ndim) or pytest.fail(str(leaf)), start, places
-    )
-    program = make_program(RECIPE, text_objective(RECIPE), sizes, "jit")
-    state = program.init_state(start)
-    jax.tree.map(np.testing.assert_array_equal, state.params, params)
-    by_pmap = make_program(RECIPE, text_objective(RECIPE), MeshSizes(data=8), "pmap")
-    start, _ = load_weights(RECIPE, tmp_path / "model", MeshSizes(data=8), None)
-    jax.tree.map(np.testing.assert_array_equal, by_pmap.init_state(start).params, params)
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind", "devices", "repays"),
-    [
-        ({"steps": 5000}, "NVIDIA H200", 1, True),
-        ({"steps": 100}, "NVIDIA H200", 1, False),  # half a minute of steps
-        ({"steps": 5000}, "NVIDIA H200", 8, False),
-        ({"steps": 5000, "model": replace(TINYLLAMA, n_layers=80)}, "NVIDIA H200", 1, False),
-        ({"steps": 5000, "exact": True}, "NVIDIA H200", 1, False),
-        ({"steps": 5000}, "NVIDIA Unknown", 1, False),
-    ],
-)
-def test_layers_are_unrolled_where_that_repays_compiling(changes, kind, devices, repays):
-    long = replace(RECIPE, model=TINYLLAMA, batch=8, length=2048)
-    device = SimpleNamespace(platform="gpu", device_kind=kind)
-    assert repays_unrolling(replace(long, **changes), device, devices) == repays
-    assert not repays_unrolling(replace(long, **changes), jax.devices("cpu")[0], devices)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fits", [True, False])
-def test_layers_that_do_not_fit_unrolled_are_scanned(fits, monkeypatch):
-    recipe = replace(RECIPE, model=replace(RECIPE.model, n_layers=3))
-    scanned = make_program(recipe, text_objective(recipe), MeshSizes(), "jit")
-    monkeypatch.setattr(compiled_step, "repays_unrolling", lambda *_: True)
-    monkeypatch.setattr(compiled_step, "fits", lambda *_: fits)
-    program = make_program(recipe, text_objective(recipe), MeshSizes(), "jit")
-    texts = [made.step.func.as_text() for made in (program, scanned)]
-    assert (texts[0] == texts[1]) == (not fits)

@@ -1,7 +1,5 @@
 """A run with parts of its own: all that it leaves is computed with these functions, or not at all."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -288,20 +286,7 @@ def arguments(text, made, tmp_path):
 def test_a_command_that_computes_needs_the_file(made, tmp_path, name):
     if name == "lm-eval":
         pytest.importorskip("lm_eval")
-    assert_needed(name, COMPUTING[name], made, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.parametrize("name", ["generate", "chat", "serve", "batch", "eval", "lm-eval", "verify"])
-def test_so_does_one_with_adapters_that_were_trained_with_it(others, tmp_path, name):
-    if name == "lm-eval":
-        pytest.importorskip("lm_eval")
-    assert_needed(name, COMPUTING[name].replace("{own}", "{plain} --adapter {adapters}"), others, tmp_path)
-
-
-def assert_needed(name, text, made, tmp_path):
-    done = run_here(name, *arguments(text, made, tmp_path))
+    done = run_here(name, *arguments(COMPUTING[name], made, tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert "attend=mine:attend and norm=mine:norm" in done.stderr
     assert "--parts FILE.py" in done.stderr
@@ -336,23 +321,16 @@ def test_a_file_without_the_functions_is_refused(made, tmp_path):
     (tmp_path / "mine.py").write_text("norm = 1")
     shutil.copy(made.file, tmp_path / "yours.py")
     (tmp_path / "fails.py").write_text("1 / 0")
-    (tmp_path / "mine.txt").write_text("")
-    generate = partial(run_here, "generate", "the", "--model", made.own, "--exact", "--parts")
-    assert "mine.py has no function 'attend', which the model uses as its attend (mine:attend)" in error_of(
-        generate(tmp_path / "mine.py")
-    )
-    assert "has yours:attend as 'attend', but the model's attend is mine:attend" in error_of(generate(tmp_path / "yours.py"))
-    assert "failed with ZeroDivisionError" in error_of(generate(tmp_path / "fails.py"))
-    assert "is not a Python file" in error_of(generate(tmp_path / "mine.txt"))
-    assert "does not exist" in error_of(generate(tmp_path / "none.py"))
-    assert "exact=True is for the library's parts, and the model has Parts(attend='mine:attend'" in error_of(
-        generate(made.file)
-    )
-    evaluate = "eval", made.own, "--data", made.short, "--attention", "dense", "--parts", made.file
-    assert "attention='dense' is for the library's attention, which Parts(" in error_of(run_here(*evaluate))
-    assert "is only for a model that names custom functions; omit it" in error_of(
-        run_here("generate", "the", "--parts", made.file)  # with the bundled model
-    )
+    for file, message in (
+        (tmp_path / "mine.py", "mine.py has no function 'attend', which the model uses as its attend (mine:attend)"),
+        (tmp_path / "yours.py", "has yours:attend as 'attend', but the model's attend is mine:attend"),
+        (tmp_path / "fails.py", "failed with ZeroDivisionError"),
+        (tmp_path / "none.py", "does not exist"),
+        (made.file, "exact=True is for the library's parts, and the model has Parts(attend='mine:attend'"),
+    ):
+        assert message in error_of(run_here("generate", "the", "--model", made.own, "--exact", "--parts", file))
+    bundled = error_of(run_here("generate", "the", "--parts", made.file))
+    assert "is only for a model that names custom functions; omit it" in bundled
 
 
 def test_files_keep_the_names_or_are_refused(made, tmp_path):

@@ -1,6 +1,4 @@
-"""Runs that train on preferences: with adapters and without, whole and again after an interruption."""
-
-from __future__ import annotations
+"""Runs that train on preferences: with adapters and without, and killed."""
 
 import json
 import shutil
@@ -11,13 +9,11 @@ from pathlib import Path
 import mortal_run
 import numpy as np
 import pytest
-from commands import run_here
 from mortal_run import environment_of, preferring, recipe, write_words
-from running import StopAt, caches, lines, losses, same, stop_and_resume  # noqa: F401  # caches is a fixture
+from running import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
 from llama_jax.errors import TrainingError
 from llama_jax.model.lora import Lora
-from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
 from llama_jax.training.preference_loss import PreferenceOptions
 
@@ -92,14 +88,6 @@ def test_the_preferred_answer_becomes_more_probable(whole, name):
     assert f"accuracy {found[-1]['accuracy']:.4g} · margin {found[-1]['margin']:.4g}" in said
 
 
-@pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.nightly), "adapters"])
-def test_an_interrupted_run_ends_with_the_same_bits(whole, base, pairs, tmp_path, name):
-    one = {"full": FULL, "adapters": ADAPTERS}[name]
-    same(stop_and_resume(one, tmp_path, pairs, 3, weights=base).state, whole[name][1].state)
-    found, expected = (lines(folder, "validation")[-1] for folder in (tmp_path, whole[name][0]))
-    assert found == expected
-
-
 def test_a_killed_run_ends_with_the_same_bits(base, pairs, tmp_path):
     """Once before anything but the reference is saved, and once after the first checkpoint."""
     program = Path(mortal_run.__file__)
@@ -136,26 +124,6 @@ def test_the_cached_reference_belongs_to_the_run(whole, base, pairs, tmp_path):
         train(other, folder, pairs, weights=base, resume=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        pytest.param("sigmoid", LEARNT, id="sigmoid-adapters", marks=pytest.mark.nightly),
-        pytest.param("kto", {}, id="kto-full"),
-        pytest.param("sigmoid", {}, id="sigmoid-full", marks=pytest.mark.nightly),
-        pytest.param("kto", LEARNT, id="kto-adapters", marks=pytest.mark.nightly),
-    ],
-)
-def test_over_devices_and_in_parts_the_same_is_learnt(base, pairs, tmp_path, changes, kind):
-    short = replace(FULL, steps=3, evaluate_every=0, save_every=0, preference=PreferenceOptions(kind, beta=0.5), **changes)
-    ways = {
-        "alone": (short, MeshSizes()),
-        "mesh": (short, MeshSizes(fsdp=2, tensor=2)),
-        "parts": (replace(short, accumulate=2), MeshSizes(data=2)),
-    }
-    alone, *others = (losses(one, tmp_path / name, pairs, weights=base, mesh=mesh) for name, (one, mesh) in ways.items())
-    np.testing.assert_allclose(others, [alone] * 2, rtol=2e-4)
-
-
 @pytest.mark.parametrize("kind", ["hinge", "simpo", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("ipo", "orpo"))])
 def test_every_loss_trains(base, pairs, tmp_path, kind):
     options = PreferenceOptions(kind, 2.0 if kind == "simpo" else 0.5)
@@ -182,17 +150,3 @@ def test_answers_with_a_label(base, pairs, judged, tmp_path):
     assert "accuracy" not in found[0]
     with pytest.raises(TrainingError, match=r"has single answers with a label, which only preference.kind=kto supports"):
         train(FULL, tmp_path / "other", judged, weights=base)
-
-
-def test_the_command(base, pairs, tmp_path):
-    given = ("train", "dpo", "--workdir", tmp_path / "run", "--data", pairs, "--weights", base)
-    changes = "steps=2 batch=8 length=40 dtype=float32 remat=none optimizer.warmup_steps=1 lora.rank=2 preference.kind=ipo"
-    done = run_here(*given, *changes.split())
-    assert done.returncode == 0, done.stderr
-    assert "preferences: 60 of 60 examples" in done.stdout
-    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["preference"]["kind"] == "ipo"
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(pairs.read_text() + '{"prompt": "a", "chosen": "b"}\n')
-    done = run_here("train", "dpo", "length=40", "--workdir", tmp_path / "other", "--data", bad, "--weights", base)
-    assert done.returncode == 2
-    assert f"{bad}, line 61: rejected, a text or messages, is missing" in done.stderr

@@ -1,4 +1,4 @@
-"""Training by rewards: what is judged better becomes more probable, whole and again after an interruption."""
+"""Training by rewards: what is judged better becomes more probable."""
 
 import json
 from dataclasses import replace
@@ -6,18 +6,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from commands import run_here
-from conftest import jit_init
 from mortal_run import recipe, write_words
 from running import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
-from llama_jax.data import ChatReading
 from llama_jax.errors import TrainingError
-from llama_jax.formats.loading import bundled
 from llama_jax.model.lora import Lora
-from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
-from llama_jax.runs.preflight import check_task
 from llama_jax.runs.recipe import RewardSettings
 from llama_jax.training.optimizer import OptimizerSettings
 
@@ -28,12 +22,6 @@ def letters(completions, **columns):
 
 def vowels(completions, **columns):
     return [text.count("a") / max(len(text), 1) for text in completions]
-
-def fails(completions, prompt, **columns):
-    raise KeyError("no such thing")
-
-def same(completions, **columns):
-    return [0.7] * len(completions)
 '''
 ANSWER = 8
 
@@ -102,38 +90,6 @@ def test_what_is_rewarded_becomes_more_probable(whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exactly_the_sampler_is_the_trainer(file, prompts, tmp_path, dtype):
-    train(recipe_for(file, steps=3, exact=True, dtype=dtype), tmp_path, [prompts], log=StopAt())
-    found = lines(tmp_path, "train")
-    assert [line["gap"] for line in found] == [0.0] * 3
-    assert [line["clipped"] for line in found] == [0.0] * 3
-
-
-@pytest.mark.slow
-def test_stopped_between_two_updates_and_resumed_it_is_the_whole(whole, file, prompts, tmp_path):
-    settings = recipe_for(file, rewards={"updates": 2})
-    stopped = train(settings, tmp_path, [prompts], log=StopAt("step 5/"))
-    assert stopped.step % 2
-    resumed = train(settings, tmp_path, [prompts], resume=True, log=StopAt())
-    same(resumed.state, whole[1].state)
-    names = ("reward", "loss", "clipped", "gap", "length")
-    for ours, theirs in zip(lines(tmp_path, "train"), lines(whole[0], "train"), strict=True):
-        assert [ours[name] for name in names] == [theirs[name] for name in names]
-
-
-@pytest.mark.slow
-def test_a_run_of_equal_rewards_trains_nothing(file, prompts, tmp_path):
-    rewards = {"functions": (f"{file}:same",) * 3, "weights": (0.3, 143.7, -9.1), "scale": False}
-    result = train(recipe_for(file, steps=2, evaluate_every=0, rewards=rewards), tmp_path, [prompts])
-    found = lines(tmp_path, "train")
-    assert [line["grad_norm"] for line in found] == [0, 0]
-    assert [line["flat"] for line in found] == [1, 1]
-    before = jit_init(recipe().model, jax.random.key(recipe().seed))
-    same(result.state.params, before)
-
-
-@pytest.mark.slow
 def test_another_function_is_another_run(file, prompts, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text(REWARDS)
@@ -142,28 +98,6 @@ def test_another_function_is_another_run(file, prompts, tmp_path):
     mine.write_text(REWARDS + "\n")
     with pytest.raises(TrainingError, match=r"the rewards is not what this run began with"):
         train(replace(settings, steps=4), tmp_path / "run", [prompts], resume=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "mesh"),
-    [
-        ({"accumulate": 4}, MeshSizes()),
-        ({}, MeshSizes(2, 2, 2)),
-        pytest.param({"accumulate": 2}, MeshSizes(data=4), marks=pytest.mark.nightly),
-        pytest.param({}, MeshSizes(tensor=4), marks=pytest.mark.nightly),
-    ],
-    ids=["accumulate", "2x2x2", "data", "tensor"],
-)
-def test_over_devices_and_in_parts_it_is_the_same(file, prompts, tmp_path, changes, mesh):
-    settings = {"steps": 2, "evaluate_every": 0, "rewards": {"updates": 2}}
-    train(recipe_for(file, **settings), tmp_path / "one", [prompts])
-    train(recipe_for(file, **settings, **changes), tmp_path / "other", [prompts], mesh=mesh)
-    for ours, theirs in zip(lines(tmp_path / "other", "train"), lines(tmp_path / "one", "train"), strict=True):
-        assert ours["reward"] == theirs["reward"], "the same answers"
-        for name in ("loss", "grad_norm", "clipped"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6)
-    assert lines(tmp_path / "other", "train")[0]["gap"] < 1e-4
 
 
 @pytest.mark.slow
@@ -211,51 +145,3 @@ def test_nothing_is_compiled_after_the_first_step(file, prompts, tmp_path, caplo
     with jax.log_compiles():
         train(recipe_for(file, steps=4, evaluate_every=0, rewards={"updates": 2}), tmp_path, [prompts], log=Counting())
     assert [record.message for record in caplog.records if "Compiling" in record.message] == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "mesh", "message"),
-    [
-        ({"chats": ChatReading()}, MeshSizes(), "rewards are for prompts, and chats for conversations"),
-        ({"z_loss": 1e-4}, MeshSizes(), "z_loss=0.0001 is a part of the default loss, which rewards replaces"),
-        ({"batch": 30}, MeshSizes(), "batch=30 answers must be a multiple of rewards.group=8"),
-        ({}, MeshSizes(data=8), r"= 4 prompts, which cannot be divided over data\*fsdp=8; use a multiple"),
-        ({}, MeshSizes(context=2), "rewards need whole rows"),
-        ({"length": 7}, MeshSizes(), "rewards.answer=8 leaves no room for a prompt in length=7"),
-    ],
-)
-def test_recipes_that_cannot_be(changes, mesh, message):
-    settings = recipe_for("judge.py")
-    with pytest.raises(TrainingError, match=message):
-        check_task(replace(settings, **changes), mesh, "jit")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"group": 1}, "rewards.group=1 must be at least 2"),
-        ({"truncated": "drop"}, "rewards.truncated='drop' must be one of count, mask"),
-        ({"held": -1}, "rewards.held=-1 must be at least 0"),
-        ({"temperature": 0.0}, "rewards.temperature=0.0 must be above 0"),
-        ({"clip": 2.0}, "clip=2.0 must be at least 0 and below 1"),
-    ],
-)
-def test_settings_that_cannot_be(changes, message):
-    with pytest.raises(ValueError, match=message):
-        RewardSettings(**changes)
-
-
-@pytest.mark.slow
-def test_a_function_that_fails_ends_the_run_with_one_line(file, prompts, tmp_path):
-    with pytest.raises(TrainingError, match=r"fails' failed with KeyError: 'no such thing' \(.*judge.py, line 10, in fails"):
-        train(recipe_for(file, rewards={"functions": (f"{file}:fails",)}), tmp_path, [prompts])
-
-
-@pytest.mark.slow
-def test_the_command(file, prompts, tmp_path):
-    given = ["train", "grpo", "--weights", bundled(), "--data", prompts, "--workdir", tmp_path / "run"]
-    changes = "steps=2 batch=64 length=40 rewards.answer=16 lora.rank=4 evaluate_every=0 log_every=1 dtype=float32"
-    done = run_here(*given, *changes.split(), "optimizer.warmup_steps=1", "--reward", f"{file}:letters")
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["rewards"]["functions"] == [f"{file}:letters"]
-    assert "reward" in done.stdout

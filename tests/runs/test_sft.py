@@ -1,4 +1,4 @@
-"""Fine-tuning by chats: what the assistant says is learned, whole and again after an interruption."""
+"""Fine-tuning by chats: what the assistant says is learned."""
 
 import json
 from dataclasses import replace
@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 from commands import run_here
 from mortal_run import recipe
-from running import StopAt, losses, same, stop_and_resume
+from running import StopAt
 
 import llama_jax
 from llama_jax.data import ChatReading, open_chats
 from llama_jax.errors import TrainingError
 from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.formats.loading import bundled
-from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.loop import train
 from llama_jax.runs.recipes import find
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
@@ -57,28 +56,6 @@ def test_answers_are_learnt_and_questions_are_not(whole, chats):
     assert everything > 1.0
 
 
-@pytest.mark.slow
-def test_a_run_that_is_interrupted_ends_with_the_same_bits(whole, chats, tmp_path):
-    same(stop_and_resume(RECIPE, tmp_path, chats, 40).state, whole[1].state)
-    with pytest.raises(TrainingError, match=r"another recipe \(chats.too_long: 'cut' in the folder, 'drop' now\)"):
-        train(replace(RECIPE, chats=ChatReading(too_long="drop")), tmp_path, chats, resume=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "backend"), [(MeshSizes(2, 2), "jit"), (MeshSizes(2), "pmap")])
-def test_over_devices_the_same_is_learnt(chats, tmp_path, mesh, backend):
-    short = replace(RECIPE, steps=3, evaluate_every=0, log_every=1)
-    alone = losses(short, tmp_path / "alone", chats)
-    np.testing.assert_allclose(losses(short, tmp_path / "mesh", chats, mesh=mesh, backend=backend), alone, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_exact_training_is_the_same_over_devices(chats, tmp_path):
-    short = replace(RECIPE, steps=3, evaluate_every=0, exact=True)
-    alone, spread = (train(short, tmp_path / str(mesh), chats, mesh=mesh) for mesh in (MeshSizes(), MeshSizes(2, 2)))
-    same(alone.state, spread.state)
-
-
 def test_fine_tuning_needs_a_model(chats, tmp_path):
     with pytest.raises(TrainingError, match="the recipe sft fine-tunes a model; pass it with --weights"):
         train("sft", tmp_path, chats)
@@ -87,8 +64,6 @@ def test_fine_tuning_needs_a_model(chats, tmp_path):
     talk.write_text(json.dumps({"instruction": "a", "output": "b"}) + "\n")
     with pytest.raises(TrainingError, match=r"no chat template.*in training set chats.format=plain"):
         train(RECIPE, tmp_path / "run", talk)
-    with pytest.raises(TrainingError, match="vocabulary='bpe' is learned from text, but the data are chats"):
-        replace(RECIPE, vocabulary="bpe")
 
 
 @pytest.mark.slow

@@ -1,10 +1,7 @@
-"""Processes that agree on when to stop; the votes are counted here in place of devices."""
-
-from __future__ import annotations
+"""Signals at a terminal that has hung up, and in a step that does not end; of several processes: test_several_processes."""
 
 import errno
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -15,11 +12,9 @@ from running import environment_fixture, text_fixture  # noqa: F401  # two fixtu
 
 from llama_jax.runs import signals
 from llama_jax.runs.log import Log
-from llama_jax.runs.signals import VOTE_SECONDS, Stopping
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
-def test_a_terminal_that_has_hung_up_does_not_stop_the_saving(name, monkeypatch, tmp_path):
+def test_a_terminal_that_has_hung_up_does_not_stop_the_saving(monkeypatch, tmp_path):
     """stdout and stderr then give errors, and it is the signal's handler that would raise them."""
 
     def fail(*_):
@@ -31,37 +26,10 @@ def test_a_terminal_that_has_hung_up_does_not_stop_the_saving(name, monkeypatch,
         with signals.StopRequest() as request, monkeypatch.context() as patch:
             request.begin_steps()
             patch.setattr(os, "write", fail)
-            signal.raise_signal(signal.Signals[name])
+            signal.raise_signal(signal.SIGHUP)
             log.line("stopped and saved")
             log.end()
-        assert request.name == name
-
-
-def test_a_terminal_that_hangs_up_after_a_line_of_progress(tmp_path):
-    written = []
-
-    def fail():
-        raise OSError(errno.EIO, "Input/output error")
-
-    with (tmp_path / "terminal").open("w") as terminal:
-        stream = SimpleNamespace(isatty=lambda: True, write=written.append, flush=lambda: None, fileno=terminal.fileno)
-        log = Log(stream)
-        log.progress("step 1")
-        stream.flush = fail
-        log.end()
-    assert written == ["step 1", "\n"]
-    assert log.quiet
-
-
-def test_a_handler_that_python_did_not_install_is_replaced_by_the_systems(monkeypatch):
-    """`signal.signal` gives None for it, and does not take None back."""
-    handlers = []
-    monkeypatch.setattr(signals.signal, "signal", lambda number, handler: handlers.append(handler))
-    with signals.StopRequest() as request:
-        request.begin_steps()
-        handlers.clear()
-    assert handlers == [signal.SIG_DFL] * len(handlers)
-    assert handlers
+        assert request.name == "SIGHUP"
 
 
 LONG_STEPS = """
@@ -96,41 +64,6 @@ def long():
 """
 
 
-@pytest.fixture
-def said(monkeypatch):
-    """What a command line says at Ctrl-C, and how it would end the process."""
-    found: queue.Queue[str] = queue.Queue()
-
-    def end(*_, how=""):
-        found.put(how)
-
-    monkeypatch.setattr(signals, "say", found.put)
-    monkeypatch.setattr(signals, "end_command", end)
-    before = signal.signal(signal.SIGINT, end)
-    yield found
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_before_the_first_step_leaves_at_once(said):
-    with signals.StopRequest() as request:
-        request.begin_steps()
-        signal.raise_signal(signal.SIGINT)
-        assert said.get(timeout=20) == "stopped before its first step; there was nothing to save"
-
-
-def test_ctrl_c_lets_a_step_end_and_the_second_one_does_not(said):
-    """The thread of the watch does this: the main thread may be in a step that does not end."""
-    with signals.StopRequest() as request:
-        request.begin_steps()
-        request.step_seconds, request.saved_step = 0.1, 2
-        signal.raise_signal(signal.SIGINT)
-        first = said.get(timeout=20)
-        assert request.name == "SIGINT"
-        signal.raise_signal(signal.SIGINT)
-        assert said.get(timeout=20) == "stopped without saving, and --resume continues from step 2"
-    assert first == "SIGINT: finishing and saving this step; Ctrl-C stops at once, and --resume then continues from step 2"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("quick", [0, 3])
 def test_ctrl_c_within_a_step_that_does_not_end(quick, text, environment, tmp_path):
@@ -156,73 +89,3 @@ def test_ctrl_c_within_a_step_that_does_not_end(quick, text, environment, tmp_pa
     how = how if quick else "before its first step; there was nothing to save"
     assert err.endswith(f"llama-jax: stopped {how}\n")
     assert process.returncode == 130
-
-
-class Job:
-    """Two processes whose steps take `seconds` each."""
-
-    def __init__(self, monkeypatch, seconds):
-        self.seconds, self.now, self.votes = seconds, 0.0, []
-        monkeypatch.setattr(signals, "StopVote", lambda: self.Vote(self))
-        monkeypatch.setattr(signals.time, "perf_counter", lambda: self.now)
-        self.requests = [SimpleNamespace(name=None), SimpleNamespace(name=None)]
-        self.stopping = [Stopping(request, 2) for request in self.requests]
-
-    class Vote:
-        """Every process's numbers go into one list; the largest come back when both have voted."""
-
-        def __init__(self, job):
-            self.job, self.cast_at = job, None
-
-        def cast(self, number, microseconds):
-            self.job.votes.append((number, microseconds))
-            self.cast_at = (len(self.job.votes) - 1) // 2 * 2
-
-        def read(self):
-            if self.cast_at is None:
-                return None
-            both, self.cast_at = self.job.votes[self.cast_at : self.cast_at + 2], None
-            assert len(both) == 2, "they voted between other steps"
-            return tuple(map(max, zip(*both, strict=True)))
-
-    def step(self):
-        """Whether each stops before the next step; the second one's clock is 5 % behind."""
-        answers = []
-        for stopping in self.stopping:
-            answers.append(stopping.should_stop())
-            self.now += 0.05 * self.seconds
-        self.now += self.seconds
-        return answers
-
-
-@pytest.mark.parametrize("asked", [0, 1])
-@pytest.mark.parametrize("seconds", [0.003, 0.1, 2.0])
-def test_all_stop_after_the_same_step(monkeypatch, seconds, asked):
-    job = Job(monkeypatch, seconds)
-    for _ in range(400):
-        assert job.step() == [False, False]
-        assert [stopping.name for stopping in job.stopping] == [None, None]
-    job.requests[asked].name = "SIGTERM"
-    steps = 0
-    while (answers := job.step()) == [False, False]:
-        steps += 1
-        assert steps * seconds < 2 * VOTE_SECONDS + 2 * seconds
-    assert answers == [True, True]
-    assert [stopping.name for stopping in job.stopping] == ["SIGTERM", "SIGTERM"]
-
-
-def test_quick_steps_vote_seldom(monkeypatch):
-    job = Job(monkeypatch, 0.01)
-    for _ in range(2000):
-        job.step()
-    assert 2 * 2000 * 0.01 / VOTE_SECONDS * 0.7 < len(job.votes) < 2 * 2000 * 0.011 / VOTE_SECONDS * 1.3
-
-
-def test_one_process_asks_nobody(monkeypatch):
-    monkeypatch.setattr(signals, "StopVote", lambda: pytest.fail("voted"))
-    request = SimpleNamespace(name=None)
-    stopping = Stopping(request, 1)
-    assert not stopping.should_stop()
-    request.name = signal.SIGINT.name
-    assert stopping.should_stop()
-    assert stopping.name == "SIGINT"

@@ -2,7 +2,6 @@
 
 import signal
 import threading
-import time
 
 import mortal_run
 import numpy as np
@@ -134,38 +133,6 @@ def test_a_store_that_fails_does_not_end_the_run(store, request, fault, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [500, "lost"])
-def test_an_upload_goes_on_where_answers_go_wrong(store, kept, fault):
-    failed = set()
-
-    def once(key, changes):
-        first = key not in failed
-        failed.add(key)
-        return fault if first else None
-
-    store.write_fault = once
-    store.fault = lambda key, before: ("reset", "cut", None)[before % 3]
-    save(kept, 10, 10)
-    kept.wait()
-    assert stored_steps() == [10]
-    same(llama_jax.load(RUN).params, state_of(10).params)
-
-
-@pytest.mark.slow
-def test_no_step_is_removed_because_its_loss_cannot_be_read(store, kept):
-    for step, loss in ((10, 1.0), (20, 2.0)):
-        save(kept, step, step, validation_loss=loss)
-        kept.wait()
-    store.fault = lambda key, before: 500 if key.endswith("10/about/note.json") else None
-    save(kept, 30, 30, validation_loss=3.0)
-    kept.wait()
-    assert stored_steps() == [10, 20, 30]
-    store.fault = lambda key, before: None
-    kept.finish_mirror()
-    assert stored_steps() == [10, 30]
-
-
-@pytest.mark.slow
 def test_another_machine_fetches_the_newest_step(store, monkeypatch, tmp_path):
     with opened() as run, manager(run) as kept:
         (run.path / "metrics.jsonl").write_text("{}\n")
@@ -211,17 +178,6 @@ def test_two_machines_write_to_one_url(store, monkeypatch, tmp_path, caplog):
             older_manager.finish_mirror()
 
 
-@pytest.mark.slow
-def test_a_stored_step_without_its_metadata_does_not_stay(store, kept):
-    """As two processes that write and remove the same step can leave it."""
-    save(kept, 10, 10)
-    kept.wait()
-    del store.objects["run/checkpoints/10/about/note.json"]
-    save(kept, 20, 20)
-    kept.wait()
-    assert stored_steps() == [20]
-
-
 def test_one_process_of_a_machine_writes(run):
     with pytest.raises(TrainingError, match="is in use by process"):
         opened().__enter__()
@@ -249,7 +205,14 @@ def local(text, environment, tmp_path_factory):
     return folder
 
 
-def killed(environment, text, local, tmp_path, kills, seed):
+@pytest.mark.parametrize(
+    ("kills", "seed"),
+    [
+        pytest.param(2, 0, marks=[pytest.mark.slow, pytest.mark.rotating]),
+        *(pytest.param(5, seed, marks=pytest.mark.nightly) for seed in range(1, 5)),
+    ],
+)
+def test_killed_and_the_same_to_the_bit(environment, text, local, tmp_path, kills, seed):
     """A run that is killed after so many changes of the store, goes on on this machine or on another one, and then lives."""
     random = np.random.default_rng(seed)
     with object_server.serving() as store:
@@ -261,10 +224,10 @@ def killed(environment, text, local, tmp_path, kills, seed):
             def watch(until=until, process=process, ended=ended, wait=wait):
                 while not ended.is_set():
                     if len(store.changes) >= until and process:
-                        time.sleep(wait)
+                        ended.wait(wait)
                         process[0].kill()
                         return
-                    time.sleep(0.001)
+                    ended.wait(0.001)
 
             thread = threading.Thread(target=watch)
             if life < kills:
@@ -281,25 +244,3 @@ def killed(environment, text, local, tmp_path, kills, seed):
         (state, note), (expected, wanted) = (state_in(run, "steps=24", step=step) for run in (stored, local))
         same(state, expected)
         assert note == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-def test_killed_and_the_same_to_the_bit(environment, text, local, tmp_path):
-    killed(environment, text, local, tmp_path, 2, 0)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(1, 5))
-def test_killed_twenty_times_and_the_same_to_the_bit(environment, text, local, tmp_path, seed):
-    killed(environment, text, local, tmp_path, 5, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-def test_commands_read_a_run_in_a_store(store, local, calling):
-    from llama_jax.cli.inspect import Inspect
-
-    url = store.upload(local, "copied")
-    assert f"{url}/checkpoints/24: orbax, step 24 of a run" in calling(Inspect, url).out
-    same(llama_jax.load(url).params, llama_jax.load(local).params)

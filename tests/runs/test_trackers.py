@@ -107,10 +107,3 @@ def test_what_is_not_installed_is_told_before_anything_is_read(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(TrainingError, match=r'--track mlflow needs a package .*pip install -e "\.\[mlflow\]"'):
         check_trackers(("mlflow",))
-
-
-def test_a_run_without_any_leaves_no_trace(tmp_path):
-    tracking = Tracking((), tmp_path, RECIPE, 0, Log(quiet=True))
-    tracking.write("train", 1, {"loss": 1.0})
-    tracking.close()
-    assert list(tmp_path.iterdir()) == []

@@ -34,9 +34,6 @@ def not_a_number(completions, **columns):
 def nothing(completions, **columns):
     return None
 
-def texts(completions, **columns):
-    return ["1" for _ in completions]
-
 def vandal(completions, **columns):
     completions.clear()
     return [0.0, 0.0]
@@ -44,29 +41,9 @@ def vandal(completions, **columns):
 def leaves(completions, **columns):
     raise SystemExit(0)
 
-async def later(completions, **columns):
-    return [1.0, 1.0]
-
-def interrupted(completions, **columns):
-    raise KeyboardInterrupt
-
 def endless(completions, **columns):
     while True:
         yield 1.0
-
-def late(completions, **columns):
-    yield 1.0
-    raise KeyError("late")
-
-def unordered(completions, **columns):
-    return {0.0, 1.0}
-
-class Two:
-    def __float__(self):
-        raise RuntimeError("two numbers")
-
-def tensors(completions, **columns):
-    return [Two() for _ in completions]
 
 def only(completions):
     return [0.0 for _ in completions]
@@ -125,16 +102,10 @@ def test_what_one_changes_in_its_lists_is_not_changed_for_others(file):
         ("short", "short returned 1 values for 2 answers; it must return a list of 2 numbers, one for each answer"),
         ("not_a_number", "not_a_number returned nan for the answer 'ab'; it must be a finite number"),
         ("nothing", "nothing returned None; it must return a list of 2 numbers"),
-        ("texts", "texts returned '1' for the answer 'ab'; it must be a finite number"),
-        ("leaves", r"leaves' failed with SystemExit: 0 \(.*mine.py, line 33, in leaves"),
-        ("later", "later returned <coroutine object later .*; it must return a list of 2 numbers"),
-        ("interrupted", r"interrupted' failed with KeyboardInterrupt \(.*mine.py, line 39, in interrupted"),
+        ("leaves", r"leaves' failed with SystemExit: 0 \(.*mine.py, line .*, in leaves"),
         ("endless", "endless returned 3 values for 2 answers"),
-        ("late", r"late' failed with KeyError: 'late' \(.*mine.py, line 47, in late"),
         ("none", r"none' failed with TypeError: .*; call it as function\(completions, \*\*columns\)$"),
-        ("refuses", r"refuses' failed with UserError: no judge \(.*mine.py, line 67, in refuses"),
-        ("unordered", r"unordered returned \{0.0, 1.0\}; it must return a list of 2 numbers"),
-        ("tensors", "tensors returned <.*Two object .* for the answer 'ab'; it must be a finite number"),
+        ("refuses", r"refuses' failed with UserError: no judge \(.*mine.py, line .*, in refuses"),
     ],
 )
 def test_what_cannot_be_a_reward_is_an_error_of_one_line(file, name, message):
@@ -147,7 +118,6 @@ def test_functions_that_are_not_there(file, tmp_path):
     for names, weights, message in (
         (["mine"], [], r"reward 'mine' is not FILE.py:FUNCTION"),
         ([f"{tmp_path}/absent.py:f"], [], r"absent.py does not exist"),
-        ([f"{file}:f"], [], r"has no function 'f': it does not exist"),
         ([f"{file}:number"], [], r"has no function 'number': it is not a function"),
         ([], [], r"pass one with --reward FILE.py:FUNCTION"),
         ([f"{file}:length", f"{file}:exact"], [1.0], r"weights=\[1.0\] has 1 for 2 rewards; pass one for each"),
@@ -156,7 +126,6 @@ def test_functions_that_are_not_there(file, tmp_path):
             find_rewards(names, weights)
     for text, message in (
         ("import absent_module\n", "failed with ModuleNotFoundError: .*line 1"),
-        ("def f(:\n", "SyntaxError"),
         ("import sys\nsys.exit(0)\n", "failed with SystemExit: 0 .*line 2"),
     ):
         broken = tmp_path / "broken.py"

@@ -20,7 +20,7 @@ from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.routes import make_app
 from llama_jax.serving.http.service import Served, ServerOptions, Service
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest, ScoredToken, Update
-from llama_jax.tokenizers import Tokenizer
+from llama_jax.tokenizers import Tokenizer, reply_ends
 from llama_jax.tokenizers.sentencepiece import byte_tokenizer
 
 BYTES = byte_tokenizer()
@@ -40,9 +40,11 @@ def saying(text: str | bytes) -> Callable[[GenerationRequest], Iterable[int]]:
     return lambda request: [*ids(text), BYTES.eos_id]
 
 
-def following(request: GenerationRequest) -> Iterator[int]:
+def following(request: GenerationRequest, tokenizer: Tokenizer = BYTES) -> Iterator[int]:
     """What the request's grammar allows and ends soonest."""
-    constraint, soonest = request.constraint, [BYTES.eos_id, *ids('}"]'), *range(BYTES.vocab_size)]
+    constraint, special = request.constraint, tokenizer.special_tokens.values()
+    ends = reply_ends(tokenizer) if tokenizer.chat_template else tokenizer.stop_ids
+    soonest = [*ends, *tokenizer.encode('}"]', bos=False), *special, *range(tokenizer.vocab_size)]
     assert constraint is not None
     while True:
         mask = constraint.allowed()

@@ -72,47 +72,30 @@ def function(name, **properties):
     return {"type": "function", "function": {"name": name, "strict": True, "parameters": schema}}
 
 
-@pytest.mark.parametrize("style", ["<tool_call>", '"parameters": '])
-def test_required_calls_through_the_openai_client(client_of, style):
+def test_required_calls_through_the_openai_client(client_of):
+    """Two choices, whole and as a stream, each with its own deltas; tests/serving/test_tool_loop.py has loops of calls."""
     pytest.importorskip("llguidance")
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools | tojson }}{# " + style + " #}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools | tojson }}{# <tool_call> #}"
     tools = [function("weather", city={"enum": ["Köln", "Rom"]}, days={"type": "integer"}), function("time")]
     ask = {"model": "fake", "messages": [{"role": "user", "content": "Well?"}], "tools": tools}
+    ask |= {"parallel_tool_calls": False, "n": 2}
     engine = FakeEngine(says=following, context=2000)
     with listening(engine, served(tokenizer, "template")) as address, client_of(address) as client:
-        create = client.chat.completions.create
-        for choice, names in (
-            ("required", {"weather", "time"}),
-            ({"type": "function", "function": {"name": "time"}}, {"time"}),
-            ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
-        ):
-            whole = create(**ask, tool_choice=choice, parallel_tool_calls=False, n=2)
-            for each in whole.choices:
-                assert each.finish_reason == "tool_calls"
-                assert not each.message.content
-                (call,) = each.message.tool_calls
-                assert call.function.name in names
-                arguments = json.loads(call.function.arguments)
-                assert set(arguments) == ({"city", "days"} if call.function.name == "weather" else set())
-                assert arguments.get("city", "Rom") in ("Köln", "Rom")
-            # Two choices of a stream, each with its own deltas.
-            streamed, reasons = [None, None], [None, None]
-            for chunk in create(**ask, tool_choice=choice, parallel_tool_calls=False, n=2, stream=True):
-                for part in chunk.choices:
-                    for delta in part.delta.tool_calls or []:
-                        assert streamed[part.index] is None
-                        streamed[part.index] = delta.function
-                    reasons[part.index] = part.finish_reason or reasons[part.index]
-            assert [(found.name, found.arguments) for found in streamed] == [
-                (each.message.tool_calls[0].function.name, each.message.tool_calls[0].function.arguments)
-                for each in whole.choices
-            ]
-            assert reasons == ["tool_calls"] * 2
-        # Cut off, it is no call.
-        cut = create(**ask, tool_choice="required", max_tokens=9).choices[0]
-        assert (cut.finish_reason, cut.message.tool_calls) == ("length", None)
-        assert cut.message.content.startswith(("<tool_cal", '{"name": ', '[{"name":'))
+        for name, names in (("time", set()), ("weather", {"city", "days"})):
+            ask["tool_choice"] = {"type": "function", "function": {"name": name}}
+            whole = client.chat.completions.create(**ask)
+            for choice in whole.choices:
+                assert (choice.finish_reason, choice.message.content or "") == ("tool_calls", "")
+                (call,) = choice.message.tool_calls
+                assert call.function.name == name
+                assert set(json.loads(call.function.arguments)) == names
+            parts = [part for chunk in client.chat.completions.create(**ask, stream=True) for part in chunk.choices]
+            streamed = sorted(
+                (part.index, delta.function.arguments) for part in parts for delta in part.delta.tool_calls or []
+            )
+            assert streamed == [(choice.index, choice.message.tool_calls[0].function.arguments) for choice in whole.choices]
+            assert [part.finish_reason for part in parts if part.finish_reason] == ["tool_calls"] * 2
 
 
 @pytest.mark.slow

@@ -5,12 +5,9 @@ import itertools
 import json
 import socket
 import threading
-from types import SimpleNamespace
 
 import pytest
-import uvicorn
 from fakes import FakeEngine, ids, listening, saying, served
-from uvicorn.server import ServerState
 
 from llama_jax.serving.http import connection
 
@@ -148,12 +145,6 @@ def test_a_client_that_goes_on_sending_gets_its_refusal(address):
         assert found.recv(1) == b""
 
 
-def test_many_offers_of_another_protocol_in_a_row(address):
-    with connected(address) as found:
-        found.sendall((head(OFFER, b"GET /health") + b"\r\n") * 1100)
-        assert {answer(found)[0] for _ in range(1100)} == {200}
-
-
 def test_of_many_requests_in_a_row_few_are_parsed_before_responses(monkeypatch):
     """Parsing them all would hold up other clients: a quick request is answered among them."""
     began, parsed = connection.Connection.on_message_begin, []
@@ -210,19 +201,3 @@ def test_a_client_that_never_reads_is_left(monkeypatch, stream):
         assert gone.wait(20)
         assert ended.wait(20)
     assert engine.finished == {"cancelled" if stream else "length": 1}
-
-
-def test_a_client_that_reads_slowly_is_not_left(monkeypatch):
-    sizes, later, aborted = iter([900, 600, 500, 500]), [], []
-    config = uvicorn.Config(lambda *arguments: None, interface="asgi3", http=connection.Connection)
-    config.load()
-    loop = SimpleNamespace(call_later=lambda seconds, check: later.append(check))
-    found = connection.Connection(config, ServerState(), {}, loop)
-    found.transport = SimpleNamespace(get_write_buffer_size=lambda: next(sizes), abort=lambda: aborted.append(True))
-    found.flow = SimpleNamespace(pause_writing=lambda: None)
-    found.pause_writing()
-    for _ in range(3):
-        assert not aborted
-        later.pop()()
-    assert aborted
-    assert not later

@@ -1,7 +1,6 @@
 """The engine behind the door: what comes over HTTP is what the functions give."""
 
 import asyncio
-import json
 
 import fakes
 import pytest
@@ -79,28 +78,3 @@ def test_a_beginning_that_was_read_before(model, warm):
     assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
     assert first["choices"] == second["choices"]
-
-
-def test_json_that_follows_a_schema(model, warm):
-    pytest.importorskip("llguidance")
-    schema = {"type": "object", "properties": {"name": {"enum": ["Lily", "Tom"]}, "age": {"type": "integer", "maximum": 99}}}
-    schema |= {"required": ["name", "age"], "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "child", "schema": schema}}
-
-    async def conversation(client):
-        json_, number = (
-            client.complete(STORY, max_tokens=40, seed=1, n=2, temperature=1.0, response_format=form),
-            client.chat("How many?", max_tokens=40, response_format={"type": "regex", "regex": "[0-9]{2,4} llamas"}),
-        )
-        plain = client.complete(STORY, max_tokens=30, temperature=0)
-        return await asyncio.gather(json_, number, plain)
-
-    (json_, number, plain), _ = talk(model, conversation)
-    assert json_.status == 200, json_.body
-    for choice in json_.json["choices"]:
-        found = json.loads(choice["text"])
-        assert found["name"] in ("Lily", "Tom")
-        assert found["age"] <= 99
-        assert choice["finish_reason"] == "stop"
-    assert number.json["choices"][0]["message"]["content"].removesuffix(" llamas").isdecimal()
-    assert plain.status == 200

@@ -20,7 +20,6 @@ from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.programs import BURST
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
-from llama_jax.serving.rows import pages_of
 
 SMALL = EngineOptions(rows=4, context=128, prefill_chunk=16)
 FULL = replace(SMALL, cache_tokens=128)  # for one row of the whole context
@@ -126,7 +125,7 @@ def some_request(rng, vocab=512, context=128):
 def come_and_go(engine, wanted, rng, expected):
     """Requests at random moments, of which some are cancelled; each must get what it gets alone, or the beginning of that.
 
-    In the end nothing is left of them.
+    In the end nothing is left of them; once the engine is warm, nothing is compiled.
 
     Args:
       wanted: the fields of each.
@@ -141,6 +140,7 @@ def come_and_go(engine, wanted, rng, expected):
             cancelled.add(gone := rng.randrange(len(clients)))
             clients[gone].ticket.cancel()
         engine.step()
+    assert engine.stats().compilations_after_ready == 0
     for i, client in enumerate(clients):
         answer = expected(client.request)
         if i in cancelled:
@@ -156,20 +156,6 @@ def come_and_go(engine, wanted, rng, expected):
     assert stats.running == stats.reading == stats.waiting == stats.waiting_tokens == 0
     assert not engine.scheduler.rows
     assert engine.scheduler.pages.available == engine.scheduler.pages.count
-
-
-def run_warm(engine, wanted):
-    """The clients of such requests, and the engine's numbers after them."""
-    engine.warm()
-    clients = []
-    for fields in wanted:
-        clients.append(Client(engine, **fields))
-        engine.step()
-    exhaust(engine)
-    stats = engine.stats()
-    engine.close()
-    assert stats.compilations_after_ready == 0
-    return clients, stats
 
 
 class TestEveryRequestGetsWhatItGetsAlone:
@@ -246,12 +232,6 @@ class TestBursts:
             stopped = run(engine, prompt=[1, 5], max_new_tokens=40, stop_tokens=[tokens[n - 1]])
             assert (stopped.ids, stopped.finish) == (tokens[: tokens.index(tokens[n - 1])], "stop")
         assert not engine.scheduler.rows
-
-    @pytest.mark.parametrize("length", [2, *(pytest.param(x, marks=pytest.mark.slow) for x in (3, 4, 6)), 5])
-    def test_they_fit_into_the_context(self, model, warm_engine, bursts, length):
-        engine = Engine(*model, SMALL)
-        client = run(engine, prompt=[1, *range(5, 4 + length)], max_new_tokens=128 - length)
-        assert client.ids == alone(model, client.request).tokens
 
     def test_others_that_arrive_wait_for_one(self, model, warm_engine, bursts):
         engine = Engine(*model, SMALL)
@@ -385,17 +365,6 @@ class TestFullCache:
         assert len(scored.updates[0].prompt) == 21
         as_alone(model, (first, scored))
 
-    def test_many_of_mixed_lengths_use_the_pages_of_their_tokens(self, model):
-        rng, engine = random.Random(0), Engine(*model, replace(SMALL, rows=8, cache_tokens=8 * 128, prefix_bytes=0))
-        clients = [Client(engine, prompt=[1] * rng.randrange(1, 100), max_new_tokens=28) for _ in range(8)]
-        while any(not client.ids for client in clients):
-            engine.step()
-            running = engine.scheduler.rows
-            used = engine.scheduler.pages.count - engine.scheduler.pages.available
-            assert used == sum(len(row.pages) for row in running)
-            assert used <= sum(pages_of(row.read + 1) for row in running)
-        engine.close()
-
 
 class TestCancelling:
     def test_wherever_it_is_its_row_is_free_within_two_turns(self, model, warm_engine):
@@ -435,16 +404,6 @@ class TestQueue:
         exhaust(engine)
         Client(engine, prompt=[1] * 60, max_new_tokens=2)  # alone, a long one may always wait
 
-    def test_short_prompts_are_read_in_one_step(self, model, warm_engine):
-        engine = Engine(*model, SMALL)
-        clients = [Client(engine, prompt=[1, *range(5, 5 + i)], max_new_tokens=3) for i in range(2, 6)]
-        for _ in range(2):  # what a step gives is delivered in the turn after it
-            engine.step()
-        assert all(client.ids for client in clients[:3])  # of 3 + 4 + 5 tokens; the fourth has 6, and there is room for 16
-        assert not clients[3].ids
-        exhaust(engine)
-        as_alone(model, clients)
-
     def test_a_short_prompt_does_not_wait_for_long_ones_nor_they_for_ever(self, model, warm_engine):
         engine = Engine(*model, SMALL)
         long = [Client(engine, prompt=[1, *range(5, 115 - i)], max_new_tokens=2) for i in range(2)]
@@ -457,26 +416,6 @@ class TestQueue:
             if turns == 4:
                 assert short[0].updates
         assert turns < 2 * 2 * 7 + 6  # at half the speed: the prompts are of seven pieces
-
-    @pytest.mark.parametrize(
-        ("fields", "said"),
-        [
-            ({"prompt": [], "max_new_tokens": 1}, "empty"),
-            ({"prompt": [1, 512], "max_new_tokens": 1}, "512"),
-            ({"prompt": "text", "max_new_tokens": 1}, "encode it"),
-            ({"prompt": [1], "max_new_tokens": 0}, "max_new_tokens=0 must be an integer from 1"),
-            ({"prompt": [1], "max_new_tokens": 128}, "exceed the context of 128.* at most 127"),
-            ({"prompt": [1], "max_new_tokens": 5, "min_new_tokens": 6}, "min_new_tokens=6 must be an integer from 0 to 5"),
-            ({"prompt": [1], "max_new_tokens": 5, "alternatives": 21}, "alternatives=21 must be an integer from 0 to 20"),
-            ({"prompt": [1], "max_new_tokens": 5, "stop_tokens": range(17)}, "17 stop tokens are too many"),
-            ({"prompt": [1], "max_new_tokens": 5, "stop_tokens": [-1]}, "stop token -1"),
-            ({"prompt": [1], "max_new_tokens": 5, "sampling": Sampling(top_p=0.0)}, "top_p"),
-        ],
-    )
-    def test_invalid_requests(self, model, warm_engine, fields, said):
-        with pytest.raises(GenerationError, match=said):
-            Client(warm_engine, **fields)
-        assert not warm_engine.busy
 
 
 class EveryOther:
@@ -540,17 +479,6 @@ class TestSlowConstraints:
         assert bound.finish == "cancelled"
         slow.told.release()
 
-    def test_a_constraint_that_fails_ends_the_engine(self, model, warm_engine):
-        class Failing(EveryOther):
-            def accept(self, token):
-                raise RuntimeError("no such token")
-
-        engine = Engine(*model, SMALL)
-        bound = Client(engine, prompt=[1, 7], max_new_tokens=6, constraint=Failing(512))
-        with pytest.raises(RuntimeError, match="no such token"):
-            engine.run()
-        assert bound.finish == "failed"
-
 
 class TestRowSettings:
     def test_no_stop_token_before_the_least(self, model, warm_engine):
@@ -597,14 +525,6 @@ class TestRunning:
         assert not thread.is_alive()
         as_alone(model, clients)
 
-    def test_closed_at_once(self, model, warm_engine):
-        engine = Engine(*model, SMALL)
-        clients = [Client(engine, prompt=[1, 5 + i], max_new_tokens=50) for i in range(8)]
-        engine.step()
-        engine.close()
-        engine.run()
-        assert {client.finish for client in clients} == {"cancelled"}
-
     def test_an_exception_ends_all_requests_and_is_raised(self, model, warm_engine):
         engine = Engine(*model, SMALL)
         client = Client(engine, prompt=[1, 5], max_new_tokens=50)
@@ -631,40 +551,33 @@ class TestRunning:
         assert "NaN" in broken.updates[-1].error
 
 
-class TestOptions:
-    def test_steps_and_pages(self, model):
-        config, _ = model
-        assert SMALL.steps == ((1, 1), (4, 4), (4, 20))
-        assert EngineOptions(prefill_chunk=64).steps == ((1, 1), (4, 4), (16, 16), (16, 32), (16, 80))
-        for rows in (1, 4, 16, 64):
-            steps = EngineOptions(rows=rows).steps
-            assert len(steps) + 2 <= 8  # programs, with those of scores and seen tokens
-            assert steps[-1] == (rows, rows + 32)  # on a CPU
-            assert list(steps) == sorted(set(steps))
-        assert SMALL.pages(config) == 4 * 128 // 16
-        assert EngineOptions(rows=2, context=500).pages(config) == 63
-        assert EngineOptions(rows=2, cache_tokens=600).pages(config) == 38
+@pytest.mark.parametrize(
+    ("fields", "options", "said"),
+    [
+        ({"prompt": []}, {}, "empty"),
+        ({"prompt": "text"}, {}, "encode it"),
+        ({"max_new_tokens": 0}, {}, "max_new_tokens=0 must be an integer from 1"),
+        ({"max_new_tokens": 128}, {}, "exceed the context of 128.* at most 127"),
+        ({"max_new_tokens": 5, "min_new_tokens": 6}, {}, "min_new_tokens=6 must be an integer from 0 to 5"),
+        ({"alternatives": 21}, {}, "alternatives=21 must be an integer from 0 to 20"),
+        ({"stop_tokens": range(17)}, {}, "17 stop tokens are too many"),
+        ({"sampling": Sampling(top_p=0.0)}, {}, "top_p"),
+        ({}, {"rows": 0}, "rows=0 must be at least 1"),
+        ({}, {"prefill_chunk": 24}, "prefill_chunk=24 must be a multiple of 16"),
+        ({}, {"cache_tokens": 0}, "cache_tokens=0"),
+        ({}, {"context": 1}, "context=1"),
+        ({}, {"cache": CacheOptions(window=8)}, "window=8 is not supported by an engine"),
+        ({}, {"context": 4096}, "context=4096 must be at most the model's context of 512"),
+        ({}, {"context": 128, "cache_tokens": 100}, "cache_tokens=100 must be at least the context of 128"),
+    ],
+)
+def test_what_is_refused(model, fields, options, said):
+    with pytest.raises(GenerationError, match=said):
+        Client(Engine(*model, replace(SMALL, **options)), **{"prompt": [1], "max_new_tokens": 1} | fields)
 
-    @pytest.mark.parametrize(
-        ("fields", "said"),
-        [
-            ({"rows": 0}, "rows=0 must be at least 1"),
-            ({"prefill_chunk": 8}, "prefill_chunk=8"),
-            ({"prefill_chunk": 24}, "prefill_chunk=24 must be a multiple of 16"),
-            ({"cache_tokens": 0}, "cache_tokens=0"),
-            ({"prefix_bytes": True}, "prefix_bytes=True"),
-            ({"context": 1}, "context=1"),
-            ({"cache": CacheOptions(window=8)}, "window=8 is not supported by an engine"),
-            ({"context": 4096}, "context=4096 must be at most the model's context of 512"),
-            ({"context": 128, "cache_tokens": 100}, "cache_tokens=100 must be at least the context of 128"),
-        ],
-    )
-    def test_invalid_ones(self, model, fields, said):
-        with pytest.raises(GenerationError, match=said):
-            Engine(*model, EngineOptions(**fields))
 
-    def test_a_mesh_that_divides_rows(self, model, tmp_path):
-        llama_jax.save(tmp_path / "model", *model)
-        laid_out = llama_jax.load(tmp_path / "model", mesh=parse_mesh("data=2"))[:2]
-        with pytest.raises(MeshError, match="tensor parallelism only"):
-            Engine(*laid_out, SMALL)
+def test_a_mesh_that_divides_rows(model, tmp_path):
+    llama_jax.save(tmp_path / "model", *model)
+    laid_out = llama_jax.load(tmp_path / "model", mesh=parse_mesh("data=2"))[:2]
+    with pytest.raises(MeshError, match="tensor parallelism only"):
+        Engine(*laid_out, SMALL)

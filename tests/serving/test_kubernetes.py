@@ -1,6 +1,5 @@
 """The manifests of docs/serving/kubernetes, beside what the server really has: options, routes, metrics, seconds to end."""
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from llama_jax.serving.options import CHUNK
 FOLDER = Path(__file__).parents[2] / "docs" / "serving" / "kubernetes"
 REPLICAS = list(yaml.safe_load_all((FOLDER / "replicas" / "deployment.yaml").read_text()))
 GATEWAY = list(yaml.safe_load_all((FOLDER / "gateway.yaml").read_text()))
-OVERLAY = yaml.safe_load((FOLDER / "gpu" / "kustomization.yaml").read_text())
 
 
 def of_kind(documents, kind, name="llama"):
@@ -25,35 +23,9 @@ def of_kind(documents, kind, name="llama"):
     return found
 
 
-def patched(document, operations):
-    """A document after a JSON patch (RFC 6902) that replaces and adds."""
-    document = copy.deepcopy(document)
-    for operation in operations:
-        *folders, last = operation["path"].strip("/").split("/")
-        at = document
-        for key in folders:
-            at = at[int(key)] if isinstance(at, list) else at[key]
-        if isinstance(at, list):
-            assert (operation["op"], last) == ("add", "-")
-            at.append(operation["value"])
-        else:
-            assert (last in at) == (operation["op"] == "replace"), operation
-            at[last] = operation["value"]
-    return document
-
-
-def with_gpus():
-    (patch,) = OVERLAY["patches"]
-    deployment = of_kind(REPLICAS, patch["target"]["kind"], patch["target"]["name"])
-    return patched(deployment, yaml.safe_load(patch["patch"]))
-
-
-DEPLOYMENTS = {"replicas": lambda: of_kind(REPLICAS, "Deployment"), "gpu": with_gpus}
-
-
-@pytest.fixture(params=DEPLOYMENTS)
-def deployment(request):
-    return DEPLOYMENTS[request.param]()
+@pytest.fixture
+def deployment():
+    return of_kind(REPLICAS, "Deployment")
 
 
 def container_of(deployment):
@@ -65,13 +37,6 @@ def options_of(deployment):
     command, *arguments = container_of(deployment)["args"]
     assert command == "serve"
     return tyro.cli(Serve, args=arguments)
-
-
-def test_the_folders_refer_to_each_other():
-    for folder in FOLDER.iterdir():
-        if folder.is_dir():
-            for resource in yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]:
-                assert (folder / resource).exists()
 
 
 def test_every_option_is_one_of_the_command(deployment):
@@ -120,44 +85,6 @@ def test_there_is_time_to_drain(deployment):
     assert waits + ending < pod["terminationGracePeriodSeconds"]
     # New requests go elsewhere before the server refuses them.
     assert waits >= container_of(deployment)["readinessProbe"]["periodSeconds"]
-
-
-def test_the_service_finds_the_pods(deployment):
-    labels = deployment["spec"]["template"]["metadata"]["labels"]
-    wanted = [
-        deployment["spec"]["selector"]["matchLabels"],
-        of_kind(REPLICAS, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
-        of_kind(REPLICAS, "Service")["spec"]["selector"],
-        of_kind(GATEWAY, "InferencePool")["spec"]["selector"]["matchLabels"],
-    ]
-    for selector in wanted:
-        assert selector.items() <= labels.items()
-    (port,) = container_of(deployment)["ports"]
-    assert of_kind(REPLICAS, "Service")["spec"]["ports"][0]["targetPort"] == port["name"]
-    assert of_kind(GATEWAY, "InferencePool")["spec"]["targetPorts"] == [{"number": port["containerPort"]}]
-
-
-def test_the_gateway_leads_to_the_pool_and_its_picker():
-    pool = of_kind(GATEWAY, "InferencePool")
-    (parent,) = of_kind(GATEWAY, "HTTPRoute")["spec"]["parentRefs"]
-    assert parent["name"] == of_kind(GATEWAY, "Gateway")["metadata"]["name"]
-    (rule,) = of_kind(GATEWAY, "HTTPRoute")["spec"]["rules"]
-    (backend,) = rule["backendRefs"]
-    assert (backend["group"], backend["kind"], backend["name"]) == (
-        pool["apiVersion"].partition("/")[0],
-        "InferencePool",
-        pool["metadata"]["name"],
-    )
-    picker = pool["spec"]["endpointPickerRef"]
-    (port,) = of_kind(GATEWAY, "Service", picker["name"])["spec"]["ports"]
-    assert port["port"] == picker["port"]["number"]
-    deployment = of_kind(GATEWAY, "Deployment", picker["name"])
-    container = container_of(deployment)
-    assert port["targetPort"] in {each["name"] for each in container["ports"]}
-    assert f"--pool-name={pool['metadata']['name']}" in container["args"]
-    assert deployment["spec"]["template"]["spec"]["serviceAccountName"] == picker["name"]
-    of_kind(GATEWAY, "ServiceAccount", picker["name"])
-    assert of_kind(GATEWAY, "RoleBinding", picker["name"])["roleRef"]["name"] == picker["name"]
 
 
 def test_the_picker_reads_gauges_that_there_are(deployment):

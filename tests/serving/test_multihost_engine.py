@@ -24,7 +24,7 @@ import llama_jax
 from llama_jax import Sampling
 from llama_jax.serving.drafting import ModelDrafting
 from llama_jax.serving.engine import Engine
-from llama_jax.serving.multihost_engine import Follower, follow, leading
+from llama_jax.serving.multihost_engine import Follower, leading
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.programs import Programs
 from llama_jax.serving.requests import GenerationRequest
@@ -86,18 +86,24 @@ class First:
 
 
 @pytest.mark.slow
-def test_followers_make_the_same_calls_and_keep_no_more(model):
-    first = First(model)
+def test_followers_make_the_same_calls_and_keep_no_more(model, monkeypatch):
+    """With drafts and without, as they come."""
+    numbers = itertools.cycle([2] * 20 + [0] * 40)
+    chosen = lambda self, shape, rows: next(numbers) if any(row is not None for row in rows) else 0
+    monkeypatch.setattr(ModelDrafting, "choose", chosen)
+    draft = llama_jax.DraftModel(*model, 2)
+    first = First(model, replace(SMALL, draft=draft))
     answers = first.serve(0, 12)
     assert first.engine.scheduler.pages.evicted
     assert first.engine.stats().cached_tokens
+    assert first.engine.stats().accepted
     for request, updates, _ in answers:
         if updates[-1].finish == "length":
             (alone,) = llama_jax.generate(
                 *model, [request.prompt], max_new_tokens=request.max_new_tokens, sampling=request.sampling
             )
             assert [token.id for update in updates for token in update.tokens] == alone.tokens
-    follower = Follower(ServedModel.of(*model, SMALL.cache, SMALL.compute))
+    follower = Follower(ServedModel.of(*model, SMALL.cache, SMALL.compute, draft))
     for told, made in zip(first.told, first.made, strict=True):
         assert bits(numpys(follower.take(told))) == made
 
@@ -113,24 +119,6 @@ def test_followers_make_the_same_calls_and_keep_no_more(model):
         sizes.append(len(follower.arrays))
     settings = len(jax.tree.leaves(first.engine.scheduler._settings[1]))
     assert max(sizes) < len(jax.tree.leaves(first.engine.scheduler.state)) + 2 * settings + 10
-
-
-@pytest.mark.slow
-def test_followers_draft_by_the_same_model(model, monkeypatch):
-    numbers = itertools.chain([2] * 20, [0] * 40, itertools.repeat(2))
-    monkeypatch.setattr(ModelDrafting, "choose", lambda self, shape, rows: next(numbers))
-    first = First(model, replace(SMALL, draft=llama_jax.DraftModel(*model, 2)))
-    first.serve(0, 5)
-    assert first.engine.stats().accepted
-    follower = Follower(ServedModel.of(*model, SMALL.cache, SMALL.compute, llama_jax.DraftModel(*model, 2)))
-    for told, made in zip(first.told, first.made, strict=True):
-        assert bits(numpys(follower.take(told))) == made
-
-
-def test_following_ends_at_an_empty_message():
-    heard = iter([b""])
-    follow(None, lambda: next(heard))
-    assert next(heard, None) is None
 
 
 STORY = "Once upon a time there was a little llama who lived on a hill. Every day the llama"

@@ -9,7 +9,6 @@ from importlib.resources import files
 import pytest
 from browser import Browser
 from fakes import BYTES, FakeEngine, ids, listening, saying, served
-from test_server import go_on, process
 
 BODY = "document.querySelector('.answer:last-of-type .body').textContent"
 IDLE = "document.getElementById('stop').hidden && model"
@@ -39,39 +38,6 @@ HARMLESS_ATTRIBUTES = {
     "aria-describedby",
     "data-blank",
 }
-MARKDOWN = """# Title
-A *b* **c** ***d*** `e*` ~~f~~ snake_case_name 2 * 3 \\*g\\* [h](https://example.org/a_(b)) https://example.org/i. ![j](k)
-
-1. one
-   - nested **two**
-
-3. three
-   ```py
-   if x:
-       y
-   ```
-
-| k | l |
-|:--|--:|
-| m | n |
-
-> q
-> r
-
----
-`open **never closed"""
-RENDERED = (
-    "<h3>Title</h3><p>A <em>b</em> <strong>c</strong> <strong><em>d</em></strong> <code>e*</code> <s>f</s>"
-    ' snake_case_name 2 * 3 *g* <a href="https://example.org/a_(b)" target="_blank" rel="noopener noreferrer nofollow">h</a>'
-    ' <a href="https://example.org/i" target="_blank" rel="noopener noreferrer nofollow">https://example.org/i</a>.'
-    " ![j](k)</p>"
-    '<ol start="1"><li><p>one</p><ul><li><p>nested <strong>two</strong></p></li></ul></li>'
-    '<li><p>three</p><div class="code"><div><span>py</span><button type="button" class="quiet copy">Copy</button></div>'
-    "<pre><code>if x:\n    y</code></pre></div></li></ol>"
-    '<div class="scroll"><table><thead><tr><th>k</th><th style="text-align: end;">l</th></tr></thead>'
-    '<tbody><tr><td>m</td><td style="text-align: end;">n</td></tr></tbody></table></div>'
-    "<blockquote><p>q\nr</p></blockquote><hr><p>`open **never closed</p>"
-)
 
 
 class Hesitating:
@@ -98,11 +64,6 @@ def browser(tmp_path):
 
 def click(browser, selector):
     browser.get(f"document.querySelector({selector!r}).click()")
-
-
-def choose(browser, name, value):
-    place = f"document.getElementById({name!r})"
-    browser.get(f"{place}.value = {value!r}; {place}.dispatchEvent(new Event('change'))")
 
 
 def say(browser, text):
@@ -152,117 +113,12 @@ def test_a_chat_in_the_browser(browser):
         assert engine.finished["cancelled"] == 1
         assert BYTES.decode(engine.admitted[-1].prompt).count(SAID) == 2
 
-        # The last message can be edited: it goes back to where it was written, and its answer goes.
-        click(browser, ".user:nth-last-of-type(2) .edit")
-        assert browser.get("document.getElementById('text').value") == "And?"
-        say(browser, "!")
-        browser.until(f"{BODY} === '5: {SAID} end' && {IDLE}")
-        assert BYTES.decode(engine.admitted[-1].prompt).count("And?!") == 1
-        assert browser.get("document.querySelectorAll('.turn').length") == 6
-
-        # Twice: then the message before it, whose answer goes as well; what remains of the answers can be asked again.
-        for _ in range(2):
-            click(browser, ".user:nth-last-of-type(2) .edit")
-        assert browser.get("document.getElementById('text').value") == "More"
-        browser.get("document.getElementById('text').value = ''; 0")
-        click(browser, ".answer:last-of-type .again")
-        browser.until(f"{BODY} === '6: {SAID} end' && {IDLE}")
-        assert BYTES.decode(engine.admitted[-1].prompt).count(SAID) == 0
-        assert browser.get("document.querySelectorAll('.turn').length") == 2
-
-        # Settings are folded away until they are asked for, and Escape folds them.
-        assert not browser.get("document.getElementById('settings').checkVisibility()")
-        click(browser, "#more")
-        assert browser.get("document.getElementById('temperature').checkVisibility()")
-        assert "KV cache 5 MB" in browser.get("document.getElementById('memory').textContent")
-        colors = []
-        for theme in ("light", "dark"):
-            choose(browser, "theme", theme)
-            colors.append(browser.get("getComputedStyle(document.body).backgroundColor"))
-        assert colors[0] == "rgb(255, 255, 255)" != colors[1]
-        browser.get("document.querySelector('details').open = true; 0")
-        reached = set()
-        for _ in range(20):
-            browser.press("Tab")
-            reached.add(browser.get("document.activeElement.id"))
-        assert {"close", "mode", "system", "max_tokens", "temperature", "top_p", "seed", "theme", "key"} <= reached
-        browser.press("Escape")
-        assert not browser.get("document.getElementById('settings').open")
-
-        # Every control has a name, and the keyboard reaches them all in turn.
-        named = "e => e.textContent || e.labels?.length || e.ariaLabel"
-        controls = "button, input, select, textarea, [role=button]"
-        assert browser.get(f"[...document.querySelectorAll('{controls}')].every({named})")
-        browser.type("x")
-        reached = set()
-        for _ in range(25):
-            browser.press("Tab")
-            reached.add(browser.get("document.activeElement.id || document.activeElement.className"))
-        assert {"text", "send", "clear", "more", "log", "quiet view", "quiet copy", "quiet again", "quiet edit"} <= reached
-
         browser.get("document.getElementById('max_tokens').value = 100000; 0")
         say(browser, "too much")
         browser.until("document.getElementById('trouble').textContent.includes('Max_tokens=100000 must be')")
         loaded = browser.get("performance.getEntriesByType('resource').map(one => new URL(one.name).origin)")
         assert set(loaded) == {address}
     assert [e for e in browser.errors if "400" not in str(e) and "favicon" not in str(e)] == []
-
-
-@pytest.mark.slow
-def test_tokens_with_their_alternatives(browser):
-    with listening(FakeEngine(says=saying(f"1: {SAID}\n")), served()) as address:
-        browser.open(address)
-        browser.until("document.querySelectorAll('.example').length === 4")
-        click(browser, ".example")
-        browser.until(f"{BODY}.startsWith('1:') && {IDLE}")
-        assert browser.get("document.querySelector('.user .body').textContent === EXAMPLES.chat[0]")
-        assert not browser.get("document.querySelector('.token')")
-        click(browser, ".view")
-
-        # Each token has a color by its probability, also the one that a character of four bytes ended.
-        tokens = browser.get(
-            "[...document.querySelectorAll('.token')].map(t => [t.textContent, getComputedStyle(t).backgroundColor])"
-        )
-        assert "".join(text for text, _ in tokens) == f"1: {SAID}\n"
-        assert "🦙" in [text for text, _ in tokens]
-        assert all(re.match(r"color\(srgb .* / 0\.\d+\)$", color) for _, color in tokens)
-        assert "mean log-probability -0." in browser.get("document.querySelector('.legend').textContent")
-
-        # The keyboard: one stop for all tokens, arrow keys from one to the next, Escape.
-        rows = "[...document.querySelectorAll('#tip div')].map(row => [row.className, row.textContent])"
-        expected = [
-            ["", '"A"60.7%'],
-            ["chosen", '"1"60.7%'],
-            ["", '"B"22.3%'],
-            ["", '"C"8.2%'],
-            ["", '"D"3.0%'],
-            ["", '"E"1.1%'],
-        ]
-        browser.get("document.querySelector('.token').focus()")
-        assert browser.get(rows) == expected
-        assert browser.get("document.querySelectorAll('.token[tabindex=\"0\"]').length") == 1
-        browser.press("ArrowRight")
-        assert '":"59.7%' in browser.get("document.getElementById('tip').textContent")
-        browser.press("Escape")
-        assert not browser.get("document.getElementById('tip').checkVisibility()")
-
-        # The mouse, and a finger.
-        box = "document.querySelector('.token').getBoundingClientRect()"
-        x, y = browser.get(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({box})")
-        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        browser.until("document.getElementById('tip').checkVisibility()")
-        assert browser.get(rows) == expected
-        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
-        browser.until("!document.getElementById('tip').checkVisibility()")
-        browser.call("Emulation.setTouchEmulationEnabled", enabled=True)
-        for kind, points in (("touchStart", [{"x": x, "y": y}]), ("touchEnd", [])):
-            browser.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
-        browser.until("document.getElementById('tip').checkVisibility()")
-        click(browser, ".again")
-        browser.until(f"{BODY} === {json.dumps(f'1: {SAID}') + '+String.fromCharCode(10)'} && {IDLE}")
-        assert browser.get("document.querySelectorAll('.token').length") == len(tokens)
-        click(browser, ".view")
-        assert not browser.get("document.querySelector('.token')")
 
 
 @pytest.mark.slow
@@ -284,134 +140,12 @@ def test_what_a_model_writes_is_inert(browser):
         loaded = browser.get("performance.getEntriesByType('resource').map(one => new URL(one.name).origin)")
         assert set(loaded) == {address}
 
-        # Markdown in detail, whole and as it comes; then long lines of what could be slow.
-        shown = "(text => { const place = el('div'); %s; return place.innerHTML })(" + json.dumps(MARKDOWN) + ")"
-        assert browser.get(shown % "markdown(place, text)") == RENDERED
-        every = "for (let i = 0; i <= text.length; i++) markdown(place, text.slice(0, i))"
-        assert browser.get(shown % every) == RENDERED
-        parts = [
-            "x",
-            "*",
-            "**a ",
-            "*a_b",
-            "`",
-            "`" * 7 + "a",
-            "[",
-            "[a](https://",
-            "> ",
-            "- ",
-            "|-",
-            "1. ",
-            "#",
-            " ",
-            "\\",
-            "a(*",
-        ]
-        parts += ["https://!!!", "~~~", "-", "- - ", "\n> ", "\n- a", "(https://a(", "``a`", "_a __b "]
+        # Long lines of what could be slow.
+        parts = ["*", "**a ", "`" * 7 + "a", "[a](https://", "> ", "- - ", "|-", "a(*", "https://!!!", "\n> ", "_a __b "]
         lines = [part * (100_000 // len(part)) for part in parts]
         timed = "(() => { const t = performance.now(); markdown(el('div'), %s); return performance.now() - t })()"
         for line in lines:
             assert browser.get(timed % json.dumps(line)) < 5000, line[:20]  # milliseconds; squares would take minutes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [320, 390])
-def test_a_phone(browser, width):
-    text = (
-        "A long line of text. " * 20
-        + "\n\n```\n"
-        + "code " * 60
-        + "\n```\n\n| a | b |\n|---|---|\n| "
-        + "wide" * 30
-        + " | c |"
-    )
-    engine = FakeEngine(says=saying(text), context=4096, per_iteration=64)
-    with listening(engine, replace(served(), name="n" * 60)) as address:
-        browser.call("Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=2, mobile=True)
-        browser.call("Emulation.setTouchEmulationEnabled", enabled=True)
-        browser.open(address)
-        browser.until("model")
-        fits = "document.documentElement.scrollWidth <= innerWidth && $('log').scrollWidth <= $('log').clientWidth"
-        fits += f" && innerWidth === {width} && $('text').getBoundingClientRect().bottom < innerHeight"
-        assert browser.get(fits)
-        click(browser, ".example")
-        browser.until(f"{BODY}.length > 100 && {IDLE}")
-        assert browser.get(fits)
-        click(browser, ".view")
-        assert browser.get(fits)
-        browser.get("document.querySelector('.token:nth-of-type(20)').focus()")
-        browser.get("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done))), 0")  # it scrolls there
-        browser.until("document.getElementById('tip').checkVisibility()")
-        assert browser.get("(r => r.left >= 0 && r.right <= innerWidth)($('tip').getBoundingClientRect())")
-        click(browser, "#more")
-        assert browser.get(fits + " && $('settings').scrollWidth <= $('settings').clientWidth")
-
-
-@pytest.mark.slow
-def test_a_model_that_only_completes(browser):
-    engine = FakeEngine(says=Hesitating())
-    with listening(engine, served(chat=None)) as address:
-        browser.open(address)
-        browser.until("document.querySelectorAll('.example').length === 4")
-        assert browser.get("document.getElementById('mode').options[0].disabled")
-        assert browser.get("document.querySelector('.example').textContent") == "Once upon a time, a little llama"
-        say(browser, "Once")
-        browser.until(f"{BODY} === 'Once1: {SAID} end' && {IDLE}")
-        click(browser, ".view")
-        assert browser.get("document.querySelectorAll('.token').length") == len(f"1: {SAID} end")
-        assert browser.get(BODY) == f"Once1: {SAID} end"
-        say(browser, "Twice")
-        browser.until(f"{BODY} === 'Twice2: {SAID} end' && {IDLE}")
-        click(browser, ".answer:last-of-type .edit")
-        assert browser.get("document.getElementById('text').value") == "Twice"
-        click(browser, ".answer:last-of-type .again")
-        browser.until(f"{BODY} === 'Once3: {SAID} end' && {IDLE}")
-
-
-@pytest.mark.slow
-def test_an_adapter_is_chosen_as_the_model(browser):
-    engine = FakeEngine(says=Hesitating())
-    with listening(engine, replace(served(), adapters=("pirate", "poet"))) as address:
-        browser.open(address)
-        browser.until("!document.getElementById('models').hidden")
-        options = "[...document.getElementById('models').options].map(one => one.value)"
-        assert browser.get(options) == ["fake", "pirate", "poet"]
-        choose(browser, "models", "poet")
-        assert browser.get("document.title") == "poet"
-        say(browser, "Hello")
-        browser.until(f"{BODY} === '1: {SAID} end' && {IDLE}")
-        assert [request.adapter for request in engine.admitted] == [1]
-        assert browser.get("document.querySelector('.answer b').textContent") == "poet"
-
-
-@pytest.mark.slow
-def test_a_server_that_is_busy(browser):
-    engine = FakeEngine(says=Hesitating(), most_waiting=0)
-    with listening(engine, served()) as address:
-        browser.open(address)
-        browser.until("model")
-        say(browser, "Hello")
-        busy = "The server is busy with other requests. Try again in 2 seconds.Try again"
-        browser.until(f"document.getElementById('trouble').textContent === '{busy}' && {IDLE}")
-        assert not browser.get("document.querySelector('.answer')")
-        engine.most_waiting = 64
-        click(browser, "#trouble button")
-        browser.until(f"{BODY} === '1: {SAID} end' && {IDLE} && !document.getElementById('trouble').textContent")
-
-
-@pytest.mark.slow
-def test_a_server_that_starts_and_ends(browser):
-    with process(starts="at a line") as running:
-        browser.open(f"http://{running.address}")
-        words = "document.getElementById('empty').textContent"
-        browser.until(f"{words}.startsWith('Almost readyThe server is compiling programs, 3 of 7')")
-        assert browser.get("document.getElementById('send').disabled")
-        go_on(running)
-        browser.until("document.querySelectorAll('.example').length === 4")
-        running.kill()
-        running.wait()
-        say(browser, "Hello")
-        browser.until("document.getElementById('trouble').textContent.startsWith('The connection to the server is lost.')")
 
 
 def test_the_page_loads_nothing():

@@ -1,8 +1,8 @@
 """Adapters in the engine and over HTTP: every request gets what `generate` gives it with its own."""
 
 import json
-import random
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,9 +11,8 @@ from adapters import random_adapters
 from commands import run_here
 from conftest import sharp
 from fakes import FakeEngine, served
-from program_report import DeviceProgram, find_copies
 from test_api import ask, error_of
-from test_engine import SMALL, Client, come_and_go, exhaust, run, run_warm, some_request
+from test_engine import Client, exhaust, run
 from test_engine import alone as generated_alone
 
 import llama_jax
@@ -26,8 +25,6 @@ from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.http.metrics import METRIC_PREFIX
-from llama_jax.serving.rows import batch_of, settings_of_rows
-from llama_jax.serving.served_model import ServedModel
 
 LORAS = (Lora(rank=3, alpha=5.0), Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")), Lora(rank=2, alpha=4.0))
 TINY = llama_jax.EngineOptions(rows=2, context=32, prefill_chunk=16)
@@ -86,52 +83,6 @@ def test_unknown_adapters(tabled, model):
         Client(Engine(*model[:2], TINY), prompt=[1], max_new_tokens=1, adapter=0)
     with pytest.raises(GenerationError, match="1 adapters for 2 prompts"):
         list(llama_jax.complete_requests(*tabled, [[1], [2]], max_new_tokens=1, adapters=[0], options=TINY))
-
-
-@pytest.mark.slow
-def test_batch(tabled, alone):
-    prompts, adapters = [[1, 5 + i] for i in range(5)], [2, 0, -1, 1, 0]
-    found = dict(llama_jax.complete_requests(*tabled, prompts, max_new_tokens=5, adapters=adapters, options=TINY))
-    table = choose_adapters(tabled[1], adapters)
-    wanted = llama_jax.generate(tabled[0], table, prompts, max_new_tokens=5)
-    assert [found[i].tokens for i in range(5)] == [row.tokens for row in wanted]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", [0, 1])
-def test_among_others_that_come_and_go(tabled, alone, seed):
-    rng = random.Random(seed)
-    wanted = [some_request(rng) | {"adapter": rng.randrange(-1, 3)} for _ in range(24)]
-    come_and_go(Engine(*tabled, SMALL), wanted, rng, alone)
-
-
-@pytest.mark.nightly
-def test_nothing_is_compiled_once_it_is_warm_with_drafts_too(tabled, alone, monkeypatch):
-    from llama_jax.serving.drafting import LookupDrafting
-
-    rng = random.Random(3)
-    monkeypatch.setattr(LookupDrafting, "choose", lambda self, shape, rows: 4 if any(rows) and rng.random() < 0.5 else 0)
-    extras = lambda: {"adapter": rng.randrange(-1, 3), "score_prompt": rng.random() < 0.2}
-    engine = Engine(*tabled, replace(SMALL, draft=llama_jax.PromptLookup(tokens=4)))
-    clients, stats = run_warm(engine, (some_request(rng) | extras() for _ in range(30)))
-    assert stats.drafted > 0
-    for client in clients:
-        assert client.ids == alone(client.request).tokens
-        if client.request.score_prompt:
-            assert len(client.updates[0].prompt) == len(client.request.prompt)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.nightly), 4])
-def test_a_turn_copies_neither_the_table_nor_the_base(tabled, rows):
-    """Of one row with three adapters its own slices are cut out, of four rows all is multiplied."""
-    config, params = tabled
-    model = ServedModel.of(config, params, TINY.cache, TINY.compute)
-    batch, settings = batch_of([], (rows, rows), 2, rows), settings_of_rows([], rows, config.vocab_size)
-    args = model.params, model.empty(rows, 2 * rows), batch, settings
-    text = model.programs.step.lower(model.static, *args).compile().as_text()
-    held = {leaf.nbytes for leaf in jax.tree.leaves(params.blocks) if leaf.nbytes > 2048}
-    assert not held & {copy.bytes for copy in find_copies(DeviceProgram(text), 1024)}
 
 
 @pytest.mark.slow
@@ -210,35 +161,23 @@ def test_what_is_served_is_listed_and_nothing_else_is_there():
     assert {event["model"] for event in stream.events[:-1]} == {"poet"}
 
 
-class TestNames:
-    def test_they_are_numbered_in_their_order(self, tmp_path):
-        options = Serve(adapter=(f"b={tmp_path}", "a=x/y=z"))
-        assert list(options.named_adapters().items()) == [("b", tmp_path), ("a", tmp_path.__class__("x/y=z"))]
-        assert options.shared_adapter() is None
-
-    def test_one_without_a_name_is_for_all(self, tmp_path):
-        assert Serve(adapter=("some/folder",)).shared_adapter() == tmp_path.__class__("some/folder")
-        (odd := tmp_path / "rank=3").mkdir()
-        assert Serve(adapter=(str(odd),)).shared_adapter() == odd
-        assert Serve(adapter=(str(odd),)).named_adapters() == {}
-        assert Serve().shared_adapter() is None
-
-    @pytest.mark.parametrize(
-        ("given", "said"),
-        [
-            (("a", "b=c"), "adapter='a' must be NAME=PATH with a name of its own, or a single PATH"),
-            (("=c",), "adapter='=c' must be NAME=PATH"),
-            (("a=",), "adapter='a=' must be NAME=PATH"),
-            (("a=b", "a=c"), "adapter='a=c' must be NAME=PATH with a name of its own"),
-        ],
-    )
-    def test_invalid_names(self, given, said):
-        with pytest.raises(GenerationError, match=said):
+def test_names_of_adapters(tmp_path):
+    options = Serve(adapter=(f"b={tmp_path}", "a=x/y=z"))
+    assert list(options.named_adapters().items()) == [("b", tmp_path), ("a", Path("x/y=z"))]
+    assert options.shared_adapter() is None
+    assert Serve(adapter=("some/folder",)).shared_adapter() == Path("some/folder")
+    (odd := tmp_path / "rank=3").mkdir()
+    assert Serve(adapter=(str(odd),)).shared_adapter() == odd
+    assert Serve(adapter=(str(odd),)).named_adapters() == {}
+    for given, message in (
+        (("a", "b=c"), "adapter='a' must be NAME=PATH with a name of its own, or a single PATH"),
+        (("=c",), "adapter='=c' must be NAME=PATH"),
+        (("a=b", "a=c"), "adapter='a=c' must be NAME=PATH with a name of its own"),
+    ):
+        with pytest.raises(GenerationError, match=message):
             Serve(adapter=given).named_adapters()
-
-    def test_the_models_own(self):
-        with pytest.raises(GenerationError, match="adapter 'llama' has the model's name; choose another, or set --name"):
-            Serve(adapter=("llama=x",), name="llama")._check()
+    with pytest.raises(GenerationError, match="adapter 'llama' has the model's name; choose another, or set --name"):
+        Serve(adapter=("llama=x",), name="llama")._check()
 
 
 @pytest.mark.slow

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from llama_jax.errors import GenerationError, UserError
 from llama_jax.serving.grammar import Grammars
-from llama_jax.serving.tool_calls import ToolText, find_calls
+from llama_jax.serving.tool_calls import ToolText
 from llama_jax.serving.tool_grammar import grammar_of_calls
 from llama_jax.tokenizers import encode_chat, reply_ends
 from llama_jax.tokenizers.chat_template import message_form, shared_renderer
-from llama_jax.tokenizers.tool_dialects import DIALECTS, dialect_of
+from llama_jax.tokenizers.tool_dialects import dialect_of
 
 ADD = {
     "type": "object",
@@ -34,11 +34,9 @@ A, B = ("add", {"a": 1}), ("add", {"a": 2})
 REPLIES = {
     "object": (CALL, [A], ""),
     "list": (f"[{CALL}, {AGAIN}]", [A, B], ""),
-    "Llama 3's name of arguments": ('{"name": "add", "parameters": {"a": 1}}', [A], ""),
     "semicolon": (f"{CALL}; {AGAIN}", [A, B], ""),
     "lines": (f"{CALL}\n{AGAIN}", [A, B], ""),
     "fenced": (f"```json\n{CALL}\n```", [A], ""),
-    "fenced without a language": (f"```\n{CALL}\n```", [A], ""),
     "text after it": (f"{CALL}\n\nI will wait.", [A], "\n\nI will wait."),
     "OpenAI's own form": ('{"type": "function", "function": ' + CALL + "}", [A], ""),
     "arguments as a text": ('{"name": "add", "arguments": "{\\"a\\": 1}"}', [A], ""),
@@ -55,12 +53,10 @@ REPLIES = {
         [("add", {"a": -1, "text": "it's", "flag": True, "none": None, "more": [1.5, {"k": [2, 3]}]})],
         "",
     ),
-    "pythonic, without a list": ("add(a=1)", [A], ""),
     "hermes": (f"<tool_call>\n{CALL}\n</tool_call>", [A], ""),
     "hermes, two": (f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{AGAIN}\n</tool_call>", [A, B], ""),
     "hermes, no closing": (f"<tool_call>{CALL}", [A], ""),
     "hermes, null": ('<tool_call>\n{"name": "get_time", "arguments": null}\n</tool_call>', [("get_time", {})], ""),
-    "hermes, no arguments": ('<tool_call>\n{"name": "get_time"}\n</tool_call>', [("get_time", {})], ""),
     "hermes, text around": (f"I add.\n<tool_call>\n{CALL}\n</tool_call>\nDone.", [A], "I add.\n\nDone."),
     "hermes, tag in an argument": (
         '<tool_call>\n{"name": "add", "arguments": {"text": "</tool_call><tool_call>"}}\n</tool_call>',
@@ -86,7 +82,6 @@ REPLIES = {
     "functionary": ('<function=add>{"a": 1}</function>', [A], ""),
     "functionary, two": ('<function=add>{"a": 1}</function>\n<function=add>{"a": 2}</function>', [A, B], ""),
     "mistral": (f"[TOOL_CALLS] [{CALL}]", [A], ""),
-    "mistral, no token": (f"[TOOL_CALLS]{CALL}", [A], ""),
     "mistral, arguments": ('[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}', [A, B], ""),
     "mistral, with an id": ('[TOOL_CALLS]add[CALL_ID]abcdefgh1[ARGS]{"a": 1}', [A], ""),
     "mistral, tokens hidden": ('add{"a": 1}add{"a": 2}', [A, B], ""),
@@ -130,16 +125,13 @@ REPLIES = {
         [A],
         "",
     ),
-    "pythonic, beyond float64": ("[add(a=1e999)]", [("add", {"a": 1.7976931348623157e308})], ""),
     "a name in letters of JSON": ('{"name": "\\u0061dd", "arguments": {"a": 1}}', [A], ""),
 }
 TEXTS = [
     "add numbers",
-    "add",
     "additional {",
     "a < b <tool_ca",
     "I will use the tool add: " + CALL,
-    '{"answer": 42}',
     '{"name": "Ann", "arguments": {}}',
     '{"name": "other", "parameters": {"a": 1}}',
     '{"name": "add", "arguments": [1]}',
@@ -147,29 +139,22 @@ TEXTS = [
     '{"name": "add", "arguments": {"a": NaN}}',
     '{"name": "add", "arguments": {"a": 1}',
     f"[{CALL}, 1]",
-    "[]",
     "[1, 2]",
-    "[add]",
     "[add(1)]",
     "[add(a=b)]",
     "[add(**{'a': 1})]",
     "[open(a=1)]",
-    "[add(a=1)",
     '{"name": "add", "description": "Adds."}',
-    '[{"name": "add", "a": 3}]',
     '{"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}',
     "add(a=1) gives 1",
     "```python\nadd(a=1)\n```\nThis adds.",
     "[add" + ".a" * 400 + "(a=1)]",
     f"<think>I could write <tool_call>{CALL}</tool_call></think>No.",
-    "```python\nadd(1)\n```",
-    "<tool_call>",
     "<tool_call>\nadd\n</tool_call>",
     "<function=other>{}</function>",
     "<function=add>text</function>",
     "[TOOL_CALLS]other[ARGS]{}",
     "x" + "[" * 3000,
-    "[" * 3000,
     '{"a":' * 3000,
     "[add(a=" + "(" * 3000,
 ]
@@ -203,12 +188,6 @@ def test_a_reply_that_repeats_a_beginning(part):
 def test_what_is_no_call_stays_text(text):
     assert read([text]) == (text, [])
     assert read(text[:200]) == (text[:200], [])
-
-
-def test_ids_suit_every_template():
-    _, calls = find_calls(f"[{CALL}, {AGAIN}]", TOOLS)
-    assert len({call.id for call in calls}) == 2
-    assert all(len(call.id) == 9 and call.id.isalnum() for call in calls)
 
 
 TAGS = (
@@ -273,7 +252,7 @@ def write_reply(tokenizer, constraint, random):
     closers = {tokenizer.encode(letter, bos=False)[0] for letter in '"}])\n'} | {*tokenizer.special_tokens.values()}
     queue = []
     for _ in range(2000):
-        mask = np.unpackbits(constraint.allowed().view(np.uint8), bitorder="little")
+        mask = bits(constraint)
         choices = np.flatnonzero(mask)
         if len(choices) > 100 and not queue and random.random() < 0.2:  # free text, which only a tag ends
             queue = tokenizer.encode("\n</parameter>\n", bos=False)
@@ -287,6 +266,11 @@ def write_reply(tokenizer, constraint, random):
         ids.append(token)
         constraint.accept(token)
     raise AssertionError(f"the reply does not end: {tokenizer.decode(ids)[:300]!r}")
+
+
+def bits(constraint):
+    """Whether each token is allowed."""
+    return np.unpackbits(constraint.allowed().view(np.uint8), bitorder="little")
 
 
 def grammar(model, **options):
@@ -328,11 +312,6 @@ def test_what_the_grammar_allows_renders_when_it_comes_back(model, seed):
     assert "Thanks." in tokenizer.decode(encode_chat(tokenizer, answered, tools=FUNCTIONS))
 
 
-def test_the_dialect_is_the_templates(model):
-    tokenizer, name, _ = model
-    assert dialect_of(tokenizer.chat_template)._replace(middle="") == DIALECTS[name]._replace(middle="")
-
-
 def test_strict_calls_are_optional_and_follow_the_grammar(model):
     tokenizer = model[0]
     dialect, constraint = grammar(model, optional=True)
@@ -340,11 +319,10 @@ def test_strict_calls_are_optional_and_follow_the_grammar(model):
     def allowed(text, special=True):
         found = constraint.copy()
         for token in tokenizer.encode(text, bos=False, special=special):
-            mask = np.unpackbits(found.allowed().view(np.uint8), bitorder="little")
-            if not mask[token]:
+            if not bits(found)[token]:
                 return False
             found.accept(token)
-        return any(np.unpackbits(found.allowed().view(np.uint8), bitorder="little")[list(reply_ends(tokenizer))])
+        return any(bits(found)[list(reply_ends(tokenizer))])
 
     assert allowed("I do not know.\nReally: {} <b>")
     head = dialect.opening + dialect.before + "now" + dialect.middle
@@ -453,14 +431,6 @@ def test_calls_that_a_template_ignores_are_written_into_the_content():
     assert ids.count(tokenizer.special_tokens["<|tool_call|>"]) == 2  # also in the description of the tools
 
 
-def test_every_part_of_a_content_arrives():
-    first_part = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    for template in (first_part, LLAMA_GUARD):
-        tokenizer = vocabularies.with_tokens(template, ())
-        assert "one two" in tokenizer.decode(encode_chat(tokenizer, [{"role": "user", "content": parts}]))
-
-
 def test_thoughts_of_earlier_replies_are_the_templates():
     """Their tags are tokens in the assistant's messages, and text in others; the template drops what is between them."""
     tokenizer = vocabularies.with_tokens(QWEN, ("<|im_start|>", "<|im_end|>", "<think>", "</think>"))
@@ -486,5 +456,5 @@ def test_strict_calls_leave_room_for_thoughts():
         ):
             constraint = grammars.lark(text, "grammar of the tools")
             for token in tokenizer.encode(reply, bos=False, special=True):
-                assert np.unpackbits(constraint.allowed().view(np.uint8), bitorder="little")[token], reply
+                assert bits(constraint)[token], reply
                 constraint.accept(token)

@@ -1,7 +1,5 @@
 """What is written is there whole or not at all: killed, failing, on a full disk, and beside others that write."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
@@ -110,24 +108,6 @@ def test_a_full_disk_is_named_with_the_file_and_the_remedy(error, remedy, tmp_pa
     with pytest.raises(CheckpointError, match=said), write_atomically(tmp_path / "model", raises=CheckpointError):
         raise error
     assert not os.listdir(tmp_path)
-
-
-def test_an_error_of_what_is_read_stays_its_own(tmp_path):
-    with pytest.raises(FileNotFoundError, match="source"), write_atomically(tmp_path / "model"):
-        (tmp_path / "source").read_bytes()
-
-
-def test_a_folder_that_is_read_only(tmp_path, monkeypatch):
-    def refuse(self, *arguments, **options):
-        raise PermissionError(errno.EACCES, "Permission denied", str(self))
-
-    def refuse_folder(suffix, prefix, folder):
-        refuse(folder)
-
-    monkeypatch.setattr(atomic_write.tempfile, "mkdtemp", refuse_folder)
-    for folder in (False, True):
-        with pytest.raises(UserError, match=r"model cannot be written \(Permission denied\); use a folder that you may"):
-            write(tmp_path / "model", NEW, folder=folder)
 
 
 def run(code: str, *arguments: object) -> subprocess.Popen:

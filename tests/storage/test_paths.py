@@ -1,6 +1,5 @@
-"""What a path or a URL names, and what is asked of a store for it; no server, and no library of one."""
+"""What a path or a URL names; no server, and no library of one."""
 
-import errno
 import os
 import subprocess
 import sys
@@ -11,45 +10,7 @@ import pytest
 from llama_jax.data.build_corpus import tokenize_files
 from llama_jax.errors import UserError
 from llama_jax.runs.loop import train
-from llama_jax.storage import StoredPath, consistent_reader, locate, on_disk, paths
-from llama_jax.storage.consistent_reader import FOLDER_ENTRY, StoreEntry, StoreView
-
-OBJECTS = {"models/a/config.json": b"{}", "models/a/model.bin": bytes(range(100)), "models/b.gguf": b"GGUF", "top": b"t"}
-
-
-class Memory:
-    """A store that notes what it is asked."""
-
-    def __init__(self, objects=OBJECTS):
-        self.objects, self.asked = dict(objects), []
-
-    def names(self, folder):
-        self.asked.append(("names", folder))
-        below = f"{folder}/" if folder else ""
-        inside = {key.removeprefix(below): body for key, body in self.objects.items() if key.startswith(below)}
-        return {
-            name.partition("/")[0]: FOLDER_ENTRY if "/" in name else StoreEntry(len(body), str(hash(body)))
-            for name, body in inside.items()
-        }
-
-    def head(self, key):
-        self.asked.append(("head", key))
-        found = self.objects.get(key)
-        return None if found is None else StoreEntry(len(found), str(hash(found)))
-
-    def read(self, key, start, stop, version):
-        self.asked.append(("read", key, start, stop))
-        assert version == str(hash(self.objects[key]))
-        return memoryview(self.objects[key][start:stop])
-
-
-@pytest.fixture
-def memory():
-    return Memory()
-
-
-def at(memory, key=""):
-    return StoredPath(StoreView("s3://bucket", lambda: memory), key)
+from llama_jax.storage import StoredPath, locate, on_disk, paths
 
 
 @pytest.mark.parametrize(
@@ -90,88 +51,6 @@ def test_nothing_is_imported_or_asked_before_it_is_needed():
         "assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_names_of_what_lies_in_a_store(memory):
-    folder = at(memory, "models/a")
-    file = folder / "config.json"
-    assert (file.name, file.suffix, str(file.parent), str(file.with_name("x"))) == (
-        "config.json",
-        ".json",
-        "s3://bucket/models/a",
-        "s3://bucket/models/a/x",
-    )
-    assert at(memory).name == "bucket"
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.bin"]
-    assert [path.name for path in folder.glob("*.bin")] == ["model.bin"]
-    assert len({file, folder / "config.json", folder}) == 2
-
-
-def test_a_folder_is_listed_once_and_its_files_not_asked_for(memory):
-    folder = at(memory, "models/a")
-    for _ in range(2):
-        assert folder.exists()
-        assert folder.is_dir()
-        assert not folder.is_file()
-        assert (folder / "config.json").is_file()
-        assert (folder / "model.bin").stat().st_size == 100
-        assert not (folder / "none").exists()
-        assert not (folder / "none/deep/er").exists()
-        assert not (folder / "config.json" / "x").exists()
-    assert memory.asked == [("names", "models/a")]
-
-
-def test_a_file_is_asked_for_by_its_name(memory):
-    file = at(memory, "models/b.gguf")
-    assert file.is_file()
-    assert file.stat().st_size == 4
-    assert memory.asked == [("names", "models/b.gguf"), ("head", "models/b.gguf")]
-    assert (file.parent / "a").is_dir()
-    assert file.is_file()
-    assert not at(memory, "models/none").exists()
-
-
-def test_files_are_read_by_ranges(memory):
-    file = at(memory, "models/a/model.bin")
-    content = OBJECTS["models/a/model.bin"]
-    with file.open("rb", buffering=0) as raw:
-        raw.seek(10)
-        assert raw.read(5) == content[10:15]
-        assert (raw.tell(), raw.seek(-3, os.SEEK_END)) == (15, 97)
-        assert raw.read(5) == content[97:]
-        assert raw.read(5) == b""
-        raw.seek(90)
-        assert raw.read() == content[90:]
-        with pytest.raises(ValueError, match="before the beginning"):
-            raw.seek(-1)
-    assert [each[2:] for each in memory.asked if each[0] == "read"] == [(10, 15), (97, 100), (90, 100)]
-    memory.asked.clear()
-    with file.open() as buffered:
-        assert buffered.read(4) == content[:4]
-        assert buffered.read() == content[4:]
-    assert memory.asked == [("read", "models/a/model.bin", 0, 100)]
-
-
-def test_large_ranges_are_asked_for_in_pieces(memory, monkeypatch):
-    monkeypatch.setattr(consistent_reader, "MAX_REQUEST_BYTES", 30)
-    with at(memory, "models/a/model.bin").open("rb", buffering=0) as raw:
-        assert raw.read() == OBJECTS["models/a/model.bin"]
-    assert [each[2:] for each in memory.asked if each[0] == "read"] == [(0, 30), (30, 60), (60, 90), (90, 100)]
-
-
-def test_what_is_no_file(memory):
-    with pytest.raises(FileNotFoundError, match="no such object") as missing:
-        at(memory, "models/none").open()
-    assert missing.value.filename == "s3://bucket/models/none"
-    with pytest.raises(IsADirectoryError):
-        at(memory, "models").stat()
-
-
-def test_an_answer_that_is_too_short_is_an_error_that_names_the_object(memory):
-    memory.read = lambda key, start, stop, version: memoryview(b"G")
-    with pytest.raises(OSError, match="only 1 of 4 bytes arrived") as failed:
-        at(memory, "models/b.gguf").open().read()
-    assert (failed.value.errno, failed.value.filename) == (errno.EIO, "s3://bucket/models/b.gguf")
 
 
 def test_without_its_library_a_url_says_what_to_install(monkeypatch):

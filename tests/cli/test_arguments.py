@@ -1,4 +1,4 @@
-"""What the help of the program and of its commands shows, without a golden copy of it."""
+"""Where arguments may stand, and what the help of the program and of its commands shows, without a golden copy of it."""
 
 import os
 import re
@@ -7,14 +7,17 @@ import subprocess
 import sys
 
 import pytest
+import tyro
 
 from llama_jax.cli import COMMANDS, command_type, overview
-from llama_jax.cli.argv import parse_command, requested_recipe
-from llama_jax.cli.train import FUNCTIONS, settings_page
+from llama_jax.cli.argv import VALUELESS_OPTIONS, check_settings, parse_command, reorder_argv
+from llama_jax.cli.eval import Eval
+from llama_jax.cli.train import FUNCTIONS, Train, settings_page
 from llama_jax.errors import UserError
 from llama_jax.runs.overrides import keys_of
 from llama_jax.runs.recipes import find
 
+FILE_COMMANDS = {"train": Train, "eval": Eval}
 NAMES = [name for group in COMMANDS.values() for name in group]
 
 
@@ -48,11 +51,6 @@ def test_a_flag_has_one_name(capsys):
         parse_command(command_type("inspect"), "inspect", ["model", "--no-json"])
     assert "--no-json" in capsys.readouterr().err
     assert parse_command(command_type("inspect"), "inspect", ["model", "--json"]).json
-
-
-def test_a_command_that_is_not_there():
-    with pytest.raises(UserError, match="there is no command 'sevre'; did you mean serve"):
-        command_type("sevre")
 
 
 def test_nothing_heavy_is_imported_before_a_command_runs():
@@ -90,13 +88,6 @@ def test_the_help_of_a_recipe_lists_its_settings():
         settings_page("tny")
 
 
-def test_which_recipe_is_asked_about():
-    assert requested_recipe(["train", "tiny", "steps=5", "--help"]) == ("tiny", ["steps=5"])
-    assert requested_recipe(["train", "tiny", "-h"]) == ("tiny", [])
-    for line in (["train", "--help"], ["train", "tiny", "--data", "x"], ["generate", "tiny", "--help"], ["train"]):
-        assert requested_recipe(line) is None
-
-
 def test_the_completion_of_a_shell(capsys, tmp_path):
     from llama_jax.cli.setup import Completion
 
@@ -110,3 +101,52 @@ def test_the_completion_of_a_shell(capsys, tmp_path):
     if shutil.which("bash"):
         (tmp_path / "script").write_text(script)
         subprocess.run(["bash", "-n", tmp_path / "script"], check=True, env=os.environ)
+
+
+def parsed(line):
+    name, *rest = reorder_argv(line.split())
+    return tyro.cli(FILE_COMMANDS[name], args=rest)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "ABOUT --data a b",
+        "--data a b ABOUT",
+        "--data a --data b ABOUT",
+        "ABOUT --data=a --data b",
+    ],
+)
+@pytest.mark.parametrize("command", FILE_COMMANDS)
+def test_several_files_after_one_option_or_each_after_its_own(command, data):
+    workdir = " --workdir w" if command == "train" else ""
+    for line in (f"{command} {data}{workdir}", f"{command}{workdir} {data}"):
+        found = parsed(line)
+        assert list(map(str, found.data)) == ["a", "b"]
+        assert str(found.recipe if command == "train" else found.path) == "ABOUT"
+
+
+def test_changes_and_other_options_between_the_files():
+    found = parsed("train tiny steps=3 --data a seed=1 b --resume --validation-data c d --workdir w=1 model.dim=8")
+    assert list(map(str, found.data)) == ["a", "b"]
+    assert list(map(str, found.validation_data)) == ["c", "d"]
+    assert found.changes == ("steps=3", "seed=1", "model.dim=8")
+    assert (found.recipe, str(found.workdir)) == ("tiny", "w=1")
+    found = parsed("eval --json model --stride 4 --data a x=1 --longest 9")
+    assert list(map(str, found.data)) == ["a", "x=1"]
+    assert found.json
+
+
+def test_every_option_without_a_value_is_known():
+    for command in FILE_COMMANDS.values():
+        names = [name for name, kind in command.__dataclass_fields__.items() if kind.type in ("bool", bool)]
+        flags = {f"--{name.replace('_', '-')}" for name in names}
+        assert flags <= set(VALUELESS_OPTIONS)
+
+
+@pytest.mark.parametrize(("word", "meant"), [("--steps", "steps"), ("--learning-rate=1e-3", "optimizer.learning_rate")])
+def test_a_setting_written_as_an_option_is_told_how_it_is_written(word, meant):
+    line = ["train", "tiny", "--workdir", "w", "--data", "a", "--save-timeout", "9", "--resume"]
+    check_settings(Train.__dataclass_fields__, line)
+    with pytest.raises(UserError, match=f"{word} is not an option of train; write a setting of the recipe as {meant}=VALUE"):
+        check_settings(Train.__dataclass_fields__, [*line, word, "3"])
