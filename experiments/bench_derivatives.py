@@ -47,7 +47,7 @@ def programs(config: Any) -> dict[str, Callable[..., Any]]:
     """Functions of parameters, a direction and tokens [B, T + 1], by name."""
 
     def loss(params: Any, tokens: jax.Array, forward_mode: bool = False) -> jax.Array:
-        options = llama_jax.LossOptions(llama_jax.Compute(forward_mode=forward_mode))
+        options = llama_jax.LossOptions(llama_jax.ComputeOptions(forward_mode=forward_mode))
         return llama_jax.next_token_loss(config, params, llama_jax.Batch(tokens), options)
 
     def of_embeddings(params: Any, tokens: jax.Array) -> jax.Array:

@@ -104,7 +104,7 @@ def measure_step(shape: str, length: int) -> dict[str, Any]:
     optimizer = llama_jax.make_optimizer(llama_jax.OptimizerSettings(clip_norm=0.0), steps=10)
     state = llama_jax.init_state(optimizer, llama_jax.init(config, jax.random.key(0)))
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1), dtype=np.int32)
-    options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.Compute(remat="full")))
+    options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.ComputeOptions(remat="full")))
     step = partial(llama_jax.train_step, config, optimizer, options=options)
     compiled = jax.jit(step).lower(state, llama_jax.Batch(tokens)).compile()
     seconds = median(seconds_of(lambda: compiled(state, llama_jax.Batch(tokens)), 2))

@@ -1,9 +1,9 @@
 """Training speed and memory on this machine's CPU, compared with transformers, PEFT, fused AdamW and earlier commits.
 
 A step is loss, gradients, clipping by global norm and AdamW on random tokens, with the same shape and precision: float32, or
-bfloat16 (ours by `Compute`, theirs by autocast) with float32 weights. Each peer is a separate process that is prepared once
-and then runs a few steps in turn, so that changes of the machine's speed affect all peers. Absolute figures depend on the
-machine; ratios of speeds are taken within each turn.
+bfloat16 (ours by `ComputeOptions`, theirs by autocast) with float32 weights. Each peer is a separate process that is
+prepared once and then runs a few steps in turn, so that changes of the machine's speed affect all peers. Absolute figures
+depend on the machine; ratios of speeds are taken within each turn.
 
     pip install -e ".[parity]"
     python experiments/bench_train.py
@@ -66,13 +66,13 @@ def build_ours(arguments: Arguments, dtype: str, *, lora: bool = False) -> Calla
 
     import llama_jax
     from llama_jax.model.forward_options import Sharding
-    from llama_jax.model.lora import with_base
+    from llama_jax.model.lora import freeze_base
 
     config = llama_jax.preset(arguments.shape)
     schedule = {"learning_rate": LEARNING_RATE, "schedule": "constant", "b1": BETAS[0], "b2": BETAS[1]}
     adamw = llama_jax.OptimizerSettings(**schedule, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM)
     optimizer = llama_jax.make_optimizer(adamw, arguments.steps * arguments.repetitions)
-    options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.Compute(dtype)))
+    options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.ComputeOptions(dtype)))
     params, adapters = llama_jax.init(config, jax.random.key(0)), llama_jax.Lora(arguments.rank)
     base = jax.tree.map(lambda x: x.astype(dtype), params) if lora else None
     trained = llama_jax.init_adapters(config, adapters, jax.random.key(1)) if lora else params
@@ -80,7 +80,7 @@ def build_ours(arguments: Arguments, dtype: str, *, lora: bool = False) -> Calla
 
     @partial(jax.jit, donate_argnums=1)
     def train(base: Any, state: Any, batch: Any) -> Any:
-        sharding = Sharding() if base is None else with_base(Sharding(), base, adapters)
+        sharding = Sharding() if base is None else freeze_base(Sharding(), base, adapters)
         return llama_jax.train_step(config, optimizer, state, batch, options, sharding)
 
     def step() -> None:

@@ -209,7 +209,7 @@ def pmap_program(config: LlamaConfig, mesh: Mesh, batch: int, length: int) -> Pr
     from jax.sharding import PartitionSpec as P
 
     from llama_jax.analysis.memory import Memory, Program, bytes_per_device
-    from llama_jax.model.forward_options import Compute
+    from llama_jax.model.forward_options import ComputeOptions
     from llama_jax.model.trees import param_shapes
     from llama_jax.parallel.pmap import pmap_over
     from llama_jax.parallel.sharding import shardings
@@ -227,7 +227,7 @@ def pmap_program(config: LlamaConfig, mesh: Mesh, batch: int, length: int) -> Pr
     shapes = jax.eval_shape(partial(init_state, optimizer), param_shapes(config))
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
     row = jax.ShapeDtypeStruct((len(devices), batch // len(devices), length + 1), "int32", sharding=shares)
-    options = StepOptions(LossOptions(Compute("bfloat16", "full")))
+    options = StepOptions(LossOptions(ComputeOptions("bfloat16", "full")))
     mapped = pmap_over(partial(train_step, config, optimizer, options=options), devices)
     share = bytes_per_device(state.params)
     known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
@@ -246,13 +246,13 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     from llama_jax.inference.sharding import sharding_of
     from llama_jax.inference.xla_flags import decode_options_on_tpu
     from llama_jax.model.cache import PAGE_SIZE
-    from llama_jax.model.forward_options import Compute
+    from llama_jax.model.forward_options import ComputeOptions
     from llama_jax.serving import programs
     from llama_jax.serving.rows import batch_of, settings_of_rows
 
     rows, options = case.batch, dict(case.options)
     piece, number, draft = options.pop("piece", 0), options.pop("drafted", 0), options.pop("draft", None)
-    compute = Compute(exact=options.pop("exact", False))
+    compute = ComputeOptions(exact=options.pop("exact", False))
     decode = in_pages(config, case, mesh)
     params, state, *_ = decode.arguments
     model = programs.StaticModel(config, compute, sharding_of(params))
@@ -276,7 +276,7 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
         small_params, small_state, *_ = beside.arguments
         arguments = params, state.replace(draft_pages=small_state.pages), batch, settings, small_params
         arguments += (everywhere(mesh, "int32", rows, 2),)
-        small_model = programs.StaticModel(small, Compute(), sharding_of(beside.arguments[0]))
+        small_model = programs.StaticModel(small, ComputeOptions(), sharding_of(beside.arguments[0]))
         run = lambda params, state, batch, settings, small_params, last_two: programs.verify_own_drafts(
             model, params, small_model, small_params, state, batch, settings, last_two, number
         )
@@ -344,8 +344,8 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
 
     from llama_jax.analysis.memory import bytes_per_device, decode_programs
     from llama_jax.inference.rollouts import RolloutOptions, RolloutPrompts
-    from llama_jax.model.forward_options import Compute
-    from llama_jax.model.lora import Lora, adapted, adapter_shapes
+    from llama_jax.model.forward_options import ComputeOptions
+    from llama_jax.model.lora import Lora, adapter_shapes, apply_adapters
     from llama_jax.model.trees import param_shapes
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.parallel.sharding import adapter_specs, param_specs, shardings
@@ -361,7 +361,7 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
     adapters = placed(adapter_shapes(config, lora), adapter_specs(config, sizes, lora))
     options, prompts = RolloutOptions(group, half, stop=(2,)), case.batch // group
     arguments = (
-        adapted(base, adapters, lora),
+        apply_adapters(base, adapters, lora),
         RolloutPrompts(
             everywhere(mesh, "int32", prompts, half),
             everywhere(mesh, "int32", prompts),
@@ -374,7 +374,7 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
     return replace(
         decode,
         name="rollout",
-        function=jax.jit(make_sampler(config, mesh, options, Compute("bfloat16"))),
+        function=jax.jit(make_sampler(config, mesh, options, ComputeOptions("bfloat16"))),
         arguments=arguments,
         known=replace(decode.known, parameters=share),
         per_token=share - embedding + decode.known.cache,

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from llama_jax.data import Corpus
-    from llama_jax.model.params import Llama
+    from llama_jax.model.params import LlamaParams
     from llama_jax.tokenizers import Tokenizer
     from llama_jax.training.batch import Batch
 
@@ -232,12 +232,12 @@ def page(
 
 def train(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     settings: OptimizerSettings,
     steps: int,
     source: Iterator[Batch],
     say: Callable[[int, float], None] = lambda step, loss: None,
-) -> Llama:
+) -> LlamaParams:
     """Return the parameters after these steps; exit if gradients were not finite."""
     import jax
 
@@ -257,7 +257,7 @@ def train(
 
 def measure(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     size: Size,
     held_out: Corpus,
     tokenizer: Tokenizer,

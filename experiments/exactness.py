@@ -48,7 +48,7 @@ import tyro
 from measuring import describe_run, read_text, write_report
 
 import llama_jax
-from llama_jax import Batch, Compute, OptimizerSettings, Sampling, StepOptions, init_state, make_optimizer, train_step
+from llama_jax import Batch, ComputeOptions, OptimizerSettings, Sampling, StepOptions, init_state, make_optimizer, train_step
 from llama_jax.formats.loading import bundled
 from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.inference import compiled_decode
@@ -102,7 +102,7 @@ class Work:
     prompts: list[list[int]]
     samplings: list[Sampling]
     new_tokens: int
-    compute: Compute
+    compute: ComputeOptions
 
     def continued(self, rows: list[int], **options: Any) -> list[Row]:
         sampling = jax.tree.map(lambda *values: list(values), *(self.samplings[i] for i in rows))
@@ -205,7 +205,9 @@ def price(work: Work, repetitions: int) -> dict[str, float]:
             seconds = []
             for exact in (True, False) if repetition % 2 else (False, True):
                 begun = time.perf_counter()
-                llama_jax.generate(*work.model, [prompt[:length]] * rows, max_new_tokens=new, compute=Compute(exact=exact))
+                llama_jax.generate(
+                    *work.model, [prompt[:length]] * rows, max_new_tokens=new, compute=ComputeOptions(exact=exact)
+                )
                 seconds.append((exact, time.perf_counter() - begun))
             if repetition:  # the first compiles
                 by = dict(seconds)
@@ -256,9 +258,9 @@ def main(arguments: Arguments) -> None:
         config, params, tokenizer = llama_jax.load(arguments.model or bundled(), dtype, quantize=quantized)
         prompts = some_prompts(arguments, tokenizer, config.max_seq_len)
         samplings = [Sampling(temperature=float(i % 2), top_p=0.95, seed=i) for i in range(len(prompts))]
-        work = Work((config, params), prompts, samplings, arguments.new_tokens, Compute(exact=True))
+        work = Work((config, params), prompts, samplings, arguments.new_tokens, ComputeOptions(exact=True))
         results = report[quant_format] = {}
-        for name, variant in (("exact", work), ("as usual", replace(work, compute=Compute()))):
+        for name, variant in (("exact", work), ("as usual", replace(work, compute=ComputeOptions()))):
             print(f"{quant_format}, {name}", flush=True)
             results[name] = compare(variant) | {"trainer": trainer(variant)}
         if arguments.price:

@@ -9,7 +9,7 @@ import numpy as np
 
 from llama_jax.config import LayerConfig, LlamaConfig, ModelType, QueryScaling, RopeScaling
 from llama_jax.formats.orbax_format import array_name
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.model.trees import param_shapes
 
 PLAIN = LlamaConfig(
@@ -90,7 +90,7 @@ SIBLINGS: dict[ModelType, LlamaConfig] = {
 FAMILY_MODELS: dict[ModelType, LlamaConfig] = {"llama": PLAIN} | SIBLINGS
 
 
-def random_params(config: LlamaConfig, seed: int = 0) -> Llama:
+def random_params(config: LlamaConfig, seed: int = 0) -> LlamaParams:
     """Random parameters, large enough that nothing is near uniform; biases and norms differ from their initial values."""
     random = np.random.default_rng(seed)
 

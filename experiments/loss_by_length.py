@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tyro
 
-from llama_jax import CacheOptions, Compute, UserError
+from llama_jax import CacheOptions, ComputeOptions, UserError
 
 if TYPE_CHECKING:
     import jax
 
     from llama_jax import LlamaConfig
     from llama_jax.model.cache import KVCache
-    from llama_jax.model.params import Llama
+    from llama_jax.model.params import LlamaParams
 
 CHUNK = 512  # most tokens of a window per forward pass
 
@@ -49,13 +49,13 @@ def cut_spans(tokens: np.ndarray, length: int, max_tokens: int | None = None) ->
 
 def window_losses(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     spans: np.ndarray,
     length: int,
     *,
     batch: int = 1,
     cache: CacheOptions = CacheOptions(),
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
 ) -> np.ndarray:
     """Losses in nats of the spans' tokens in consecutive windows: float64[windows, length].
 
@@ -80,7 +80,7 @@ def window_losses(
     size = -(-length // chunks)
 
     @partial(jax.jit, donate_argnums=1)
-    def read(params: Llama, state: KVCache, tokens: jax.Array, targets: jax.Array) -> tuple[KVCache, jax.Array]:
+    def read(params: LlamaParams, state: KVCache, tokens: jax.Array, targets: jax.Array) -> tuple[KVCache, jax.Array]:
         positions = llama_jax.Positions(rope_lengths=jnp.full(batch, length, jnp.int32))
         hidden, state = llama_jax.forward(config, params, tokens, state, positions=positions, compute=compute)
         return state, target_nats(config, params, hidden, targets)

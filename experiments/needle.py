@@ -30,7 +30,7 @@ from llama_jax.data.load_corpus import MegabyteProgress
 from llama_jax.errors import TokenizerError, UserError
 from llama_jax.evaluation.loglikelihood import Continuation, score_pairs
 from llama_jax.model.checks import check_tokens
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class NeedleTest:
 
 def needle(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     tokenizer: Tokenizer,
     haystack: Sequence[int] | np.ndarray,
     *,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
-    from llama_jax.model.params import Llama
+    from llama_jax.model.params import LlamaParams
     from llama_jax.tokenizers import Tokenizer
 
 FLOATS = ("float32", "bfloat16")
@@ -74,7 +74,7 @@ def formats_of(arguments: Arguments) -> tuple[str, ...]:
     return arguments.formats or (*FLOATS, *MIXTURES)
 
 
-def convert(params: Llama, name: str) -> Llama:
+def convert(params: LlamaParams, name: str) -> LlamaParams:
     """Float32 parameters in another format; ConfigError if rows are not a multiple of its block size."""
     import jax
 
@@ -85,7 +85,7 @@ def convert(params: Llama, name: str) -> Llama:
     return quantize(params, name)
 
 
-def size_of(params: Llama) -> dict[str, float]:
+def size_of(params: LlamaParams) -> dict[str, float]:
     """Bytes, and bits per parameter, including norms."""
     from llama_jax.model.trees import bytes_in_memory, count
 
@@ -93,7 +93,9 @@ def size_of(params: Llama) -> dict[str, float]:
     return {"bytes": size, "bits": 8 * size / count(params)}
 
 
-def read_corpus(config: LlamaConfig, params: Llama, tokenizer: Tokenizer, tokens: int, path: Path) -> tuple[str, Corpus]:
+def read_corpus(
+    config: LlamaConfig, params: LlamaParams, tokenizer: Tokenizer, tokens: int, path: Path
+) -> tuple[str, Corpus]:
     """A description of the text, and documents of at most `tokens` tokens from a file or from stories of the model."""
     import llama_jax
     from llama_jax.data import Corpus, open_corpus
@@ -115,7 +117,7 @@ def read_corpus(config: LlamaConfig, params: Llama, tokenizer: Tokenizer, tokens
     return "stories of its own", Corpus(flat, starts, stops, np.zeros(len(stops), np.int64), config.vocab_size, "")
 
 
-def errors_by_layer(config: LlamaConfig, params: Llama, reference: Llama, tokens: np.ndarray) -> list[float]:
+def errors_by_layer(config: LlamaConfig, params: LlamaParams, reference: LlamaParams, tokens: np.ndarray) -> list[float]:
     """Relative root mean square errors of the embedding and of each layer's output."""
     import jax
     import jax.numpy as jnp
@@ -123,10 +125,10 @@ def errors_by_layer(config: LlamaConfig, params: Llama, reference: Llama, tokens
     import llama_jax
 
     @partial(jax.jit, static_argnums=0)
-    def streams(config: LlamaConfig, params: Llama) -> Any:
+    def streams(config: LlamaConfig, params: LlamaParams) -> Any:
         keep = lambda x, at: (x, x)
         hooks = {"residual_before": keep, "residual_after": keep}
-        _, _, kept = llama_jax.observe(config, params, tokens[None], hooks)
+        _, _, kept = llama_jax.logits_and_activations(config, params, tokens[None], hooks)
         return [kept["residual_before"][0], *kept["residual_after"]]
 
     pairs = zip(streams(config, params), streams(config, reference), strict=True)
@@ -188,7 +190,7 @@ def measure(
     length = min(LENGTH, config.max_seq_len)
     first = corpus.document(0)[: length // 2].astype(np.int32)
     load = lambda file: llama_jax.load(file, "float32", quantize="keep").params
-    models: dict[str, Callable[[], Llama]] = {name: partial(convert, params, name) for name in formats}
+    models: dict[str, Callable[[], LlamaParams]] = {name: partial(convert, params, name) for name in formats}
     models |= {name: partial(load, file) for name, file in files.items()}
     rows: dict[str, Any] = {}
     for name, make in models.items():

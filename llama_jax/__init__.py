@@ -5,17 +5,17 @@ The public API, imported lazily:
   load(path)                          -> Checkpoint(config, params, tokenizer), from any format; load() is the bundled model
   save(path, config, params)          writes a file in a chosen format;  convert(source, path) from one format to another
   forward(config, params, tokens)     -> hidden states and cache;  unembed(...) -> logits;
-                                      observe(...) also returns what hooks keep
+                                      logits_and_activations(...) also returns what hooks keep
   logits(config, params, tokens)      forward and unembed of whole sequences, without a cache
   generate(config, params, prompts)   continuations of a ragged batch;  stream(...) yields tokens as they are generated
   train_step(config, optimizer, state, batch)  -> the next TrainState and metrics, from init_state and make_optimizer
   next_token_loss(config, params, batch)       the loss that train_step minimizes, for a Batch of rows
-  adapted(params, adapters, lora)     a model with LoRA adapters, from init_adapters or load_adapter; with_base(...) trains
-                                      only them, save_adapter writes PEFT files, merge(...) adds them to the weights
+  apply_adapters(params, adapters, lora)  a model with LoRA adapters, from init_adapters or load_adapter; freeze_base(...)
+                                      trains only them, save_adapter writes PEFT files, merge(...) adds them to the weights
   adapter_table(config, params, [(adapters, lora), ...])  the model with several adapters; choose_adapters(params, rows)
                                       selects one for each row of a batch, for `generate` and every other function
-  step_over(config, mesh)             train_step over a mesh (make_mesh), for a state sharded by train_state_specs
-  pmap_step(step, devices)            train_step with `jax.pmap`, for a state from replicate;  pmap_generate likewise
+  sharded_train_step(config, mesh)    train_step over a mesh (make_mesh), for a state sharded by train_state_specs
+  pmap_step(step, devices)            train_step with `jax.pmap`, for a state from pmap_replicate;  pmap_generate likewise
   LlamaModule(config, params)         the model as a `flax.nnx.Module`
   train(recipe, workdir, data)        trains a Recipe into a folder;  evaluate(...) evaluates a model on a text
   kl_to_reference(config, params, reference, corpus)  how far a quantized model's predictions are from the dense model's
@@ -27,9 +27,9 @@ and their arguments:
                                       related families
   Parts                               custom functions that replace parts of every layer; with_parts(config, "mine.py")
                                       finds those that a loaded model names
-  Compute, Positions, Sharding        how a pass computes (dtype, rematerialization, kernels), the positions of its tokens,
+  ComputeOptions, Positions, Sharding  how a pass computes (dtype, rematerialization, kernels), the positions of its tokens,
                                       and how it is sharded over devices
-  LossOptions, StepOptions            options of the loss (including a Compute) and of a training step (including a
+  LossOptions, StepOptions            options of the loss (including ComputeOptions) and of a training step (including a
                                       LossOptions);  OptimizerSettings: the optimizer and its learning-rate schedule
   Sampling                            how to sample tokens
   PromptLookup, DraftModel            speculative decoding: several drafted tokens are verified in one pass; same tokens,
@@ -63,18 +63,18 @@ _NAMES = {
     "inference.decode": "TokenChunk",
     "inference.sampling": "Sampling",
     "model.multi_lora": "adapter_table choose_adapters",
-    "model.lora": "Lora adapted init_adapters merge with_base",
+    "model.lora": "Lora apply_adapters init_adapters merge freeze_base",
     "model.cache": "CacheOptions KVCache cache_bytes init_cache",
     "model.forward": "forward unembed",
-    "model.logits": "logits observe",
+    "model.logits": "logits logits_and_activations",
     "model.hooks": "with_hooks",
     "model.rope": "rotary_frequencies",
-    "model.forward_options": "Compute Sharding Positions",
-    "model.params": "Llama",
+    "model.forward_options": "ComputeOptions Sharding Positions",
+    "model.params": "LlamaParams",
     "model.trees": "init parameter_count layers_of stack",
     "parallel.mesh": "MeshSizes make_mesh",
-    "parallel.pmap": "pmap_generate pmap_step replicate",
-    "parallel.sharding": "step_over train_state_specs",
+    "parallel.pmap": "pmap_generate pmap_step pmap_replicate",
+    "parallel.sharding": "sharded_train_step train_state_specs",
     "nnx_module": "LlamaModule",
     "evaluation.perplexity": "Divergence kl_to_reference Evaluation evaluate",
     "runs.loop": "train",
@@ -111,7 +111,7 @@ __all__ = [
     "CacheOptions",
     "Checkpoint",
     "CheckpointError",
-    "Compute",
+    "ComputeOptions",
     "ConfigError",
     "Divergence",
     "DraftModel",
@@ -121,9 +121,9 @@ __all__ = [
     "GenerationError",
     "KVCache",
     "LayerConfig",
-    "Llama",
     "LlamaConfig",
     "LlamaModule",
+    "LlamaParams",
     "Lora",
     "LossOptions",
     "MeshError",
@@ -144,8 +144,8 @@ __all__ = [
     "TokenizerError",
     "TrainState",
     "UserError",
-    "adapted",
     "adapter_table",
+    "apply_adapters",
     "cache_bytes",
     "choose_adapters",
     "complete_requests",
@@ -153,6 +153,7 @@ __all__ = [
     "encode_chat",
     "evaluate",
     "forward",
+    "freeze_base",
     "generate",
     "init",
     "init_adapters",
@@ -164,28 +165,27 @@ __all__ = [
     "load_adapter",
     "load_tokenizer",
     "logits",
+    "logits_and_activations",
     "make_mesh",
     "make_optimizer",
     "merge",
     "next_token_loss",
-    "observe",
     "parameter_count",
     "pmap_generate",
+    "pmap_replicate",
     "pmap_step",
     "preset",
     "register_for_export",
-    "replicate",
     "rotary_frequencies",
     "save",
     "save_adapter",
+    "sharded_train_step",
     "stack",
-    "step_over",
     "stream",
     "train",
     "train_state_specs",
     "train_step",
     "unembed",
-    "with_base",
     "with_hooks",
     "with_parts",
 ]
@@ -203,18 +203,18 @@ if TYPE_CHECKING:
     from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.model.cache import CacheOptions, KVCache, cache_bytes, init_cache
     from llama_jax.model.forward import forward, unembed
-    from llama_jax.model.forward_options import Compute, Positions, Sharding
+    from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
     from llama_jax.model.hooks import with_hooks
-    from llama_jax.model.logits import logits, observe
-    from llama_jax.model.lora import Lora, adapted, init_adapters, merge, with_base
+    from llama_jax.model.logits import logits, logits_and_activations
+    from llama_jax.model.lora import Lora, apply_adapters, freeze_base, init_adapters, merge
     from llama_jax.model.multi_lora import adapter_table, choose_adapters
-    from llama_jax.model.params import Llama
+    from llama_jax.model.params import LlamaParams
     from llama_jax.model.rope import rotary_frequencies
     from llama_jax.model.trees import init, layers_of, parameter_count, stack
     from llama_jax.nnx_module import LlamaModule
     from llama_jax.parallel.mesh import MeshSizes, make_mesh
-    from llama_jax.parallel.pmap import pmap_generate, pmap_step, replicate
-    from llama_jax.parallel.sharding import step_over, train_state_specs
+    from llama_jax.parallel.pmap import pmap_generate, pmap_replicate, pmap_step
+    from llama_jax.parallel.sharding import sharded_train_step, train_state_specs
     from llama_jax.runs.loop import train
     from llama_jax.runs.recipe import Recipe
     from llama_jax.runs.user_functions import with_parts

@@ -53,7 +53,7 @@ def reading(path: object, error_type: type[UserError]) -> Iterator[None]:
     except OSError as error:
         name = str(error.filename or path)
         raise error_type(
-            f"{name if len(name) <= 500 else shown(name, 100)} cannot be read: {error.strerror or error}"
+            f"{name if len(name) <= 500 else short_repr(name, 100)} cannot be read: {error.strerror or error}"
         ) from None
 
 
@@ -62,7 +62,7 @@ def reason_of(error: BaseException | str, length: int = 100) -> str:
     return " ".join(str(error).split())[:length]
 
 
-def shown(value: Any, length: int = 60) -> str:
+def short_repr(value: Any, length: int = 60) -> str:
     """The first `length` characters of `repr(value)`, for a message, in time and memory bounded by `length`.
 
     `repr` itself is not safe for the content of files: nested lists that share their elements take exponential time, deeply

@@ -21,7 +21,7 @@ from llama_jax.inference.decode import DecodeSettings, DecodeState, PrefillState
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import KVCache
 from llama_jax.model.forward_options import Positions
-from llama_jax.model.params import Attention, Block, FeedForward, Llama
+from llama_jax.model.params import Attention, Block, FeedForward, LlamaParams
 from llama_jax.ops.int8 import Quantized
 from llama_jax.ops.weights.lora import LoraWeight, LowRank
 from llama_jax.ops.weights.multi_lora import MultiLoraWeight
@@ -30,7 +30,7 @@ from llama_jax.training.batch import Batch
 from llama_jax.training.step import TrainState
 
 TREES: tuple[type[Any], ...] = (
-    *(Llama, Block, Attention, FeedForward),
+    *(LlamaParams, Block, Attention, FeedForward),
     *(QuantizedWeight, JoinedWeight, LoraWeight, MultiLoraWeight, LowRank, KVCache, Quantized, Sampling),
     *(DecodeSettings, DecodeState, TrainState),
 )

@@ -17,7 +17,7 @@ from numbers import Integral
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from llama_jax.errors import UserError, shown
+from llama_jax.errors import UserError, short_repr
 
 MAX_INT32, MAX_NUMBER = 2**31 - 1, 1e30
 TYPE_NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a text"}
@@ -99,7 +99,7 @@ def check_value(name: str, value: Any, hint: Any, raises: type[UserError] = User
         if types_ and not (value is None and NoneType in get_args(hint)):
             check_value(name, value, types_[0] if bounds is None else Annotated[types_[0], bounds], raises)
     elif requirement := _requirement(value, hint, bounds):
-        raise raises(f"{name}={shown(value, 40)} must be {requirement}")
+        raise raises(f"{name}={short_repr(value, 40)} must be {requirement}")
     elif is_dataclass(hint):
         check_fields(value, raises, f"{name}.")
     elif get_origin(hint) is tuple and get_args(hint)[1:] == (...,):

@@ -10,7 +10,7 @@ import numpy as np
 
 import llama_jax
 from llama_jax.config import LlamaConfig
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 
 PREFILL_CHUNK = 128
 OUTLIERS = {"as it is": None, **{f"{part}, {n} channels": (part, n) for part in ("bias", "weights") for n in (2, 4)}}
@@ -18,14 +18,14 @@ OUTLIERS = {"as it is": None, **{f"{part}, {n} channels": (part, n) for part in 
 
 def with_outliers(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     ids: np.ndarray,
     part: str,
     channels: int,
     *,
     largest: float = 216.0,
     mean: float = 6.0,
-) -> tuple[LlamaConfig, Llama]:
+) -> tuple[LlamaConfig, LlamaParams]:
     """The model with outliers in a few channels of its keys, among the last eight pairs of a head, which RoPE rotates least.
 
     Args:
@@ -34,7 +34,7 @@ def with_outliers(
         no logit.
     """
     random, half, groups = np.random.default_rng(0), config.head_dim // 2, config.queries_per_kv_head
-    _, _, kept = llama_jax.observe(config, params, ids[None], {"keys": lambda keys, at: (keys, keys)})
+    _, _, kept = llama_jax.logits_and_activations(config, params, ids[None], {"keys": lambda keys, at: (keys, keys)})
     blocks = []
     for block, layer_keys in zip(llama_jax.layers_of(params), kept["keys"], strict=True):
         qkv, keys = np.array(block.attention.qkv), np.asarray(layer_keys)[0].swapaxes(0, 1)  # [K, G + 2, H, D], [K, T, H]
@@ -54,7 +54,7 @@ def with_outliers(
     return replace(config, qkv_bias=part == "bias"), params.replace(blocks=llama_jax.stack(blocks))
 
 
-def cache_divergences(config: LlamaConfig, params: Llama, ids: np.ndarray) -> np.ndarray:
+def cache_divergences(config: LlamaConfig, params: LlamaParams, ids: np.ndarray) -> np.ndarray:
     """KL divergence of the model with an int8 cache from the model with a float32 cache, in nats, for each token."""
 
     @jax.jit

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import llama_jax
 from llama_jax import ops
 from llama_jax.config.presets import preset
-from llama_jax.errors import ConfigError, GenerationError, MeshError, TokenizerError, shown
+from llama_jax.errors import ConfigError, GenerationError, MeshError, TokenizerError, short_repr
 from llama_jax.training.loss import next_token_loss
 
 
@@ -39,8 +39,8 @@ NESTED = st.recursive(
 
 @given(NESTED)
 def test_what_is_short_is_shown_whole(value):
-    assert shown(value, 10_000) == repr(value)
-    assert shown(value, 3) == repr(value)[:3]
+    assert short_repr(value, 10_000) == repr(value)
+    assert short_repr(value, 3) == repr(value)[:3]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_is_short_is_shown_whole(value):
     ids=["shared", "deep", "in a dictionary", "in a tuple", "number", "text", "list"],
 )
 def test_what_is_endless_is_cut(value, expected):
-    assert shown(value, 40) == expected
+    assert short_repr(value, 40) == expected
 
 
 def test_a_configuration_shows_it():
@@ -68,8 +68,8 @@ def test_a_configuration_shows_it():
 def test_misuse_from_python_is_said_in_a_line():
     for error, message, call in (
         (MeshError, "mesh='tensor=2' must be a MeshSizes", lambda: llama_jax.load(mesh="tensor=2")),
-        (ConfigError, "dtype='bf16' is not a floating-point type", lambda: llama_jax.Compute(dtype="bf16")),
-        (ConfigError, "dtype='int8' is not a floating-point type", lambda: llama_jax.Compute(dtype="int8")),
+        (ConfigError, "dtype='bf16' is not a floating-point type", lambda: llama_jax.ComputeOptions(dtype="bf16")),
+        (ConfigError, "dtype='int8' is not a floating-point type", lambda: llama_jax.ComputeOptions(dtype="int8")),
         (TokenizerError, r"text=\['a', 'b'\] must be a str", lambda: llama_jax.load().tokenizer.encode(["a", "b"])),
     ):
         with pytest.raises(error, match=message):

@@ -122,7 +122,7 @@ def test_activations(pair):
     output = theirs.logits(tokens, *hooks, output_hidden_states=True, output_attentions=True)
     read = lambda value, at: (value, value)
     names = (*seen, "pattern", "embedded", "residual_before", "residual_after", "final")
-    logits, _, kept = llama_jax.observe(config, params, tokens, dict.fromkeys(names, read))
+    logits, _, kept = llama_jax.logits_and_activations(config, params, tokens, dict.fromkeys(names, read))
     for name, value in seen.items():
         close(kept[name][LAYER].reshape(value.shape), value)
     close(kept["pattern"], np.stack([pattern.numpy() for pattern in output.attentions]))

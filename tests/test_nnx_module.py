@@ -66,7 +66,7 @@ def test_split_merge_and_back(model, kind):
     ]
     module = LlamaModule(config, *given)
     merged = nnx.merge(*nnx.split(module))
-    expected = given[0] if kind != "adapters" else llama_jax.adapted(*given)
+    expected = given[0] if kind != "adapters" else llama_jax.apply_adapters(*given)
     same(merged.pure(), expected)
     prompt = [[1, 5, 9]]
     found = llama_jax.generate(config, merged.pure(), prompt, max_new_tokens=4)
@@ -119,7 +119,7 @@ def test_adapters_alone_are_trained(model):
     config, params = model
     module = LlamaModule(config, params, random_adapters(config), LORA)
     optimizer = make_optimizer(OptimizerSettings(lora_plus=4), 10)
-    sharding = llama_jax.with_base(Sharding(), params, LORA)
+    sharding = llama_jax.freeze_base(Sharding(), params, LORA)
     losses, expected = pure_steps(config, optimizer, random_adapters(config), sharding)
     assert module_steps(module, module.wrap_optimizer(optimizer), nnx.LoRAParam) == losses
     same(nnx.as_pure(module.adapters), expected)

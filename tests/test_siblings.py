@@ -23,12 +23,12 @@ from llama_jax.formats.huggingface import config_from_dict, config_to_dict
 from llama_jax.formats.orbax_format import array_name
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Positions
-from llama_jax.model.lora import Lora, adapted
+from llama_jax.model.lora import Lora, apply_adapters
 from llama_jax.model.trees import parameter_count
 from llama_jax.ops.platform import target_platform
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import pad_params, unpad_params
-from llama_jax.parallel.sharding import step_over
+from llama_jax.parallel.sharding import sharded_train_step
 from llama_jax.training.batch import Batch
 from llama_jax.training.flops import matrix_parameters
 from llama_jax.training.optimizer import OptimizerSettings, adamw, make_optimizer
@@ -273,7 +273,7 @@ def test_a_step_over_a_mesh_is_that_of_one_device(kind, sizes):
     found = []
     for each in (MeshSizes(), sizes):
         state = init_state(optimizer, random_params(config))
-        step = jax.jit(partial(step_over(config, make_mesh(each)), optimizer, options=step_options(remat="full")))
+        step = jax.jit(partial(sharded_train_step(config, make_mesh(each)), optimizer, options=step_options(remat="full")))
         state, metrics = step(state, Batch(TOKENS[:, :17]))
         found.append((metrics["loss"], metrics["grad_norm"], state.opt_state))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
@@ -319,7 +319,7 @@ def test_adapters_of_llama_4_have_the_rows_of_its_files(models, tmp_path):
     save_file(tensors, path, {"format": "pt"})
     merged = llama_jax.load(tmp_path / "model").params
     np.testing.assert_allclose(
-        jit_logits(config, merged, TOKENS), jit_logits(config, adapted(params, adapters, lora), TOKENS), atol=1e-4
+        jit_logits(config, merged, TOKENS), jit_logits(config, apply_adapters(params, adapters, lora), TOKENS), atol=1e-4
     )
 
 

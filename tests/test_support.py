@@ -12,11 +12,11 @@ from family_models import FAMILY_MODELS, random_params
 from jax.tree_util import Partial
 
 import llama_jax
-from llama_jax import Batch, CacheOptions, Compute, LayerConfig, Lora, PromptLookup, StepOptions
+from llama_jax import Batch, CacheOptions, ComputeOptions, LayerConfig, Lora, PromptLookup, StepOptions
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Sharding
-from llama_jax.model.lora import adapted, merge, with_base
+from llama_jax.model.lora import apply_adapters, freeze_base, merge
 from llama_jax.model.trees import quantize
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
@@ -108,7 +108,7 @@ def is_exact(kind):
     config, params = model(kind)
 
     def bits(prompts):
-        rows = llama_jax.generate(config, params, prompts, max_new_tokens=NEW, compute=Compute(exact=True))
+        rows = llama_jax.generate(config, params, prompts, max_new_tokens=NEW, compute=ComputeOptions(exact=True))
         return [(row.tokens, np.asarray(row.logprobs, np.float32).tobytes()) for row in rows]
 
     if config.experts:
@@ -141,11 +141,11 @@ def has_adapters(kind):
         lora = replace(lora, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
     adapters = random_adapters(config, lora)
     merged = jit_logits(config, merge(params, adapters, lora), TOKENS)
-    near(jit_logits(config, adapted(params, adapters, lora), TOKENS), merged, 1e-4)
+    near(jit_logits(config, apply_adapters(params, adapters, lora), TOKENS), merged, 1e-4)
     optimizer = adamw(1e-2)
     step = jax.jit(
         lambda params, state: llama_jax.train_step(
-            config, optimizer, state, Batch(TOKENS), StepOptions(), with_base(Sharding(), params, lora)
+            config, optimizer, state, Batch(TOKENS), StepOptions(), freeze_base(Sharding(), params, lora)
         )
     )
     state, losses = llama_jax.init_state(optimizer, adapters), []

@@ -32,14 +32,14 @@ def correctness(run: Run) -> Iterator[Row]:
     cpu, config = jax.devices("cpu")[0], SMALL_GQA
 
     @functools.cache  # computed by the first check that runs, so that nothing is computed if no time is left
-    def params(dtype: jnp.dtype) -> llama_jax.Llama:
+    def params(dtype: jnp.dtype) -> llama_jax.LlamaParams:
         with jax.default_device(cpu):
             return jax.jit(llama_jax.init, static_argnums=(0, 2))(config, jax.random.key(0), dtype)
 
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, CHECK_TOKENS, dtype=np.int32)
     program = jax.jit(llama_jax.logits, static_argnums=0)
 
-    def on(device: jax.Device, params: llama_jax.Llama) -> np.ndarray:
+    def on(device: jax.Device, params: llama_jax.LlamaParams) -> np.ndarray:
         with jax.default_device(device):  # the platform to trace for
             return np.asarray(program(config, jax.device_put(params, device), jax.device_put(tokens, device)))
 
@@ -94,7 +94,7 @@ def compared(got: np.ndarray, expected: np.ndarray, tolerance: float) -> Row:
 
 
 def greedy_agreement(
-    config: llama_jax.LlamaConfig, params: llama_jax.Llama, prompts: list[list[int]], new_tokens: int = 16
+    config: llama_jax.LlamaConfig, params: llama_jax.LlamaParams, prompts: list[list[int]], new_tokens: int = 16
 ) -> Row:
     """Whether `generate` returns the same tokens as the argmax of `logits` of the growing sequence."""
     program = jax.jit(llama_jax.logits, static_argnums=0)

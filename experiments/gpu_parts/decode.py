@@ -43,7 +43,7 @@ def decode_with(run: Run, shape: str, weights: str, batches: tuple[int, ...]) ->
 def measure_decode(
     run: Run,
     config: llama_jax.LlamaConfig,
-    params: llama_jax.Llama,
+    params: llama_jax.LlamaParams,
     batch: int,
     compiler_options: dict[str, Any] | None = None,
 ) -> Row:
@@ -80,7 +80,7 @@ def measure_decode(
     }
 
 
-def decode_state(plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int) -> DecodeState:
+def decode_state(plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.LlamaParams, batch: int) -> DecodeState:
     """The state of `generate` after a prompt, without compiling a prefill: the speed does not depend on the values.
 
     The cache holds noise, because with zeros a chip draws less power and may clock higher.
@@ -103,7 +103,7 @@ def mean_length(plan: Plan) -> int:
     return plan.prompt_tokens + plan.new_tokens // 2
 
 
-def step_bytes(config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int, length: int) -> int:
+def step_bytes(config: llama_jax.LlamaConfig, params: llama_jax.LlamaParams, batch: int, length: int) -> int:
     """Bytes that a decode step has to read: parameters, or their shapes, and `length` tokens per row of a bfloat16 cache."""
     lookup_only = 0 if params.lm_head is None else bytes_in_memory(params.embedding)
     return bytes_in_memory(params) - lookup_only + llama_jax.cache_bytes(config, batch, length, jnp.bfloat16)

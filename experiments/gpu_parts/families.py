@@ -54,7 +54,7 @@ def training_step(kind: ModelType, device: jax.Device) -> Row:
     optimizer = llama_jax.make_optimizer(llama_jax.OptimizerSettings(learning_rate=1e-2, schedule="constant"), 10)
 
     @jax.jit
-    def step(params: llama_jax.Llama, tokens: Any) -> Any:
+    def step(params: llama_jax.LlamaParams, tokens: Any) -> Any:
         state = llama_jax.init_state(optimizer, params)
         state, metrics = llama_jax.train_step(config, optimizer, state, llama_jax.Batch(tokens))
         change = jax.tree.map(lambda after, before: (after - before).ravel(), state.params, params)
@@ -80,5 +80,5 @@ def in_float64(compute: Any) -> Any:
         return jax.tree.map(np.asarray, compute())
 
 
-def as_float64(params: llama_jax.Llama) -> llama_jax.Llama:
+def as_float64(params: llama_jax.LlamaParams) -> llama_jax.LlamaParams:
     return jax.tree.map(lambda leaf: jax.numpy.asarray(np.asarray(leaf), jax.numpy.float64), params)

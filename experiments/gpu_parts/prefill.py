@@ -23,7 +23,7 @@ def prefill(run: Run) -> Iterator[Row]:
         yield from for_every_case(run, {"shape": shape}, Weights(config), cases, measure_prefill)
 
 
-def measure_prefill(run: Run, config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int, tokens: int) -> Row:
+def measure_prefill(run: Run, config: llama_jax.LlamaConfig, params: llama_jax.LlamaParams, batch: int, tokens: int) -> Row:
     """Time the library's prefill of a prompt into an empty cache."""
     reading = library._init_prefill(config, params, batch, tokens)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (batch, tokens), dtype=np.int32))

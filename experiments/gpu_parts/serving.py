@@ -51,7 +51,7 @@ def random_prompts(config: llama_jax.LlamaConfig, lengths: list[int]) -> list[li
 def compare(run: Run, exact: bool) -> Row:
     """Count requests with other tokens, or other bits of log-probabilities, if others are served at the same time."""
     params = laid_out(jax.jit(llama_jax.init, static_argnums=(0, 2))(SMALL_GQA, jax.random.key(0), jnp.bfloat16))
-    compute = llama_jax.Compute(exact=exact)
+    compute = llama_jax.ComputeOptions(exact=exact)
     options = llama_jax.EngineOptions(rows=16, context=512, compute=compute, prefix_bytes=0)
     engine = Engine(SMALL_GQA, params, options)
     prompts = random_prompts(SMALL_GQA, [1 + 17 * i % 300 for i in range(run.plan.compared_requests)])

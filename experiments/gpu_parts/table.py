@@ -14,7 +14,7 @@ def table(rows: list[Row]) -> str:
     if not rows:
         return "nothing"
     columns = list(dict.fromkeys(key for row in rows for key in row if key not in REASONS))
-    cells = [columns, *([shown(row.get(column)) for column in columns] for row in rows)]
+    cells = [columns, *([short_repr(row.get(column)) for column in columns] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
     for i, row in enumerate(rows, start=1):
@@ -24,7 +24,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(line.strip() for line in lines if line.strip())  # rows with only reasons have no heading
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):

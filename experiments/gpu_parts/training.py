@@ -50,7 +50,7 @@ def measure_training(
     peak_before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     settings = llama_jax.OptimizerSettings(learning_rate=1e-4, schedule="constant", clip_norm=0.0)
     optimizer = llama_jax.make_optimizer(settings, 1000)
-    options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.Compute(jnp.bfloat16, remat, unroll=unroll)))
+    options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.ComputeOptions(jnp.bfloat16, remat, unroll=unroll)))
 
     def make() -> Any:
         params = llama_jax.init(config, jax.random.key(0), jnp.dtype(parameters))

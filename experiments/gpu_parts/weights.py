@@ -18,16 +18,16 @@ class Weights:
     def __init__(self, config: llama_jax.LlamaConfig, kind: str = "bfloat16"):
         self.config = config
         self.kind = kind
-        self.params: llama_jax.Llama | None = None
+        self.params: llama_jax.LlamaParams | None = None
 
-    def made(self) -> llama_jax.Llama:
+    def made(self) -> llama_jax.LlamaParams:
         if self.params is None:
             shapes = param_shapes(self.config, jnp.bfloat16)
             self.params = jax.block_until_ready(noise(shapes if self.kind == "bfloat16" else quantize(shapes, self.kind)))
         return self.params
 
 
-def noise(shapes: llama_jax.Llama) -> llama_jax.Llama:
+def noise(shapes: llama_jax.LlamaParams) -> llama_jax.LlamaParams:
     """Arrays of these shapes, laid out as `load` does it: small floats, and integers of all bits.
 
     One array at a time: a program that makes all of them compiles for minutes.
@@ -44,7 +44,7 @@ def noise(shapes: llama_jax.Llama) -> llama_jax.Llama:
     return jax.tree.unflatten(tree, [filled(jax.random.key(i), leaf) for i, leaf in enumerate(leaves)])
 
 
-def laid_out(params: llama_jax.Llama) -> llama_jax.Llama:
+def laid_out(params: llama_jax.LlamaParams) -> llama_jax.LlamaParams:
     """The parameters as `load` arranges them for this device: for a GPU, each layer's matrices in separate arrays."""
     return unstack_layers(params) if jax.default_backend() == "gpu" else params
 

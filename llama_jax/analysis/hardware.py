@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from llama_jax.errors import ConfigError, shown
+from llama_jax.errors import ConfigError, short_repr
 
 GIB = 1 << 30
 
@@ -98,7 +98,7 @@ def hardware_by_name(name: str) -> Hardware:
         return BY_NAME[name]
     near = difflib.get_close_matches(name.lower().replace(" ", "-").replace("_", "-"), BY_NAME, 1, 0.5)
     hint = f"; did you mean {near[0]}?" if near else ";"
-    raise ConfigError(f"hardware {shown(name, 40)} is not in the table{hint} the names are {', '.join(BY_NAME)}")
+    raise ConfigError(f"hardware {short_repr(name, 40)} is not in the table{hint} the names are {', '.join(BY_NAME)}")
 
 
 def find_hardware(device_kind: str) -> Hardware | None:

@@ -24,9 +24,9 @@ from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.inference.xla_flags import compiler_options, decode_options_on_tpu
 from llama_jax.model.cache import KVCache, init_cache
-from llama_jax.model.forward_options import Compute, Positions, Remat
-from llama_jax.model.lora import Lora, adapter_shapes, with_base
-from llama_jax.model.params import Llama
+from llama_jax.model.forward_options import ComputeOptions, Positions, Remat
+from llama_jax.model.lora import Lora, adapter_shapes, freeze_base
+from llama_jax.model.params import LlamaParams
 from llama_jax.model.trees import param_shapes, plan_formats, quantize, unstack_layers
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.platform import target_platform
@@ -40,8 +40,8 @@ from llama_jax.parallel.sharding import (
     batch_spec,
     cache_specs,
     param_specs,
+    sharded_train_step,
     shardings,
-    step_over,
     train_state_specs,
     training_sharding,
 )
@@ -167,7 +167,7 @@ def train_programs(
     accumulate: int = 1,
     attention: AttentionBackend = "auto",
     lora: Lora | None = None,
-    weights: FormatName | PureFormatName | Llama | None = None,
+    weights: FormatName | PureFormatName | LlamaParams | None = None,
     unroll: bool = False,
 ) -> list[Program]:
     """One training step with AdamW: float32 parameters, computation in `dtype`.
@@ -176,10 +176,10 @@ def train_programs(
       batch, length: B rows over the whole mesh, of T tokens to predict each.
       packed: rows have segments and positions, as when `train` packs documents.
       accumulate: number of microbatches, see `train_step`.
-      attention: the attention backend, see `Compute`; over `context` it is ring attention.
+      attention: the attention backend, see `ComputeOptions`; over `context` it is ring attention.
       lora: train adapters with these settings on a frozen model of `dtype`.
       weights: quantization format of that model's matrices; None for floats.
-      unroll: unroll the layers, see `Compute`.
+      unroll: unroll the layers, see `ComputeOptions`.
 
     Raises:
       ConfigError: matrices that cannot be quantized in that format.
@@ -193,31 +193,31 @@ def train_programs(
     rows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
     row = _with_shardings(rows, shardings(mesh, batch_spec(sizes, batch // accumulate, length)))
     tokens = Batch(row, row, row) if packed else Batch(row)
-    options = StepOptions(LossOptions(Compute(dtype, remat, attention, unroll=unroll)), accumulate)
+    options = StepOptions(LossOptions(ComputeOptions(dtype, remat, attention, unroll=unroll)), accumulate)
     out = placement, shardings(mesh, P())
     share = bytes_per_device(state.params)
     known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
     if lora is None:
-        step = partial(step_over(config, mesh), optimizer, options=options)
+        step = partial(sharded_train_step(config, mesh), optimizer, options=options)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
         return [Program("train step", jitted, (state, tokens), known, layers=config.n_layers)]
     base = _with_shardings(param_shapes(config, dtype), shardings(mesh, param_specs(config, sizes)))
     base = _quantize_shapes(base, weights)
     sharded_config, sharding = training_sharding(config, mesh)
 
-    def adapter_step(base: Llama, state: TrainState, batch: Batch) -> Any:
-        return train_step(sharded_config, optimizer, state, batch, options, with_base(sharding, base, lora))
+    def adapter_step(base: LlamaParams, state: TrainState, batch: Batch) -> Any:
+        return train_step(sharded_config, optimizer, state, batch, options, freeze_base(sharding, base, lora))
 
     jitted = jax.jit(adapter_step, donate_argnums=1, out_shardings=out)
     known = replace(known, parameters=share + bytes_per_device(base))
     return [Program("train step", jitted, (base, state, tokens), known, layers=config.n_layers)]
 
 
-def _quantize_shapes(params: Llama, weights: FormatName | PureFormatName | Llama | None) -> Llama:
+def _quantize_shapes(params: LlamaParams, weights: FormatName | PureFormatName | LlamaParams | None) -> LlamaParams:
     """Shapes of parameters after quantizing their matrices."""
     if weights is None:
         return params
-    return plan_formats(params, weights) if isinstance(weights, Llama) else quantize(params, weights)
+    return plan_formats(params, weights) if isinstance(weights, LlamaParams) else quantize(params, weights)
 
 
 def decode_programs(
@@ -228,7 +228,7 @@ def decode_programs(
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     quantized: bool = False,
-    weights: FormatName | PureFormatName | Llama | None = None,
+    weights: FormatName | PureFormatName | LlamaParams | None = None,
     attention: AttentionBackend = "auto",
 ) -> list[Program]:
     """The programs of `generate` for a cache of `capacity` slots: prefill, enlarging the cache, decoding.
@@ -241,7 +241,7 @@ def decode_programs(
       quantized: whether the cache is int8.
       weights: quantization format of the matrices, see `ops.weights`, or the formats of a file, see
         `trees.plan_formats`; None is none.
-      attention: the attention backend, see `Compute`.
+      attention: the attention backend, see `ComputeOptions`.
 
     Raises:
       ConfigError: matrices that cannot be quantized in that format.
@@ -259,7 +259,7 @@ def decode_programs(
     params = _quantize_shapes(params, weights)
     if mesh.devices.flat[0].platform == "gpu":
         params = unstack_layers(params)  # as `load` returns them there
-    sharding, compute = sharding_of(params), Compute(attention=attention)
+    sharding, compute = sharding_of(params), ComputeOptions(attention=attention)
 
     def cache_of() -> KVCache:
         cache_dtype = jnp.dtype(jnp.int8 if quantized else dtype)

@@ -17,7 +17,7 @@ from typing import Any
 
 import llama_jax
 from llama_jax.cli.terminal import end_at_once
-from llama_jax.errors import StuckSaveError, UserError, reason_of, shown
+from llama_jax.errors import StuckSaveError, UserError, reason_of, short_repr
 from llama_jax.runs import interrupts
 from llama_jax.storage.atomic_write import cannot_write, discard_output, remedy_for
 
@@ -132,7 +132,7 @@ def command_type(name: str) -> Any:
     if name not in class_paths:
         near = difflib.get_close_matches(name, class_paths, 1)
         hint = f"did you mean {near[0]}?" if near else "llama-jax --help lists the commands"
-        raise UserError(f"there is no command {shown(name)}; {hint}")
+        raise UserError(f"there is no command {short_repr(name)}; {hint}")
     file, _, class_name = class_paths[name].partition(".")
     return getattr(importlib.import_module(f"llama_jax.cli.{file}"), class_name)
 

@@ -18,7 +18,7 @@ from llama_jax.cli.generate import PromptLine, read_prompt_lines
 from llama_jax.cli.options import AdapterOptions, CacheOption, DraftOptions, SamplingOptions, StopOptions
 from llama_jax.cli.terminal import print_status
 from llama_jax.config import suggest_context
-from llama_jax.errors import GenerationError, UserError, reading, shown
+from llama_jax.errors import GenerationError, UserError, reading, short_repr
 from llama_jax.runs.progress import progress_bar
 from llama_jax.settings import at_least
 from llama_jax.storage.atomic_write import cannot_write, lock_file
@@ -66,7 +66,9 @@ class BatchPrompts(AdapterOptions, CacheOption, DraftOptions, SamplingOptions, S
         numbers = {name: number for number, name in enumerate(self.named_adapters())}
         for adapter in {line.adapter for line in prompts} - {None, *numbers}:
             names = ", ".join(numbers) or "none"
-            raise GenerationError(f"{self.prompts} requests the adapter {shown(adapter, 40)}, but --adapter names {names}")
+            raise GenerationError(
+                f"{self.prompts} requests the adapter {short_repr(adapter, 40)}, but --adapter names {names}"
+            )
         done = _Output(self.out, prompts)
         seed = self.choose_seed() if self.seed is not None or done.seed is None else done.seed
         self.seeded_sampling(seed)
@@ -180,8 +182,8 @@ class _Output:
         for name in before | settings:
             if before.get(name) != settings.get(name):
                 raise UserError(
-                    f"{self.path} was started with {name}={shown(before.get(name), 40)}, but this command has"
-                    f" {shown(settings.get(name), 40)}; use the same, or choose another file to write"
+                    f"{self.path} was started with {name}={short_repr(before.get(name), 40)}, but this command has"
+                    f" {short_repr(settings.get(name), 40)}; use the same, or choose another file to write"
                 )
 
     def write(self, jobs: Iterator[Job], settings: dict[str, Any], count: int) -> int:

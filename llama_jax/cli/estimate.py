@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from llama_jax.analysis.memory import Memory, Program
     from llama_jax.analysis.roofline import DeviceExchange, Roofline
     from llama_jax.config import LlamaConfig
-    from llama_jax.model.params import Llama
+    from llama_jax.model.params import LlamaParams
     from llama_jax.ops.weights.formats import FormatName, PureFormatName
     from llama_jax.parallel.mesh import MeshSizes
 
@@ -195,7 +195,7 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
 
         return bucket(self.length, MIN_CACHE_CAPACITY)
 
-    def _weights(self) -> tuple[str, FormatName | PureFormatName | Llama | None]:
+    def _weights(self) -> tuple[str, FormatName | PureFormatName | LlamaParams | None]:
         """The kinds of the matrices, in words and as an argument of `decode_programs`."""
         if self.quantize != "auto" and self.quantize != "keep":
             return self.quantize, self.quantize
@@ -262,7 +262,7 @@ class Estimate(PartsOption, AttentionOption, CompileOptions):
             raise ConfigError(f"length={self.length} exceeds the model's context of {config.max_seq_len}; lower it")
 
     def _programs(
-        self, config: LlamaConfig, mesh: Mesh, weights: FormatName | PureFormatName | Llama | None
+        self, config: LlamaConfig, mesh: Mesh, weights: FormatName | PureFormatName | LlamaParams | None
     ) -> list[Program]:
         from llama_jax.analysis.memory import decode_programs, train_programs
         from llama_jax.model.lora import Lora
@@ -319,7 +319,7 @@ def read_model_config(model: str) -> LlamaConfig:
     return open_checkpoint(path).config
 
 
-def formats_in_files(model: str) -> tuple[str, Llama | None]:
+def formats_in_files(model: str) -> tuple[str, LlamaParams | None]:
     """The kinds of the matrices that the files of a model hold, in words and by parameter; "none" and None of floats."""
     from llama_jax.config.presets import PRESETS
     from llama_jax.formats import huggingface

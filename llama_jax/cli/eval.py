@@ -26,7 +26,7 @@ from llama_jax.cli.options import (
 )
 from llama_jax.cli.terminal import as_json, clean_exit, columns, printable
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import UserError, shown
+from llama_jax.errors import UserError, short_repr
 from llama_jax.runs.progress import progress_bar
 from llama_jax.settings import at_least
 from llama_jax.storage import Location
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from llama_jax.data.chat_tokens import ExampleCounts
     from llama_jax.evaluation.perplexity import PreferenceAccuracy
 
-Measure = Callable[["llama_jax.Llama", "llama_jax.Llama | None"], "Measurement"]
+Measure = Callable[["llama_jax.LlamaParams", "llama_jax.LlamaParams | None"], "Measurement"]
 CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 
 
@@ -127,7 +127,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
             sizes, measure = self._by_window(config, reference, shorter, corpus)
             settings |= {**sizes, "unknown_tokens": _unknown(tokenizer, corpus)}
         dtype = unless_auto(self.dtype)
-        other: llama_jax.Llama | None = None
+        other: llama_jax.LlamaParams | None = None
         params = load(
             self.path,
             dtype,
@@ -234,7 +234,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
         sizes = choose_sizes(shorter, corpus, length=self.length, stride=self.stride, batch=self.batch)._asdict()
         options: dict[str, Any] = {**sizes, "compute": self.compute(), "progress": progress_bar("evaluating", "batches")}
 
-        def measure(params: llama_jax.Llama, other: llama_jax.Llama | None) -> Measurement:
+        def measure(params: llama_jax.LlamaParams, other: llama_jax.LlamaParams | None) -> Measurement:
             if reference is None or other is None:
                 alone = evaluate(config, params, corpus, **options)
                 return Measurement({"loss": alone.loss}, asdict(alone), alone.tokens, partial(evaluation_page, alone))
@@ -280,7 +280,7 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
         bar = progress_bar("evaluating", "batches")
         score = partial(pair_logprobs, pairs=pairs, length=length, batch=batch, compute=self.compute(), progress=bar)
 
-        def measure(params: llama_jax.Llama, other: llama_jax.Llama | None) -> Measurement:
+        def measure(params: llama_jax.LlamaParams, other: llama_jax.LlamaParams | None) -> Measurement:
             scores, theirs, name = score(config, params), None, None
             if reference is not None and other is not None:
                 name, theirs = str(self.against), score(reference, other)
@@ -299,7 +299,9 @@ class Eval(ExactOption, SingleAdapterOption, DocumentOptions, WeightOptions, Tem
         for name in unread:
             value = getattr(self, name)
             if value != getattr(type(self), name):
-                raise UserError(f"{name}={shown(value, 40)} does not apply to {data_type}, the kind of these data; omit it")
+                raise UserError(
+                    f"{name}={short_repr(value, 40)} does not apply to {data_type}, the kind of these data; omit it"
+                )
 
     def _reference_config(self, path: ModelPath, config: LlamaConfig, tokenizer: Tokenizer) -> LlamaConfig:
         """The configuration of the model at a path; UserError where its vocabulary is another."""

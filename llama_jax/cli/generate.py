@@ -17,7 +17,7 @@ import tyro
 import llama_jax
 from llama_jax.cli.options import ModelOptions, StopOptions
 from llama_jax.config import LlamaConfig, suggest_context
-from llama_jax.errors import GenerationError, UserError, reading, shown
+from llama_jax.errors import GenerationError, UserError, reading, short_repr
 from llama_jax.settings import at_least
 from llama_jax.tokenizers.interface import Text, check_token_rows
 
@@ -147,7 +147,7 @@ class Generate(ModelOptions, StopOptions):
     def _continue(
         self,
         config: LlamaConfig,
-        params: llama_jax.Llama,
+        params: llama_jax.LlamaParams,
         rows: list[_Row],
         limits: list[int],
         settings: dict[str, Any],
@@ -305,8 +305,8 @@ def read_prompt_texts(prompt: str | None, file: Path | None) -> list[str]:
             adapter = next((line.adapter for line in lines if line.adapter is not None), None)
             if adapter is not None:
                 raise GenerationError(
-                    f"{where} requests the adapter {shown(adapter, 40)}, but generate has one for all prompts; use llama-jax"
-                    " batch with --adapter NAME=PATH"
+                    f"{where} requests the adapter {short_repr(adapter, 40)}, but generate has one for all prompts; use"
+                    " llama-jax batch with --adapter NAME=PATH"
                 )
             return [line.prompt for line in lines]
     elif file is not None or prompt == STDIN:
@@ -360,7 +360,7 @@ def _parse_lines(content: bytes, where: str) -> list[PromptLine]:
             raise GenerationError(f'{where}, line {number} must be an object like {{"prompt": "Once upon a time"}}')
         adapter = value.get("adapter")
         if not (adapter is None or isinstance(adapter, str)):
-            raise GenerationError(f"{where}, line {number}: adapter={shown(adapter, 40)} must be a name, or omitted")
+            raise GenerationError(f"{where}, line {number}: adapter={short_repr(adapter, 40)} must be a name, or omitted")
         lines.append(PromptLine(prompt, adapter))
     if not lines:
         raise GenerationError(f"{where} holds no prompt; {PROMPT_HINT}")

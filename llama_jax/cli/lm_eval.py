@@ -16,7 +16,7 @@ import tyro
 import llama_jax
 from llama_jax.cli.options import FormatOption, LoadOptions, ModelPath, SingleAdapterOption
 from llama_jax.cli.terminal import print_status, printable
-from llama_jax.errors import UserError, shown
+from llama_jax.errors import UserError, short_repr
 from llama_jax.settings import at_least
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import resolve_format
@@ -127,7 +127,7 @@ class LmEval(FormatOption, SingleAdapterOption, LoadOptions):
             names = manager.match_tasks([name])
             if not names:
                 where = "" if self.include_path is None else f" or of {self.include_path}"
-                raise UserError(f"--tasks: {shown(name)} is not a task of the lm-evaluation-harness{where}")
+                raise UserError(f"--tasks: {short_repr(name)} is not a task of the lm-evaluation-harness{where}")
             task_names += names
         if not task_names:
             raise UserError("--tasks names no task; list some, for example arc_easy,hellaswag")

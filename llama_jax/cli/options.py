@@ -19,7 +19,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 import llama_jax
 from llama_jax.config import ROPE_FIELDS, LlamaConfig, RopeScaling, RopeScalingKind
 from llama_jax.config.rope import scaled_length
-from llama_jax.errors import ConfigError, GenerationError, MeshError, UserError, shown
+from llama_jax.errors import ConfigError, GenerationError, MeshError, UserError, short_repr
 from llama_jax.inference.sampling_settings import Sampling
 from llama_jax.settings import check_value
 from llama_jax.storage import Location, StoredPath, locate
@@ -111,9 +111,9 @@ class AttentionOption:
     attention: ATTENTION = "auto"
     """Implementation of attention. auto uses the device's kernel where possible; the output names the one used."""
 
-    def compute(self) -> llama_jax.Compute:
+    def compute(self) -> llama_jax.ComputeOptions:
         """The options of a forward pass."""
-        return llama_jax.Compute(attention=self.attention)
+        return llama_jax.ComputeOptions(attention=self.attention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class ExactOption(AttentionOption):
     exact: bool = False
     """Make each text and the bits of its log-probabilities independent of everything computed at the same time."""
 
-    def compute(self) -> llama_jax.Compute:
+    def compute(self) -> llama_jax.ComputeOptions:
         return replace(super().compute(), exact=self.exact)
 
 
@@ -210,7 +210,7 @@ class StopOptions:
         for text in self.stop:
             is_valid = text.encode(errors="ignore").decode() == text
             if not text or not is_valid:
-                raise GenerationError(f"--stop {shown(text)} must be a text, in the terminal's encoding (LANG)")
+                raise GenerationError(f"--stop {short_repr(text)} must be a text, in the terminal's encoding (LANG)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +331,7 @@ class LoadOptions(AttentionOption, WeightOptions):
 
     def load_with_tokenizer(
         self, adapter: Location | None = None, adapters: Sequence[Location] = (), progress: LayerProgress | None = None
-    ) -> tuple[LlamaConfig, llama_jax.Llama, Tokenizer]:
+    ) -> tuple[LlamaConfig, llama_jax.LlamaParams, Tokenizer]:
         """The model and its vocabulary; GenerationError where there is none.
 
         Args:
@@ -398,12 +398,12 @@ class AdapterOptions(LoadOptions):
             name, _, path = text.partition("=")
             if not name or not path or name in adapters:
                 raise GenerationError(
-                    f"adapter={shown(text)} must be NAME=PATH with a name of its own, or a single PATH for all requests"
+                    f"adapter={short_repr(text)} must be NAME=PATH with a name of its own, or a single PATH for all requests"
                 )
             adapters[name] = locate(path)
         return adapters
 
-    def load(self, progress: LayerProgress | None = None) -> tuple[LlamaConfig, llama_jax.Llama, Tokenizer]:
+    def load(self, progress: LayerProgress | None = None) -> tuple[LlamaConfig, llama_jax.LlamaParams, Tokenizer]:
         """The model, with its adapters, and its vocabulary, see `load_with_tokenizer`."""
         return self.load_with_tokenizer(self.shared_adapter(), tuple(self.named_adapters().values()), progress)
 
@@ -455,7 +455,7 @@ class DraftOptions(ExactOption, LoadOptions):
         vocab_size, size = (llama_jax.formats.open_checkpoint(path).config.vocab_size for path in (self.model_path, name))
         if size != vocab_size:
             raise GenerationError(
-                f"--draft {shown(name, 80)} has a vocabulary of {size}, but the model's has {vocab_size}; use a draft"
+                f"--draft {short_repr(name, 80)} has a vocabulary of {size}, but the model's has {vocab_size}; use a draft"
                 " with the model's tokenizer"
             )
 
@@ -476,8 +476,8 @@ class DraftOptions(ExactOption, LoadOptions):
             different = next((i for i in ids if tokenizer.token_bytes(i) != draft_tokenizer.token_bytes(i)), None)
             if different is not None:
                 raise GenerationError(
-                    f"the vocabulary of --draft {shown(name, 80)} differs at token {different}; use a draft with the model's"
-                    " tokenizer"
+                    f"the vocabulary of --draft {short_repr(name, 80)} differs at token {different}; use a draft with the"
+                    " model's tokenizer"
                 )
         if config.parts and self.parts is not None:
             config = llama_jax.with_parts(config, self.parts)
@@ -495,7 +495,7 @@ class ModelOptions(SingleAdapterOption, DraftOptions, CacheOption, SamplingOptio
     def cache_options(self) -> llama_jax.CacheOptions:
         return replace(super().cache_options(), window=self.window, sinks=self.sinks)
 
-    def load(self) -> tuple[LlamaConfig, llama_jax.Llama, Tokenizer]:
+    def load(self) -> tuple[LlamaConfig, llama_jax.LlamaParams, Tokenizer]:
         """The model and its vocabulary; GenerationError as well for a draft of another vocabulary."""
         self.check_draft()
         return self.load_with_tokenizer(self.adapter)
@@ -527,14 +527,15 @@ def with_rope(config: LlamaConfig, text: str) -> LlamaConfig:
     fields = ROPE_FIELDS.get(rope_type)
     if fields is None or not colon:
         rope_types = ", ".join(ROPE_FIELDS)
-        raise UserError(f"rope={shown(text)} must be none, or KIND:FACTOR such as yarn:4; the kinds are {rope_types}")
+        raise UserError(f"rope={short_repr(text)} must be none, or KIND:FACTOR such as yarn:4; the kinds are {rope_types}")
     values: dict[str, Any] = {}
     for part in rest:
         name, equals, value = part.partition("=")
         if name not in fields or not equals:
             has = ", ".join(fields) or "none"
             raise UserError(
-                f"rope={shown(text)} has {shown(part, 40)} after its factor; the other fields of {rope_type} are: {has}"
+                f"rope={short_repr(text)} has {short_repr(part, 40)} after its factor; the other fields of {rope_type} are:"
+                f" {has}"
             )
         values[name] = _parse_number(text, value)
     if "original_max_seq_len" in fields:
@@ -548,4 +549,4 @@ def _parse_number(text: str, value: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise UserError(f"rope={shown(text)} has {shown(value, 40)} instead of a number, true or false") from None
+        raise UserError(f"rope={short_repr(text)} has {short_repr(value, 40)} instead of a number, true or false") from None

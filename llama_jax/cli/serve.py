@@ -200,7 +200,7 @@ class Serve(AdapterOptions, CacheOption, DraftOptions, FormatOption, ProcessOpti
             joined.assert_equal("the options", {**options, "the engine": repr(self._engine_options())})
         self.check_draft()
 
-    def _load(self, joined: Processes, startup: Startup) -> tuple[llama_jax.LlamaConfig, llama_jax.Llama, Tokenizer]:
+    def _load(self, joined: Processes, startup: Startup) -> tuple[llama_jax.LlamaConfig, llama_jax.LlamaParams, Tokenizer]:
         """The model; with several processes this one's part of it, which is to be the same model in all."""
         from llama_jax.cli.jax_setup import loading_bar
 

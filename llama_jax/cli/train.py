@@ -16,7 +16,7 @@ import tyro
 
 from llama_jax.cli.options import CompileOptions, ModelPath, PartsOption, ProcessOptions
 from llama_jax.cli.terminal import filled
-from llama_jax.errors import UserError, shown
+from llama_jax.errors import UserError, short_repr
 from llama_jax.settings import help_of
 from llama_jax.storage.atomic_write import discard_output
 
@@ -173,7 +173,7 @@ def _parse_trace(text: str) -> range | None:
         return None
     match = STEP_RANGE.fullmatch(text)
     if not match or int(match[1]) >= int(match[2]):
-        raise UserError(f"--trace {shown(text)} must be two steps, the first below the second, for example 20:25")
+        raise UserError(f"--trace {short_repr(text)} must be two steps, the first below the second, for example 20:25")
     return range(int(match[1]), int(match[2]))
 
 

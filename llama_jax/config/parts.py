@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-from llama_jax.errors import ConfigError, shown
+from llama_jax.errors import ConfigError, short_repr
 
 PartFunction: TypeAlias = Callable[..., Any] | str | None
 
@@ -40,7 +40,7 @@ class Parts:
     def __post_init__(self) -> None:
         for part, value in vars(self).items():
             if not (value is None or callable(value) or isinstance(value, str)):
-                raise ConfigError(f"{part}={shown(value, 80)} must be a function or None")
+                raise ConfigError(f"{part}={short_repr(value, 80)} must be a function or None")
 
     def __bool__(self) -> bool:
         """Whether any part is replaced."""
@@ -78,7 +78,9 @@ class Parts:
 def function_name(what: str, function: PartFunction) -> str | None:
     """The name of a function, "module:function"; ConfigError if it has none."""
     if not (function is None or isinstance(function, str) or hasattr(function, "__qualname__")):
-        raise ConfigError(f"{what}={shown(function, 80)} has no name to record; define it with def at the top of a file")
+        raise ConfigError(
+            f"{what}={short_repr(function, 80)} has no name to record; define it with def at the top of a file"
+        )
     return None if function is None else _qualified_name(function)
 
 

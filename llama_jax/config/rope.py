@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from llama_jax.errors import ConfigError, shown
+from llama_jax.errors import ConfigError, short_repr
 from llama_jax.settings import Bounds, Positive, PositiveNumber, check_fields, check_value
 
 RopeScalingKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
@@ -91,7 +91,9 @@ class RopeScaling:
         for field in fields(self)[2:]:
             name, value = field.name, getattr(self, field.name)
             if value is not None and name not in read:
-                raise ConfigError(f"rope scaling kind={self.kind!r} does not read {name}={shown(value, 40)}; leave it out")
+                raise ConfigError(
+                    f"rope scaling kind={self.kind!r} does not read {name}={short_repr(value, 40)}; leave it out"
+                )
             if value is None and read.get(name) is REQUIRED:
                 raise ConfigError(f"rope scaling kind={self.kind!r} needs {name}")
             value = read.get(name) if value is None else value

@@ -28,7 +28,7 @@ from llama_jax.data.corpus_file import CorpusInfo, TokenBlock, corpus_blocks, re
 from llama_jax.data.data_files import UNFINISHED, Paths, check_untouched, describe_source, find_files
 from llama_jax.data.documents import TOKEN_SUFFIXES, DocumentFormat, Span, file_type, spans_of
 from llama_jax.data.load_corpus import VocabularyInfo, examine, read_tokens
-from llama_jax.errors import DataError, shown
+from llama_jax.errors import DataError, short_repr
 from llama_jax.settings import Bounds, check_fields
 from llama_jax.storage import locate, on_disk, resolved
 from llama_jax.storage.atomic_write import lock_file, remove, write_atomically
@@ -216,7 +216,7 @@ def _begin(folder: Path, plan: dict[str, Any], size: int) -> CorpusInfo | None:
     else:
         other = next((entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")), None)
         if other is not None:
-            raise DataError(f"{folder} holds {shown(other.name, 40)}, not a build; use an empty folder, or a new one")
+            raise DataError(f"{folder} holds {short_repr(other.name, 40)}, not a build; use an empty folder, or a new one")
     with write_atomically(plan_file, raises=DataError) as target:
         target.write_text(json.dumps(plan), "utf-8")
     return None

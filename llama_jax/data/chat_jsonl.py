@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama_jax.data.documents import RECORD_UNITS, Record, file_type, location, read_records
-from llama_jax.errors import DataError, shown
+from llama_jax.errors import DataError, short_repr
 from llama_jax.tokenizers import Message
 
 # Names of the roles in ShareGPT and its descendants.
@@ -98,7 +98,7 @@ def read_prompts(path: Path) -> Iterator[Example]:
         for name in sorted(set(columns) ^ set(line.columns)):
             where, other = ("the first line", "here") if name in columns else ("this line", "in the first")
             raise line.wrong(
-                f"{shown(name, 40)} is a field of {where} but not {other}; put it into all lines, possibly as null"
+                f"{short_repr(name, 40)} is a field of {where} but not {other}; put it into all lines, possibly as null"
             )
         yield line.example(line.with_system(line.content("prompt")))
 
@@ -178,20 +178,20 @@ class _Line:
         """Raise an error for a field with another value than is required, or for a missing one."""
         if not is_valid:
             missing = f"{name}, {requirement}, is missing; the fields are {self.fields()}"
-            raise self.wrong(missing if value is None else f"{name}={shown(value, 60)} must be {requirement}")
+            raise self.wrong(missing if value is None else f"{name}={short_repr(value, 60)} must be {requirement}")
 
     def refuse_meaningful(self, name: str, value: Any, unsupported: Sequence[str]) -> None:
         """Raise an error for a field that is unsupported and not empty."""
         if name.rpartition(".")[2] in unsupported and value not in ("", [], {}, False):
             raise self.wrong(
-                f"{name}={shown(value, 60)} is not supported, and without it the example would have another meaning; remove"
-                " the line, or the field if it is not part of the example"
+                f"{name}={short_repr(value, 60)} is not supported, and without it the example would have another meaning;"
+                " remove the line, or the field if it is not part of the example"
             )
 
     def fields(self) -> str:
-        names = shown(list(self.values), 200) if self.values else "no fields"
+        names = short_repr(list(self.values), 200) if self.values else "no fields"
         null = [name for name in self.columns if name not in self.values]
-        return f"{names}, and as null {shown(null, 200)}" if null else names
+        return f"{names}, and as null {short_repr(null, 200)}" if null else names
 
     def take(self, name: str) -> Any:
         """The value of a field, which is then not ignored; None if it is missing."""
@@ -262,13 +262,13 @@ class _Line:
             self.refuse_meaningful(f"{name}.{key}", entry, MESSAGE_UNSUPPORTED)
             if key in LOSS_FLAGS and ROLES[role] == "assistant" and entry != 1:
                 raise self.wrong(
-                    f"{name}.{key}={shown(entry, 40)} is not supported, as all of the assistant's messages are targets; to"
-                    " train on the last one only, put those before it into `prompt`, and it into `completion`"
+                    f"{name}.{key}={short_repr(entry, 40)} is not supported, as all of the assistant's messages are targets;"
+                    " to train on the last one only, put those before it into `prompt`, and it into `completion`"
                 )
             if key in OPTIONAL_MESSAGE_FIELDS and entry not in ("", []):
                 message[key] = entry
             elif key not in OPTIONAL_MESSAGE_FIELDS:
-                self._ignored.add(f"{chat}[].{shown(key, 40)[1:-1]}")
+                self._ignored.add(f"{chat}[].{short_repr(key, 40)[1:-1]}")
         if isinstance(content, list):
             content = self._joined(f"{name}.{content_name}", content)
         is_text = isinstance(content, str) or (content is None and "tool_calls" in message)

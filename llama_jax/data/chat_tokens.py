@@ -17,7 +17,7 @@ from llama_jax.data.chat_jsonl import Example, read_chats, read_labeled, read_pr
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.data_files import Paths, check_untouched, describe_source, find_files
 from llama_jax.data.documents import RECORD_UNITS, errors_at, file_type, location
-from llama_jax.errors import DataError, shown
+from llama_jax.errors import DataError, short_repr
 from llama_jax.settings import check_fields
 from llama_jax.tokenizers import Format, Tokenizer
 from llama_jax.tokenizers.chat_targets import EncodedExample, ReplyEncoder
@@ -63,7 +63,7 @@ def check_time(template_time: str | None) -> None:
         datetime.fromisoformat(template_time or "2026-01-01")
     except (TypeError, ValueError):
         raise DataError(
-            f"template_time={shown(template_time, 40)} must be a date or a time such as 2026-07-31T12:00:00"
+            f"template_time={short_repr(template_time, 40)} must be a date or a time such as 2026-07-31T12:00:00"
         ) from None
 
 
@@ -250,7 +250,7 @@ def _read_examples(
             counts.longest = max(counts.longest, *(len(encoded.ids) for encoded in answers))
             if not spelled and not reading.special:
                 texts = [text for text in (example.prompt, *example.answers) if isinstance(text, str)]
-                spelled = next((f"{where}: {shown(f[0])}" for text in texts if (f := special.search(text))), "")
+                spelled = next((f"{where}: {short_repr(f[0])}" for text in texts if (f := special.search(text))), "")
             builders = builders or [_CorpusBuilder(tokenizer.vocab_size) for _ in answers]
             if _take(builders, answers, length, reading.too_long, counts):
                 desirable.append(example.desirable)

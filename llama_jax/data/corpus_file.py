@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llama_jax.data.corpus import Corpus
-from llama_jax.errors import DataError, UserError, shown
+from llama_jax.errors import DataError, UserError, short_repr
 from llama_jax.storage.atomic_write import write_atomically
 
 CORPUS_SUFFIX = ".corpus"
@@ -143,7 +143,7 @@ def _parse_info(path: Path, text: bytes) -> CorpusInfo:
         are_counts = all(type(count) is int and count >= 0 for count in counts)
         if are_counts and info.token_type in ("uint16", "uint32") and isinstance(info.origin, dict):
             return info
-    raise DataError(f"{path} has an invalid description, {shown(fields, 200)}; {REBUILD_REMEDY}")
+    raise DataError(f"{path} has an invalid description, {short_repr(fields, 200)}; {REBUILD_REMEDY}")
 
 
 def read_corpus(path: Path) -> tuple[Corpus, CorpusInfo]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llama_jax.data.mixture import shares
-from llama_jax.errors import DataError, reading, shown
+from llama_jax.errors import DataError, reading, short_repr
 from llama_jax.storage import StoredPath, locate, resolved
 from llama_jax.storage.object_cache import fetch_to_cache, objects_below
 
@@ -76,7 +76,9 @@ def find_data(data: Data) -> list[SourceFiles]:
         raise DataError(f"{plain[0]} has no name and weight, but others do: write all as SOURCE_NAME=PATH:WEIGHT, or none")
     for name, times in Counter(source.name for source in weighted).items():
         if not SOURCE_NAME.fullmatch(name):
-            raise DataError(f"the name {shown(name, 40)} of a source must be letters, digits, dots, dashes and underscores")
+            raise DataError(
+                f"the name {short_repr(name, 40)} of a source must be letters, digits, dots, dashes and underscores"
+            )
         if times > 1:
             raise DataError(f"two sources are named {name}; put their files into one folder, or use two names")
     parts = shares({source.name: source.weight for source in weighted})
@@ -181,7 +183,9 @@ def _is_saved(file: Path) -> bool:
 
 
 def _several(folder: Path, names: list[str], example: str) -> DataError:
-    return DataError(f"{folder} holds several splits of a dataset, {shown(names, 200)}; use one of them, such as {example}")
+    return DataError(
+        f"{folder} holds several splits of a dataset, {short_repr(names, 200)}; use one of them, such as {example}"
+    )
 
 
 def _check_once(files: Sequence[Path]) -> None:

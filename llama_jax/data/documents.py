@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
-from llama_jax.errors import DataError, GenerationError, TokenizerError, reason_of, shown
+from llama_jax.errors import DataError, GenerationError, TokenizerError, reason_of, short_repr
 from llama_jax.settings import at_least, check_fields
 
 TEXT_READ_BYTES = 1 << 20  # bytes of a text file to read at a time
@@ -223,9 +223,9 @@ def record_documents(path: Path, reading: DocumentFormat, span: Span | None = No
         if text and isinstance(text, str):
             yield Document(text, number, read)
         elif text not in (None, ""):
-            raise DataError(f"{location(path, number)}: {field}={shown(text, 60)} must be a text; {remedy}")
+            raise DataError(f"{location(path, number)}: {field}={short_repr(text, 60)} must be a text; {remedy}")
         elif field not in fields:
-            names = shown(list(fields), 200) if fields else "no fields"
+            names = short_repr(list(fields), 200) if fields else "no fields"
             raise DataError(f"{location(path, number)} has no text in the field {field!r}; it has {names}: {remedy}")
 
 
@@ -294,7 +294,7 @@ def _check_column_names(path: Path, columns: list[str] | None, names: list[str])
     for name in columns or ():
         if name not in names:
             raise DataError(
-                f"{path} has no column {name!r}; it has {shown(names, 200)}: set `field` to the one with the text"
+                f"{path} has no column {name!r}; it has {short_repr(names, 200)}: set `field` to the one with the text"
             )
 
 

@@ -13,7 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from llama_jax.errors import GenerationError, shown
+from llama_jax.errors import GenerationError, short_repr
 from llama_jax.evaluation.loglikelihood import Continuation
 from llama_jax.evaluation.text_model import TextModel, generation_settings
 from llama_jax.runs.progress import progress_bar
@@ -96,7 +96,9 @@ class HarnessModel(LM):
           GenerationError: a template selected by name, or a model without a chat format.
         """
         if isinstance(chat_template, str):
-            raise GenerationError(f"chat_template={shown(chat_template, 40)}: only the model's default template is used")
+            raise GenerationError(
+                f"chat_template={short_repr(chat_template, 40)}: only the model's default template is used"
+            )
         return self.texts.chat_template if chat_template else None
 
     def get_model_info(self) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from llama_jax.inference.prepare_inputs import to_token_ids
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.checks import check_tokens
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.forward_options import Compute, Positions, Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
+from llama_jax.model.params import LlamaParams
 
 MIN_ROW_LENGTH = 512  # tokens of the shortest row; each next length is four times as long, so that few programs are compiled
 
@@ -64,7 +64,7 @@ class PackedRows(NamedTuple):
     count: Any
 
 
-ContinuationMeasure = Callable[[Llama, PackedRows], tuple[jax.Array, jax.Array]]
+ContinuationMeasure = Callable[[LlamaParams, PackedRows], tuple[jax.Array, jax.Array]]
 
 
 class _Run(NamedTuple):
@@ -85,12 +85,12 @@ class _Run(NamedTuple):
 
 def score_pairs(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     pairs: Sequence[Continuation],
     *,
     context: int | None = None,
     batch: int | None = None,
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
     measure: ContinuationMeasure | None = None,
     progress: MegabyteProgress | None = None,
 ) -> list[Score]:
@@ -134,7 +134,9 @@ def score_pairs(
     return [Score(float(logprob), bool(best)) for logprob, best in zip(logprobs, greedy, strict=True)]
 
 
-def compiled_measure(config: LlamaConfig, params: Llama, compute: Compute = Compute()) -> ContinuationMeasure:
+def compiled_measure(
+    config: LlamaConfig, params: LlamaParams, compute: ComputeOptions = ComputeOptions()
+) -> ContinuationMeasure:
     """`score_rows` under `jax.jit`, sharded as the parameters are.
 
     Raises:
@@ -146,7 +148,12 @@ def compiled_measure(config: LlamaConfig, params: Llama, compute: Compute = Comp
 
 
 def score_rows(
-    config: LlamaConfig, params: Llama, rows: PackedRows, *, compute: Compute = Compute(), sharding: Sharding = Sharding()
+    config: LlamaConfig,
+    params: LlamaParams,
+    rows: PackedRows,
+    *,
+    compute: ComputeOptions = ComputeOptions(),
+    sharding: Sharding = Sharding(),
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probability of each target, float32[N], and whether it is the most probable token, bool[N].
 

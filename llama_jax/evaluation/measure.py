@@ -23,9 +23,9 @@ from llama_jax.inference.compiled_decode import decoding_compute
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.checks import check_exact_devices, check_exact_length
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.forward_options import Compute, Positions, Sharding, unconstrained
+from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding, unconstrained
 from llama_jax.model.logits import exact_logprobs
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.cross_entropy import Constrain
 from llama_jax.settings import Bounds
 
@@ -225,10 +225,10 @@ def default_batch() -> int:
 
 def token_nats(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     rows: WindowRows,
     *,
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
     logit_block: int = LOGIT_BLOCK,
     sharding: Sharding = Sharding(),
 ) -> jax.Array:
@@ -256,7 +256,7 @@ def token_nats(
     )
 
 
-def evaluation_compute(params: Llama, compute: Compute) -> Compute:
+def evaluation_compute(params: LlamaParams, compute: ComputeOptions) -> ComputeOptions:
     """How to compute an evaluation: as `compute`, and if it is exact, with the numerics of generation.
 
     Raises:
@@ -270,11 +270,11 @@ def evaluation_compute(params: Llama, compute: Compute) -> Compute:
 
 def target_nats(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     hidden: jax.Array,
     targets: jax.Array,
     *,
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
     logit_block: int = LOGIT_BLOCK,
     constrain: Constrain = unconstrained,
 ) -> jax.Array:

@@ -31,13 +31,13 @@ from llama_jax.evaluation.measure import (
     token_nats,
 )
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.forward_options import Compute, Positions
-from llama_jax.model.params import Llama
+from llama_jax.model.forward_options import ComputeOptions, Positions
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.platform import tracing_for
 
 QUANTILES = (0.5, 0.99)
 
-TokenMeasure = Callable[[Llama, WindowRows], jax.Array]
+TokenMeasure = Callable[[LlamaParams, WindowRows], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class Evaluation:
 
 def evaluate(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     corpus: Corpus,
     *,
     length: int | None = None,
     stride: int | None = None,
     batch: int | None = None,
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
     measure: TokenMeasure | None = None,
     progress: MegabyteProgress | None = None,
 ) -> Evaluation:
@@ -162,15 +162,15 @@ class Divergence:
 
 def kl_to_reference(
     config: LlamaConfig,
-    params: Llama,
-    reference: Llama,
+    params: LlamaParams,
+    reference: LlamaParams,
     corpus: Corpus,
     *,
     reference_config: LlamaConfig | None = None,
     length: int | None = None,
     stride: int | None = None,
     batch: int | None = None,
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
     measure: Callable[..., tuple[jax.Array, ...]] | None = None,
     progress: MegabyteProgress | None = None,
 ) -> Divergence:
@@ -235,11 +235,11 @@ def kl_to_reference(
 def compare_tokens(
     config: LlamaConfig,
     reference_config: LlamaConfig,
-    params: Llama,
-    reference: Llama,
+    params: LlamaParams,
+    reference: LlamaParams,
     rows: WindowRows,
     *,
-    compute: Compute,
+    compute: ComputeOptions,
 ) -> tuple[jax.Array, ...]:
     """For each target, float32[B, T]: nats of model and reference, divergence, and 1 where the top token is the same."""
     tokens, targets, segment_ids, position_ids = map(jnp.asarray, rows)
@@ -299,12 +299,12 @@ class AnswerLogprobs:
 
 def pair_logprobs(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     pairs: Pairs,
     *,
     length: int,
     batch: int,
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
     measure: TokenMeasure | None = None,
     progress: MegabyteProgress | None = None,
 ) -> AnswerLogprobs:

@@ -8,10 +8,10 @@ from typing import Any
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data.load_corpus import MegabyteProgress
-from llama_jax.errors import GenerationError, shown
+from llama_jax.errors import GenerationError, short_repr
 from llama_jax.evaluation.loglikelihood import Continuation, Score, compiled_measure, score_pairs
 from llama_jax.inference.sampling import Sampling
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.offline import Job, run_jobs
 from llama_jax.serving.options import EngineOptions
@@ -59,7 +59,7 @@ def generation_settings(settings: Mapping[str, Any]) -> GenerationSettings:
     until = left.pop("until", None)
     stop = [until] if isinstance(until, str) else until or []
     if not isinstance(stop, list | tuple) or not all(isinstance(text, str) for text in stop):
-        raise GenerationError(f"until={shown(until)} must be a text or a list of texts")
+        raise GenerationError(f"until={short_repr(until)} must be a text or a list of texts")
     drawn, temperature = left.pop("do_sample", None), left.pop("temperature", None)
     if drawn is None:
         temperature = temperature or 0.0
@@ -71,11 +71,11 @@ def generation_settings(settings: Mapping[str, Any]) -> GenerationSettings:
     chosen = {name: left.pop(name) for name in known if left.get(name) is not None}
     for name, value in left.items():
         if value is not None and (name, value) != ("num_beams", 1):
-            raise GenerationError(f"{shown(name, 40)}={shown(value, 40)} is not a supported setting of generation")
+            raise GenerationError(f"{short_repr(name, 40)}={short_repr(value, 40)} is not a supported setting of generation")
     sampling = Sampling(temperature=temperature, **chosen)
     sampling.per_row(1)
     if isinstance(limit, bool) or int(limit) != limit or limit < 1:
-        raise GenerationError(f"{LIMIT_SETTINGS[0]}={shown(limit, 40)} must be a positive integer")
+        raise GenerationError(f"{LIMIT_SETTINGS[0]}={short_repr(limit, 40)} must be a positive integer")
     return GenerationSettings(int(limit), tuple(filter(None, stop)), sampling)
 
 
@@ -95,7 +95,7 @@ class TextModel:
     def __init__(
         self,
         config: LlamaConfig,
-        params: Llama,
+        params: LlamaParams,
         tokenizer: Tokenizer,
         *,
         bos: bool = True,
@@ -150,7 +150,7 @@ class TextModel:
 
     def _encode(self, text: str, bos: bool) -> list[int]:
         ids = self.tokenizer.encode(text, bos=bos, eos=False, special=True)
-        check_token_rows(self.tokenizer, ids, self._config.vocab_size, f"the text {shown(text, 40)}")
+        check_token_rows(self.tokenizer, ids, self._config.vocab_size, f"the text {short_repr(text, 40)}")
         return ids
 
     def pair(self, context: str, continuation: str) -> Continuation:
@@ -169,7 +169,8 @@ class TextModel:
             pair = Continuation([self.prefix], self.alone(continuation))
         if not pair.continuation:
             raise GenerationError(
-                f"the continuation {shown(continuation)} adds no token to {shown(context[-40:])}; pass a longer one"
+                f"the continuation {short_repr(continuation)} adds no token to {short_repr(context[-40:])}; pass a longer"
+                " one"
             )
         return pair
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, ConfigError, reading, shown
+from llama_jax.errors import CheckpointError, ConfigError, reading, short_repr
 from llama_jax.formats import gguf
 from llama_jax.formats.device_fill import check_finite
 from llama_jax.formats.gguf_families import ARCHITECTURES, architecture_of
@@ -52,9 +52,9 @@ from llama_jax.formats.step_dirs import (
     retry_with_newest_step,
 )
 from llama_jax.formats.weight_format import TensorPart, parts_of, parts_with_columns
-from llama_jax.model.lora import TARGETS, Lora, adapted, adapter_shapes, build_adapters, precompute_dora_scale
+from llama_jax.model.lora import TARGETS, Lora, adapter_shapes, apply_adapters, build_adapters, precompute_dora_scale
 from llama_jax.model.multi_lora import attach_adapter_table, stack_adapters
-from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, shape_of
+from llama_jax.model.params import PARAM_SPECS, LlamaParams, ParamSpec, shape_of
 from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
 from llama_jax.ops.weights.lora import LowRank
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
@@ -114,7 +114,7 @@ class Adapter(NamedTuple):
     """
 
     lora: Lora
-    params: Llama
+    params: LlamaParams
     base: str | None
 
 
@@ -228,7 +228,7 @@ def with_adapter_parts(config: LlamaConfig, adapters: Sequence[str | os.PathLike
 def save_adapter(
     path: str | os.PathLike[str],
     config: LlamaConfig,
-    adapters: Llama,
+    adapters: LlamaParams,
     lora: Lora,
     *,
     base: str | None = None,
@@ -256,24 +256,28 @@ def save_adapter(
         (_write_gguf if to_gguf else _write_peft)(target, config, adapters, lora, base)
 
 
-def attach_loaded_adapter(config: LlamaConfig, params: Llama, adapter: Adapter, mesh: MeshSizes | None) -> Llama:
+def attach_loaded_adapter(config: LlamaConfig, params: LlamaParams, adapter: Adapter, mesh: MeshSizes | None) -> LlamaParams:
     """The parameters with an adapter attached.
 
     Args:
       config: configuration of the base, as in its file.
       mesh: the mesh over which the padded parameters are sharded.
     """
-    return precompute_dora_scale(adapted(params, _shard_adapters(config, adapter.params, adapter.lora, mesh), adapter.lora))
+    return precompute_dora_scale(
+        apply_adapters(params, _shard_adapters(config, adapter.params, adapter.lora, mesh), adapter.lora)
+    )
 
 
-def attach_loaded_adapters(config: LlamaConfig, params: Llama, adapters: Sequence[Adapter], mesh: MeshSizes | None) -> Llama:
+def attach_loaded_adapters(
+    config: LlamaConfig, params: LlamaParams, adapters: Sequence[Adapter], mesh: MeshSizes | None
+) -> LlamaParams:
     """The parameters with several adapters, one for each row of a batch, see `model.multi_lora`."""
     pairs = [(adapter.params, adapter.lora) for adapter in adapters]
     table = stack_adapters(config, pairs, params.embedding.dtype)
     return attach_adapter_table(params, table._replace(params=_shard_adapters(config, table.params, table.lora, mesh)))
 
 
-def _shard_adapters(config: LlamaConfig, pairs: Llama, lora: Lora, mesh: MeshSizes | None) -> Llama:
+def _shard_adapters(config: LlamaConfig, pairs: LlamaParams, lora: Lora, mesh: MeshSizes | None) -> LlamaParams:
     """Adapters sharded like the matrices that they change."""
     if mesh is None:
         return pairs
@@ -326,7 +330,9 @@ def _warn_of_another_base(step: Path, before: LlamaConfig, config: LlamaConfig) 
         same = math.isclose(old, new, rel_tol=1e-6) if isinstance(old, float) and isinstance(new, float) else old == new
         no_effect = ("parts", "max_seq_len", "unscaled_max_seq_len", "vocab_size", "tie_embeddings")
         if not same and field.name not in no_effect:
-            _log.warning("%s: its base had %s=%s, this one has %s", step, field.name, shown(old, 60), shown(new, 60))
+            _log.warning(
+                "%s: its base had %s=%s, this one has %s", step, field.name, short_repr(old, 60), short_repr(new, 60)
+            )
 
 
 def _base_name(value: Any) -> str | None:
@@ -351,7 +357,7 @@ def _open_peft(folder: Location) -> OpenedAdapter:
     return OpenedAdapter(base, None, read)
 
 
-def _write_peft(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
+def _write_peft(folder: Path, config: LlamaConfig, adapters: LlamaParams, lora: Lora, base: str | None) -> None:
     tensors = tensors_of_adapter(config, adapters, lora, PEFT)
     stems = {name.partition(".lora_")[0] for name in tensors}
     adapted_stems = {name.partition(".lora_")[0] for name, array in tensors.items() if array.any()} or stems
@@ -392,12 +398,16 @@ def _lora_of(
     """The settings, and the names of the modules that have an adapter."""
     where, peft_type, start = folder / ADAPTER_CONFIG, settings.get("peft_type"), settings.get("init_lora_weights")
     if peft_type != "LORA":
-        raise CheckpointError(f"{where}: peft_type={shown(peft_type)} is not supported; only LORA adapters are supported")
+        raise CheckpointError(
+            f"{where}: peft_type={short_repr(peft_type)} is not supported; only LORA adapters are supported"
+        )
     if start not in INITIALIZATIONS:
-        raise CheckpointError(f"{where}: init_lora_weights={shown(start)} may have changed the base; {PLAIN_LORA}")
+        raise CheckpointError(f"{where}: init_lora_weights={short_repr(start)} may have changed the base; {PLAIN_LORA}")
     for name, value in settings.items():
         if name not in IGNORED_SETTINGS | READ_SETTINGS and value and value != "none":
-            raise CheckpointError(f"{where}: {shown(name, 40)}={shown(value)} is not supported; train an adapter without it")
+            raise CheckpointError(
+                f"{where}: {short_repr(name, 40)}={short_repr(value)} is not supported; train an adapter without it"
+            )
     stored = {key.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for key in tensors}
     modules = _selected_modules(where, settings, stored, n_layers)
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
@@ -428,7 +438,7 @@ def _selected_modules(
     layers = settings.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
     if not (layers is None or (isinstance(layers, list) and all(isinstance(layer, int) for layer in layers))):
-        raise CheckpointError(f"{where}: layers_to_transform={shown(layers, 80)} must be a layer or a list of layers")
+        raise CheckpointError(f"{where}: layers_to_transform={short_repr(layers, 80)} must be a layer or a list of layers")
     if not layers or isinstance(targets, str):  # PEFT ignores layers beside a regular expression
         layers = range(n_layers)
 
@@ -445,8 +455,8 @@ def _selected_modules(
         modules = {module for module in in_model if _matches([target], module)}
         if not modules or (modules & with_adapter and not modules & stored):
             raise CheckpointError(
-                f"{where} names the target {shown(target, 80)}, but {ADAPTER_WEIGHTS} has no tensor for it in any layer;"
-                f" the targets of a Llama are {', '.join(TARGETS)}"
+                f"{where} names the target {short_repr(target, 80)}, but {ADAPTER_WEIGHTS} has no tensor for it in any"
+                f" layer; the targets of a Llama are {', '.join(TARGETS)}"
             )
     if unselected := (stored & in_model) - with_adapter:
         raise CheckpointError(
@@ -464,7 +474,7 @@ def _check_pattern(where: Location, name: str, pattern: Any) -> None:
         re.compile(pattern)
     except (re.error, TypeError) as error:
         raise CheckpointError(
-            f"{where}: {name}={shown(pattern, 80)} must be a regular expression or a list of modules ({error})"
+            f"{where}: {name}={short_repr(pattern, 80)} must be a regular expression or a list of modules ({error})"
         ) from None
 
 
@@ -485,7 +495,7 @@ def _open_gguf(path: Location) -> OpenedAdapter | None:
     def read(config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
         for key, value in ((ADAPTER_TYPE, "lora"), ("general.architecture", architecture_of(config.model_type))):
             if fields.get(key) != value:
-                stored = shown(fields.get(key), 40)
+                stored = short_repr(fields.get(key), 40)
                 raise CheckpointError(f"{path}: {key}={stored}, but an adapter of this base has {value!r}")
         targets = tuple(name for name in TARGETS if _gguf_names(name, 0)[0] in tensors)
         if not targets:
@@ -500,7 +510,7 @@ def _open_gguf(path: Location) -> OpenedAdapter | None:
     return OpenedAdapter(base, None, read)
 
 
-def _write_gguf(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
+def _write_gguf(path: Path, config: LlamaConfig, adapters: LlamaParams, lora: Lora, base: str | None) -> None:
     if lora.dora:
         raise CheckpointError(
             "dora=True: llama.cpp does not support magnitudes; merge the adapter into its model, or write it for PEFT"
@@ -522,10 +532,10 @@ def read_adapter_tensors(
     dtype: jax.typing.DTypeLike,
     layout: AdapterLayout,
     base: str | None,
-) -> Llama:
+) -> LlamaParams:
     """The adapter in the tensors of a file with this layout and base name; for errors see `load_adapter`."""
     target, unread = target_dtype(where, dtype, np.dtype(np.float32)), set(tensors)
-    trained_on = "" if base is None else f", which was trained on {shown(base)}"
+    trained_on = "" if base is None else f", which was trained on {short_repr(base)}"
     its_base, needs = f"; is this the adapter's base{trained_on}?", f"an adapter of rank {lora.rank} of this base"
     interleaved = layout.interleaved(config)
 
@@ -568,13 +578,15 @@ def read_adapter_tensors(
         )
     if unread:
         raise CheckpointError(
-            f"{where}: tensor {shown(min(unread), 120)} does not belong to a LoRA of this base ({len(unread)} such)"
+            f"{where}: tensor {short_repr(min(unread), 120)} does not belong to a LoRA of this base ({len(unread)} such)"
             f"{its_base}"
         )
     return adapters
 
 
-def tensors_of_adapter(config: LlamaConfig, adapters: Llama, lora: Lora, layout: AdapterLayout) -> dict[str, np.ndarray]:
+def tensors_of_adapter(
+    config: LlamaConfig, adapters: LlamaParams, lora: Lora, layout: AdapterLayout
+) -> dict[str, np.ndarray]:
     """The inverse of `read_adapter_tensors`: the tensors of a file, layer by layer; adapters may be padded for a mesh."""
     tensors: dict[str, np.ndarray] = {}
     on_host = jax.tree.map(np.asarray, unpad_params(config, adapters))

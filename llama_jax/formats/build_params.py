@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, shown
+from llama_jax.errors import CheckpointError, short_repr
 from llama_jax.formats.device_fill import (
     FILL_READ_BYTES,
     FILL_THREADS,
@@ -41,7 +41,7 @@ from llama_jax.formats.lazy_tensors import (
 from llama_jax.formats.quantize_on_load import Quantization, parameter_fill, put_on_default_device
 from llama_jax.formats.weight_format import OpenedCheckpoint, parts_of, parts_with_columns
 from llama_jax.model.mixtures import formats_of_parameter
-from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, shape_of, specs_for
+from llama_jax.model.params import PARAM_SPECS, LlamaParams, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import build_tree
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.padding import padded_shapes_config
@@ -55,17 +55,17 @@ def build_params(
     dtype: jax.typing.DTypeLike | None,
     *,
     quantize: Quantization | None = None,
-    shardings: Llama | None = None,
+    shardings: LlamaParams | None = None,
     unstack_layers: bool = False,
     progress: LayerProgress | None = None,
-) -> Llama:
+) -> LlamaParams:
     """The parameters. All names and shapes are checked before any tensor is read.
 
     Args:
       dtype: of all parameters; for None see `lazy_tensors.default_dtype`, and mixed files are then cast to it.
       quantize: the quantized format of the matrices, see `parameter_fill`; None gives floats.
-      shardings: a `Llama` of `jax.sharding.Sharding`; None puts all on the default device. Each process reads only the rows
-        of a sharded array that its own devices need.
+      shardings: a `LlamaParams` of `jax.sharding.Sharding`; None puts all on the default device. Each process reads only the
+        rows of a sharded array that its own devices need.
       unstack_layers: store each layer's matrices in separate arrays, see `ops.weights.layers.unstack`.
       progress: wraps the sequence of layers, as `tqdm.tqdm` does.
 
@@ -125,8 +125,8 @@ def _start_fills(*, in_order: bool) -> Iterator[Callable[..., Callable[[], Any]]
         threads.shutdown(cancel_futures=True)
 
 
-def plan(opened: OpenedCheckpoint, *, interleaved: bool = False) -> Llama:
-    """A `Llama` of `ArraySource`, with `StackedSource` in its blocks: the tensors of each parameter.
+def plan(opened: OpenedCheckpoint, *, interleaved: bool = False) -> LlamaParams:
+    """A `LlamaParams` of `ArraySource`, with `StackedSource` in its blocks: the tensors of each parameter.
 
     Args:
       interleaved: whether to put the rows of q and k in the interleaved rotary layout.
@@ -165,7 +165,7 @@ def plan(opened: OpenedCheckpoint, *, interleaved: bool = False) -> Llama:
     sources = build_tree(c, parameter)
     if unread:
         raise CheckpointError(
-            f"{where}: tensor {shown(min(unread), 80)} is not part of a Llama of this configuration"
+            f"{where}: tensor {short_repr(min(unread), 80)} is not part of a Llama of this configuration"
             f" ({len(unread)} such); do the configuration and these weights belong together?"
         )
     return sources

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.errors import CheckpointError, ConfigError, short_repr
 from llama_jax.formats.build_params import WrittenTensor, fuse, split_fused, tensors_to_write
 from llama_jax.formats.gguf_families import ARCHITECTURES, REFUSED, architecture_of, refuse_to_store
 from llama_jax.formats.huggingface_families import FAMILIES
@@ -127,13 +127,13 @@ def _read_model(path: Location, header: Header, texts: bool) -> tuple[dict[str, 
         name = header.string()
         axes = header.scalar("I")
         if axes > MAX_AXES:
-            raise ValueError(f"tensor {shown(name)} has {axes} axes")
+            raise ValueError(f"tensor {short_repr(name)} has {axes} axes")
         *sizes, number, offset = header.scalars(header.length * axes + "IQ")
         listed.append((name, tuple(sizes[::-1]), number, offset))
 
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"alignment {shown(alignment, 40)}")
+        raise ValueError(f"alignment {short_repr(alignment, 40)}")
     start = -(-header.at // alignment) * alignment
     tensors: dict[str, Tensor] = {}
     for name, shape, number, offset in listed:
@@ -142,12 +142,12 @@ def _read_model(path: Location, header: Header, texts: bool) -> tuple[dict[str, 
 
             type_name = next((gguf_type.name for gguf_type in GGMLQuantizationType if gguf_type == number), number)
             known = ", ".join(known_type for known_type, *_ in GGUF_TYPES.values())
-            raise CheckpointError(f"{path}: tensor {shown(name)} has type {type_name}; use a file with {known}")
+            raise CheckpointError(f"{path}: tensor {short_repr(name)} has type {type_name}; use a file with {known}")
         storage_type, *block = GGUF_TYPES[number]
         if name in tensors:
-            raise ValueError(f"tensor {shown(name)} occurs twice")
+            raise ValueError(f"tensor {short_repr(name)} occurs twice")
         if not shape or shape[-1] % block[0]:
-            raise ValueError(f"tensor {shown(name)} of {list(shape)} is not divisible into blocks of {block[0]}")
+            raise ValueError(f"tensor {short_repr(name)} of {list(shape)} is not divisible into blocks of {block[0]}")
         tensor: Dense | BlockTensor
         if storage_type in FLOAT_DTYPES:
             tensor = Dense(path, start + offset, shape, storage_type)
@@ -155,7 +155,7 @@ def _read_model(path: Location, header: Header, texts: bool) -> tuple[dict[str, 
             tensor = BlockTensor(path, start + offset, shape, storage_type, (block[0], block[1]))
         excess = tensor.offset + tensor.nbytes - header.size
         if excess > 0:
-            raise ValueError(f"tensor {shown(name)} ends {excess} bytes after the end of the file")
+            raise ValueError(f"tensor {short_repr(name)} ends {excess} bytes after the end of the file")
         tensors[name] = tensor
     total = sum(tensor.nbytes for tensor in tensors.values())
     if total > header.size:
@@ -220,7 +220,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     prefix = fields.get("general.architecture")
     if not isinstance(prefix, str) or prefix not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"general.architecture={shown(prefix)} is not supported; llama_jax reads {known}")
+        raise ConfigError(f"general.architecture={short_repr(prefix)} is not supported; llama_jax reads {known}")
     architecture = ARCHITECTURES[prefix]
 
     def need(key: str) -> Any:
@@ -234,7 +234,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     refused = {key: (maybe(key, 0), 0) for key in REFUSED if key not in architecture.reads}
     for key, (value, supported) in (refused | {"attention.causal": (maybe("attention.causal", True), True)}).items():
         if value != supported:
-            raise ConfigError(f"{prefix}.{key}={shown(value, 40)} is not supported")
+            raise ConfigError(f"{prefix}.{key}={short_repr(value, 40)} is not supported")
     if not tensors:
         raise ConfigError("this is a vocabulary without weights; pass a model, and this as its tokenizer (--tokenizer)")
     if GGUF_NAMES["embedding"] not in tensors:
@@ -244,7 +244,9 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     if block_count > MAX_ENTRIES:  # bounds lists that have an entry per layer
         raise ConfigError(f"{prefix}.block_count={block_count} must be at most {MAX_ENTRIES}")
     if type(mtp_layers) is not int or not 0 <= mtp_layers < block_count:
-        raise ConfigError(f"{prefix}.nextn_predict_layers={shown(mtp_layers, 40)} must be below block_count={block_count}")
+        raise ConfigError(
+            f"{prefix}.nextn_predict_layers={short_repr(mtp_layers, 40)} must be below block_count={block_count}"
+        )
     n_layers = block_count - mtp_layers
     fields = fields | {
         key: _uniform(key, fields[key], block_count) for name in PER_LAYER if (key := f"{prefix}.{name}") in fields
@@ -273,7 +275,9 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     )
     for key, size in (("rope.dimension_count", sizes.rope_dim), ("attention.value_length", sizes.head_dim)):
         if maybe(key, size) != size:
-            raise ConfigError(f"{prefix}.{key}={shown(maybe(key, 0), 40)} is not supported with head_dim={sizes.head_dim}")
+            raise ConfigError(
+                f"{prefix}.{key}={short_repr(maybe(key, 0), 40)} is not supported with head_dim={sizes.head_dim}"
+            )
     return with_scaling(fields, sizes, tensors, prefix, whole_yarn=architecture.whole_yarn)
 
 
@@ -282,7 +286,7 @@ def _uniform(key: str, value: Any, n_layers: int) -> Any:
     if not hasattr(value, "__len__") or isinstance(value, str):
         return value
     if len(value) != n_layers or any(number != value[0] for number in value):
-        raise ConfigError(f"{key}={shown(list(value), 40)} must be one number, or {n_layers} equal ones")
+        raise ConfigError(f"{key}={short_repr(list(value), 40)} must be one number, or {n_layers} equal ones")
     return value[0]
 
 

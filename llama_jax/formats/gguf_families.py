@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from llama_jax.config import LayerConfig, LlamaConfig, ModelType, QueryScaling
-from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.errors import CheckpointError, ConfigError, short_repr
 
 # Returns the setting of a key (without the architecture's prefix), or the given default.
 Maybe = Callable[[str, Any], Any]
@@ -64,7 +64,7 @@ def _read_windows(maybe: Maybe, n_layers: int, period: int) -> list[int | None]:
     pattern = list(pattern) if hasattr(pattern, "__len__") else []
     if len(pattern) != n_layers:
         raise ConfigError(
-            f"{PATTERN_KEY}={shown(maybe(PATTERN_KEY, None), 40)} must be a number, or true or false for each layer"
+            f"{PATTERN_KEY}={short_repr(maybe(PATTERN_KEY, None), 40)} must be a number, or true or false for each layer"
         )
     return [window if windowed else None for windowed in pattern]
 
@@ -128,8 +128,8 @@ def _read_llama4(maybe: Maybe, n_layers: int) -> dict[str, Any]:
     }
     for key in (key for key, is_unsupported in unsupported.items() if is_unsupported):
         raise ConfigError(
-            f"{key}={shown(maybe(key, None), 40)} is not supported; a llama4 has experts in all layers, chunks in three of"
-            " four layers, and one theta"
+            f"{key}={short_repr(maybe(key, None), 40)} is not supported; a llama4 has experts in all layers, chunks in three"
+            " of four layers, and one theta"
         )
     return _read_qwen3moe(maybe, n_layers) | {
         "layers": tuple(layers),
@@ -140,7 +140,9 @@ def _read_llama4(maybe: Maybe, n_layers: int) -> dict[str, Any]:
 
 def _llama4_keys(config: LlamaConfig) -> dict[str, Any]:
     if any(config.layer(i) != LLAMA4[i % 4] for i in range(config.n_layers)):
-        refuse_to_store(f"layers={shown(config.layers, 200)}", "assume chunks of 8192 and no RoPE in every fourth layer")
+        refuse_to_store(
+            f"layers={short_repr(config.layers, 200)}", "assume chunks of 8192 and no RoPE in every fourth layer"
+        )
     if config.query_scaling != LLAMA4_SCALING:
         refuse_to_store(f"query_scaling={config.query_scaling}", f"assume {LLAMA4_SCALING}")
     if (config.qk_norm is None) != (config.experts == NO_QK_NORM):
@@ -156,7 +158,7 @@ SMOLLM3 = (*[LayerConfig()] * 3, LayerConfig(rope="none"))
 
 def _smollm3_keys(config: LlamaConfig) -> dict[str, Any]:
     if config.layers != SMOLLM3:
-        refuse_to_store(f"layers={shown(config.layers, 200)}", "assume no RoPE in every fourth layer of a SmolLM3")
+        refuse_to_store(f"layers={short_repr(config.layers, 200)}", "assume no RoPE in every fourth layer of a SmolLM3")
     return {}
 
 

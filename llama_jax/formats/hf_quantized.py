@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.errors import CheckpointError, ConfigError, short_repr
 from llama_jax.formats.lazy_tensors import Dense, RowBytes, Tensor, read_bytes, read_strips
 from llama_jax.ops.weights import nf4
 from llama_jax.ops.weights.format_spec import QuantFormat
@@ -55,7 +55,7 @@ class Scheme:
 def scheme_from_dict(settings: Any) -> Scheme | None:
     """The scheme that a parsed ``quantization_config`` describes; None if it quantizes only the cache."""
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"quantization_config={shown(settings, 40)} must be an object")
+        raise ConfigError(f"quantization_config={short_repr(settings, 40)} must be an object")
     method = settings.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         _refuse("quant_method", method, f"{', '.join(METHODS)} are supported; use such a release, or the unquantized one")
@@ -63,7 +63,7 @@ def scheme_from_dict(settings: Any) -> Scheme | None:
 
 
 def _refuse(name: str, value: Any, remedy: str) -> NoReturn:
-    raise ConfigError(f"quantization_config: {name}={shown(value, 60)} is not supported; {remedy}")
+    raise ConfigError(f"quantization_config: {name}={short_repr(value, 60)} is not supported; {remedy}")
 
 
 def _need(settings: Mapping[str, Any], subject: str, **allowed: Sequence[Any]) -> None:
@@ -440,8 +440,10 @@ def join_quantized_weights(where: str, tensors: Mapping[str, Tensor], scheme: Sc
             if stem + end in joined:
                 parts[end] = joined.pop(stem + end)
             elif end in needed:
-                raise CheckpointError(f"{where}: tensor {shown(stem + end, 80)} is missing, but its weight is quantized")
-        joined[f"{stem}.weight"] = _weight(f"{where}: tensor {shown(f'{stem}.weight', 80)}", parts, scheme)
+                raise CheckpointError(
+                    f"{where}: tensor {short_repr(stem + end, 80)} is missing, but its weight is quantized"
+                )
+        joined[f"{stem}.weight"] = _weight(f"{where}: tensor {short_repr(f'{stem}.weight', 80)}", parts, scheme)
     if not stems:
         raise CheckpointError(
             f"{where}: its config.json has a quantization_config, but no weight is quantized that way ({' or '.join(signs)})"
@@ -556,5 +558,5 @@ def _read_quant_state(part: Dense, name: str) -> dict[str, Any]:
         ):
             raise ValueError(f"only nf4 of whole rows in blocks of 64, with 256 per nested scale, is supported: {state}")
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{name} has an unsupported quant_state ({shown(str(error), 80)})") from None
+        raise CheckpointError(f"{name} has an unsupported quant_state ({short_repr(str(error), 80)})") from None
     return state | {"shape": (rows, columns)}

@@ -22,7 +22,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from llama_jax.config import FAMILY_FEATURES, LlamaConfig, ModelType, Parts, RopeScaling, RopeScalingKind
-from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.errors import CheckpointError, ConfigError, short_repr
 from llama_jax.formats.build_params import WrittenTensor, fuse, plan, split_fused, tensors_to_write
 from llama_jax.formats.hf_quantized import Scheme, join_quantized_weights, scheme_from_dict
 from llama_jax.formats.huggingface_families import FAMILIES, RENAMED, object_in
@@ -61,7 +61,7 @@ from llama_jax.formats.weight_format import (
     parts_of,
     parts_with_columns,
 )
-from llama_jax.model.params import BLOCKS_PREFIX, Llama, ParamSpec, shape_of, specs_for
+from llama_jax.model.params import BLOCKS_PREFIX, LlamaParams, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import layers_of
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 from llama_jax.settings import Positive, PositiveNumber, check_value
@@ -170,13 +170,15 @@ def config_from_dict(settings: Mapping[str, Any], *, scaled_context: bool = Fals
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES | RENAMED:
         known = ", ".join((*FAMILIES, *RENAMED))
-        raise ConfigError(f"model_type={shown(model_type)} is not supported; llama_jax supports {known}")
+        raise ConfigError(f"model_type={short_repr(model_type)} is not supported; llama_jax supports {known}")
     if model_type in RENAMED:
         return config_from_dict(RENAMED[model_type](settings), scaled_context=scaled_context)
     family = FAMILIES[model_type]
     for name, supported in SUPPORTED.items():
         if settings.get(name, supported) not in (supported, None) and name not in family.reads:
-            raise ConfigError(f"{name}={shown(settings[name])} is not supported; a {model_type} has {name}={supported!r}")
+            raise ConfigError(
+                f"{name}={short_repr(settings[name])} is not supported; a {model_type} has {name}={supported!r}"
+            )
     if settings.get("quantization_config") is not None:
         scheme_from_dict(settings["quantization_config"])
 
@@ -222,7 +224,9 @@ def _read_layer_parts(names: Mapping[str, Any]) -> Parts:
     """The names of user functions."""
     for part, name in names.items():
         if part not in vars(Parts()) or not isinstance(name, str) or not name.partition(":")[2]:
-            raise ConfigError(f"{PARTS_KEY} has {part}={shown(name, 80)}; name a function for {', '.join(vars(Parts()))}")
+            raise ConfigError(
+                f"{PARTS_KEY} has {part}={short_repr(name, 80)}; name a function for {', '.join(vars(Parts()))}"
+            )
     return Parts(**names)
 
 
@@ -232,17 +236,19 @@ def _read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     scaling = dict(new or old)
     if new and old and _normalize_rope(new) != _normalize_rope(old):
         raise ConfigError(
-            f"rope_parameters={shown(new, 80)} and rope_scaling={shown(old, 80)} contradict each other; remove one"
+            f"rope_parameters={short_repr(new, 80)} and rope_scaling={short_repr(old, 80)} contradict each other; remove one"
         )
     theta = scaling.get("rope_theta", settings.get("rope_theta", 10_000.0))
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in ROPE_SETTINGS:
-        raise ConfigError(f"rope scaling {shown(rope_type, 40)} is not supported; use {', '.join(map(repr, ROPE_SETTINGS))}")
+        raise ConfigError(
+            f"rope scaling {short_repr(rope_type, 40)} is not supported; use {', '.join(map(repr, ROPE_SETTINGS))}"
+        )
     context = settings.get("max_position_embeddings", 2048)
     extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE_SETTINGS[rope_type])]
     for name in extra:
         if (name, scaling[name]) not in (*IGNORED_ROPE, ("original_max_position_embeddings", context)):
-            raise ConfigError(f"rope scaling {rope_type!r} with {name}={shown(scaling[name], 40)} is not supported")
+            raise ConfigError(f"rope scaling {rope_type!r} with {name}={short_repr(scaling[name], 40)} is not supported")
     if rope_type == "default":
         return theta, None
     if rope_type in ("yarn", "longrope"):  # defaults of transformers
@@ -289,7 +295,7 @@ def config_to_dict(config: LlamaConfig, *, scaled_context: bool = False) -> dict
     back = config_from_dict(settings, scaled_context=scaled_context)
     for name in (field.name for field in fields(config)):
         if getattr(back, name) != getattr(config, name):
-            value = shown(getattr(config, name))
+            value = short_repr(getattr(config, name))
             raise ConfigError(f"{name}={value} cannot be stored in the config.json of {config.model_type}")
     return settings
 
@@ -504,8 +510,8 @@ def _join_experts(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, 
         has_all, types = sorted(by_index) == list(range(len(parts))), {(part.shape, part.storage_type) for part in parts}
         if not has_all or len(types) > 1:
             raise CheckpointError(
-                f"{folder}: {shown(name, 80)} has only the experts {shown(sorted(by_index))}, or they have different shapes"
-                " or types; copy all files"
+                f"{folder}: {short_repr(name, 80)} has only the experts {short_repr(sorted(by_index))}, or they have"
+                " different shapes or types; copy all files"
             )
         joined[name] = Stacked(parts)
     return joined
@@ -556,7 +562,7 @@ def _index_files(content: bytes, present: Collection[str], index: str) -> list[s
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{index} is not an index of weights; choose another revision") from None
     if missing:
-        raise CheckpointError(f"{index} names {shown(missing[0], 80)}, which does not exist; choose another revision")
+        raise CheckpointError(f"{index} names {short_repr(missing[0], 80)}, which does not exist; choose another revision")
     return names
 
 
@@ -691,17 +697,17 @@ def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]
         weight_map = parsed["weight_map"]
         names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not an index of weights ({shown(error, 80)}); copy it again") from None
+        raise CheckpointError(f"{index} is not an index of weights ({short_repr(error, 80)}); copy it again") from None
     files: dict[str, dict[str, Tensor]] = {}
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index} names {shown(name, 80)}, which is not in the same folder")
+            raise CheckpointError(f"{index} names {short_repr(name, 80)}, which is not in the same folder")
         file = folder / name
         # Path.is_file raises for invalid file names.
         if file.is_file() if isinstance(file, StoredPath) else os.path.isfile(file):
             files[name] = read(file)
         else:
-            missing = CheckpointError(f"{index} names {shown(name, 80)}, which is missing from {folder}; copy it there")
+            missing = CheckpointError(f"{index} names {short_repr(name, 80)}, which is missing from {folder}; copy it there")
     stored = {name: tensor for content in files.values() for name, tensor in content.items()}
     listed = {name: files[file][name] for name, file in weight_map.items() if name in files.get(file, {})}
     unlisted = {name: tensor for name, tensor in stored.items() if name not in listed}
@@ -712,7 +718,7 @@ def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]
 
 
 def from_params(
-    config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None, metadata: ModelMetadata = ModelMetadata()
+    config: LlamaConfig, params: LlamaParams, tokenizer: Tokenizer | None, metadata: ModelMetadata = ModelMetadata()
 ) -> OpenedCheckpoint:
     """Parameters in memory as an `OpenedCheckpoint` checkpoint with Hugging Face's names."""
     on_host = params.replace(blocks=jax.tree.map(np.asarray, params.blocks))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling
-from llama_jax.errors import ConfigError, shown
+from llama_jax.errors import ConfigError, short_repr
 from llama_jax.settings import Positive, PositiveNumber, check_value
 
 ConfigJson = Mapping[str, Any]
@@ -56,7 +56,7 @@ def object_in(settings: ConfigJson, name: str) -> dict[str, Any]:
     """A setting that is an object, without its null entries; empty if it is null."""
     value = settings.get(name)
     if not isinstance(value, Mapping | None):
-        raise ConfigError(f"{name}={shown(value)} must be an object")
+        raise ConfigError(f"{name}={short_repr(value)} must be an object")
     return {key: inner for key, inner in (value or {}).items() if inner is not None}
 
 
@@ -68,7 +68,7 @@ def _layer_types(settings: ConfigJson, usual: Callable[[int], str], other: str =
     is_list = isinstance(layer_types, list) and len(layer_types) == n
     if not is_list or layer_types.count(FULL) + layer_types.count(other) < n:
         raise ConfigError(
-            f"layer_types={shown(layer_types)} must be a list with {FULL!r} or {other!r} for each of {n} layers"
+            f"layer_types={short_repr(layer_types)} must be a list with {FULL!r} or {other!r} for each of {n} layers"
         )
     return layer_types
 
@@ -90,7 +90,7 @@ def _check_uniform(settings: ConfigJson, needed: str) -> None:
     layer_types = settings.get("layer_types")
     is_uniform = isinstance(layer_types, list) and layer_types.count(needed) == len(layer_types)
     if layer_types is not None and not is_uniform:
-        raise ConfigError(f"layer_types={shown(layer_types)} is not supported; all layers must be {needed!r}")
+        raise ConfigError(f"layer_types={short_repr(layer_types)} is not supported; all layers must be {needed!r}")
 
 
 def _full_attention(settings: ConfigJson) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _ropes(settings: ConfigJson) -> list[int]:
         check_value("no_rope_layer_interval", step, Positive, ConfigError)
         ropes = [int((i + 1) % step != 0) for i in range(n)]
     if not isinstance(ropes, list) or len(ropes) < n or any(rope not in (0, 1) for rope in ropes):
-        raise ConfigError(f"no_rope_layers={shown(ropes)} must be a list with 0 or 1 for each of {n} layers")
+        raise ConfigError(f"no_rope_layers={short_repr(ropes)} must be a list with 0 or 1 for each of {n} layers")
     return ropes
 
 
@@ -149,7 +149,7 @@ def _mixed_windows(settings: ConfigJson, window: Any, usual: Callable[[int], str
     """Layers with a window and layers without, otherwise alike."""
     types = _layer_types(settings, usual)
     if window is None and SLIDING in types:
-        raise ConfigError(f"layer_types={shown(types)} needs a sliding_window, or must be {FULL!r} for all layers")
+        raise ConfigError(f"layer_types={short_repr(types)} needs a sliding_window, or must be {FULL!r} for all layers")
     return {"layers": tuple(LayerConfig(window if layer_type == SLIDING else None) for layer_type in types)}
 
 
@@ -173,7 +173,7 @@ def _rope_by_layer_type(local: str | None) -> Callable[[dict[str, Any]], dict[st
         rope_type = sliding.get("rope_type", sliding.get("type", "default"))
         if rope_type != "default":
             raise ConfigError(
-                f"rope scaling {shown(rope_type, 40)} of windowed layers is not supported; it must be 'default'"
+                f"rope scaling {short_repr(rope_type, 40)} of windowed layers is not supported; it must be 'default'"
             )
         full.setdefault("rope_theta", settings.get("rope_theta"))
         return settings | {
@@ -203,7 +203,9 @@ def _gemma3_fields(settings: ConfigJson) -> dict[str, Any]:
         check_value("sliding_window_pattern", period, Positive, ConfigError)
     activation = settings.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
-        raise ConfigError(f"hidden_activation={shown(activation)} is not supported; gemma3_text has 'gelu_pytorch_tanh'")
+        raise ConfigError(
+            f"hidden_activation={short_repr(activation)} is not supported; gemma3_text has 'gelu_pytorch_tanh'"
+        )
     return {
         "layers": _unscaled_windows(settings, _periodic(period or 6, FULL, SLIDING)),
         "embedding_multiplier": float(settings["hidden_size"]) ** 0.5,
@@ -287,7 +289,7 @@ def _moe_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
 def _qwen3_moe_fields(settings: ConfigJson) -> dict[str, Any]:
     for name, supported in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if settings.get(name, supported) not in (supported, None):
-            raise ConfigError(f"{name}={shown(settings[name], 40)} is not supported: all layers must have experts")
+            raise ConfigError(f"{name}={short_repr(settings[name], 40)} is not supported: all layers must have experts")
     return _window_fields({**settings, "sliding_window": _used_window(settings)}) | {
         "hidden_dim": settings["moe_intermediate_size"],
         "experts": settings.get("num_experts") or settings["num_local_experts"],
@@ -312,8 +314,8 @@ def _llama4_fields(settings: ConfigJson) -> dict[str, Any]:
     n, sparse, step = settings["num_hidden_layers"], settings.get("moe_layers"), settings["interleave_moe_layer_step"]
     if step != 1 if sparse is None else sparse != list(range(n)):
         raise ConfigError(
-            f"moe_layers={shown(sparse, 40)} and interleave_moe_layer_step={shown(step, 40)} are not supported: all layers"
-            " must have experts"
+            f"moe_layers={short_repr(sparse, 40)} and interleave_moe_layer_step={short_repr(step, 40)} are not supported:"
+            " all layers must have experts"
         )
     ropes, chunk = (
         _ropes({**settings, "no_rope_layers": settings.get("no_rope_layers") or None}),
@@ -357,7 +359,7 @@ def _llama4_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
 def _qwen_fields(settings: ConfigJson) -> dict[str, Any]:
     window, first = _used_window(settings), settings["max_window_layers"]
     if type(first) is not int:
-        raise ConfigError(f"max_window_layers={shown(first, 40)} must be an integer")
+        raise ConfigError(f"max_window_layers={short_repr(first, 40)} must be an integer")
     return _mixed_windows(settings, window, lambda i: SLIDING if window is not None and i >= first else FULL)
 
 
@@ -373,7 +375,7 @@ def _internlm(settings: ConfigJson) -> ConfigJson:
     """InternLM 1, a Llama with biases. Its dynamic rope scaling by 1 changes nothing within the context."""
     rotary = {"type": "dynamic", "base": 10_000.0, "scaling_factor": 1.0} | object_in(settings, "rotary")
     if rotary["type"] not in ("dynamic", "origin"):
-        raise ConfigError(f"rotary={shown(rotary, 80)} is not supported; an internlm has type 'dynamic' or 'origin'")
+        raise ConfigError(f"rotary={short_repr(rotary, 80)} is not supported; an internlm has type 'dynamic' or 'origin'")
     scaled = rotary["type"] == "dynamic" and rotary["scaling_factor"] != 1
     scaling = {"type": "dynamic", "factor": rotary["scaling_factor"]} if scaled else None
     rope = {"rope_theta": rotary["base"], "rope_scaling": scaling}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from llama_jax.errors import CheckpointError, reading, shown
+from llama_jax.errors import CheckpointError, reading, short_repr
 from llama_jax.ops.platform import lowering_platform
 from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
 from llama_jax.ops.weights.format_spec import QuantFormat, blocks_from_planes
@@ -66,7 +66,7 @@ def find_tensor(
         problem = f"is {tensor.storage_type}; a 16- or 32-bit float is needed"
     else:
         return tensor
-    raise CheckpointError(f"{where}: tensor {shown(name, 120)} {problem}")
+    raise CheckpointError(f"{where}: tensor {short_repr(name, 120)} {problem}")
 
 
 def default_dtype(embedding: TensorInfo, stored: np.dtype) -> np.dtype:

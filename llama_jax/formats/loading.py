@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, MeshError, reading, shown
+from llama_jax.errors import CheckpointError, MeshError, reading, short_repr
 from llama_jax.formats.adapters import (
     ADAPTER_CONFIG,
     attach_loaded_adapter,
@@ -44,7 +44,7 @@ from llama_jax.formats.step_dirs import find_checkpoints, retry_with_newest_step
 from llama_jax.formats.torch_pickle import is_torch
 from llama_jax.formats.weight_format import OpenedCheckpoint, WeightFormat
 from llama_jax.model.forward_options import is_floating
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.model.trees import bytes_in_memory, dequantize, param_shapes, unstack_layers
 from llama_jax.model.trees import quantize as quantized_params
 from llama_jax.ops.platform import lowering_platform
@@ -80,7 +80,7 @@ class Checkpoint:
     """
 
     config: LlamaConfig
-    params: Llama
+    params: LlamaParams
     read_tokenizer: Callable[[], Tokenizer | None]
     read_metadata: Callable[[], ModelMetadata] = ModelMetadata
 
@@ -115,7 +115,7 @@ def load(
     adapter: str | os.PathLike[str] | None = None,
     adapters: Sequence[str | os.PathLike[str]] = (),
     mesh: MeshSizes | None = None,
-    shardings: Llama | None = None,
+    shardings: LlamaParams | None = None,
     progress: LayerProgress | None = None,
 ) -> Checkpoint:
     """Read a model, recognized by its content, and the tokenizer inside it or next to it.
@@ -133,14 +133,15 @@ def load(
         layers (`model.mixtures`), unless "-pure" follows, as in "q4_0-pure". "keep" keeps the file's blocks, like None with
         no `dtype`, and is an error if there are none. With either, `dtype` is the dtype of the computation.
       tokenizer: a vocabulary's file or folder, instead of the one with the weights.
-      adapter: a PEFT or training run folder, see `load_adapter`; the parameters then include it (`model.lora.adapted`).
+      adapter: a PEFT or training run folder, see `load_adapter`; the parameters then include it
+        (`model.lora.apply_adapters`).
       adapters: several such folders: the parameters then have a table of adapters, and each row of a batch may use one
         (`model.multi_lora.choose_adapters`, by its index in this list).
       mesh: shard the model over devices for generation. Its vocabulary is padded and its key/value heads are copied to fit
         (`parallel.padding`), and the configuration is then the padded one. Each device receives its share as it is read;
         only for orbax, padding and copying is done on the devices, one array at a time.
-      shardings: a custom layout without padding: a `Llama` of `jax.sharding.Sharding`. Without mesh and shardings everything
-        is put on the default device.
+      shardings: a custom layout without padding: a `LlamaParams` of `jax.sharding.Sharding`. Without mesh and shardings
+        everything is put on the default device.
       progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once).
 
     Returns:
@@ -162,7 +163,7 @@ def load(
         raise CheckpointError(both)
     is_mesh, is_custom = isinstance(mesh, MeshSizes | None), shardings is not None
     if not is_mesh:
-        raise MeshError(f"mesh={shown(mesh, 40)} must be a MeshSizes, such as MeshSizes(tensor=2)")
+        raise MeshError(f"mesh={short_repr(mesh, 40)} must be a MeshSizes, such as MeshSizes(tensor=2)")
     if is_custom and has_adapters:
         raise MeshError("adapters cannot be sharded by custom shardings; pass mesh instead")
     if is_custom and mesh:

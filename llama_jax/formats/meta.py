@@ -13,7 +13,7 @@ from typing import Any
 
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.config.presets import PRESETS
-from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.errors import CheckpointError, ConfigError, short_repr
 from llama_jax.formats.lazy_tensors import Joined, Tensor
 from llama_jax.formats.model_folder import check_present, config_errors, read_model_metadata
 from llama_jax.formats.torch_pickle import is_torch, read_tensors
@@ -42,7 +42,7 @@ def open_meta(path: Location) -> OpenedCheckpoint:
     for name in ranks[0]:
         if any(name not in rank for rank in ranks):
             raise CheckpointError(
-                f"{folder}: tensor {shown(name, 80)} is not in all {len(ranks)} files; copy them from one release"
+                f"{folder}: tensor {short_repr(name, 80)} is not in all {len(ranks)} files; copy them from one release"
             )
         parts = [rank[name] for rank in ranks]
         axis = axes.get(re.sub(r"^layers\.\d+", "layers.{}", name))
@@ -53,7 +53,9 @@ def open_meta(path: Location) -> OpenedCheckpoint:
             any(part.shape != parts[0].shape or part.storage_type != parts[0].storage_type for part in parts)
             or len(parts[0].shape) != 2
         ):
-            raise CheckpointError(f"{folder}: the parts of tensor {shown(name, 80)} do not fit together; copy them again")
+            raise CheckpointError(
+                f"{folder}: the parts of tensor {short_repr(name, 80)} do not fit together; copy them again"
+            )
         if axis is None:
             # Split by vocabulary if each part is as wide as a norm, which ranks do not split.
             norm = ranks[0].get(META_NAMES["final_norm"])
@@ -102,10 +104,10 @@ def config_from_params(settings: Mapping[str, Any], vocab_size: int, hidden_dim:
     """
     unknown = [name for name in settings if name not in KNOWN_SETTINGS]
     if unknown:
-        raise ConfigError(f"{unknown[0][:60]}={shown(settings[unknown[0]])} is not supported")
+        raise ConfigError(f"{unknown[0][:60]}={short_repr(settings[unknown[0]])} is not supported")
     check_present(settings, REQUIRED_SETTINGS)
     if settings["vocab_size"] not in (-1, vocab_size):
-        raise ConfigError(f"vocab_size={shown(settings['vocab_size'], 40)} but the embedding has {vocab_size} rows")
+        raise ConfigError(f"vocab_size={short_repr(settings['vocab_size'], 40)} but the embedding has {vocab_size} rows")
     n_heads, theta = settings["n_heads"], settings.get("rope_theta", 10_000.0)
     n_kv_heads = settings.get("n_kv_heads")
     scaling = None

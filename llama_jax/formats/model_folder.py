@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_jax.data.load_corpus import examine
-from llama_jax.errors import CheckpointError, ConfigError, reading, shown
+from llama_jax.errors import CheckpointError, ConfigError, reading, short_repr
 from llama_jax.storage import Location, StoredPath, resolved
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.storage.paths import read_object, read_text
@@ -221,7 +221,7 @@ def describe_missing(where: object, missing: Mapping[str, Any]) -> str:
         if isinstance(value, str) and (len(value) > 60 or "\n" in value)
         else f"{name} {', '.join(map(str, sorted(value)))}"[:200]
         if isinstance(value, set)
-        else f"{name}={shown(value)}"
+        else f"{name}={short_repr(value)}"
         for name, value in sorted(missing.items())
     )
     return f"{where} cannot store {'; '.join(parts)}"

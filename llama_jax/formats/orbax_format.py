@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, reason_of, shown
+from llama_jax.errors import CheckpointError, reason_of, short_repr
 from llama_jax.formats.huggingface import read_config_json, write_config_json
 from llama_jax.formats.lazy_tensors import FLOAT_DTYPES, OrbaxWeightInfo, Unquantized, target_dtype
 from llama_jax.formats.model_folder import read_model_metadata
@@ -41,7 +41,7 @@ from llama_jax.formats.step_dirs import (
     steps_in,
 )
 from llama_jax.formats.weight_format import OpenedCheckpoint, WeightFormat
-from llama_jax.model.params import Llama, spec_at
+from llama_jax.model.params import LlamaParams, spec_at
 from llama_jax.model.trees import convert_layers, is_weight, param_shapes, restack_layers
 from llama_jax.ops.weights.device_layout import to_device_layout
 from llama_jax.ops.weights.format_spec import FP8, INT4, QuantField, pack_int4
@@ -162,11 +162,11 @@ def read_stored_formats(folder: Path) -> tuple[StoredFormats, str]:
     content = read_object(folder / FORMATS_FILE, CheckpointError)
     formats, dtype = content.get("kinds"), content.get("dtype")
     if not isinstance(formats, dict) or dtype not in {str(floating) for floating in FLOAT_DTYPES.values()}:
-        raise CheckpointError(f"{folder / FORMATS_FILE} has no kinds or no dtype ({shown(dtype, 40)}); copy it again")
+        raise CheckpointError(f"{folder / FORMATS_FILE} has no kinds or no dtype ({short_repr(dtype, 40)}); copy it again")
     return formats, dtype
 
 
-def with_stored_planes(shapes: Llama, formats: StoredFormats, where: Location) -> Llama:
+def with_stored_planes(shapes: LlamaParams, formats: StoredFormats, where: Location) -> LlamaParams:
     """The shapes of a model's parameters, with the shapes of the stored planes for each quantized weight."""
     unused = set(formats)
 
@@ -191,7 +191,7 @@ def with_stored_planes(shapes: Llama, formats: StoredFormats, where: Location) -
             is_valid = False
         if not is_valid:
             raise CheckpointError(
-                f"{where / FORMATS_FILE} has {name} in {shown(stored_format, 40)}, which is invalid; copy it again"
+                f"{where / FORMATS_FILE} has {name} in {short_repr(stored_format, 40)}, which is invalid; copy it again"
             )
         return convert_layers(leaf, list(zip(*layer_formats, strict=True)), quantized_shape)
 
@@ -206,7 +206,7 @@ def with_stored_planes(shapes: Llama, formats: StoredFormats, where: Location) -
     stored_shapes = jax.tree_util.tree_map_with_path(change, shapes)
     if unused:
         raise CheckpointError(
-            f"{where / FORMATS_FILE} names {shown(min(unused), 60)}, which this model lacks; copy it again"
+            f"{where / FORMATS_FILE} names {short_repr(min(unused), 60)}, which this model lacks; copy it again"
         )
     return stored_shapes
 
@@ -236,7 +236,7 @@ def matrix_of(stored: QuantizedWeight) -> tuple[int, ...]:
     return (*array.shape[:-1], array.shape[-1] * first.numbers // first.entries)
 
 
-def to_arrays(params: Llama) -> Llama:
+def to_arrays(params: LlamaParams) -> LlamaParams:
     """The parameters with planes as they are stored."""
 
     def stored(array: Any, plane: QuantField) -> Any:
@@ -247,7 +247,7 @@ def to_arrays(params: Llama) -> Llama:
     return _change_planes(params, stored)
 
 
-def from_arrays(params: Llama) -> Llama:
+def from_arrays(params: LlamaParams) -> LlamaParams:
     """The inverse of `to_arrays`."""
 
     def restored(array: jax.Array, plane: QuantField) -> jax.Array:
@@ -261,7 +261,7 @@ def from_arrays(params: Llama) -> Llama:
     return _change_planes(params, restored)
 
 
-def _change_planes(params: Llama, change: Callable[[Any, QuantField], Any]) -> Llama:
+def _change_planes(params: LlamaParams, change: Callable[[Any, QuantField], Any]) -> LlamaParams:
     is_quantized = lambda leaf: isinstance(leaf, QuantizedWeight)
 
     def changed(leaf: Any) -> Any:
@@ -371,7 +371,7 @@ def adapters_of(step: Path) -> dict[str, Any] | None:
 
 
 def _list_tensors(
-    shapes: Llama, infos: Mapping[str, OrbaxArrayInfo], dtype: np.dtype
+    shapes: LlamaParams, infos: Mapping[str, OrbaxArrayInfo], dtype: np.dtype
 ) -> dict[str, OrbaxArrayInfo | OrbaxWeightInfo]:
     """The stored arrays, with the planes of each quantized matrix as one entry."""
     tensors: dict[str, OrbaxArrayInfo | OrbaxWeightInfo] = {}
@@ -429,7 +429,7 @@ def _metadata(folder: Path, name: str) -> Any:
     return metadata
 
 
-def save_orbax(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = None) -> None:
+def save_orbax(folder: Path, config: LlamaConfig, params: LlamaParams, path: Path | None = None) -> None:
     """Write a model into an existing folder; errors name `path`, the folder's final name, if it differs.
 
     Raises:
@@ -455,8 +455,8 @@ def load_orbax_params(
     stored: OrbaxCheckpoint,
     dtype: jax.typing.DTypeLike | None,
     *,
-    shardings: Llama | None = None,
-) -> Llama:
+    shardings: LlamaParams | None = None,
+) -> LlamaParams:
     """The parameters, cast to `dtype` (None: the stored embedding's) and placed; see `build_params`."""
     placements = shardings
     if placements is None:
@@ -482,7 +482,7 @@ def load_orbax_params(
     return params
 
 
-def _check_same_step(stored: OrbaxCheckpoint, shardings: Llama) -> None:
+def _check_same_step(stored: OrbaxCheckpoint, shardings: LlamaParams) -> None:
     """Raise CheckpointError if processes that share arrays would read different steps, as of a run that is still saving."""
     from jax.experimental import multihost_utils
 
@@ -498,7 +498,7 @@ def _check_same_step(stored: OrbaxCheckpoint, shardings: Llama) -> None:
         )
 
 
-def _stored_shapes(stored: OrbaxCheckpoint) -> Llama:
+def _stored_shapes(stored: OrbaxCheckpoint) -> LlamaParams:
     """The shapes of the configuration's parameters, with quantized weights as stored."""
     config, infos = stored.config, stored.array_infos
     shape = param_shapes(config)

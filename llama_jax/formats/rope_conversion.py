@@ -16,7 +16,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.config.rope import scaled_length, unscaled_length
-from llama_jax.errors import ConfigError, shown
+from llama_jax.errors import ConfigError, short_repr
 from llama_jax.formats.gguf_families import refuse_to_store
 from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.lazy_tensors import Tensor
@@ -79,11 +79,11 @@ def with_note(config: LlamaConfig, note: Any, *, scaled_context: bool = False) -
       ConfigError: not a note, or one of another stated context.
     """
     if not isinstance(note, Mapping) or note.keys() != set(NOTE_FIELDS):
-        raise ConfigError(f"{NOTE}={shown(note, 80)} is not a note of a context; remove it")
+        raise ConfigError(f"{NOTE}={short_repr(note, 80)} is not a note of a context; remove it")
     noted = replace(config, **note)
     if stated_context(noted, scaled_context=scaled_context) != config.max_seq_len:
         raise ConfigError(
-            f"{NOTE}={shown(note, 80)} contradicts the stated context of {config.max_seq_len}; remove it, or correct it"
+            f"{NOTE}={short_repr(note, 80)} contradicts the stated context of {config.max_seq_len}; remove it, or correct it"
         )
     return noted
 
@@ -136,19 +136,21 @@ def _read_scaling(
     silent = "longrope" if LONG_FACTORS in tensors and SHORT_FACTORS in tensors else "none"
     scaling_type = fields.get(f"{prefix}type", silent)
     if scaling_type not in ("none", "linear", "yarn", "longrope"):
-        raise ConfigError(f"{prefix}type={shown(scaling_type, 40)} is not supported; use none, linear, yarn or longrope")
+        raise ConfigError(
+            f"{prefix}type={short_repr(scaling_type, 40)} is not supported; use none, linear, yarn or longrope"
+        )
     for name, supported in FIXED_YARN.items():
         if fields.get(prefix + name, supported) != supported and not (whole_yarn and name in YARN_KEYS):
             raise ConfigError(
-                f"{prefix}{name}={shown(fields[prefix + name], 40)} is not supported; llama.cpp uses {supported}"
+                f"{prefix}{name}={short_repr(fields[prefix + name], 40)} is not supported; llama.cpp uses {supported}"
             )
     sharper = short_decimal(fields.get(f"{prefix}attn_factor", 1.0))
     check_value(f"{prefix}attn_factor", sharper, Annotated[float, Bounds()], ConfigError)
     log_multiplier = fields.get(f"{prefix}yarn_log_multiplier", 0.0) if scaling_type == "yarn" else 0.0
     if sharper != 1 and (scaling_type not in ("yarn", "longrope") or log_multiplier):
         raise ConfigError(
-            f"{prefix}attn_factor={shown(sharper, 40)} is not supported with type {scaling_type!r} and yarn_log_multiplier="
-            f"{shown(log_multiplier, 40)}"
+            f"{prefix}attn_factor={short_repr(sharper, 40)} is not supported with type {scaling_type!r} and"
+            f" yarn_log_multiplier={short_repr(log_multiplier, 40)}"
         )
     possible: list[set[str]] = [set(), {LLAMA3_FACTORS}]
     if scaling_type in ("longrope", "yarn"):
@@ -158,7 +160,7 @@ def _read_scaling(
         raise ConfigError(f"{prefix}type={scaling_type!r} is not supported with these tensors of factors: {names}")
     factor = short_decimal(fields.get(f"{prefix}factor", fields.get(f"{prefix.removesuffix('scaling.')}scale_linear")))
     if factor not in (None, 0, 1) and set(ROPE_TENSORS) & tensors.keys():
-        raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported with tensors of factors")
+        raise ConfigError(f"{prefix}factor={short_repr(factor, 40)} is not supported with tensors of factors")
     original = fields.get(f"{prefix}original_context_length", config.max_seq_len)
     check_value(f"{prefix}original_context_length", original, Positive, ConfigError)
     if factor is not None or scaling_type == "yarn":

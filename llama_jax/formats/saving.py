@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, reading, shown
+from llama_jax.errors import CheckpointError, reading, short_repr
 from llama_jax.formats.adapters import OpenedAdapter, load_adapter, open_adapter, save_adapter, with_adapter_parts
 from llama_jax.formats.build_params import WrittenTensor
 from llama_jax.formats.device_fill import check_largest
@@ -41,7 +41,7 @@ from llama_jax.formats.weight_format import OpenedCheckpoint
 from llama_jax.model.awq import scale_channels
 from llama_jax.model.checks import check_no_hooks
 from llama_jax.model.mixtures import MIXTURES, base_format
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.model.trees import dequantize
 from llama_jax.model.trees import quantize as quantized_params
 from llama_jax.ops.layers import Weight
@@ -68,7 +68,7 @@ WritingProgress = Callable[[list[WrittenTensor]], Iterable[WrittenTensor]]
 def save(
     path: str | os.PathLike[str],
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     tokenizer: Tokenizer | None = None,
     *,
     format: WrittenFormat | None = None,
@@ -261,7 +261,9 @@ def _convert_adapter(
     where = locate(base or base_name or "")
     config = opened.base_config if base is None else None
     if config is None and base is None and (base_name is None or not where.exists()):
-        reason = "does not name its base" if base_name is None else f"was trained on {shown(base_name)}, which was not found"
+        reason = (
+            "does not name its base" if base_name is None else f"was trained on {short_repr(base_name)}, which was not found"
+        )
         raise CheckpointError(f"{source} {reason}; pass the base's folder or file as base (--base)")
     folder = Path(path).suffix.lower() != ".gguf"
     check_output(locate(path), folder=folder, overwrite=overwrite, sources=[locate(source), where])
@@ -315,7 +317,7 @@ def _write_checkpoint(
     if format == "gguf" and tokenizer is None:
         _log.warning("%s has no vocabulary, so llama.cpp cannot open it; set one as tokenizer (--tokenizer)", path)
     elif format == "gguf" and tokenizer and tokenizer.vocab_size > rows:
-        first = shown(token_name(tokenizer, rows), 80)
+        first = short_repr(token_name(tokenizer, rows), 80)
         _log.warning("%s has no tokens from %s (id %d) on, as llama.cpp requires: they have no row", path, first, rows)
 
 
@@ -338,7 +340,7 @@ def _check_target(path: str | os.PathLike[str], format: WrittenFormat, dtype: Wr
         raise CheckpointError(f"{dtype=}: the {format} format supports only {dtypes}; {remedy}")
 
 
-def _check_leaves(params: Llama) -> None:
+def _check_leaves(params: LlamaParams) -> None:
     """Raise CheckpointError for a leaf that is not a weight, such as an adapter."""
     is_leaf = lambda leaf: isinstance(leaf, Weight)
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_leaf):
@@ -352,7 +354,7 @@ def _check_leaves(params: Llama) -> None:
 _largest = jax.jit(lambda array: jnp.maximum(array.max(), -array.min()))
 
 
-def _cast_finite(params: Llama, dtype: WrittenDtype | None) -> Llama:
+def _cast_finite(params: LlamaParams, dtype: WrittenDtype | None) -> LlamaParams:
     """The parameters cast and checked to be finite, as the other formats do tensor by tensor."""
 
     def cast(path: tuple[Any, ...], array: jax.Array) -> jax.Array:

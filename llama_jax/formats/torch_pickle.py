@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llama_jax.errors import CheckpointError, reason_of, shown
+from llama_jax.errors import CheckpointError, reason_of, short_repr
 from llama_jax.formats.lazy_tensors import Dense, Derived, Tensor, read_bytes
 from llama_jax.formats.weight_format import ignored_tensors
 from llama_jax.storage import Location, StoredPath
@@ -99,7 +99,7 @@ def tensors_of(content: Mapping[Any, Any], path: Location) -> dict[str, Tensor]:
     ignored = ignored_tensors(filter(lambda name: isinstance(name, str), not_tensors))
     for name in not_tensors:
         if name not in ignored:
-            raise CheckpointError(f"{path}: {shown(name, 80)} is a {type(content[name]).__name__}; expected a tensor")
+            raise CheckpointError(f"{path}: {short_repr(name, 80)} is a {type(content[name]).__name__}; expected a tensor")
     content = {name: tensor for name, tensor in content.items() if name not in ignored}
     # Twice, since a tied model may store its embedding under both names.
     total, size = sum(tensor.nbytes for tensor in content.values()), path.stat().st_size
@@ -279,7 +279,7 @@ def _global(words: str, path: Location) -> _Global:
     module, _, name = words.partition(" ")
     reference = _Global(module, name)
     if reference not in ALLOWED:
-        requested = shown(f"{module}.{name}", 100)
+        requested = short_repr(f"{module}.{name}", 100)
         raise CheckpointError(f"{path} requests {requested}, but a model needs only tensors; nothing was run")
     return reference
 

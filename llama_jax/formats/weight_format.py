@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import shown
+from llama_jax.errors import short_repr
 from llama_jax.formats.lazy_tensors import TensorInfo
 from llama_jax.formats.model_folder import ModelMetadata
 from llama_jax.model.params import ParamSpec, shape_of
@@ -245,5 +245,5 @@ def ignored_tensors(names: Iterable[str]) -> dict[str, str]:
 def describe_ignored(ignored: Mapping[str, str]) -> tuple[str, ...]:
     """A line that counts ignored names by what they are; none if there are no names."""
     names = {reason: [name for name in ignored if ignored[name] == reason] for reason in dict.fromkeys(ignored.values())}
-    counts = [f"{reason} ({len(group)}, such as {shown(min(group), 80)})" for reason, group in names.items()]
+    counts = [f"{reason} ({len(group)}, such as {short_repr(min(group), 80)})" for reason, group in names.items()]
     return (f"ignored {', '.join(counts)}",) if counts else ()

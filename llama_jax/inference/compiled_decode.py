@@ -29,8 +29,8 @@ from llama_jax.inference.decode import (
 )
 from llama_jax.inference.prepare_inputs import MIN_PREFILL_LENGTH, check_logprobs
 from llama_jax.model.cache import CacheOptions, KVCache, bucket
-from llama_jax.model.forward_options import Compute, Positions, Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.platform import lowering_platform
 
 MAX_PREFILL_CHUNK = 512  # tokens; longer prompts are prefilled in chunks, which bounds attention scores to [512, S]
@@ -42,7 +42,7 @@ PackedChunk: TypeAlias = Int32[Array, "B packed"]  # the result of `pack_chunk`,
 allow_transfers = functools.partial(jax.transfer_guard_host_to_device, "allow")
 
 
-def decoding_compute(params: Llama, compute: Compute, mesh: Any) -> Compute:
+def decoding_compute(params: LlamaParams, compute: ComputeOptions, mesh: Any) -> ComputeOptions:
     """`compute` with native code, if a model is decoded on a single CPU in a dtype with native matmuls."""
     first = jax.tree.leaves(params)[0]
     platform = next(iter(first.devices())).platform if isinstance(first, jax.Array) else lowering_platform()
@@ -63,8 +63,8 @@ class CompiledDecode:
     """
 
     config: LlamaConfig
-    params: Llama
-    compute: Compute
+    params: LlamaParams
+    compute: ComputeOptions
     sharding: Sharding
 
     def stream(
@@ -148,7 +148,7 @@ def unpack_chunk(packed: PackedChunk) -> tuple[TokenChunk, Bool[np.ndarray, " B"
 
 
 def begin_decode_packed(
-    config: LlamaConfig, params: Llama, cache: KVCache, hidden: Float[Array, "B D"], *rest: Any
+    config: LlamaConfig, params: LlamaParams, cache: KVCache, hidden: Float[Array, "B D"], *rest: Any
 ) -> tuple[DecodeState, PackedChunk]:
     """`begin_decode` with a packed result. Cache and hidden are separate arguments, because only the cache is donated."""
     state, first = begin_decode(config, params, PrefillState(cache, hidden), *rest)

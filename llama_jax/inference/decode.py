@@ -22,8 +22,8 @@ from llama_jax.config import LlamaConfig
 from llama_jax.inference.sampling import LogitMask, Sampling, sample
 from llama_jax.model.cache import CacheOptions, KVCache, init_cache
 from llama_jax.model.forward import forward, lm_head_of, unembed
-from llama_jax.model.forward_options import Compute, Positions, Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops import exact
 from llama_jax.ops.platform import AnyArray
 
@@ -89,7 +89,7 @@ class TokenChunk(NamedTuple):
 
 def init_prefill(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     batch: int,
     capacity: int,
     options: CacheOptions = CacheOptions(),
@@ -112,11 +112,11 @@ def init_prefill(
 
 def prefill(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     prefilled: PrefillState,
     tokens: Int32[AnyArray, "B T"],
     positions: Positions,
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
     sharding: Sharding = Sharding(),
 ) -> PrefillState:
     """Prefill T more tokens of each prompt.
@@ -137,12 +137,12 @@ def prefill(
 
 def begin_decode(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     prefilled: PrefillState,
     tokens: Int32[AnyArray, "B T"],
     lengths: Int32[AnyArray, " B"],
     settings: DecodeSettings,
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
     sharding: Sharding = Sharding(),
 ) -> tuple[DecodeState, TokenChunk]:
     """Sample the first new token of each row, after its prompt of `lengths` tokens. Returns the state and the new tokens."""
@@ -176,11 +176,11 @@ def mark_seen(
 
 def decode(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     state: DecodeState,
     chunks: Int32[Array, ""] | np.int32,
     max_chunks: int,
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
     sharding: Sharding = Sharding(),
 ) -> tuple[DecodeState, Int32[Array, ""], TokenChunk]:
     """Run up to `chunks` chunks of `STEPS_PER_CHUNK` decode steps; fewer if all rows are done earlier.
@@ -241,7 +241,7 @@ def decode_chunks(
 
 
 def compute_logits(
-    config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"], compute: Compute, sharding: Sharding
+    config: LlamaConfig, params: LlamaParams, hidden: Float[Array, "*batch D"], compute: ComputeOptions, sharding: Sharding
 ) -> Float32[Array, "*batch V"]:
     """Logits in float32, also for a float64 model, because sampling uses 32-bit random numbers."""
     return sharding.constrain(unembed(config, params, hidden, compute).astype(jnp.float32), "logits")
@@ -291,9 +291,9 @@ def _sample_in_blocks(state: DecodeState, logits: jax.Array, mask: LogitMask | N
 
 def decode_step(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     state: DecodeState,
-    compute: Compute,
+    compute: ComputeOptions,
     sharding: Sharding,
     sample_fn: Callable[[DecodeState, Float32[Array, "B V"], Sharding], tuple[DecodeState, Any]] | None = None,
 ) -> tuple[DecodeState, tuple[Int32[Array, " B"], Any, Bool[Array, " B"]]]:

@@ -14,7 +14,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import DecodeSettings, DecodeState, PromptLengths, PromptTokens, TokenChunk
 from llama_jax.model.cache import CacheOptions
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.settings import Bounds, check_value
 
 PreparedPrompts = tuple[PromptTokens, PromptLengths, DecodeSettings]  # the result of `prepare_inputs`
@@ -41,7 +41,12 @@ class Drafter(ABC):
         check_value("tokens", self.tokens, DraftTokens, GenerationError)
 
     def check(  # noqa: B027  # most can draft for any model
-        self, config: LlamaConfig, params: Llama, lengths: PromptLengths, settings: DecodeSettings, options: CacheOptions
+        self,
+        config: LlamaConfig,
+        params: LlamaParams,
+        lengths: PromptLengths,
+        settings: DecodeSettings,
+        options: CacheOptions,
     ) -> None:
         """Raise GenerationError or MeshError if it cannot draft for this model or these rows."""
 

@@ -18,8 +18,8 @@ from llama_jax.inference.prepare_inputs import check_not_traced, prepare_inputs,
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.sharding import check_row_shards, sharding_of
 from llama_jax.model.cache import CacheOptions
-from llama_jax.model.forward_options import Compute, Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.forward_options import ComputeOptions, Sharding
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.platform import nondefault_device
 from llama_jax.settings import at_least
 
@@ -43,14 +43,14 @@ class Generation:
 
 def generate(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int | Sequence[int],
     sampling: Sampling = Sampling(),
     stop_tokens: Sequence[int] = (),
     cache: CacheOptions = CacheOptions(),
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
     draft: Drafter | None = None,
 ) -> list[Generation]:
     """Continue each prompt. With float32 weights, a prompt gets the same tokens in a batch as alone.
@@ -99,14 +99,14 @@ def generate(
 
 def stream(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int | Sequence[int],
     sampling: Sampling = Sampling(),
     stop_tokens: Sequence[int] = (),
     cache: CacheOptions = CacheOptions(),
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
     draft: Drafter | None = None,
     max_chunks: int = 1,
 ) -> Iterator[TokenChunk]:

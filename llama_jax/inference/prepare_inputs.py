@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32, Integer
 
 from llama_jax.config import LlamaConfig, suggest_context
-from llama_jax.errors import GenerationError, shown
+from llama_jax.errors import GenerationError, short_repr
 from llama_jax.inference.decode import DecodeSettings, PromptLengths, PromptTokens
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import CacheOptions, bucket
@@ -117,7 +117,7 @@ def check_logprobs(logprobs: Float32[np.ndarray, "B n"], valid: Bool[np.ndarray,
 def to_token_ids(name: str, ids: Sequence[int]) -> Integer[np.ndarray, " n"]:
     """A flat sequence of token ids as an array, or GenerationError."""
     if isinstance(ids, str):
-        raise GenerationError(f"{name} is the text {shown(ids, 40)}; encode it with the tokenizer first")
+        raise GenerationError(f"{name} is the text {short_repr(ids, 40)}; encode it with the tokenizer first")
     try:
         array = np.asarray(ids)
     except ValueError:  # ragged
@@ -125,5 +125,5 @@ def to_token_ids(name: str, ids: Sequence[int]) -> Integer[np.ndarray, " n"]:
     if array.size == 0 and array.ndim == 1:
         return array.astype(np.int64)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise GenerationError(f"{name}={shown(ids, 40)} must be a flat sequence of integers, the token ids")
+        raise GenerationError(f"{name}={short_repr(ids, 40)} must be a flat sequence of integers, the token ids")
     return array

@@ -25,8 +25,8 @@ from llama_jax.inference.decode import (
 )
 from llama_jax.inference.sampling import Sampling, sample
 from llama_jax.model.cache import init_cache, repeat_rows
-from llama_jax.model.forward_options import Compute, Positions, Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops import exact
 from llama_jax.settings import Positive, PositiveNumber, check_fields
 
@@ -85,10 +85,10 @@ class RolloutOptions:
 
 def roll_out(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     prompts: RolloutPrompts,
     options: RolloutOptions,
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
     sharding: Sharding = Sharding(),
 ) -> Completions:
     """Sample `group_size` answers to each prompt. Each depends on its own seed, not on the rest of the batch.
@@ -136,10 +136,10 @@ def roll_out(
 
 def _prefill_prompts(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     prompts: RolloutPrompts,
     options: RolloutOptions,
-    compute: Compute,
+    compute: ComputeOptions,
     sharding: Sharding,
 ) -> PrefillState:
     """Prefill all prompts in chunks; the cache has the dtype of the computation."""

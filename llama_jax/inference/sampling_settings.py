@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from llama_jax.errors import GenerationError, shown
+from llama_jax.errors import GenerationError, short_repr
 from llama_jax.settings import Bounds, at_least, number_fields
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _to_array(name: str, setting: PerRow, batch: int, number_type: type, bounds:
     numbers = np.asarray(setting)
     requirement = bounds.describe(np.inf)
     if numbers.dtype.kind not in "iuf":
-        raise GenerationError(f"{name}={shown(setting, 40)} must be a number, {requirement}")
+        raise GenerationError(f"{name}={short_repr(setting, 40)} must be a number, {requirement}")
     for number in numbers.flat:
         if not bounds.contain(number) or (number_type is int and number != np.floor(number)):
             raise GenerationError(f"{name}={number} must be {'an integer, ' if number_type is int else ''}{requirement}")

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
 from llama_jax.model.forward_options import Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.attention import HeadSharding
 from llama_jax.ops.platform import nondefault_device
 
@@ -68,7 +68,7 @@ class GenerationConstraints:
         return tuple(axis for axis in self.rows if axis not in self.columns)
 
 
-def sharding_of(params: Llama) -> Sharding:
+def sharding_of(params: LlamaParams) -> Sharding:
     """The sharding of a generation with these parameters; without constraints if they are on a single device.
 
     If the parameters are on a device of a non-default platform, such as a CPU next to a GPU, programs are traced under its

@@ -18,14 +18,14 @@ from llama_jax.inference.decode import (
     prefill,
 )
 from llama_jax.model.forward_options import Positions
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.platform import AnyArray
 
 
 def complete(
     config: LlamaConfig,
     capacity: int,
-    params: Llama,
+    params: LlamaParams,
     tokens: Int32[AnyArray, "B T"],
     lengths: Int32[AnyArray, " B"],
     settings: DecodeSettings,

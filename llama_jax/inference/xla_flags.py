@@ -18,7 +18,7 @@ from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_jax.errors import UserError, shown
+from llama_jax.errors import UserError, short_repr
 
 if TYPE_CHECKING:
     import jax
@@ -171,7 +171,7 @@ def set_flags(
     environment = os.environ if environment is None else environment
     switch = environment.get(SWITCH, "on")
     if switch not in ("on", "off"):
-        raise UserError(f"{SWITCH}={shown(switch, 40)} must be on or off")
+        raise UserError(f"{SWITCH}={short_repr(switch, 40)} must be on or off")
     if switch == "off":
         return FlagChanges()
     platforms = startable(environment) if platforms is None else platforms

@@ -20,7 +20,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward
 from llama_jax.model.mixtures import MIXTURES, formats_of_parameter
-from llama_jax.model.params import Attention, Block, Llama
+from llama_jax.model.params import Attention, Block, LlamaParams
 from llama_jax.model.trees import layers_of, stack
 from llama_jax.ops.layers import Weight, is_quantized, project
 from llama_jax.ops.platform import KernelOptions
@@ -57,12 +57,12 @@ class _Recorded(Weight):
 
 def scale_channels(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     tokens: Int[np.ndarray, "B T"],
     quant_format: str,
     *,
     progress: Progress | None = None,
-) -> Llama:
+) -> LlamaParams:
     """The same model with channels scaled for quantization to a format; quantize its matrices afterwards as usual.
 
     Args:
@@ -95,7 +95,7 @@ def scale_channels(
     return params.replace(blocks=stack(blocks))
 
 
-def _leaves(params: Llama) -> list[Any]:
+def _leaves(params: LlamaParams) -> list[Any]:
     return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Weight))
 
 

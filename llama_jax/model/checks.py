@@ -14,13 +14,13 @@ from jaxtyping import Integer
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError, MeshError
 from llama_jax.model.cache import KVCache, pages_per_row
-from llama_jax.model.forward_options import Compute, Positions, Sharding
-from llama_jax.model.params import PARAM_SPECS, Llama, ParamSpec, specs_for
+from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
+from llama_jax.model.params import PARAM_SPECS, LlamaParams, ParamSpec, specs_for
 from llama_jax.ops.platform import AnyArray
 
 
 def check_arguments(
-    config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, positions: Positions
+    config: LlamaConfig, params: LlamaParams, tokens: jax.Array, cache: KVCache | None, positions: Positions
 ) -> None:
     """Raise for arguments that `forward` does not accept; see there for the errors."""
     if tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -82,7 +82,7 @@ def _check_cache(config: LlamaConfig, tokens: jax.Array, cache: KVCache, positio
         raise GenerationError(f"{new} tokens after {filled} do not fit into a cache of {capacity=}")
 
 
-def check_params(config: LlamaConfig, params: Llama) -> None:
+def check_params(config: LlamaConfig, params: LlamaParams) -> None:
     """Raise unless parameters have the shapes of a configuration.
 
     A table may have more rows than the vocabulary: padding, to shard it evenly (`parallel.padding`). With fewer rows, a
@@ -101,7 +101,7 @@ def check_params(config: LlamaConfig, params: Llama) -> None:
             )
 
 
-def check_head(config: LlamaConfig, params: Llama) -> None:
+def check_head(config: LlamaConfig, params: LlamaParams) -> None:
     """Raise ConfigError for an output projection in a tied model, or a missing one in an untied model."""
     if (params.lm_head is None) != config.tie_embeddings:
         article = "no" if params.lm_head is None else "an"
@@ -137,7 +137,7 @@ def check_tokens(config: LlamaConfig, tokens: Integer[AnyArray, "*batch"]) -> No
         )
 
 
-def check_exact(params: Llama, cache: KVCache | None, positions: Positions, sharding: Sharding) -> None:
+def check_exact(params: LlamaParams, cache: KVCache | None, positions: Positions, sharding: Sharding) -> None:
     """Check that a pass can be exact.
 
     Raises:
@@ -186,7 +186,9 @@ def check_no_hooks(params: Any) -> None:
         )
 
 
-def check_hooks(config: LlamaConfig, params: Llama, cache: KVCache | None, compute: Compute, sharding: Sharding) -> None:
+def check_hooks(
+    config: LlamaConfig, params: LlamaParams, cache: KVCache | None, compute: ComputeOptions, sharding: Sharding
+) -> None:
     """Raise ConfigError for hooks at points that the pass does not have."""
     points = set(params.hooks or ())
     at_scores, at_neurons = bool(points & {"scores", "pattern"}), "neurons" in points
@@ -214,7 +216,7 @@ def check_parts_found(config: LlamaConfig) -> None:
         )
 
 
-def check_parts(config: LlamaConfig, compute: Compute) -> None:
+def check_parts(config: LlamaConfig, compute: ComputeOptions) -> None:
     """Raise ConfigError for custom functions that a pass would not call."""
     parts, attention = config.parts, compute.attention
     has_attend, has_feed_forward = parts.attend is not None, parts.feed_forward is not None

@@ -18,11 +18,11 @@ from llama_jax.errors import ConfigError
 from llama_jax.model.attention_inputs import attend_new_tokens, attend_pages
 from llama_jax.model.cache import KVCache, init_cache
 from llama_jax.model.checks import check_arguments, check_exact, check_head, check_hooks, check_parts, check_parts_found
-from llama_jax.model.forward_options import Compute, Positions, Sharding
+from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
 from llama_jax.model.hooks import HookCaller
 from llama_jax.model.layer import KeyValues, LayerContext, TokenTables, layer, scale
 from llama_jax.model.operations import Ops, select_ops
-from llama_jax.model.params import Block, Llama, is_matrix_in_block
+from llama_jax.model.params import Block, LlamaParams, is_matrix_in_block
 from llama_jax.model.remat import rematerialize
 from llama_jax.model.rope import token_tables
 from llama_jax.ops import exact
@@ -33,12 +33,12 @@ from llama_jax.ops.weights.layers import scan_reads_in_place, split_for_scan
 
 def forward(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     tokens: Integer[AnyArray, "B T"],
     cache: KVCache | None = None,
     *,
     positions: Positions = Positions(),
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
     sharding: Sharding = Sharding(),
 ) -> tuple[Float[Array, "B T D"], Any]:
     """Run the layers over `tokens` (Touvron et al. 2023, section 2.2) and return the normalized residual stream.
@@ -75,7 +75,7 @@ def forward(
 
 
 def _forward_exactly(
-    config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, options: PassOptions
+    config: LlamaConfig, params: LlamaParams, tokens: jax.Array, cache: KVCache | None, options: PassOptions
 ) -> tuple[jax.Array, Any]:
     """`forward` in exact mode: all rows as one ragged batch, padded to whole blocks, with a cache even if none is passed."""
     (batch, length), positions = tokens.shape, options.positions
@@ -110,18 +110,18 @@ class PassOptions(NamedTuple):
     """The arguments of `forward` besides config, params, tokens and cache."""
 
     positions: Positions
-    compute: Compute
+    compute: ComputeOptions
     sharding: Sharding
 
 
 def run_layers(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     tokens: Integer[AnyArray, "B T"],
     cache: KVCache | None,
     options: PassOptions,
 ) -> tuple[Float[Array, "B T D"], Any, dict[str, Any]]:
-    """The result of `forward`, and the values that hooks keep, by point (`model.logits.observe`)."""
+    """The result of `forward`, and the values that hooks keep, by point (`model.logits.logits_and_activations`)."""
     positions, compute, sharding = options
     tokens = jnp.asarray(tokens)
     check_arguments(config, params, tokens, cache, positions)
@@ -170,7 +170,7 @@ def _positions_of(tokens: jax.Array, view: PagedView | None, positions: Position
 
 
 def _run_blocks(
-    ctx: LayerContext, params: Llama, compute: Compute, x: jax.Array, pages: Any
+    ctx: LayerContext, params: LlamaParams, compute: ComputeOptions, x: jax.Array, pages: Any
 ) -> tuple[jax.Array, Any, dict[str, Any]]:
     """The residual stream after the last layer, the pages, and the values that hooks keep, stacked."""
     has_cache = pages is not None
@@ -237,7 +237,9 @@ def _rope_tables(
     return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None, :, None], per_token)
 
 
-def final_norm(config: LlamaConfig, table: Ops, params: Llama, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+def final_norm(
+    config: LlamaConfig, table: Ops, params: LlamaParams, x: Float[Array, "*batch D"]
+) -> Float[Array, "*batch D"]:
     """The hidden states that `forward` returns, from the residual stream after the last layer."""
     # An overflow persists in the residual stream, so checking here covers the norms before sublayers; those after sublayers
     # check for themselves.
@@ -247,7 +249,7 @@ def final_norm(config: LlamaConfig, table: Ops, params: Llama, x: Float[Array, "
 
 
 def unembed(
-    config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"], compute: Compute = Compute()
+    config: LlamaConfig, params: LlamaParams, hidden: Float[Array, "*batch D"], compute: ComputeOptions = ComputeOptions()
 ) -> Float[Array, "*batch V"]:
     """Logits, in float32 at least, of the hidden states from `forward`, to which `compute` was passed.
 
@@ -259,7 +261,11 @@ def unembed(
 
 
 def unembed_with_hooks(
-    call_hooks: HookCaller, config: LlamaConfig, params: Llama, hidden: Float[Array, "*batch D"], compute: Compute
+    call_hooks: HookCaller,
+    config: LlamaConfig,
+    params: LlamaParams,
+    hidden: Float[Array, "*batch D"],
+    compute: ComputeOptions,
 ) -> Float[Array, "*batch V"]:
     """`unembed` with hooks called by `call_hooks`, which collects the values that hooks keep."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
@@ -274,7 +280,7 @@ def unembed_with_hooks(
     return logits
 
 
-def lm_head_of(config: LlamaConfig, params: Llama) -> jax.Array:
+def lm_head_of(config: LlamaConfig, params: LlamaParams) -> jax.Array:
     """The output projection [V, D], which is the embedding if the two are tied.
 
     Raises:
@@ -284,7 +290,7 @@ def lm_head_of(config: LlamaConfig, params: Llama) -> jax.Array:
     return params.embedding if params.lm_head is None else params.lm_head
 
 
-def lm_head_for_loss(config: LlamaConfig, params: Llama) -> jax.Array:
+def lm_head_for_loss(config: LlamaConfig, params: LlamaParams) -> jax.Array:
     """`lm_head_of`, for losses that compute logits in chunks.
 
     Raises:

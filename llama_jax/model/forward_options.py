@@ -47,7 +47,7 @@ class Positions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Compute:
+class ComputeOptions:
     """How a forward pass is computed.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Hooks: pure functions that read and replace activations at named points of a forward pass.
 
-They are stored with the parameters, in `Llama.hooks`, and are called wherever the parameters are used: in `forward`, a loss,
-`generate`, a server. Without hooks, the compiled programs are unchanged.
+They are stored with the parameters, in `LlamaParams.hooks`, and are called wherever the parameters are used: in `forward`, a
+loss, `generate`, a server. Without hooks, the compiled programs are unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float
 
 from llama_jax.errors import ConfigError
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.attention import KVView
 
 # The shape of the activation at each point. S is the number of keys of a row; with a cache, of its slots.
@@ -55,12 +55,13 @@ class At(NamedTuple):
 Hook = Callable[[jax.Array, At], tuple[jax.Array, Any]]
 
 
-def with_hooks(params: Llama, hooks: Mapping[str, Hook]) -> Llama:
+def with_hooks(params: LlamaParams, hooks: Mapping[str, Hook]) -> LlamaParams:
     """The parameters with hooks, which every forward pass calls at their points.
 
     Args:
       hooks: for each point, a pure function of a value and an `At`. It returns a pair: a replacement of the same shape and
-        dtype, and a pytree to keep, or None. `observe` returns the kept values; other passes drop them. Functions are
+        dtype, and a pytree to keep, or None. `logits_and_activations` returns the kept values; other passes drop them.
+        Functions are
         static: a new function causes recompilation. The arrays in a callable pytree, such as
         `jax.tree_util.Partial(function, vector)`, are arguments of the programs.
 

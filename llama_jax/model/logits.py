@@ -14,22 +14,22 @@ from llama_jax.errors import ConfigError
 from llama_jax.model.cache import KVCache
 from llama_jax.model.checks import check_tokens
 from llama_jax.model.forward import PassOptions, forward, run_layers, unembed, unembed_with_hooks
-from llama_jax.model.forward_options import Compute, Positions, Sharding
+from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
 from llama_jax.model.hooks import Hook, HookCaller, with_hooks
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops import exact
 from llama_jax.ops.platform import AnyArray
 
 
-def observe(
+def logits_and_activations(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     tokens: Integer[AnyArray, "B T"],
     hooks: Mapping[str, Hook],
     cache: KVCache | None = None,
     *,
     positions: Positions = Positions(),
-    compute: Compute = Compute(),
+    compute: ComputeOptions = ComputeOptions(),
     sharding: Sharding = Sharding(),
 ) -> tuple[Float[Array, "B T V"], Any, dict[str, Any]]:
     """Run a pass with hooks, and return what they keep; see `with_hooks`. Under `jit`, unused results are not computed.
@@ -52,7 +52,7 @@ def observe(
 
 
 def logits(
-    config: LlamaConfig, params: Llama, tokens: Integer[AnyArray, "B T"], compute: Compute = Compute()
+    config: LlamaConfig, params: LlamaParams, tokens: Integer[AnyArray, "B T"], compute: ComputeOptions = ComputeOptions()
 ) -> Float[Array, "B T V"]:
     """Logits, in float32 at least, of whole sequences: `forward` and `unembed` without a cache.
 
@@ -69,11 +69,11 @@ def logits(
 
 def exact_logprobs(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     hidden: Float[Array, "B T D"],
     targets: Integer[Array, "B T"],
     temperature: float | Float[Array, ""] = 1.0,
-    compute: Compute = Compute(exact=True),
+    compute: ComputeOptions = ComputeOptions(exact=True),
 ) -> Float[Array, "B T"]:
     """The log-probability of each target, given an exact pass's hidden states, by the same operations as exact sampling.
 

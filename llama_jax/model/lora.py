@@ -1,8 +1,8 @@
 """LoRA: a frozen model with learned low-rank updates of its matrices (Hu et al. 2021).
 
-Adapters are a `Llama` with a `LowRank` for each adapted matrix and None elsewhere: a separate tree, which is trained and
-saved by itself. `adapted` joins it with the parameters of the base: each adapted matrix becomes an object with its own
-matmul, so that every function for models accepts the result.
+Adapters are a `LlamaParams` with a `LowRank` for each adapted matrix and None elsewhere: a separate tree, which is trained
+and saved by itself. `apply_adapters` joins it with the parameters of the base: each adapted matrix becomes an object with
+its own matmul, so that every function for models accepts the result.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import ConfigError, shown
+from llama_jax.errors import ConfigError, short_repr
 from llama_jax.model.checks import check_no_hooks
 from llama_jax.model.forward_options import Sharding
-from llama_jax.model.params import Llama, ParamSpec
+from llama_jax.model.params import LlamaParams, ParamSpec
 from llama_jax.model.trees import build_tree, is_weight
 from llama_jax.ops.weights.lora import LoraWeight, LowRank, LowRankWeight, row_lengths
 from llama_jax.ops.weights.multi_lora import MultiLoraWeight
@@ -73,7 +73,7 @@ class Lora:
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         if not self.targets or not set(self.targets) <= TARGETS.keys() or len(set(self.targets)) < len(self.targets):
-            raise ConfigError(f"targets={shown(self.targets, 200)} must be some of {', '.join(TARGETS)}, each once")
+            raise ConfigError(f"targets={short_repr(self.targets, 200)} must be some of {', '.join(TARGETS)}, each once")
 
     @property
     def scale(self) -> float:
@@ -86,8 +86,8 @@ def init_adapters(
     lora: Lora,
     key: PRNGKeyArray,
     dtype: jax.typing.DTypeLike = jnp.float32,
-    base: Llama | None = None,
-) -> Llama:
+    base: LlamaParams | None = None,
+) -> LlamaParams:
     """Initial adapters, which have no effect yet: A uniform within 1 / sqrt(D), B zero, as in PEFT.
 
     If only some of queries, keys and values are targets, A of the others is also zero: then the gradients of A and B are
@@ -127,7 +127,7 @@ def init_adapters(
     return build_adapters(config, lora, start)
 
 
-def adapter_shapes(config: LlamaConfig, lora: Lora, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
+def adapter_shapes(config: LlamaConfig, lora: Lora, dtype: jax.typing.DTypeLike = jnp.float32) -> LlamaParams:
     """The shapes of `init_adapters`, as `jax.ShapeDtypeStruct`.
 
     Raises:
@@ -141,8 +141,8 @@ def build_adapters(
     lora: Lora,
     pair_of: Callable[[ParamSpec, LowRank], Any],
     dtype: jax.typing.DTypeLike = jnp.float32,
-) -> Llama:
-    """A `Llama` with the result of a function for each matrix that has an adapter, and None elsewhere.
+) -> LlamaParams:
+    """A `LlamaParams` with the result of a function for each matrix that has an adapter, and None elsewhere.
 
     Args:
       pair_of: a function of the matrix's spec and the shapes, a `LowRank` of `jax.ShapeDtypeStruct`.
@@ -189,7 +189,7 @@ def adapter_count(config: LlamaConfig, lora: Lora) -> int:
     return numbers
 
 
-def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
+def apply_adapters(params: LlamaParams, adapters: LlamaParams, lora: Lora) -> LlamaParams:
     """The model with its adapters: parameters for every function for models. Nothing is copied or merged.
 
     Args:
@@ -210,7 +210,7 @@ def _join_pair(lora: Lora, matrix: Any, pair: LowRank) -> LoraWeight:
     return LoraWeight(matrix, pair, scale=lora.scale)
 
 
-def precompute_dora_scale(params: Llama) -> Llama:
+def precompute_dora_scale(params: LlamaParams) -> LlamaParams:
     """Adapted parameters for inference: DoRA's factor for each row is computed once, not for every token.
 
     Parameters without DoRA are returned unchanged; nothing else is copied.
@@ -238,8 +238,10 @@ _factors_of = _over_layers(lambda leaf: leaf.with_dora_scale().factor)
 _merge_layers = _over_layers(LoraWeight.to_dense)
 
 
-def replace_adapted(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, LowRank], Any]) -> Llama:
-    """The parameters, with each matrix that has a pair replaced by `joined(matrix, pair)`, see `adapted`."""
+def replace_adapted(
+    params: LlamaParams, adapters: LlamaParams, rank: int, joined: Callable[[Any, LowRank], Any]
+) -> LlamaParams:
+    """The parameters, with each matrix that has a pair replaced by `joined(matrix, pair)`, see `apply_adapters`."""
     pairs = {_dotted_name(path): pair for path, pair in jax.tree.leaves_with_path(adapters, is_leaf=_is_pair)}
 
     def join(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -263,13 +265,13 @@ def replace_adapted(params: Llama, adapters: Llama, rank: int, joined: Callable[
     return joined_params
 
 
-def base_of(params: Llama) -> Llama:
-    """The model without the adapters that `adapted` added."""
+def base_of(params: LlamaParams) -> LlamaParams:
+    """The model without the adapters that `apply_adapters` added."""
     is_adapted = lambda leaf: isinstance(leaf, LoraWeight)
     return jax.tree.map(lambda leaf: leaf.base if is_adapted(leaf) else leaf, params, is_leaf=is_adapted)
 
 
-def with_base(sharding: Sharding, base: Llama, lora: Lora) -> Sharding:
+def freeze_base(sharding: Sharding, base: LlamaParams, lora: Lora) -> Sharding:
     """A `Sharding` for training a `TrainState` of adapters: `train_step` joins them with the base.
 
     Only the parameters in the state are differentiated, so the base has no gradient. Make the base an argument of the
@@ -279,20 +281,20 @@ def with_base(sharding: Sharding, base: Llama, lora: Lora) -> Sharding:
       sharding: the sharding of the model.
       base: parameters as in full training, in any dtype or quantized.
     """
-    return replace(sharding, prepare_params=lambda adapters: sharding.prepare_params(adapted(base, adapters, lora)))
+    return replace(sharding, prepare_params=lambda adapters: sharding.prepare_params(apply_adapters(base, adapters, lora)))
 
 
-def merge(params: Llama, adapters: Llama, lora: Lora) -> Llama:
+def merge(params: LlamaParams, adapters: LlamaParams, lora: Lora) -> LlamaParams:
     """The model with the adapters merged into its weights, W + s B A.
 
     Updates are added in float32, and the sum is rounded once to the dtype of the weight: 16-bit weights lose what they
     cannot represent. Quantized matrices become dense, in the dtype of their computation.
 
     Raises:
-      ConfigError: as `adapted`.
+      ConfigError: as `apply_adapters`.
     """
     is_adapted = lambda leaf: isinstance(leaf, LoraWeight)
-    joined = adapted(params, adapters, lora)
+    joined = apply_adapters(params, adapters, lora)
     return jax.tree.map(lambda leaf: _merge_layers(leaf) if is_adapted(leaf) else leaf, joined, is_leaf=is_adapted)
 
 
@@ -309,7 +311,7 @@ def _pair_shapes(path: str, shape: tuple[int, ...], rank: int) -> tuple[tuple[in
 
 
 def _path(path: tuple[Any, ...]) -> str:
-    """The path of a `ParamSpec` from a path in a `Llama`."""
+    """The path of a `ParamSpec` from a path in a `LlamaParams`."""
     return ".".join(key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey))
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Int
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import ConfigError, shown
+from llama_jax.errors import ConfigError, short_repr
 from llama_jax.model.lora import TARGETS, Lora, build_adapters, precompute_dora_scale, replace_adapted
-from llama_jax.model.params import Llama, ParamSpec
+from llama_jax.model.params import LlamaParams, ParamSpec
 from llama_jax.ops.platform import AnyArray
 from llama_jax.ops.weights.lora import LowRank
 from llama_jax.ops.weights.multi_lora import MultiLoraWeight
@@ -28,17 +28,17 @@ class StackedAdapters(NamedTuple):
     """Several adapters stacked as a single one.
 
     Attributes:
-      params: a `Llama` of `LowRank`, see `MultiLoraWeight`.
+      params: a `LlamaParams` of `LowRank`, see `MultiLoraWeight`.
       lora: the rank (n times the largest) and all targets.
       scales: the scale of each adapter.
     """
 
-    params: Llama
+    params: LlamaParams
     lora: Lora
     scales: tuple[float, ...]
 
 
-def adapter_table(config: LlamaConfig, params: Llama, adapters: Sequence[tuple[Llama, Lora]]) -> Llama:
+def adapter_table(config: LlamaConfig, params: LlamaParams, adapters: Sequence[tuple[LlamaParams, Lora]]) -> LlamaParams:
     """The model with several adapters, numbered from 0, for `choose_adapters`.
 
     The adapters may have different ranks and targets; they are stored once, in the dtype of the model's computation. The
@@ -55,7 +55,7 @@ def adapter_table(config: LlamaConfig, params: Llama, adapters: Sequence[tuple[L
 
 
 def stack_adapters(
-    config: LlamaConfig, adapters: Sequence[tuple[Llama, Lora]], dtype: jax.typing.DTypeLike
+    config: LlamaConfig, adapters: Sequence[tuple[LlamaParams, Lora]], dtype: jax.typing.DTypeLike
 ) -> StackedAdapters:
     """Stack adapters of one model: A and B are concatenated, with lower ranks padded with zeros.
 
@@ -93,17 +93,17 @@ def stack_adapters(
     return StackedAdapters(build_adapters(config, whole, join), whole, tuple(lora.scale for _, lora in adapters))
 
 
-def attach_adapter_table(params: Llama, table: StackedAdapters) -> Llama:
+def attach_adapter_table(params: LlamaParams, table: StackedAdapters) -> LlamaParams:
     """The parameters with a table of adapters, whose arrays are placed like those of one adapter of that rank.
 
     Raises:
-      ConfigError: as `adapted`.
+      ConfigError: as `apply_adapters`.
     """
     join = lambda leaf, pair: MultiLoraWeight(leaf, pair, scales=table.scales)
     return precompute_dora_scale(replace_adapted(params, table.params, table.lora.rank, join))
 
 
-def choose_adapters(params: Llama, rows: Int[AnyArray, " B"] | Sequence[int]) -> Llama:
+def choose_adapters(params: LlamaParams, rows: Int[AnyArray, " B"] | Sequence[int]) -> LlamaParams:
     """The parameters for a batch whose rows use these adapters: nothing is copied, and all choices share one program.
 
     Args:
@@ -125,16 +125,16 @@ def choose_adapters(params: Llama, rows: Int[AnyArray, " B"] | Sequence[int]) ->
     return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, MultiLoraWeight))
 
 
-def check_choice(params: Llama, rows: Sequence[int]) -> None:
+def check_choice(params: LlamaParams, rows: Sequence[int]) -> None:
     """Raise ConfigError for an adapter number that does not exist."""
     count = adapters_in(params)
     for number in rows:
         if not -1 <= number < count:
             there = f"0 to {count - 1}" if count else "none"
-            raise ConfigError(f"adapter={shown(number, 40)}: the model has {there}; pass one of those, or -1 for none")
+            raise ConfigError(f"adapter={short_repr(number, 40)}: the model has {there}; pass one of those, or -1 for none")
 
 
-def adapters_in(params: Llama) -> int:
+def adapters_in(params: LlamaParams) -> int:
     """The number of adapters in the table of the parameters."""
     leaves = jax.tree.leaves(params.blocks, is_leaf=lambda leaf: isinstance(leaf, MultiLoraWeight))
     return max((len(leaf.scales) for leaf in leaves if isinstance(leaf, MultiLoraWeight)), default=0)

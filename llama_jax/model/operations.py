@@ -13,8 +13,8 @@ from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.cache import attend_gathered
-from llama_jax.model.forward_options import Compute, Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.forward_options import ComputeOptions, Sharding
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops import exact
 from llama_jax.ops.int8 import smooth_keys
 from llama_jax.ops.platform import KernelOptions, kernel_options
@@ -52,7 +52,7 @@ class Ops(NamedTuple):
 
 
 def select_ops(
-    config: LlamaConfig, params: Llama, compute: Compute, sharding: Sharding, starts: jax.Array | None = None
+    config: LlamaConfig, params: LlamaParams, compute: ComputeOptions, sharding: Sharding, starts: jax.Array | None = None
 ) -> Ops:
     """The operations of a pass.
 
@@ -96,7 +96,7 @@ def select_ops(
     return table
 
 
-def _with_parts(table: Ops, config: LlamaConfig, compute: Compute, sharding: Sharding) -> Ops:
+def _with_parts(table: Ops, config: LlamaConfig, compute: ComputeOptions, sharding: Sharding) -> Ops:
     """The operations with the requested attention backend, and the model's own functions."""
     parts = config.parts
     if parts.attend is not None or compute.attention != "auto":

@@ -76,7 +76,7 @@ class Block(struct.PyTreeNode):
     ffn_post_norm: Leaf | None = None
 
 
-class Llama(struct.PyTreeNode):
+class LlamaParams(struct.PyTreeNode):
     """All parameters.
 
     Attributes:
@@ -270,14 +270,14 @@ def specs_for(config: LlamaConfig) -> tuple[ParamSpec, ...]:
 
 
 def is_matrix_in_block(path: tuple[Any, ...]) -> bool:
-    """Whether the leaf at a path in `Llama.blocks` is a matrix, not a component of a quantized or LoRA weight."""
+    """Whether the leaf at a path in `LlamaParams.blocks` is a matrix, not a component of a quantized or LoRA weight."""
     spec = spec_at((jax.tree_util.GetAttrKey("blocks"), *path))
     names_in_weight = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][spec.path.count(".") :]
     return spec.is_quantizable and all(name in ("base", "parts") for name in names_in_weight)
 
 
 def spec_at(path: tuple[Any, ...]) -> ParamSpec:
-    """The spec of the leaf at a path in a `Llama`, as `jax.tree_util.tree_map_with_path` passes it.
+    """The spec of the leaf at a path in a `LlamaParams`, as `jax.tree_util.tree_map_with_path` passes it.
 
     If several specs have the path, the first is returned: they differ only in shape and condition. All arrays inside a
     quantized or LoRA weight have the spec of the weight.

@@ -23,7 +23,7 @@ from llama_jax.model.params import (
     Block,
     FeedForward,
     Leaf,
-    Llama,
+    LlamaParams,
     ParamSpec,
     is_matrix_in_block,
     spec_at,
@@ -43,7 +43,7 @@ from llama_jax.ops.weights.quantized_matmul import (
 )
 
 
-def init(config: LlamaConfig, key: PRNGKeyArray, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
+def init(config: LlamaConfig, key: PRNGKeyArray, dtype: jax.typing.DTypeLike = jnp.float32) -> LlamaParams:
     """Random initial parameters.
 
     Every matrix is normal with standard deviation 0.02. The two projections into the residual stream are scaled by
@@ -69,8 +69,8 @@ def init(config: LlamaConfig, key: PRNGKeyArray, dtype: jax.typing.DTypeLike = j
     return build_tree(config, init_leaf)
 
 
-def build_tree(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> Llama:
-    """A `Llama` with the result of a function for each parameter, and None for those that the configuration lacks."""
+def build_tree(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> LlamaParams:
+    """A `LlamaParams` with the result of a function for each parameter, and None for those that the configuration lacks."""
     table = {spec.path: spec for spec in specs_for(config)}
 
     def leaf(path: str) -> Leaf | None:
@@ -82,15 +82,15 @@ def build_tree(config: LlamaConfig, leaf_of: Callable[[ParamSpec], Leaf]) -> Lla
 
     attention = node(Attention, "blocks.attention.")
     feed_forward = node(FeedForward, "blocks.feed_forward.")
-    return node(Llama, "", blocks=node(Block, "blocks.", attention=attention, feed_forward=feed_forward))
+    return node(LlamaParams, "", blocks=node(Block, "blocks.", attention=attention, feed_forward=feed_forward))
 
 
-def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
-    """A `Llama` of `jax.ShapeDtypeStruct`: the shapes that `init` would return, without allocating arrays."""
+def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> LlamaParams:
+    """A `LlamaParams` of `jax.ShapeDtypeStruct`: the shapes that `init` would return, without allocating arrays."""
     return build_tree(config, lambda spec: jax.ShapeDtypeStruct(spec.stacked_shape(config), jnp.dtype(dtype)))
 
 
-def quantize(params: Llama, quant_format: FormatName | PureFormatName) -> Llama:
+def quantize(params: LlamaParams, quant_format: FormatName | PureFormatName) -> LlamaParams:
     """Quantize the matrices to a format: "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k", ...
 
     Below 6 bits, the embedding and the output projection have a wider format, and "q4_k" and "q5_k" use 6 bits in some
@@ -177,7 +177,7 @@ def _some_layers(leaf: Any, layers: list[int]) -> Any:
     return jax.ShapeDtypeStruct((len(layers), *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
 
 
-def plan_formats(params: Llama, quant_formats: Llama) -> Llama:
+def plan_formats(params: LlamaParams, quant_formats: LlamaParams) -> LlamaParams:
     """A tree of `jax.ShapeDtypeStruct` leaves with a given format for each matrix, as in a file.
 
     Args:
@@ -220,12 +220,12 @@ def is_weight(leaf: Any) -> bool:
     return isinstance(leaf, QuantizedWeight | JoinedWeight | MixedStack)
 
 
-def dequantize(params: Llama) -> Llama:
+def dequantize(params: LlamaParams) -> LlamaParams:
     """The parameters with quantized matrices dequantized."""
     return jax.tree.map(lambda leaf: leaf.to_dense() if is_weight(leaf) else leaf, params, is_leaf=is_weight)
 
 
-def count(params: Llama) -> int:
+def count(params: LlamaParams) -> int:
     """The number of parameters in a tree of arrays, or of shapes from `jax.eval_shape`."""
     is_one = lambda leaf: isinstance(leaf, Weight | MixedStack)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params, is_leaf=is_one))
@@ -251,20 +251,20 @@ def parameter_count(config: LlamaConfig) -> int:
     return sum(math.prod(spec.stacked_shape(config)) for spec in specs_for(config))
 
 
-def layers_of(params: Llama) -> tuple[Block, ...]:
+def layers_of(params: LlamaParams) -> tuple[Block, ...]:
     """Each layer's block, with separate arrays."""
     layers = jax.tree.leaves(params.blocks, is_leaf=is_weight)[0].shape[0]  # in adapters most leaves are None
     return tuple(get_layer(params.blocks, layer) for layer in range(layers))
 
 
-def unstack_layers(params: Llama) -> Llama:
+def unstack_layers(params: LlamaParams) -> LlamaParams:
     """The model with each layer's matrices in separate arrays, see `ops.weights.layers.unstack`."""
     is_one = lambda leaf: isinstance(leaf, QuantizedWeight | MixedStack)
     of_leaf = lambda path, leaf: unstack(leaf) if is_matrix_in_block(path) else leaf
     return params.replace(blocks=jax.tree_util.tree_map_with_path(of_leaf, params.blocks, is_leaf=is_one))
 
 
-def restack_layers(params: Llama) -> Llama:
+def restack_layers(params: LlamaParams) -> LlamaParams:
     """Undo `unstack_layers`: one stack per format."""
     is_mixed = lambda leaf: isinstance(leaf, MixedStack)
     join = lambda leaf: _join_layers([get_layer(leaf, layer) for layer in range(leaf.shape[0])]) if is_mixed(leaf) else leaf

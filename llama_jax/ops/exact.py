@@ -1,4 +1,4 @@
-"""Batch-invariant programs, `Compute(exact=True)`: a token's results do not depend on the tokens computed with it.
+"""Batch-invariant programs, `ComputeOptions(exact=True)`: a token's results do not depend on the tokens computed with it.
 
 The order of sums in a compiled program depends on the shapes of its arrays, so a token's results usually depend on how many
 others are computed with it. Exact programs loop over blocks with a fixed number of tokens (or rows of logits), so that every

@@ -23,7 +23,7 @@ class _StaticResidual(struct.PyTreeNode):
 def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[[F], F]:
     """Decorator of `function(settings, *args)`, with static settings and trees of arrays: sets its gradient.
 
-    A pass with `Compute(forward_mode=True)` calls other functions, which JAX can differentiate in every mode.
+    A pass with `ComputeOptions(forward_mode=True)` calls other functions, which JAX can differentiate in every mode.
 
     Args:
       forward: `forward(settings, needed, *args)`, with the result of the function and the residuals. `needed` is the tree of
@@ -81,8 +81,8 @@ def gradient_of_needed(function: Callable[[Any], jax.Array], tree: Any, needed: 
 
 def _raise_in_forward_mode(*_: Any, **__: Any) -> Any:
     raise TypeError(
-        "forward-mode differentiation (jvp, linearize, jacfwd) needs Compute(forward_mode=True); so do second derivatives"
-        " of quantized weights and of 16-bit floats"
+        "forward-mode differentiation (jvp, linearize, jacfwd) needs ComputeOptions(forward_mode=True); so do second"
+        " derivatives of quantized weights and of 16-bit floats"
     )
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.sharding import GenerationConstraints
 from llama_jax.model.forward_options import Sharding
-from llama_jax.model.params import Llama, ParamSpec
+from llama_jax.model.params import LlamaParams, ParamSpec
 from llama_jax.ops.attention import HeadSharding
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight, shardings_of_planes
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
@@ -21,8 +21,8 @@ from llama_jax.parallel.ring_attention import BATCH_AXES
 from llama_jax.parallel.sharding import EXPERT_SHARDING, param_specs, shardings, training_sharding
 
 
-def param_shardings(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = True) -> Llama:
-    """A `Llama` of shardings for generation.
+def param_shardings(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = True) -> LlamaParams:
+    """A `LlamaParams` of shardings for generation.
 
     Args:
       padded: whether the shardings are for parameters from `pad_params` instead of those of `config`.
@@ -33,7 +33,7 @@ def param_shardings(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = Tru
     return shardings(make_mesh(sizes), param_specs(config, sizes, padded=padded))
 
 
-def pad_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
+def pad_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: LlamaParams) -> LlamaParams:
     """`pad_params` for parameters that are already on the mesh, array by array, deleting the given arrays.
 
     Each device holds its share of the model, and in addition its share of one array.

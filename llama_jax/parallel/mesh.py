@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AxisType, Mesh
 
-from llama_jax.errors import MeshError, shown
+from llama_jax.errors import MeshError, short_repr
 from llama_jax.settings import Positive, check_fields
 
 AXES = ("data", "fsdp", "context", "tensor")
@@ -75,13 +75,15 @@ def parse_mesh(text: str) -> MeshSizes:
         match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d{1,9})\s*", part, re.ASCII)
         if not match:
             raise MeshError(
-                f"mesh {shown(text, 80)}: {shown(part, 40)} is not axis=size; write it as data=2,fsdp=4,tensor=1"
+                f"mesh {short_repr(text, 80)}: {short_repr(part, 40)} is not axis=size; write it as data=2,fsdp=4,tensor=1"
             )
         axis, size = match[1], int(match[2])
         if axis not in AXES:
-            raise MeshError(f"mesh {shown(text, 80)} has no axis {shown(axis, 40)}; the axes are {', '.join(AXES)}")
+            raise MeshError(
+                f"mesh {short_repr(text, 80)} has no axis {short_repr(axis, 40)}; the axes are {', '.join(AXES)}"
+            )
         if axis in sizes:
-            raise MeshError(f"mesh {shown(text, 80)} has {axis} twice; set it once")
+            raise MeshError(f"mesh {short_repr(text, 80)} has {axis} twice; set it once")
         sizes[axis] = size
     return MeshSizes(**sizes)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
-from llama_jax.model.params import Llama, ParamSpec, spec_at
+from llama_jax.model.params import LlamaParams, ParamSpec, spec_at
 from llama_jax.ops.weights.lora import LowRank, LowRankWeight
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 from llama_jax.parallel.mesh import MeshSizes, check_divisible
@@ -73,7 +73,7 @@ def padded_shapes_config(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
     return replace(padded_config(config, sizes), vocab_size=padded_vocab(config, sizes))
 
 
-def pad_params(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
+def pad_params(config: LlamaConfig, sizes: MeshSizes, params: LlamaParams) -> LlamaParams:
     """The parameters with the shapes of `padded_shapes_config(config, sizes)`: padded with zeros, with heads copied.
 
     For NumPy arrays on the host, which stay there, or under `jit` with shardings. `load` with a mesh reads parameters
@@ -102,7 +102,7 @@ def pad_array(target: LlamaConfig, spec: ParamSpec, array: Any) -> Any:
     return _map_groups(copy_heads, spec, array, target.n_kv_heads) if has_groups(spec) else array
 
 
-def unpad_params(config: LlamaConfig, params: Llama) -> Llama:
+def unpad_params(config: LlamaConfig, params: LlamaParams) -> LlamaParams:
     """Undo `pad_params`: the parameters in the shape of the model's own configuration, without padding and copies."""
 
     def unpad_array(spec: ParamSpec, array: Any) -> Any:
@@ -114,7 +114,7 @@ def unpad_params(config: LlamaConfig, params: Llama) -> Llama:
     return map_params(params, unpad_array)
 
 
-def map_params(params: Llama, change: Callable[[ParamSpec, Any], Any]) -> Llama:
+def map_params(params: LlamaParams, change: Callable[[ParamSpec, Any], Any]) -> LlamaParams:
     """Apply a function to each parameter, given its `ParamSpec`."""
     is_leaf = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | LowRankWeight | LowRank)
     return jax.tree_util.tree_map_with_path(lambda path, leaf: change(spec_at(path), leaf), params, is_leaf=is_leaf)

@@ -29,7 +29,7 @@ from llama_jax.inference.prepare_inputs import prepare_inputs
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.single_program import complete
 from llama_jax.model.forward_options import Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.parallel.mesh import check_divisible
 from llama_jax.training.batch import Batch
 from llama_jax.training.step import TrainState
@@ -38,7 +38,7 @@ PMAP_AXIS = "data"
 Tree = TypeVar("Tree")
 
 
-def replicate(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
+def pmap_replicate(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
     """A copy of every array on every device: a tree of arrays of the same shapes, with the sharding P() over `devices`.
 
     The originals stay valid. With plain `jax.device_put`, the result would share the first device's memory with them, and
@@ -63,8 +63,8 @@ def pmap_step(
       devices: devices of this process.
 
     Returns:
-      A function of a state from `replicate` or from the function itself, and a `Batch` of B rows in total, int32[B, T + 1]:
-      each device computes B / len(devices) of them. It returns the next state, with arrays of the usual shapes, and the
+      A function of a state from `pmap_replicate` or from the function itself, and a `Batch` of B rows in total, int32[B, T +
+      1]: each device computes B / len(devices) of them. It returns the next state, with arrays of the usual shapes, and the
       metrics of all rows, float32[] each, both with the sharding P().
 
     Raises:
@@ -100,7 +100,7 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
       devices: devices of this process.
 
     Returns:
-      A function of parameters from `replicate`, and of prompts, `max_new_tokens`, `sampling` and `stop_tokens` as in
+      A function of parameters from `pmap_replicate`, and of prompts, `max_new_tokens`, `sampling` and `stop_tokens` as in
       `generate`. The number of prompts must be a multiple of the number of devices; the cache keeps all tokens, in the
       parameters' dtype. It returns a `Generation` for each prompt, with the same tokens as `generate`.
 
@@ -119,7 +119,7 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
     )
 
     def run(
-        params: Llama,
+        params: LlamaParams,
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int | Sequence[int],

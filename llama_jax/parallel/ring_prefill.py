@@ -16,8 +16,8 @@ from llama_jax.inference.decode import planned_rope_length
 from llama_jax.model.cache import KVCache, cache_from
 from llama_jax.model.forward_options import Positions, Sharding
 from llama_jax.model.hooks import At
-from llama_jax.model.logits import observe
-from llama_jax.model.params import Llama
+from llama_jax.model.logits import logits_and_activations
+from llama_jax.model.params import LlamaParams
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring_attention import (
     BATCH_AND_CONTEXT_AXES,
@@ -31,7 +31,7 @@ from llama_jax.parallel.ring_attention import (
 from llama_jax.parallel.sharding import EXPERT_SHARDING, batch_spec, cache_specs, make_constrain, shardings
 from llama_jax.training.batch import NextTokenBatch
 
-RingPrefill = Callable[[Llama, jax.Array, jax.Array], tuple[KVCache, jax.Array]]
+RingPrefill = Callable[[LlamaParams, jax.Array, jax.Array], tuple[KVCache, jax.Array]]
 
 
 def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int, limit: int = 0) -> RingPrefill:
@@ -57,7 +57,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int, limit: int = 0)
     gather = partial(join_sequence, mesh, axis=2, spec=P("tensor"))
     sharding = Sharding(make_constrain(mesh), ring_attention(mesh), experts=EXPERT_SHARDING, mesh=mesh.abstract_mesh)
 
-    def prefill(params: Llama, tokens: jax.Array, lengths: jax.Array) -> tuple[KVCache, jax.Array]:
+    def prefill(params: LlamaParams, tokens: jax.Array, lengths: jax.Array) -> tuple[KVCache, jax.Array]:
         batch_spec(sizes, *tokens.shape)  # raises MeshError
         rope_lengths = jnp.broadcast_to(planned_rope_length(config, lengths, limit)[:, None], tokens.shape)
         # Only the tokens and positions are used; there are no targets.
@@ -68,7 +68,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh, capacity: int, limit: int = 0)
             return value, gather(value.swapaxes(1, 2))
 
         hooks = {"keys": keep, "values": keep, "final": lambda hidden, at: (hidden, hidden)}
-        _, _, kept = observe(config, params, rows.tokens, hooks, positions=positions, sharding=sharding)
+        _, _, kept = logits_and_activations(config, params, rows.tokens, hooks, positions=positions, sharding=sharding)
         cache, hidden = cache_from(kept["keys"], kept["values"], lengths, capacity), kept["final"]
         cache = lax.with_sharding_constraint(cache, shardings(mesh, cache_specs(config, sizes, len(tokens))))
         return cache, _last_of_rows(mesh, hidden, lengths)

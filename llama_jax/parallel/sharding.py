@@ -1,9 +1,9 @@
 """The sharding of all arrays: a partition spec for each, before anything is compiled.
 
-The sharding of a `Llama` is a `Llama` of `PartitionSpec`s. Tensor parallelism: `tensor` shards heads and features, so that a
-layer needs one all-reduce after attention and one after the feed-forward (Shoeybi et al. 2019, section 3). Fully sharded
-data parallelism: `fsdp` shards the axis D, which every matrix has. Data parallelism: `data` and `fsdp` together shard the
-batch. Context parallelism: `context` shards the tokens of each row, see `ring_attention`.
+The sharding of a `LlamaParams` is a `LlamaParams` of `PartitionSpec`s. Tensor parallelism: `tensor` shards heads and
+features, so that a layer needs one all-reduce after attention and one after the feed-forward (Shoeybi et al. 2019, section
+3). Fully sharded data parallelism: `fsdp` shards the axis D, which every matrix has. Data parallelism: `data` and `fsdp`
+together shard the batch. Context parallelism: `context` shards the tokens of each row, see `ring_attention`.
 
 `context` also shards everything that `fsdp` shards. Its devices have different tokens and must sum their gradients anyway,
 as if they had different rows. So they can also shard the state, like those of `fsdp` (Rajbhandari et al. 2020): for 8
@@ -28,7 +28,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.model.cache import KVCache
 from llama_jax.model.forward_options import Sharding, identity
 from llama_jax.model.lora import Lora, adapter_shapes, build_adapters
-from llama_jax.model.params import Llama, ParamSpec, specs_for
+from llama_jax.model.params import LlamaParams, ParamSpec, specs_for
 from llama_jax.model.trees import build_tree, is_weight, param_shapes
 from llama_jax.ops.attention import HeadSharding
 from llama_jax.ops.int8 import Quantized
@@ -51,8 +51,8 @@ from llama_jax.training.step import TrainState, init_state, train_step
 EXPERT_SHARDING = ExpertSharding(BATCH_AND_CONTEXT_AXES, ("tensor",), ("fsdp", "context"))
 
 
-def param_specs(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = False) -> Llama:
-    """A `Llama` of partition specs.
+def param_specs(config: LlamaConfig, sizes: MeshSizes, *, padded: bool = False) -> LlamaParams:
+    """A `LlamaParams` of partition specs.
 
     In training, parameters are stored with the same shapes on every mesh, so that every checkpoint fits every mesh. If
     `tensor` cannot shard the rows of a parameter without padding or copied heads (`pad_params`), `tensor` and `fsdp`
@@ -89,7 +89,7 @@ def _with_context(spec: P, sizes: MeshSizes) -> P:
     return P(*partition)
 
 
-def adapter_specs(config: LlamaConfig, sizes: MeshSizes, lora: Lora, *, padded: bool = False) -> Llama:
+def adapter_specs(config: LlamaConfig, sizes: MeshSizes, lora: Lora, *, padded: bool = False) -> LlamaParams:
     """Partition specs of adapters: A is sharded by columns and B by rows, like their matrices, and neither by rank.
 
     Args:
@@ -257,7 +257,7 @@ def training_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Sha
 
         return padding.map_matrix_rows(leaf, gather)
 
-    def prepare_params(params: Llama) -> Llama:
+    def prepare_params(params: LlamaParams) -> LlamaParams:
         """Pad the vocabulary and copy key/value heads, if `tensor` requires it; part of the differentiated function."""
         if not is_padded:
             return params
@@ -297,7 +297,7 @@ def evaluation_sharding(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, S
     )
 
 
-def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+def sharded_train_step(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """`train_step` for a mesh, with configuration and sharding bound; the remaining arguments start with the optimizer.
 
     Call it under `jax.jit`, with a state sharded by `train_state_specs` and rows sharded by P(("data", "fsdp")).
@@ -309,7 +309,7 @@ def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState
     return partial(train_step, config, sharding=sharding)
 
 
-def shardings_like(params: Llama, matrices: Llama) -> Llama:
+def shardings_like(params: LlamaParams, matrices: LlamaParams) -> LlamaParams:
     """Shardings for all arrays in `params`, also of quantized and LoRA weights, given those of the dense matrices."""
 
     def shard_leaf(leaf: Any, sharding: Any) -> Any:

@@ -21,14 +21,14 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError, TrainingError
 from llama_jax.inference.xla_flags import return_large_blocks
 from llama_jax.model.forward_options import Sharding, identity
-from llama_jax.model.lora import adapted, init_adapters, precompute_dora_scale, with_base
-from llama_jax.model.params import Llama
+from llama_jax.model.lora import apply_adapters, freeze_base, init_adapters, precompute_dora_scale
+from llama_jax.model.params import LlamaParams
 from llama_jax.model.trees import init
 from llama_jax.ops.attention import record_backends
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import padded_shapes_config
-from llama_jax.parallel.pmap import pmap_step, replicate
+from llama_jax.parallel.pmap import pmap_replicate, pmap_step
 from llama_jax.parallel.sharding import (
     batch_spec,
     evaluation_sharding,
@@ -51,7 +51,7 @@ UTILIZATION = 0.5  # usual MFU of a step: share of the FLOP/s of a datasheet, or
 
 
 def make_program(
-    recipe: Recipe, objective: Objective, sizes: MeshSizes, backend: Backend, base: Llama | None = None
+    recipe: Recipe, objective: Objective, sizes: MeshSizes, backend: Backend, base: LlamaParams | None = None
 ) -> TrainingProgram:
     """Compile the step of a recipe: by `jax.jit` over a mesh, or by `jax.pmap` over `sizes.data` devices.
 
@@ -83,7 +83,7 @@ def _bind_recipe(
     """
     task_loss = objective.make_loss(frozen)
 
-    def loss(config: LlamaConfig, params: Llama, batch: Any, options: LossOptions, sharding: Sharding) -> LossSums:
+    def loss(config: LlamaConfig, params: LlamaParams, batch: Any, options: LossOptions, sharding: Sharding) -> LossSums:
         sums = task_loss(config, params, batch, options, sharding)
         return sums._replace(metrics=sums.metrics | {"tokens_read": objective.count_tokens(batch)})
 
@@ -102,7 +102,7 @@ def _bind_recipe(
 
 
 def loss_options(recipe: Recipe, *, unroll: bool = False) -> LossOptions:
-    """The loss options of a recipe; `unroll` as in `Compute`."""
+    """The loss options of a recipe; `unroll` as in `ComputeOptions`."""
     return LossOptions(replace(compute_of(recipe), unroll=unroll), recipe.chunk, recipe.z_loss, recipe.neftune)
 
 
@@ -128,12 +128,12 @@ def fits(compiled: Any, device: jax.Device) -> bool:
     return hardware is None or hardware.holds(resident + plan.temp_size_in_bytes)
 
 
-def _init_state(recipe: Recipe, params: Llama) -> TrainState:
+def _init_state(recipe: Recipe, params: LlamaParams) -> TrainState:
     """The state before the first step, from given parameters."""
     return init_state(make_optimizer(recipe.optimizer, recipe.steps), params, ema=recipe.ema_decay > 0)
 
 
-def _init_random_state(recipe: Recipe, dora_base: Llama | None = None) -> TrainState:
+def _init_random_state(recipe: Recipe, dora_base: LlamaParams | None = None) -> TrainState:
     """The state before the first step, from random parameters or adapters; the magnitudes of DoRA follow from its base."""
     key = jax.random.key(recipe.seed)
     if recipe.lora is None:
@@ -167,7 +167,7 @@ def check_mesh(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> None:
     param_specs(recipe.model, sizes)
 
 
-def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: Llama | None) -> TrainingProgram:
+def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: LlamaParams | None) -> TrainingProgram:
     mesh, lora = make_mesh(sizes), recipe.lora
     optimizer = make_optimizer(recipe.optimizer, recipe.steps)
     specs = train_state_specs(recipe.model, sizes, optimizer, ema=recipe.ema_decay > 0, lora=lora)
@@ -183,13 +183,13 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
     config, sharding = training_sharding(recipe.model, mesh)
 
     def step(
-        unroll: bool, models: tuple[Llama | None, Any], state: TrainState, batch: Any
+        unroll: bool, models: tuple[LlamaParams | None, Any], state: TrainState, batch: Any
     ) -> tuple[TrainState, StepMetrics]:
         base, other = models
         step_sharding, frozen = sharding, FrozenModels(None, other)
         if base is not None and lora is not None:
             # The parameters of the state are the adapters: `prepare_params` adds them to the frozen base.
-            step_sharding, frozen = with_base(sharding, base, lora), FrozenModels(sharding.prepare_params(base), other)
+            step_sharding, frozen = freeze_base(sharding, base, lora), FrozenModels(sharding.prepare_params(base), other)
         if objective.make_prepare_batch is not None:
             with sharding.context():
                 prepare_batch = objective.make_prepare_batch(frozen)
@@ -198,8 +198,8 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
         bound_step = partial(train_step, config, sharding=step_sharding)
         return _bind_recipe(recipe, objective, frozen, bound_step, unroll=unroll)(state, batch)
 
-    def model_params(params: Llama) -> Llama:
-        return params if base is None or lora is None else precompute_dora_scale(adapted(base, params, lora))
+    def model_params(params: LlamaParams) -> LlamaParams:
+        return params if base is None or lora is None else precompute_dora_scale(apply_adapters(base, params, lora))
 
     _, eval_sharding = evaluation_sharding(recipe.model, mesh)
     # If no shape differs on the mesh, `prepare_params` returns its argument: `jit` would copy it.
@@ -222,7 +222,7 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
     plan: Any = compiled.memory_analysis()
     return_large_blocks(0 if plan is None else plan.temp_size_in_bytes)
 
-    def init_sharded_state(params: Llama | None) -> TrainState:
+    def init_sharded_state(params: LlamaParams | None) -> TrainState:
         """The state, created sharded: no device ever holds more than its shards."""
         if params is None:
             return jax.jit(partial(_init_random_state, recipe), out_shardings=state_shardings)(dora_base)
@@ -255,19 +255,19 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
 
 def _pmap_program(recipe: Recipe, objective: Objective, sizes: MeshSizes) -> TrainingProgram:
     devices = jax.devices()[: sizes.devices]
-    replicated = replicate(jnp.zeros(()), devices).sharding
+    replicated = pmap_replicate(jnp.zeros(()), devices).sharding
     state_shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
         jax.eval_shape(partial(_init_random_state, recipe)),
     )
     start_time = time.perf_counter()
 
-    def init_replicated_state(params: Llama | None) -> TrainState:
+    def init_replicated_state(params: LlamaParams | None) -> TrainState:
         if params is None:
             state = jax.jit(partial(_init_random_state, recipe))()
         else:
             state = jax.jit(partial(_init_state, recipe))(params)
-        return replicate(state, devices)
+        return pmap_replicate(state, devices)
 
     step = _bind_recipe(recipe, objective, FrozenModels(None, None), partial(train_step, recipe.model))
     return TrainingProgram(
@@ -276,7 +276,7 @@ def _pmap_program(recipe: Recipe, objective: Objective, sizes: MeshSizes) -> Tra
         data_shard=(0, 1),
         init_state=init_replicated_state,
         state_shapes=state_shapes,
-        place_restored=lambda state: replicate(state, devices),
+        place_restored=lambda state: pmap_replicate(state, devices),
         model_params=identity,
         jit=jax.jit,
         prepare_params=partial(jax.tree.map, lambda array: array.addressable_data(0)),  # the copy on the first device

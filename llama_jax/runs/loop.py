@@ -19,7 +19,7 @@ from llama_jax.formats import open_checkpoint
 from llama_jax.formats.step_dirs import CHECKPOINTS, by_loss
 from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.multihost import Processes
 from llama_jax.runs import preflight
@@ -491,7 +491,7 @@ class Profile:
 
 
 def sample_prompts(
-    recipe: Recipe, program: TrainingProgram, model: Llama, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+    recipe: Recipe, program: TrainingProgram, model: LlamaParams, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
 ) -> list[str]:
     """The prompts with their continuations, generated with the sharding of training, by all processes together.
 

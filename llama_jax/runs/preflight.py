@@ -23,7 +23,7 @@ from llama_jax.data import ChatReading
 from llama_jax.data.data_files import SourceFiles
 from llama_jax.data.documents import TOKEN_SUFFIXES, file_type, read_documents
 from llama_jax.data.load_corpus import examine
-from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, shown
+from llama_jax.errors import DataError, TokenizerError, TrainingError, UserError, short_repr
 from llama_jax.formats.step_dirs import ABOUT, CHECKPOINTS, DamagedError, check_checksums, existing_step, read_metadata
 from llama_jax.model.checks import check_parts_found
 from llama_jax.model.lora import adapter_count
@@ -297,10 +297,10 @@ def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
     for prompt, ids in zip(recipe.prompts, encoded, strict=True):
         if not 0 < len(ids) < context:
             raise TrainingError(
-                f"prompts: {shown(prompt, 40)} is {len(ids)} tokens; a sample needs at least 1 and fewer than the model's"
-                f" context of {context}"
+                f"prompts: {short_repr(prompt, 40)} is {len(ids)} tokens; a sample needs at least 1 and fewer than the"
+                f" model's context of {context}"
             )
-        check_token_rows(tokenizer, ids, recipe.model.vocab_size, f"prompts: {shown(prompt, 40)}")
+        check_token_rows(tokenizer, ids, recipe.model.vocab_size, f"prompts: {short_repr(prompt, 40)}")
     return encoded
 
 

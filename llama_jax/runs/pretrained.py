@@ -19,7 +19,7 @@ from llama_jax.errors import TrainingError
 from llama_jax.formats import load, open_checkpoint
 from llama_jax.formats.lazy_tensors import TensorInfo
 from llama_jax.formats.quantize_on_load import can_be_kept, describe_quantized_types
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.weights.format_spec import INT4, unpack_int4
 from llama_jax.ops.weights.formats import FrozenFormatName
 from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
@@ -39,13 +39,13 @@ class FrozenBase:
       metadata: for checkpoints: the path it was loaded from, and its digest.
     """
 
-    params: Llama
+    params: LlamaParams
     metadata: dict[str, str]
 
 
 def load_weights(
     recipe: Recipe, weights: str | os.PathLike[str] | None, mesh: MeshSizes, metadata: dict[str, Any] | None
-) -> tuple[Llama | None, FrozenBase | None]:
+) -> tuple[LlamaParams | None, FrozenBase | None]:
     """The initial parameters of a new run, or None; and the base model of adapters, which a resumed run also needs.
 
     Each device receives its share as it is read: no device ever holds a whole array.
@@ -74,7 +74,7 @@ def load_weights(
 
 def load_frozen(
     path: str | os.PathLike[str], config: LlamaConfig, mesh: MeshSizes, dtype: str, quantize: FrozenFormatName | None
-) -> tuple[Llama, dict[str, str]]:
+) -> tuple[LlamaParams, dict[str, str]]:
     """A model that a run only reads, sharded by `param_specs`; and its path and digest.
 
     Args:

@@ -14,7 +14,7 @@ from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.data.chat_tokens import check_time
 from llama_jax.errors import TrainingError
 from llama_jax.model.checks import check_parts
-from llama_jax.model.forward_options import Compute, Remat
+from llama_jax.model.forward_options import ComputeOptions, Remat
 from llama_jax.model.lora import Lora, adapter_shapes
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.weights.formats import FrozenFormatName
@@ -138,7 +138,7 @@ class Recipe:
         QLoRA: Dettmers et al. 2023); "none" keeps them as their files have them, floats in `dtype`.
       seed: seed of the initial parameters and of the order of the data.
       dtype: dtype of the computation; the trained parameters are float32.
-      remat: what the backward pass recomputes to save memory; see `Compute` of `model.forward_options`.
+      remat: what the backward pass recomputes to save memory; see `ComputeOptions` of `model.forward_options`.
       attention: the attention backend; "auto" uses the device's kernel if possible.
       parts: your functions that replace parts of every layer, see `config.Parts`; they become the `parts` of any `model`.
       loss: your loss instead of `training.loss.total_loss`, which is used if None.
@@ -225,7 +225,7 @@ class Recipe:
                 f"optimizer.lora_plus={self.optimizer.lora_plus} and quantize={self.quantize!r} are for adapters and the"
                 " frozen model under them; set lora.rank, too"
             )
-        check_parts(self.model, Compute(attention=self.attention, exact=self.exact and self.rewards is not None))
+        check_parts(self.model, ComputeOptions(attention=self.attention, exact=self.exact and self.rewards is not None))
         if not 0 < self.validation < 1:
             raise TrainingError(
                 f"validation={self.validation} leaves nothing to train or to validate on; set a share between 0 and 1, or"

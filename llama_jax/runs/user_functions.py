@@ -21,7 +21,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig, Parts
 from llama_jax.config.parts import function_name
-from llama_jax.errors import ConfigError, TrainingError, UserError, reason_of, shown
+from llama_jax.errors import ConfigError, TrainingError, UserError, reason_of, short_repr
 from llama_jax.storage import resolved
 
 COMPLETIONS = "completions"
@@ -81,7 +81,7 @@ def with_parts(config: LlamaConfig, source: str | os.PathLike[str] | ModuleType 
         raise ConfigError(f"the model names no custom parts, so none are needed from {where}; omit it")
     if isinstance(source, str | os.PathLike):
         if not where.endswith(".py"):
-            raise ConfigError(f"parts={shown(where)} is not a Python file, FILE.py")
+            raise ConfigError(f"parts={short_repr(where)} is not a Python file, FILE.py")
         source = _run_file(where, where, "parts")
     functions = {part: _find(source, where, part, name) for part, name in config.parts.missing.items()}
     return replace(config, parts=Parts(**functions).over(config.parts))
@@ -176,7 +176,7 @@ class Reward:
         except TypeError:
             values = None
         if values is None or len(values) != len(completions):
-            answer = shown(returned, 40) if values is None else f"{len(values)} values for {len(completions)} answers"
+            answer = short_repr(returned, 40) if values is None else f"{len(values)} values for {len(completions)} answers"
             raise TrainingError(
                 f"reward {self.name} returned {answer}; it must return a list of {len(completions)} numbers, one for each"
                 " answer"
@@ -184,8 +184,8 @@ class Reward:
         for value, completion in zip(values, completions, strict=True):
             if not _is_number(value):
                 raise TrainingError(
-                    f"reward {self.name} returned {shown(value, 40)} for the answer {shown(completion, 60)}; it must"
-                    " be a finite number"
+                    f"reward {self.name} returned {short_repr(value, 40)} for the answer {short_repr(completion, 60)}; it"
+                    " must be a finite number"
                 )
         return np.array([float(value) for value in values])
 

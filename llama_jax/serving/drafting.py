@@ -34,7 +34,7 @@ class Drafting(ABC):
         self.offered = self.accepted = 0
         self._start = DraftLength.start((tokens,), prior)
         self._draft_lengths: dict[Shape, DraftLength] = {}
-        self._tokens_per_row, self._right, self._examined = 1.0, 0, 0  # since the last `observe`
+        self._tokens_per_row, self._right, self._examined = 1.0, 0, 0  # since the last `logits_and_activations`
 
     @abstractmethod
     def begin(self, prompt: Sequence[int]) -> Any:

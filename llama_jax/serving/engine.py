@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.programs import BURST
 from llama_jax.serving.requests import BusyError, ClosedError, FinishReason, GenerationRequest, Ticket, Update
@@ -53,7 +53,7 @@ class Engine:
     def __init__(
         self,
         config: LlamaConfig,
-        params: Llama,
+        params: LlamaParams,
         options: EngineOptions = EngineOptions(),
         model: ServedModel | None = None,
     ) -> None:

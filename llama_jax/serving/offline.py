@@ -12,7 +12,7 @@ from llama_jax.errors import GenerationError
 from llama_jax.inference.generate import Generation
 from llama_jax.inference.prepare_inputs import checked_limits
 from llama_jax.inference.sampling import Sampling
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import FinishReason, GenerationRequest, Ticket, Update
@@ -84,7 +84,7 @@ def run_jobs(engine: Engine, jobs: Iterable[Job]) -> Iterator[Job]:
 
 def complete_requests(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int | Sequence[int],

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.config import LlamaConfig, suggest_context
-from llama_jax.errors import GenerationError, UserError, shown
+from llama_jax.errors import GenerationError, UserError, short_repr
 from llama_jax.inference.speculation import DraftModel, PromptLookup
 from llama_jax.model.cache import PAGE_SIZE, CacheOptions, cache_bytes
-from llama_jax.model.forward_options import Compute
+from llama_jax.model.forward_options import ComputeOptions
 from llama_jax.settings import Bounds, at_least, check_fields
 
 CPU_CHUNK, CHUNK = 32, 256  # tokens of a prefill chunk
@@ -72,7 +72,7 @@ class EngineOptions:
     prefix_bytes: Annotated[int, Bounds(0)] = 2**28
     cache: CacheOptions = CacheOptions()
     draft: PromptLookup | DraftModel | None = None
-    compute: Compute = field(default_factory=Compute)
+    compute: ComputeOptions = field(default_factory=ComputeOptions)
 
     def __post_init__(self) -> None:
         check_fields(self, GenerationError)
@@ -81,7 +81,7 @@ class EngineOptions:
                 f"prefill_chunk={self.prefill_chunk} must be a multiple of {PAGE_SIZE}, the tokens of a page"
             )
         if not isinstance(self.draft, PromptLookup | DraftModel | None):
-            raise GenerationError(f"draft={shown(self.draft, 40)} must be a PromptLookup, a DraftModel or None")
+            raise GenerationError(f"draft={short_repr(self.draft, 40)} must be a PromptLookup, a DraftModel or None")
         if self.cache.window is not None:
             raise GenerationError(f"window={self.cache.window} is not supported by an engine; omit it")
 

@@ -23,9 +23,9 @@ from llama_jax.inference.speculation.verify import choose_each
 from llama_jax.inference.xla_flags import decode_options_on_tpu
 from llama_jax.model.cache import KVCache, init_pages
 from llama_jax.model.forward import forward, lm_head_of, unembed
-from llama_jax.model.forward_options import Compute, Positions, Sharding
+from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
 from llama_jax.model.multi_lora import choose_adapters
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops import exact
 from llama_jax.serving.row_sampling import (
     ChosenTokens,
@@ -43,7 +43,7 @@ class StaticModel(NamedTuple):
     """The static arguments of a program that describe a model."""
 
     config: LlamaConfig
-    compute: Compute
+    compute: ComputeOptions
     sharding: Sharding
 
 
@@ -89,7 +89,9 @@ class StepBatch(NamedTuple):
     live: Any
 
 
-def empty(model: StaticModel, params: Llama, draft: StaticModel | None, seats: int, count: int, dtype: str) -> ServingState:
+def empty(
+    model: StaticModel, params: LlamaParams, draft: StaticModel | None, seats: int, count: int, dtype: str
+) -> ServingState:
     """The state before the first step, with `count` pages."""
     drafts = None if draft is None else init_pages(draft.config, count, dtype)
     seen = jnp.zeros((seats, lm_head_of(model.config, params).shape[0]), bool)
@@ -103,7 +105,7 @@ def enter(state: ServingState, seat: jax.Array, seen: jax.Array, sharding: Shard
 
 
 def step(
-    model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings
+    model: StaticModel, params: LlamaParams, state: ServingState, batch: StepBatch, settings: RowSettings
 ) -> tuple[ServingState, jax.Array]:
     """Run the model on the tokens of all rows, and sample a token of each live row: packed `ChosenTokens` [R, 1, n]."""
     sharding = model.sharding
@@ -117,7 +119,7 @@ def step(
 
 
 def burst(
-    model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings, count: jax.Array
+    model: StaticModel, params: LlamaParams, state: ServingState, batch: StepBatch, settings: RowSettings, count: jax.Array
 ) -> tuple[ServingState, jax.Array]:
     """Run `count` int32[] steps, at most `BURST`: packed tokens [R, BURST, n], of which the first `count` are valid."""
 
@@ -136,7 +138,7 @@ def burst(
 
 
 def verify_drafts(
-    model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings, drafts: jax.Array
+    model: StaticModel, params: LlamaParams, state: ServingState, batch: StepBatch, settings: RowSettings, drafts: jax.Array
 ) -> tuple[ServingState, jax.Array]:
     """Up to K + 1 more tokens of every live row, packed: the accepted drafts, and one more token.
 
@@ -160,9 +162,9 @@ def verify_drafts(
 
 def verify_own_drafts(
     model: StaticModel,
-    params: Llama,
+    params: LlamaParams,
     draft: StaticModel,
-    draft_params: Llama,
+    draft_params: LlamaParams,
     state: ServingState,
     batch: StepBatch,
     settings: RowSettings,
@@ -202,13 +204,13 @@ def verify_own_drafts(
     return verify_drafts(model, params, state.replace(draft_pages=pages), batch, settings, drafts)
 
 
-def read_draft(model: StaticModel, params: Llama, pages: Any, batch: StepBatch) -> Any:
+def read_draft(model: StaticModel, params: LlamaParams, pages: Any, batch: StepBatch) -> Any:
     """The draft model's pages with the tokens of a batch."""
     return read_by(model, params, pages, batch)[0]
 
 
 def score(
-    model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings, targets: jax.Array
+    model: StaticModel, params: LlamaParams, state: ServingState, batch: StepBatch, settings: RowSettings, targets: jax.Array
 ) -> tuple[ServingState, jax.Array]:
     """Prefill a chunk of a single row, and score the token after each of its tokens: T rows of packed `ChosenTokens`.
 
@@ -227,7 +229,9 @@ def score(
         return state, model.sharding.constrain(pack_choices(choice), "replicated")
 
 
-def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, adapter: Any = None) -> tuple[Any, jax.Array]:
+def read_by(
+    model: StaticModel, params: LlamaParams, pages: Any, batch: StepBatch, adapter: Any = None
+) -> tuple[Any, jax.Array]:
     """The pages with the tokens of a batch, int32[T] and not negative, and their hidden states [T, D].
 
     Args:
@@ -247,7 +251,7 @@ def read_by(model: StaticModel, params: Llama, pages: Any, batch: StepBatch, ada
 
 
 def _read_batch(
-    model: StaticModel, params: Llama, state: ServingState, batch: StepBatch, settings: RowSettings
+    model: StaticModel, params: LlamaParams, state: ServingState, batch: StepBatch, settings: RowSettings
 ) -> tuple[ServingState, jax.Array]:
     row, _ = KVCache(state.pages, batch.table, batch.lengths).view(1, batch.starts).rows_and_positions(len(batch.tokens))
     chosen = state.token[jnp.minimum(batch.seats, len(state.token) - 1)]

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from llama_jax.config import suggest_context
-from llama_jax.errors import GenerationError, shown
+from llama_jax.errors import GenerationError, short_repr
 from llama_jax.inference.decode import DecodeSettings
 from llama_jax.inference.prepare_inputs import (
     checked_prompts,
@@ -99,7 +99,7 @@ def validate_request(request: GenerationRequest, model: ServedModel, context: in
     ):
         value = getattr(request, name)
         if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= most:
-            raise GenerationError(f"{name}={shown(value, 40)} must be an integer from {lowest} to {most}")
+            raise GenerationError(f"{name}={short_repr(value, 40)} must be an integer from {lowest} to {most}")
     if len(prompt) + request.max_new_tokens > context:
         room, total = max(context - len(prompt), 0), len(prompt) + request.max_new_tokens
         raise GenerationError(

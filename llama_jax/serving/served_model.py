@@ -15,9 +15,9 @@ from llama_jax.inference.sharding import check_row_shards, sharding_of
 from llama_jax.inference.speculation import DraftModel
 from llama_jax.model.cache import PAGE_SIZE, CacheOptions, cache_bytes
 from llama_jax.model.forward import lm_head_of
-from llama_jax.model.forward_options import Compute
+from llama_jax.model.forward_options import ComputeOptions
 from llama_jax.model.multi_lora import adapters_in
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.rope_scaling import LENGTH_DEPENDENT
 from llama_jax.serving.programs import Programs, ServingState, StaticModel, StepBatch, programs_for
 from llama_jax.serving.row_sampling import RowSettings
@@ -31,7 +31,7 @@ class ServedModel:
     """Model, sharding and programs of an engine, and its draft model."""
 
     static: StaticModel
-    params: Llama
+    params: LlamaParams
     cache: CacheOptions
     programs: Programs
     adapters: int = 0  # number of adapters in the parameters
@@ -39,7 +39,12 @@ class ServedModel:
 
     @classmethod
     def of(
-        cls, config: LlamaConfig, params: Llama, cache: CacheOptions, compute: Compute, draft: Drafter | None = None
+        cls,
+        config: LlamaConfig,
+        params: LlamaParams,
+        cache: CacheOptions,
+        compute: ComputeOptions,
+        draft: Drafter | None = None,
     ) -> ServedModel:
         """The model of parameters on one device or on a mesh.
 
@@ -50,7 +55,7 @@ class ServedModel:
         draft_model = None
         if isinstance(draft, DraftModel):
             draft.check_model(config, params, 1)
-            draft_model = cls.of(draft.config, draft.params, cache, Compute())
+            draft_model = cls.of(draft.config, draft.params, cache, ComputeOptions())
         sharding = sharding_of(params)
         check_row_shards(sharding, 1)
         (device, *_) = jax.tree.leaves(params)[0].devices()

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from llama_jax.errors import UserError, shown
+from llama_jax.errors import UserError, short_repr
 from llama_jax.serving.grammar import JSON_STYLE
 from llama_jax.tokenizers.interface import split_special
 from llama_jax.tokenizers.tool_dialects import CALL_TOKEN, Dialect, first_tag
@@ -54,7 +54,7 @@ def grammar_of_calls(
             part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")
         ):
             raise UserError(
-                f"the function {shown(name, 70)} has no name of Python, which this model's calls need; rename it"
+                f"the function {short_repr(name, 70)} has no name of Python, which this model's calls need; rename it"
             )
         lines.append(f"call_{i}: {literal(name + dialect.middle)} arguments_{i} {literal(dialect.after)}")
         lines += write(f"arguments_{i}", _arguments_schema(i, function), literal)
@@ -120,7 +120,9 @@ def _tagged_arguments(rule: str, schema: dict[str, Any], literal: Callable[[str]
         head, end = literal(f"<parameter={name}>\n"), "\n</parameter>\n"
         if is_text(parameter) and "enum" not in parameter:
             if rest := {"pattern", "format", "minLength", "maxLength"} & parameter.keys():
-                raise UserError(f"the parameter {shown(name, 40)} has {min(rest)}, which this model's calls cannot follow")
+                raise UserError(
+                    f"the parameter {short_repr(name, 40)} has {min(rest)}, which this model's calls cannot follow"
+                )
             yield f"{value}: {head} {value}_text"
             yield f"{value}_text[suffix={json.dumps(end)}]: /(?s:.*)/"
         elif is_text(parameter):
@@ -136,7 +138,7 @@ def _python_arguments(rule: str, schema: dict[str, Any], literal: Callable[[str]
     for name, *_ in parameters:
         if not name.isidentifier() or keyword.iskeyword(name):
             raise UserError(
-                f"the parameter {shown(name, 40)} is no name of Python, which this model's calls need; rename it"
+                f"the parameter {short_repr(name, 40)} is no name of Python, which this model's calls need; rename it"
             )
     rules = [f"{json.dumps(name + '=')} {value}" for name, value, _, _ in parameters]
     count = sum(required for *_, required in parameters)
@@ -153,7 +155,7 @@ def _arguments_schema(i: int, function: dict[str, Any]) -> dict[str, Any]:
     """The schema of a function's arguments, with this library's JSON style."""
     schema = function.get("parameters") or {}
     if schema.get("type", "object") != "object":
-        json_type = shown(schema["type"], 40)
+        json_type = short_repr(schema["type"], 40)
         raise UserError(f"tools[{i}].function.parameters has type={json_type}; a call needs an object")
     style = schema.get("x-guidance", {})
     return {**schema, "type": "object", "x-guidance": JSON_STYLE | style if isinstance(style, dict) else style}

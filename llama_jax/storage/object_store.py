@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llama_jax.errors import UserError, reason_of, shown
+from llama_jax.errors import UserError, reason_of, short_repr
 from llama_jax.storage.consistent_reader import FOLDER_ENTRY, StoreEntry
 
 INSTALL_COMMAND = 'pip install -e ".[stores]"'
@@ -48,7 +48,7 @@ def open_bucket(root: str) -> ObjectBucket:
     for name in ENDPOINTS:
         endpoint = os.environ.get(name, "")
         if root.startswith("s3:") and endpoint and not ENDPOINT.fullmatch(endpoint):  # at which Rust would panic
-            raise UserError(f"{name}={shown(endpoint)} must be a URL with a host, such as https://HOST:PORT, or unset")
+            raise UserError(f"{name}={short_repr(endpoint)} must be a URL with a host, such as https://HOST:PORT, or unset")
 
     try:
         return ObjectBucket(root, from_url(root, client_options=CLIENT_OPTIONS, retry_config=RETRY_CONFIG))

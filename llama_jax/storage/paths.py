@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import platformdirs
 
-from llama_jax.errors import UserError, reason_of, shown
+from llama_jax.errors import UserError, reason_of, short_repr
 from llama_jax.storage.consistent_reader import FOLDER_ENTRY, Store, StoreView
 
 MAX_JSON_BYTES = 4 << 20  # parsed, they take up to 25 times as many. The index of a 405B model has a thirtieth of this
@@ -174,7 +174,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
       UserError: an unknown URL scheme, a URL without a bucket or repository, or a URL as a `Path`.
     """
     if isinstance(path, Path) and LOOKS_STORED.match(os.fspath(path)):
-        raise UserError(f"{shown(os.fspath(path), 100)}: a URL as a Path has lost a slash; pass it as a str")
+        raise UserError(f"{short_repr(os.fspath(path), 100)}: a URL as a Path has lost a slash; pass it as a str")
     if isinstance(path, Path | StoredPath):
         return path
     text = os.fspath(path)
@@ -183,11 +183,13 @@ def locate(path: str | os.PathLike[str]) -> Location:
         return Path(text)
     scheme = match[1].lower()
     if scheme not in EXAMPLES:
-        raise UserError(f"{shown(text, 100)}: {scheme}:// is not supported; use a path or {', '.join(EXAMPLES.values())}")
+        raise UserError(
+            f"{short_repr(text, 100)}: {scheme}:// is not supported; use a path or {', '.join(EXAMPLES.values())}"
+        )
     names = [name for name in match[2].split("/") if name]
     first = 1 if scheme != "hf" else 3 if names[:1] == ["datasets"] else 2
     if len(names) < first or match[2].startswith("/") or any(name in (".", "..") for name in names):
-        raise UserError(f"{shown(text, 100)} names nothing in a store; write it as {EXAMPLES[scheme]}")
+        raise UserError(f"{short_repr(text, 100)} names nothing in a store; write it as {EXAMPLES[scheme]}")
     root = f"{scheme}://{'/'.join(names[:first])}"
     return StoredPath(StoreView(root, partial(_open_store, scheme, root)), "/".join(names[first:]))
 
@@ -216,7 +218,9 @@ def on_disk(path: str | os.PathLike[str], what: str) -> Path:
     """
     text = os.fspath(path)
     if LOOKS_STORED.match(text):  # also as a `Path`, which keeps only one of the two slashes
-        raise UserError(f"{shown(text, 100)}: {what} must be on this machine, because it is written in place; pass a path")
+        raise UserError(
+            f"{short_repr(text, 100)}: {what} must be on this machine, because it is written in place; pass a path"
+        )
     return Path(text)
 
 

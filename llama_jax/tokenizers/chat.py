@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Required, TypedDict, get_args
 
-from llama_jax.errors import GenerationError, shown
+from llama_jax.errors import GenerationError, short_repr
 from llama_jax.tokenizers.chat_template import (
     DEFAULT_FORM,
     PRIVATE_USE,
@@ -81,9 +81,9 @@ def encode_chat(
     are_tools = isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
     are_args = isinstance(template_args, Mapping | None)
     if not are_tools:
-        raise GenerationError(f"tools={shown(tools, 60)} must be a list of functions in OpenAI's format")
+        raise GenerationError(f"tools={short_repr(tools, 60)} must be a list of functions in OpenAI's format")
     if not are_args:
-        raise GenerationError(f"template_args={shown(template_args, 60)} must be values by name")
+        raise GenerationError(f"template_args={short_repr(template_args, 60)} must be values by name")
     if tools and not takes_tools(tokenizer, format):
         raise GenerationError(NO_TOOLS)
     if needs_user:
@@ -350,16 +350,16 @@ def check_messages(messages: Sequence[Message], format: Format) -> None:
     for i, message in enumerate(messages):
         needed = {"role"} if isinstance(message, Mapping) and message.get("tool_calls") else {"role", "content"}
         if not isinstance(message, Mapping) or not needed <= set(message):
-            raise GenerationError(f"message {i} is {shown(message)}; it must be an object with a role and a content")
+            raise GenerationError(f"message {i} is {short_repr(message)}; it must be an object with a role and a content")
         role, content, unknown = message["role"], message.get("content"), min(set(message) - known, key=str, default=None)
         is_content = isinstance(content, str) or _are_parts(content) or (content is None and message.get("tool_calls"))
         has, texts = f"message {i} has the", "a text, or a list of parts of the type text"
         if role not in roles:
-            raise GenerationError(f"{has} role {shown(role, 40)}; in the format {format} use {', '.join(roles)}")
+            raise GenerationError(f"{has} role {short_repr(role, 40)}; in the format {format} use {', '.join(roles)}")
         if unknown is not None:
-            raise GenerationError(f"{has} field {shown(unknown, 40)}, which the format {format} does not have; omit it")
+            raise GenerationError(f"{has} field {short_repr(unknown, 40)}, which the format {format} does not have; omit it")
         if not is_content:
-            raise GenerationError(f"{has} content {shown(content, 40)}; it must be {texts}")
+            raise GenerationError(f"{has} content {short_repr(content, 40)}; it must be {texts}")
 
 
 def _are_parts(content: Any) -> bool:

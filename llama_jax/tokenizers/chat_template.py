@@ -14,7 +14,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama_jax.errors import GenerationError, reason_of, shown
+from llama_jax.errors import GenerationError, reason_of, short_repr
 from llama_jax.tokenizers.child_process import ChildProcess
 from llama_jax.tokenizers.interface import TextPart, Tokenizer, special_pattern, split_special
 from llama_jax.tokenizers.tool_dialects import (
@@ -132,7 +132,7 @@ def parse_template_args(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
-            raise GenerationError(f"the template argument {shown(text, 60)} must be NAME=VALUE")
+            raise GenerationError(f"the template argument {short_repr(text, 60)} must be NAME=VALUE")
         try:
             arguments[name] = PYTHON_WORDS[value] if value in PYTHON_WORDS else json.loads(value)
         except (ValueError, RecursionError):
@@ -147,7 +147,7 @@ def check_template_args(tokenizer: Tokenizer, template_args: Mapping[str, Any]) 
         if name in OWN_VARIABLES:
             raise GenerationError(f"{name} is set for every chat and cannot be an argument of the template; omit it")
         if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts):
-            raise GenerationError(f"the model's chat template has no variable {shown(name, 40)}; omit it")
+            raise GenerationError(f"the model's chat template has no variable {short_repr(name, 40)}; omit it")
 
 
 def template_parts(
@@ -453,8 +453,8 @@ def _check_arrival(
         for name in names:
             if not _is_in(name, rendered):
                 raise GenerationError(
-                    f"the {what} {shown(name, 70)} does not appear in the prompt: the model's chat template omits it; remove"
-                    " it, or choose a template with tools (--chat-template)"
+                    f"the {what} {short_repr(name, 70)} does not appear in the prompt: the model's chat template omits it;"
+                    " remove it, or choose a template with tools (--chat-template)"
                 )
     missing = [
         i
@@ -476,7 +476,7 @@ def _check_arrival(
         return
     for i in missing:
         if f"{mark}{i}{mark}" not in rerendered:
-            text = shown("".join(_texts_of(messages[i]["content"])), 60)
+            text = short_repr("".join(_texts_of(messages[i]["content"])), 60)
             raise GenerationError(
                 f"the message {text} of the role {messages[i]['role']!r} does not appear in the prompt: the model's chat"
                 " template omits it; remove it, or choose another template (--chat-template) or format (--format)"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from llama_jax.errors import TokenizerError, shown
+from llama_jax.errors import TokenizerError, short_repr
 from llama_jax.tokenizers.huggingface import BYTE_TOKEN, CHARACTER_BYTES, HuggingFaceTokenizer, spell
 from llama_jax.tokenizers.interface import END_NAMES, PADDING_TOKEN, SPACE, Tokenizer, ending_names, library_errors
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build_pre_tokenizer, pre_tokenizer_name
@@ -209,7 +209,7 @@ class _FieldReader:
 
     def refuse(self, name: str, value: Any, need: str) -> NoReturn:
         key = name if name.startswith("tokenizer.") else f"tokenizer.ggml.{name}"
-        raise TokenizerError(f"{self.where}: {key}={shown(value)} must be {need}")
+        raise TokenizerError(f"{self.where}: {key}={short_repr(value)} must be {need}")
 
 
 def _only_here(key: str, value: Any) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from llama_jax.errors import UserError, reason_of, shown
+from llama_jax.errors import UserError, reason_of, short_repr
 from llama_jax.storage import Location, StoredPath
 
 # Types of metadata values by number: struct's letter, or one of the two below.
@@ -87,7 +87,7 @@ class Header:
         for _ in range(self.field_count):
             key = self.string()
             if key in fields:
-                raise ValueError(f"the key {shown(key, 40)} occurs twice")
+                raise ValueError(f"the key {short_repr(key, 40)} occurs twice")
             value = self.value(self.scalar("I"), texts)
             if value is not None:
                 fields[key] = value

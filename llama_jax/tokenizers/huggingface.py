@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_jax.errors import TokenizerError, shown
+from llama_jax.errors import TokenizerError, short_repr
 from llama_jax.tokenizers.interface import (
     CONTINUATION_MARK,
     SPACE,
@@ -92,7 +92,7 @@ def _refuse_prefix(content: bytes, where: str) -> None:
         except (ValueError, LookupError, TypeError, RecursionError):
             return  # the library reports it, or there is no prefix
         if prefix:
-            raise TokenizerError(f"{where}: continuing_subword_prefix={shown(prefix)} is not supported")
+            raise TokenizerError(f"{where}: continuing_subword_prefix={short_repr(prefix)} is not supported")
 
 
 class HuggingFaceTokenizer(PartsTokenizer):

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from llama_jax.errors import TokenizerError, reason_of, shown
+from llama_jax.errors import TokenizerError, reason_of, short_repr
 
 TextPart = str | int  # plain text, or the id of a special token
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how most vocabularies spell a space
@@ -340,7 +340,7 @@ class PartsTokenizer:
     ) -> list[int]:
         """Ids of the text; see `Tokenizer.encode`."""
         if not isinstance(text, str):
-            raise TokenizerError(f"text={shown(text, 40)} must be a str; encode several texts with encode_batch")
+            raise TokenizerError(f"text={short_repr(text, 40)} must be a str; encode several texts with encode_batch")
         bos = self.add_bos if bos is None else bos
         eos = self.add_eos if eos is None else eos
         for requested, token, name in ((bos, self.bos_id, "bos"), (eos, self.eos_id, "eos")):
@@ -401,7 +401,7 @@ def check_token_rows(tokenizer: Tokenizer, ids: Iterable[int], rows: int, where:
 
 def describe_missing_row(token: int, rows: int, tokenizer: Tokenizer | None = None) -> str:
     """A token that has no row in a model's embedding, in words, with its name if there is a tokenizer."""
-    name = "" if tokenizer is None else f" {shown(token_name(tokenizer, token), 80)} with"
+    name = "" if tokenizer is None else f" {short_repr(token_name(tokenizer, token), 80)} with"
     return f"the token{name} id {token}, which has no row in the model's embedding of {rows} rows"
 
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama_jax.errors import TokenizerError, reading, shown
+from llama_jax.errors import TokenizerError, reading, short_repr
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.storage.paths import read_object, read_whole
 from llama_jax.tokenizers.gguf import from_metadata
@@ -112,7 +112,7 @@ def warn_of_size(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
     is_other = abs(size - vocab_size) >= max(MAX_PADDING, vocab_size // 10)
     other = ": it may be another model's vocabulary" * is_other
     if size > vocab_size:
-        first = shown(token_name(tokenizer, vocab_size), 80)
+        first = short_repr(token_name(tokenizer, vocab_size), 80)
         warnings.warn(
             f"{where} has {size} tokens, but the model's embedding {vocab_size} rows{other}; text with the tokens from"
             f" {first} (id {vocab_size}) on is refused",

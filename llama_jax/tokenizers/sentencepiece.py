@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from llama_jax.errors import TokenizerError, shown
+from llama_jax.errors import TokenizerError, short_repr
 from llama_jax.settings import Bounds
 from llama_jax.tokenizers.interface import (
     CONTINUATION_MARK,
@@ -262,7 +262,7 @@ def declared_entries(where: str, pieces: Sequence[Entry], settings: Settings) ->
         if token.id >= len(pieces):
             if token.id != len(entries):
                 raise TokenizerError(
-                    f"{where} has {len(pieces)} pieces, but the added token {shown(token.text, 40)} has id {token.id}"
+                    f"{where} has {len(pieces)} pieces, but the added token {short_repr(token.text, 40)} has id {token.id}"
                     f" instead of {len(entries)}; copy the tokenizer's files again"
                 )
             entry_type = EntryType.CONTROL if token.text in special else EntryType.USER_DEFINED

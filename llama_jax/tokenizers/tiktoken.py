@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
-from llama_jax.errors import TokenizerError, shown
+from llama_jax.errors import TokenizerError, short_repr
 from llama_jax.tokenizers.interface import (
     PartsTokenizer,
     TextPart,
@@ -120,7 +120,7 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
             token, rank = line.split()
             key, value = int(rank), base64.b64decode(token, validate=True)
         except (ValueError, binascii.Error):
-            _refuse_ranks(where, f"line {number} is {shown(line, 40)}, not a token in base64 and its rank")
+            _refuse_ranks(where, f"line {number} is {short_repr(line, 40)}, not a token in base64 and its rank")
         if not 0 <= key < MAX_RANKS:  # larger ones can be chosen so that their hashes collide
             _refuse_ranks(where, f"line {number} has a rank that is not from 0 to {MAX_RANKS - 1}")
         if key in ranks or not value:

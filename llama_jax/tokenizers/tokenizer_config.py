@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from llama_jax.errors import TokenizerError, shown
+from llama_jax.errors import TokenizerError, short_repr
 from llama_jax.storage import Location
 from llama_jax.storage.paths import read_object, read_text
 from llama_jax.tokenizers.interface import MAX_TOKEN_ID, Tokenizer
@@ -262,9 +262,9 @@ def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any], special: Coll
 def _id(number: Any) -> int:
     token_id = int(number)
     if not 0 <= token_id < MAX_TOKEN_ID:  # larger ones can be chosen so that their hashes collide
-        raise ValueError(f"an id of {shown(token_id)}")
+        raise ValueError(f"an id of {short_repr(token_id)}")
     return token_id
 
 
 def _refuse_setting(where: str, name: str, value: Any, need: str) -> NoReturn:
-    raise TokenizerError(f"{where}: {name}={shown(value)} must be {need}; copy the tokenizer's files again") from None
+    raise TokenizerError(f"{where}: {name}={short_repr(value)} must be {need}; copy the tokenizer's files again") from None

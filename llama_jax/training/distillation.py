@@ -14,7 +14,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward, lm_head_for_loss
 from llama_jax.model.forward_options import Positions, Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.kl_divergence import DivergenceOptions, Logits, token_divergence
 from llama_jax.ops.weights.formats import FrozenFormatName
@@ -55,7 +55,7 @@ class Teacher(NamedTuple):
     """A frozen teacher: its configuration and sharding on the student's devices, and its parameters."""
 
     config: LlamaConfig
-    params: Llama
+    params: LlamaParams
     sharding: Sharding = Sharding()
 
 
@@ -69,7 +69,7 @@ def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[...
 
     def loss(
         config: LlamaConfig,
-        params: Llama,
+        params: LlamaParams,
         batch: Batch,
         options: LossOptions = LossOptions(),
         sharding: Sharding = Sharding(),
@@ -77,7 +77,7 @@ def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[...
         rows = sharding.reorder_batch(to_next_token_batch(batch))
         positions = Positions(position_ids=rows.position_ids, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
 
-        def read(model: tuple[LlamaConfig, Llama], sharding: Sharding) -> tuple[Logits, Any]:
+        def read(model: tuple[LlamaConfig, LlamaParams], sharding: Sharding) -> tuple[Logits, Any]:
             hidden, _ = forward(*model, rows.tokens, positions=positions, compute=options.compute, sharding=sharding)
             logits = Logits(sharding.constrain(hidden, "hidden"), lm_head_for_loss(*model))
             return logits, options.logit_options(model[0], sharding)

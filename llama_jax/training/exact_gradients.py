@@ -24,11 +24,11 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from llama_jax.errors import ConfigError, MeshError, TrainingError
 from llama_jax.model.forward_options import Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.settings import Positive, check_value
 
 VIRTUAL_SHARDS = 8  # default of exact recipes
-GradFn = Callable[[Llama, Any, jax.Array], tuple[Any, Llama]]  # (params, rows, divisor) -> (metrics, gradients)
+GradFn = Callable[[LlamaParams, Any, jax.Array], tuple[Any, LlamaParams]]  # (params, rows, divisor) -> (metrics, gradients)
 
 
 def check_virtual_shards(shards: int) -> None:
@@ -88,12 +88,12 @@ def _cores() -> int:
 def exact_gradients(
     grad_fn: GradFn,
     count: Callable[[Any], jax.Array],
-    params: Llama,
+    params: LlamaParams,
     batch: Any,
     shards: int,
     sharding: Sharding,
     step: Int[Array, ""],
-) -> tuple[Any, Llama, Float[Array, ""], Float[Array, ""]]:
+) -> tuple[Any, LlamaParams, Float[Array, ""], Float[Array, ""]]:
     """The metrics, the gradients, the divisor, and the global norm of the gradients, over all devices.
 
     Each device gathers all parameters, and holds log2(n) + 2 copies of their gradients for its n virtual shards.
@@ -131,10 +131,10 @@ def _per_device_gradients(
     count: Callable[[Any], jax.Array],
     shards: int,
     axes: tuple[str, ...],
-    params: Llama,
+    params: LlamaParams,
     batch: Any,
     step: jax.Array,
-) -> tuple[Any, Llama, jax.Array, jax.Array]:
+) -> tuple[Any, LlamaParams, jax.Array, jax.Array]:
     """The results of `exact_gradients`, computed on each device along the axes from its rows."""
     shards_per_device = shards // math.prod(map(lax.axis_size, axes))
     sharded = jax.tree.map(lambda x: x.reshape(shards_per_device, x.shape[0] // shards_per_device, *x.shape[1:]), batch)

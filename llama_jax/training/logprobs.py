@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.forward import forward, lm_head_for_loss
-from llama_jax.model.forward_options import Compute, Positions, Sharding
+from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
 from llama_jax.model.logits import exact_logprobs
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.cross_entropy import chunked_logprobs
 from llama_jax.training.batch import Batch, to_next_token_batch
 from llama_jax.training.loss import LossOptions
@@ -21,7 +21,7 @@ from llama_jax.training.loss import LossOptions
 
 def token_logprobs(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     batch: Batch,
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),
@@ -66,9 +66,9 @@ def token_logprobs(
 
 def _exact_logprobs(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     batch: Batch,
-    compute: Compute,
+    compute: ComputeOptions,
     sharding: Sharding,
     temperature: float | Float[Array, ""],
 ) -> Float[Array, "B T"]:

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward, lm_head_for_loss
-from llama_jax.model.forward_options import Compute, Positions, Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.cross_entropy import LogitOptions, LossSums, cross_entropy
 from llama_jax.ops.platform import KernelOptions
 from llama_jax.settings import NonNegativeNumber, Positive, check_fields
@@ -34,7 +34,7 @@ class LossOptions:
       ConfigError: an invalid value.
     """
 
-    compute: Compute = Compute()
+    compute: ComputeOptions = ComputeOptions()
     chunk: Positive | None = None
     z_loss: NonNegativeNumber = 0.0
     neftune: NonNegativeNumber = 0.0
@@ -50,7 +50,7 @@ class LossOptions:
 
 def next_token_loss(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     batch: Batch,
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),
@@ -66,7 +66,7 @@ def next_token_loss(
 
 def total_loss(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     batch: Batch,
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),

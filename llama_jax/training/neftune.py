@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from llama_jax import ops
 from llama_jax.errors import ConfigError
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.layers import Weight
 from llama_jax.ops.rope_scaling import lengths_of
 from llama_jax.training.batch import NextTokenBatch
@@ -53,10 +53,10 @@ class NoisyEmbedding(Weight):
         return (embedded.astype(jnp.promote_types(embedded.dtype, jnp.float32)) + noise).astype(embedded.dtype)
 
 
-def with_noise(params: Llama, batch: NextTokenBatch, alpha: float) -> Llama:
+def with_noise(params: LlamaParams, batch: NextTokenBatch, alpha: float) -> LlamaParams:
     """The parameters with a noisy embedding, for a forward pass over this batch.
 
-    A tied output projection also reads `Llama.embedding`: compute logits with the original parameters.
+    A tied output projection also reads `LlamaParams.embedding`: compute logits with the original parameters.
 
     Raises:
       ConfigError: the batch has no random numbers.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from llama_jax.errors import ConfigError
-from llama_jax.model.params import Llama, spec_at
+from llama_jax.model.params import LlamaParams, spec_at
 from llama_jax.settings import BelowOne, NonNegative, NonNegativeNumber, PositiveNumber, Share, check_fields
 
 OptimizerName = Literal["adamw", "muon"]
@@ -167,7 +167,7 @@ def _scale_by_muon(momentum: float) -> optax.GradientTransformation:
         outputs = math.prod(update.shape[axis] for axis in axes.output_axis)
         return update * (ADAMW_RMS * max(update.shape[axes.reduction_axis], outputs) ** 0.5)
 
-    def update(gradients: Llama, state: Any, params: Llama | None = None) -> tuple[Llama, Any]:
+    def update(gradients: LlamaParams, state: Any, params: LlamaParams | None = None) -> tuple[LlamaParams, Any]:
         del params
         updates, state = muon.update(_split_qkv(gradients), state._replace(mu=_split_qkv(state.mu)))
         updates = jax.tree.map(scale, updates, _muon_dimension_numbers(updates))
@@ -184,7 +184,7 @@ class _Projections(NamedTuple):
     value: jax.Array
 
 
-def _split_qkv(params: Llama) -> Llama:
+def _split_qkv(params: LlamaParams) -> LlamaParams:
     """The parameters with `_Projections` in place of ``qkv`` [..., K, G + 2, H, D]."""
 
     def split(path: tuple[Any, ...], leaf: jax.Array) -> Any:
@@ -195,13 +195,13 @@ def _split_qkv(params: Llama) -> Llama:
     return jax.tree_util.tree_map_with_path(split, params)
 
 
-def _join_qkv(params: Llama) -> Llama:
+def _join_qkv(params: LlamaParams) -> LlamaParams:
     """The inverse of `_split_qkv`."""
     is_split = lambda node: isinstance(node, _Projections)
     return jax.tree.map(lambda node: jnp.concatenate(node, axis=-3) if is_split(node) else node, params, is_leaf=is_split)
 
 
-def _muon_dimension_numbers(params: Llama) -> Llama:
+def _muon_dimension_numbers(params: LlamaParams) -> LlamaParams:
     """The input and output axes of each matrix; other axes, such as the axis of layers, are batch axes."""
 
     def axes(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers:
@@ -210,7 +210,7 @@ def _muon_dimension_numbers(params: Llama) -> Llama:
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
-def _optimizer_labels(params: Llama) -> Llama:
+def _optimizer_labels(params: LlamaParams) -> LlamaParams:
     """The optimizer of each parameter: "muon" for the matrices inside the layers, "adamw" for the rest.
 
     Raises:
@@ -226,7 +226,7 @@ def _optimizer_labels(params: Llama) -> Llama:
     return jax.tree_util.tree_map_with_path(label, params)
 
 
-def _is_lora_b_or_magnitude(params: Llama) -> Llama:
+def _is_lora_b_or_magnitude(params: LlamaParams) -> LlamaParams:
     """True at B and the magnitudes of LoRA adapters.
 
     Raises:
@@ -242,7 +242,7 @@ def _is_lora_b_or_magnitude(params: Llama) -> Llama:
     return mask
 
 
-def _decay_mask(params: Llama) -> Llama:
+def _decay_mask(params: LlamaParams) -> LlamaParams:
     """Whether weight decay applies to each parameter: to matrices, also those of adapters, but not to norms, biases, or the
     magnitudes of DoRA, which start as the lengths of the base's rows.
     """

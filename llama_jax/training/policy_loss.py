@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.forward_options import Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.training.batch import Batch, apply_weights, target_count, target_mask
 from llama_jax.training.logprobs import token_logprobs
@@ -57,7 +57,7 @@ class AnswerLoss:
     temperature: float
 
     def __call__(
-        self, config: LlamaConfig, params: Llama, scored: ScoredAnswers, options: LossOptions, sharding: Sharding
+        self, config: LlamaConfig, params: LlamaParams, scored: ScoredAnswers, options: LossOptions, sharding: Sharding
     ) -> LossSums:
         """Sums over rows; `train_step` divides the loss by `count`.
 
@@ -79,7 +79,7 @@ class AnswerLoss:
             return target_count(scored.batch)
         return jnp.float32(scored.advantages.shape[0] * (self.policy.length or 1))
 
-    def with_reference(self, reference: Llama, accumulate: int) -> Any:
+    def with_reference(self, reference: LlamaParams, accumulate: int) -> Any:
         """A function with the arguments of a loss that adds the reference model's log-probabilities to the answers.
 
         Args:
@@ -87,7 +87,7 @@ class AnswerLoss:
         """
 
         def prepare(
-            config: LlamaConfig, _: Llama, scored: ScoredAnswers, options: LossOptions, sharding: Sharding
+            config: LlamaConfig, _: LlamaParams, scored: ScoredAnswers, options: LossOptions, sharding: Sharding
         ) -> ScoredAnswers:
             measure = partial(token_logprobs, config, reference)
             logprobs = lax.map(

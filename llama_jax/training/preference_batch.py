@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.forward_options import Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.training.batch import Batch, apply_weights, target_mask
 from llama_jax.training.logprobs import token_logprobs
@@ -61,7 +61,7 @@ def pair_count(batch: PairBatch) -> Float32[Array, ""]:
 
 def answer_logprobs(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     batch: PairBatch,
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),
@@ -98,7 +98,7 @@ def side(batch: PairBatch, number: int) -> PairBatch:
     return batch._replace(**dict(zip(PairBatch._fields, rows, strict=False)), reference=cut(batch.reference))
 
 
-def preparing(kto: bool, reference: Llama | None, parts: int) -> Callable[..., PairBatch]:
+def preparing(kto: bool, reference: LlamaParams | None, parts: int) -> Callable[..., PairBatch]:
     """A function with the arguments of `pair_loss` except the first. It adds `reference` and `divergence` to a batch, which
     need all rows at once and have no gradients.
 
@@ -108,8 +108,10 @@ def preparing(kto: bool, reference: Llama | None, parts: int) -> Callable[..., P
       parts: number of parts of the rows, computed one after the other.
     """
 
-    def prepare(config: LlamaConfig, params: Llama, batch: PairBatch, options: LossOptions, sharding: Sharding) -> PairBatch:
-        def read(model: Llama, rows: PairBatch) -> jax.Array:
+    def prepare(
+        config: LlamaConfig, params: LlamaParams, batch: PairBatch, options: LossOptions, sharding: Sharding
+    ) -> PairBatch:
+        def read(model: LlamaParams, rows: PairBatch) -> jax.Array:
             return map_microbatches(
                 lambda part: answer_logprobs(config, model, part, options, sharding).logprobs, rows, parts
             )
@@ -150,7 +152,7 @@ def preferred(answers: AnswerSums, batch: PairBatch, options: PreferenceOptions)
 def pair_loss(
     preference: PreferenceOptions,
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     batch: PairBatch,
     options: LossOptions = LossOptions(),
     sharding: Sharding = Sharding(),

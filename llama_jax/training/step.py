@@ -18,7 +18,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 from llama_jax.model.checks import check_no_hooks
 from llama_jax.model.forward_options import Sharding, identity
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.platform import update_if
 from llama_jax.ops.weights.layers import MixedStack
@@ -26,8 +26,8 @@ from llama_jax.settings import BelowOne, Positive, check_fields
 from llama_jax.training.batch import Batch, replace_zero, target_count
 from llama_jax.training.loss import LossOptions, total_loss
 
-LossFn = Callable[[LlamaConfig, Llama, Any, LossOptions, Sharding], LossSums]
-UpdatedFields = tuple[Llama, Any, Llama | None]  # of a `TrainState`: params, opt_state, ema
+LossFn = Callable[[LlamaConfig, LlamaParams, Any, LossOptions, Sharding], LossSums]
+UpdatedFields = tuple[LlamaParams, Any, LlamaParams | None]  # of a `TrainState`: params, opt_state, ema
 
 
 class TrainState(struct.PyTreeNode):
@@ -43,16 +43,16 @@ class TrainState(struct.PyTreeNode):
     """
 
     step: Any
-    params: Llama
+    params: LlamaParams
     opt_state: Any
-    ema: Llama | None = None
+    ema: LlamaParams | None = None
     skipped: Any = 0
     skipped_in_a_row: Any = 0
 
 
 def init_state(
     optimizer: optax.GradientTransformation,
-    params: Llama,
+    params: LlamaParams,
     *,
     ema: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
@@ -63,7 +63,7 @@ def init_state(
       params: in any dtype. Matrices in one array per layer (`model.trees.unstack_layers`) are stacked again.
       ema: keep an exponential moving average of the parameters; its initial value is `params`.
       dtype: dtype of the parameters in the state. None converts 16-bit parameters to float32 and keeps others: in 16 bits,
-        most updates would round to zero. The forward pass can still compute in bfloat16 (`Compute("bfloat16")`).
+        most updates would round to zero. The forward pass can still compute in bfloat16 (`ComputeOptions("bfloat16")`).
 
     Raises:
       ConfigError: quantized weights, a `dtype` that cannot be trained, or parameters with hooks; add hooks with
@@ -101,8 +101,8 @@ class StepOptions:
     """Options of a training step.
 
     Attributes:
-      loss: how the loss is computed. `Compute("bfloat16")` with float32 parameters is mixed-precision training with master
-        weights (Micikevicius et al. 2018, section 3.1).
+      loss: how the loss is computed. `ComputeOptions("bfloat16")` with float32 parameters is mixed-precision training with
+        master weights (Micikevicius et al. 2018, section 3.1).
       accumulate: gradient accumulation: the number of microbatches per batch. They run one after the other, so that only
         the activations of one are in memory; gradients are summed in the parameters' dtype.
       ema_decay: decay of the moving average, with a warm-up: at most (1 + n) / (10 + n) after n updates.
@@ -178,7 +178,7 @@ def train_step(
 
 def _gradients(
     config: LlamaConfig, state: TrainState, batch: Any, options: StepOptions, sharding: Sharding, loss: LossFn
-) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Llama, jax.Array, jax.Array]:
+) -> tuple[tuple[jax.Array, dict[str, jax.Array]], LlamaParams, jax.Array, jax.Array]:
     """((mean nll, metrics of a custom loss), gradients of the mean loss, divisor, global norm), each over all devices."""
     params = state.params
     if options.virtual_shards:
@@ -200,17 +200,17 @@ def _gradients(
 
 def _accumulated_gradients(
     config: LlamaConfig,
-    params: Llama,
+    params: LlamaParams,
     batch: Any,
     divisor: jax.Array,
     options: StepOptions,
     sharding: Sharding,
     loss: LossFn,
-) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Llama]:
+) -> tuple[tuple[jax.Array, dict[str, jax.Array]], LlamaParams]:
     """((nll, metrics of a custom loss), gradients) of these rows, with the divisor of all rows, so that parts add up."""
     divisor = replace_zero(divisor)
 
-    def mean_loss(params: Llama, batch: Any) -> tuple[jax.Array, Any]:
+    def mean_loss(params: LlamaParams, batch: Any) -> tuple[jax.Array, Any]:
         sums = loss(config, sharding.prepare_params(params), batch, options.loss, sharding)
         return sums.loss / divisor, (sums.nll / divisor, sums.metrics)
 
@@ -242,7 +242,7 @@ def _as_varying(tree: Any, axis_name: str) -> Any:
 def _update_state(
     optimizer: optax.GradientTransformation,
     state: TrainState,
-    gradients: Llama,
+    gradients: LlamaParams,
     grad_norm: jax.Array,
     is_finite: jax.Array,
     options: StepOptions,
@@ -285,7 +285,7 @@ def microbatches(batch: Any, accumulate: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(rows // accumulate, accumulate, *x.shape[1:]).swapaxes(0, 1), batch)
 
 
-def _update_ema(ema: Llama, params: Llama, num_updates: jax.Array, decay: float | jax.Array) -> Llama:
+def _update_ema(ema: LlamaParams, params: LlamaParams, num_updates: jax.Array, decay: float | jax.Array) -> LlamaParams:
     """The next EMA (Polyak & Juditsky 1992). Decay warm-up: at most (1 + n) / (10 + n) after n updates."""
     decay = jnp.minimum(decay, (1.0 + num_updates) / (10.0 + num_updates))
     return jax.tree.map(lambda old, new: (old + (1 - decay) * (new - old)).astype(old.dtype), ema, params)

@@ -20,15 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, UserError, shown
+from llama_jax.errors import CheckpointError, UserError, short_repr
 from llama_jax.formats import huggingface
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
 from llama_jax.model.forward import final_norm, unembed
-from llama_jax.model.forward_options import Compute, Sharding
+from llama_jax.model.forward_options import ComputeOptions, Sharding
 from llama_jax.model.hooks import At
-from llama_jax.model.logits import observe
+from llama_jax.model.logits import logits_and_activations
 from llama_jax.model.operations import select_ops
-from llama_jax.model.params import Block, Llama
+from llama_jax.model.params import Block, LlamaParams
 from llama_jax.model.trees import stack
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer
@@ -56,7 +56,7 @@ class Trace:
     streams: np.ndarray
 
 
-def trace(params: Llama, tokens: np.ndarray, origin: Origin) -> Trace:
+def trace(params: LlamaParams, tokens: np.ndarray, origin: Origin) -> Trace:
     """Run a model over int32[T] tokens as one sequence from position 0."""
     with jax.default_matmul_precision("highest"):  # by default GPU and TPU multiply float32 with fewer bits
         logits, streams = _run_model(origin.config, params, jnp.asarray(tokens)[None])
@@ -77,9 +77,11 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_model(config: LlamaConfig, params: Llama, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _run_model(config: LlamaConfig, params: LlamaParams, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Logits [T, V] and streams [L + 1, T, D] of int32[1, T] tokens."""
-    logits, _, observed = observe(config, params, tokens, {"embedded": _keep_row, "residual_after": _keep_row})
+    logits, _, observed = logits_and_activations(
+        config, params, tokens, {"embedded": _keep_row, "residual_after": _keep_row}
+    )
     return logits[0], jnp.concatenate([observed["embedded"][None], observed["residual_after"]])
 
 
@@ -100,16 +102,18 @@ def run_layer(config: LlamaConfig, block: Block, stream: jax.Array) -> jax.Array
       config: configuration of the layer, see `layer_config`.
     """
     alone = replace(config, n_layers=1, vocab_size=len(stream), tie_embeddings=True, embedding_multiplier=1.0)
-    params = Llama(
+    params = LlamaParams(
         embedding=stream, blocks=stack((block,)), final_norm=jnp.ones(stream.shape[-1], stream.dtype), lm_head=None
     )
-    return observe(alone, params, jnp.arange(len(stream))[None], {"residual_after": _keep_row})[2]["residual_after"][0]
+    return logits_and_activations(alone, params, jnp.arange(len(stream))[None], {"residual_after": _keep_row})[2][
+        "residual_after"
+    ][0]
 
 
 @partial(jax.jit, static_argnums=0)
-def run_output(config: LlamaConfig, params: Llama, stream: jax.Array) -> jax.Array:
+def run_output(config: LlamaConfig, params: LlamaParams, stream: jax.Array) -> jax.Array:
     """Logits [T, V] from the residual stream [T, D] after the last layer."""
-    table = select_ops(config, params, Compute(), Sharding())
+    table = select_ops(config, params, ComputeOptions(), Sharding())
     return unembed(config, params, final_norm(config, table, params, stream))
 
 
@@ -293,7 +297,7 @@ def _trace(arrays: dict[str, np.ndarray]) -> Trace:
     if not are_texts:
         raise ValueError("its name, versions or types of tensors are not strings")
     if not are_known:
-        raise ValueError(f"unknown types of tensors {shown(tensor_types)} or dtype {shown(dtype)}")
+        raise ValueError(f"unknown types of tensors {short_repr(tensor_types)} or dtype {short_repr(dtype)}")
     config = config_from_dict(metadata["config"])
     tokens, logits, streams = arrays["tokens"], arrays["logits"], arrays["streams"]
     count = tokens.size

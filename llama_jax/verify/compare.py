@@ -18,7 +18,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.config.presets import SHAPE_FIELDS
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.model.trees import layers_of
 from llama_jax.verify.activations import Trace, layer_config, log_softmax, nats_per_token, run_layer, run_output
 from llama_jax.verify.rounding_error import EXACT, Rounding, rounding_between
@@ -121,7 +121,7 @@ def in_words(settings: Differences) -> str:
     return ", ".join(f"{name} {a} here, {b} there" for name, a, b in settings)
 
 
-def compare(params: Llama, ours: Trace, reference: Trace) -> Comparison:
+def compare(params: LlamaParams, ours: Trace, reference: Trace) -> Comparison:
     """Compare a model's parameters and trace with a reference trace of the same sizes and tokens."""
     with np.errstate(over="ignore", invalid="ignore"):  # numbers that are not finite are detected and reported
         settings = differing_settings(ours.origin.config, reference.origin.config)
@@ -214,7 +214,7 @@ class _Measured:
         )
 
 
-def _measure(params: Llama, ours: Trace, reference: Trace) -> Iterator[_Measured]:
+def _measure(params: LlamaParams, ours: Trace, reference: Trace) -> Iterator[_Measured]:
     config, streams = ours.origin.config, reference.streams
     blocks = layers_of(params)
     with jax.default_matmul_precision("highest"):

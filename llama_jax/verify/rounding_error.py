@@ -15,7 +15,7 @@ from llama_jax.errors import CheckpointError
 from llama_jax.formats.device_fill import ArraySource, StackedSource
 from llama_jax.formats.lazy_tensors import TensorInfo
 from llama_jax.model.mixtures import base_format
-from llama_jax.model.params import Llama, spec_at
+from llama_jax.model.params import LlamaParams, spec_at
 from llama_jax.model.trees import is_weight
 from llama_jax.ops.weights.format_spec import bits_of
 from llama_jax.ops.weights.formats import with_fallback
@@ -189,7 +189,7 @@ class MatrixError(NamedTuple):
     relative: float
 
 
-def matrix_errors(params: Llama, reference: Llama) -> tuple[MatrixError, ...]:
+def matrix_errors(params: LlamaParams, reference: LlamaParams) -> tuple[MatrixError, ...]:
     """The error of every quantized matrix: first those outside the layers, then layer by layer.
 
     Args:

@@ -101,7 +101,7 @@ def test_preferences_alone_and_against_a_reference(run, calling, stories_folder,
     assert (same["margin"], same["accuracy"]) == (0, 0)
     beside = run(stories_folder, "--data", files["pairs"], "--adapter", adapter)
     assert beside["against"].endswith("without the adapter")
-    adapted = beside["chosen_logprob"] - beside["rejected_logprob"]
-    assert beside["margin"] == pytest.approx(adapted - found["margin"], abs=1e-3)
+    apply_adapters = beside["chosen_logprob"] - beside["rejected_logprob"]
+    assert beside["margin"] == pytest.approx(apply_adapters - found["margin"], abs=1e-3)
     page = calling(Eval, stories_folder, "--data", files["pairs"], "--max-documents", 1).out
     assert "100.00% ± 0.0% of 1 pairs" in page

@@ -119,7 +119,7 @@ def test_a_model_with_an_adapter_in_fewer_bits_and_on_a_mesh(tmp_path, plain, mo
     config, params = model
     adapters = random_adapters(config)
     pairs = random_pairs([(30, 4), (3, 40), (64, 1), (5, 5)])
-    for other in (llama_jax.adapted(params, adapters, LORA), llama_jax.model.trees.quantize(params, "int8")):
+    for other in (llama_jax.apply_adapters(params, adapters, LORA), llama_jax.model.trees.quantize(params, "int8")):
         check(score_pairs(config, other, pairs), pairs, plain, params=other)
     llama_jax.save(tmp_path / "model", config, params)
     fitted, spread, _ = llama_jax.load(tmp_path / "model", mesh=llama_jax.MeshSizes(tensor=2))

@@ -17,7 +17,7 @@ from llama_jax.data import Corpus, DataError
 from llama_jax.data.preference_batches import Pairs
 from llama_jax.evaluation.measure import WindowRows, choose_sizes, token_nats
 from llama_jax.evaluation.perplexity import evaluate, pair_logprobs, preference_accuracy
-from llama_jax.model.forward_options import Compute
+from llama_jax.model.forward_options import ComputeOptions
 from llama_jax.model.logits import logits
 
 KIND = "gqa"
@@ -118,7 +118,7 @@ def test_bfloat16(models, measure):
     corpus = corpus_of(LENGTHS)
     expected = evaluate(config, params, corpus, batch=3, measure=measure).loss
     assert evaluate(config, params, corpus).loss == pytest.approx(expected, rel=1e-6)
-    in_bfloat16 = jax.jit(partial(token_nats, config, compute=Compute(jnp.bfloat16)))
+    in_bfloat16 = jax.jit(partial(token_nats, config, compute=ComputeOptions(jnp.bfloat16)))
     found = evaluate(config, params, corpus, measure=in_bfloat16).loss
     assert found != expected
     assert found == pytest.approx(expected, rel=1e-2)

@@ -19,7 +19,7 @@ from llama_jax.cli.convert import Convert
 from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.formats import convert, load_adapter, save_adapter
 from llama_jax.formats.gguf import read_file
-from llama_jax.model.lora import Lora, adapted, merge
+from llama_jax.model.lora import Lora, apply_adapters, merge
 from llama_jax.parallel.mesh import MeshSizes
 
 CONFIG = make_goldens.KINDS["gqa"]
@@ -73,7 +73,7 @@ def test_a_model_is_loaded_with_it(hf_folder, written):
     config, joined, _ = llama_jax.load(hf_folder, adapter=written)
     params, found = llama_jax.load(hf_folder).params, load_adapter(written, config)
     tokens = make_goldens.tokens(config)[:, :9]
-    wanted = jit_logits(config, adapted(params, found.params, LORA), tokens)
+    wanted = jit_logits(config, apply_adapters(params, found.params, LORA), tokens)
     np.testing.assert_array_equal(jit_logits(config, joined, tokens), wanted)
     assert joined.embedding.dtype == jnp.float32
     mesh = MeshSizes(tensor=4)  # two key/value heads, which are copied

@@ -1,4 +1,4 @@
-"""`Compute(exact=True)`: a row's tokens and the bits of its log-probabilities, alone and in any company."""
+"""`ComputeOptions(exact=True)`: a row's tokens and the bits of its log-probabilities, alone and in any company."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from adapters import random_adapters
 from conftest import jit_init
 
 import llama_jax
-from llama_jax import CacheOptions, Compute, Sampling
+from llama_jax import CacheOptions, ComputeOptions, Sampling
 from llama_jax.data import Corpus
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.evaluation.measure import WindowRows, cut_windows, evaluation_compute, measure_windows, token_nats
@@ -26,7 +26,7 @@ from llama_jax.inference.rollouts import Completions, RolloutOptions, RolloutPro
 from llama_jax.inference.speculation import PromptLookup
 from llama_jax.model.cache import init_cache
 from llama_jax.model.forward_options import Sharding
-from llama_jax.model.lora import Lora, adapted
+from llama_jax.model.lora import Lora, apply_adapters
 from llama_jax.model.multi_lora import adapter_table, choose_adapters
 from llama_jax.model.trees import quantize
 from llama_jax.ops.cpu import native
@@ -41,7 +41,7 @@ from llama_jax.training.loss import LossOptions
 from llama_jax.training.policy_gradient import PolicyOptions
 from llama_jax.training.policy_loss import AnswerLoss
 
-EXACT = Compute(exact=True)
+EXACT = ComputeOptions(exact=True)
 VARIANT = (pytest.mark.slow, pytest.mark.rotating)
 KINDS = ["float32", *(pytest.param(kind, marks=VARIANT) for kind in ("bfloat16", "int8", "q4_0"))]
 NEW = 9
@@ -190,7 +190,7 @@ def test_frequencies_that_depend_on_the_length(scaling):
         CONFIG, rope_scaling=llama_jax.RopeScaling(kind=scaling, factor=2.0, original_max_seq_len=64, **factors)
     )
     params, tokens = model_of("float32")[1], np.asarray([some_prompts([100])[0]], np.int32)
-    usual, found = (np.asarray(llama_jax.logits(config, params, tokens, compute)) for compute in (Compute(), EXACT))
+    usual, found = (np.asarray(llama_jax.logits(config, params, tokens, compute)) for compute in (ComputeOptions(), EXACT))
     np.testing.assert_allclose(found, usual, atol=1e-3)
 
 
@@ -216,7 +216,7 @@ def test_other_caches(cache):
 @pytest.mark.rotating
 def test_with_an_adapter():
     lora = Lora(rank=3, alpha=5.0)
-    model = CONFIG, adapted(model_of("float32")[1], random_adapters(CONFIG, lora, seed=1), lora)
+    model = CONFIG, apply_adapters(model_of("float32")[1], random_adapters(CONFIG, lora, seed=1), lora)
     alone = [continued(model, [prompt], of_row(SAMPLING, row))[0] for row, prompt in enumerate(PROMPTS[:6])]
     assert continued(model)[:6] == alone
     assert alone != [
@@ -234,7 +234,9 @@ def test_without_native_kernels(monkeypatch):
 
 
 def test_the_numbers_are_those_of_the_model(model):
-    for (tokens, logprobs), (others, plain) in zip(continued(model), continued(model, compute=Compute()), strict=True):
+    for (tokens, logprobs), (others, plain) in zip(
+        continued(model), continued(model, compute=ComputeOptions()), strict=True
+    ):
         if tokens == others:
             # With quantized weights activations are rounded to 8 bits, near the middle of two steps to another one.
             matrix = model[1].blocks.attention.out
@@ -369,7 +371,7 @@ class TestRefused:
     def test_activations(self):
         hooks = {"final": lambda value, at: (value, value)}
         with pytest.raises(ConfigError, match="hooks"):
-            llama_jax.observe(*model_of("float32"), np.asarray([[1, 2]]), hooks, compute=EXACT)
+            llama_jax.logits_and_activations(*model_of("float32"), np.asarray([[1, 2]]), hooks, compute=EXACT)
 
     def test_rows_of_several_texts(self):
         positions = llama_jax.Positions(segment_ids=np.asarray([[1, 2]]), position_ids=np.asarray([[0, 0]]))
@@ -378,7 +380,7 @@ class TestRefused:
 
     def test_another_attention(self):
         with pytest.raises(ConfigError, match="exact"):
-            Compute(exact=True, attention="dense")
+            ComputeOptions(exact=True, attention="dense")
 
     def test_experts(self):
         config = replace(llama_jax.preset("stories-260k"), experts=4, experts_per_token=2)

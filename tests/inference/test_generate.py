@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax import CacheOptions, Compute, Parts, Sampling, ops
+from llama_jax import CacheOptions, ComputeOptions, Parts, Sampling, ops
 from llama_jax.data import open_corpus
 from llama_jax.errors import GenerationError
 from llama_jax.evaluation.loglikelihood import Continuation, score_pairs
@@ -87,7 +87,7 @@ def test_programs_are_for_the_platform_of_the_parameters(model, how, tmp_path, m
         evaluate(config, params, corpus, length=8, batch=1)
     assert traced == {"cpu"}
     assert (
-        ServedModel.of(config, params, CacheOptions(), Compute()).static.sharding.mesh
+        ServedModel.of(config, params, CacheOptions(), ComputeOptions()).static.sharding.mesh
         == sharding_of(params).mesh
         is not None
     )

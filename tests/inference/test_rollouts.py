@@ -12,7 +12,7 @@ from training_options import loss_options
 
 from llama_jax.errors import ConfigError
 from llama_jax.inference.rollouts import RolloutOptions, RolloutPrompts, roll_out
-from llama_jax.model.lora import adapted
+from llama_jax.model.lora import apply_adapters
 from llama_jax.model.trees import quantize
 from llama_jax.training.batch import Batch
 from llama_jax.training.logprobs import token_logprobs
@@ -98,7 +98,7 @@ def test_with_adapters_over_stacked_blocks_they_are_the_trainers_too(models, tem
     config, params = models["tied"]
     params = params
     params = params if kind is None else quantize(params, kind)
-    joined = adapted(params, random_adapters(config), LORA)
+    joined = apply_adapters(params, random_adapters(config), LORA)
     prompts, _, answers = sampled(config, joined, temperature)
     # A CPU rounds activations of a quantized model too.
     check_by_trainer(config, joined, prompts, answers, temperature, 2e-5 if kind is None else 2e-2)

@@ -21,8 +21,8 @@ from llama_jax.config import FAMILY_FEATURES, Parts
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.formats import load_adapter, open_checkpoint, save_adapter
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
-from llama_jax.model.forward_options import Compute
-from llama_jax.model.lora import Lora, adapted, merge
+from llama_jax.model.forward_options import ComputeOptions
+from llama_jax.model.lora import Lora, apply_adapters, merge
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
@@ -52,7 +52,7 @@ def with_bias(params, name, value):
 
 @pytest.mark.slow
 def test_an_exact_pass_has_them(params):
-    found = jax.jit(partial(llama_jax.logits, CONFIG, compute=Compute(exact=True)))(params, TOKENS)
+    found = jax.jit(partial(llama_jax.logits, CONFIG, compute=ComputeOptions(exact=True)))(params, TOKENS)
     np.testing.assert_allclose(found, jit_logits(CONFIG, params, TOKENS), atol=1e-4)
 
 
@@ -88,12 +88,12 @@ def test_adapters_leave_them_alone(params, dora, tmp_path):
     merged = merge(params, adapters, lora)
     same(biases_of(merged), biases_of(params))
     np.testing.assert_allclose(
-        jit_logits(CONFIG, merged, TOKENS), jit_logits(CONFIG, adapted(params, adapters, lora), TOKENS), atol=1e-3
+        jit_logits(CONFIG, merged, TOKENS), jit_logits(CONFIG, apply_adapters(params, adapters, lora), TOKENS), atol=1e-3
     )
 
 
 def test_what_does_not_go_with_biases():
-    with pytest.raises(ConfigError, match="models with experts have .* mlp_bias=False; leave both out"):
+    with pytest.raises(ConfigError, match=r"models with experts have .* mlp_bias=False; leave both out"):
         replace(CONFIG, experts=4, experts_per_token=2)
     config = replace(CONFIG, parts=Parts(feed_forward=lambda x, gate, up, down: x))
     with pytest.raises(ConfigError, match="for models without mlp_bias"):

@@ -14,7 +14,7 @@ from llama_jax.errors import GenerationError
 from llama_jax.inference.decode import DecodeSettings, DecodeState, decode
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import PAGE_SIZE, init_cache
-from llama_jax.model.forward_options import Compute
+from llama_jax.model.forward_options import ComputeOptions
 
 
 def test_published_sizes():
@@ -57,7 +57,7 @@ def decode_program(batch: int, dtype=jnp.float32, slots=8192, **ring):
     )
     step = jax.jit(decode, static_argnums=(0, 4, 5), donate_argnums=2)
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache.pages))
-    return cache_bytes, step.lower(config, params, state, np.int32(1), 1, Compute(native_code=True)).compile()
+    return cache_bytes, step.lower(config, params, state, np.int32(1), 1, ComputeOptions(native_code=True)).compile()
 
 
 @pytest.mark.parametrize(

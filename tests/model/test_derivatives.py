@@ -11,7 +11,7 @@ from conftest import as_float64, jit_init
 from jax.tree_util import Partial
 
 import llama_jax
-from llama_jax import Batch, Compute, Lora, LossOptions, ops
+from llama_jax import Batch, ComputeOptions, Lora, LossOptions, ops
 from llama_jax.model.trees import dequantize, quantize
 from llama_jax.ops.platform import KernelOptions
 from llama_jax.ops.weights.formats import QUANT_FORMATS
@@ -239,7 +239,7 @@ def test_derivatives_through_a_quantized_model_are_those_of_the_dense_one(quanti
     def derivatives(params):
         def loss(delta):
             hooked = llama_jax.with_hooks(params, {"embedded": Partial(_added, delta)})
-            return llama_jax.next_token_loss(config, hooked, batch, LossOptions(Compute(forward_mode=True)))
+            return llama_jax.next_token_loss(config, hooked, batch, LossOptions(ComputeOptions(forward_mode=True)))
 
         by_scale = jax.vmap(lambda scale: jax.grad(loss)(scale * along))(jnp.arange(3.0))
         return jax.jvp(loss, (zeros,), (along,)), by_scale, jax.jvp(jax.grad(loss), (zeros,), (along,))[1]
@@ -280,8 +280,10 @@ def test_a_hessian_of_adapters_on_a_quantized_model(quantized):
     )
 
     def hvp(params):
-        options = LossOptions(Compute(forward_mode=True))
-        loss = lambda adapters: llama_jax.next_token_loss(config, llama_jax.adapted(params, adapters, lora), batch, options)
+        options = LossOptions(ComputeOptions(forward_mode=True))
+        loss = lambda adapters: llama_jax.next_token_loss(
+            config, llama_jax.apply_adapters(params, adapters, lora), batch, options
+        )
         return jax.jvp(jax.grad(loss), (adapters,), (adapters,))[1]
 
     found, wanted = (jax.tree.leaves(x) for x in map(jax.jit(hvp), (coded, dense)))

@@ -12,12 +12,12 @@ from conftest import as_float64, jit_init, sharp
 from jax.tree_util import Partial
 
 import llama_jax
-from llama_jax import CacheOptions, Compute, Sharding, StepOptions
+from llama_jax import CacheOptions, ComputeOptions, Sharding, StepOptions
 from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.inference.speculation import PromptLookup
 from llama_jax.model.hooks import HOOK_POINTS, with_hooks
-from llama_jax.model.logits import observe
-from llama_jax.model.lora import Lora, adapted, init_adapters
+from llama_jax.model.logits import logits_and_activations
+from llama_jax.model.lora import Lora, apply_adapters, init_adapters
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.engine import Engine
@@ -70,7 +70,9 @@ def greedy(params, prompt, new=NEW):
 
 jit_logits = jax.jit(partial(llama_jax.logits, CONFIG))
 jit_observe = jax.jit(
-    lambda params, tokens, cache=None: observe(CONFIG, params, tokens, dict.fromkeys(HOOK_POINTS, read), cache)
+    lambda params, tokens, cache=None: logits_and_activations(
+        CONFIG, params, tokens, dict.fromkeys(HOOK_POINTS, read), cache
+    )
 )
 TOKENS = np.asarray([[3, 5, 7, 11, 13, 17, 19, 23], [2, 4, 6, 8, 10, 12, 14, 16]], np.int32)
 
@@ -207,7 +209,7 @@ def test_derivatives_with_respect_to_a_hooks_arrays(params, remat):
         @jax.jit
         def loss(strength):
             hooked = with_hooks(params, everywhere(strength, [name for name in HOOK_POINTS if name != "logits"]))
-            options = llama_jax.LossOptions(compute=Compute(remat=remat))
+            options = llama_jax.LossOptions(compute=ComputeOptions(remat=remat))
             return llama_jax.next_token_loss(CONFIG, hooked, llama_jax.Batch(TOKENS), options=options)
 
         at, step = jnp.float64(0.03), 1e-6
@@ -235,7 +237,7 @@ def test_a_training_step(params):
 def test_hooks_at_one_point_run_in_order_and_none_is_nothing(params):
     double = lambda value, at: (2 * value, None)
     add = lambda value, at: (value + 1, value)
-    _, _, kept = observe(CONFIG, with_hooks(params, {"embedded": double}), TOKENS, {"embedded": add})
+    _, _, kept = logits_and_activations(CONFIG, with_hooks(params, {"embedded": double}), TOKENS, {"embedded": add})
     np.testing.assert_allclose(kept["embedded"], 2 * params.embedding[TOKENS])
     assert with_hooks(params, {}).hooks is None
 
@@ -269,18 +271,18 @@ def test_errors(params):
         with_hooks(params, {"residual": read})
     for wrong in (lambda value, at: (value[..., :1], None), lambda value, at: (value.astype(jnp.bfloat16), None)):
         with raises("float32"):
-            observe(CONFIG, params, TOKENS, {"heads": wrong})
+            logits_and_activations(CONFIG, params, TOKENS, {"heads": wrong})
     with raises("return"):
-        observe(CONFIG, params, TOKENS, {"final": lambda value, at: value})
+        logits_and_activations(CONFIG, params, TOKENS, {"final": lambda value, at: value})
     with raises("two hooks"):
-        observe(CONFIG, with_hooks(params, {"final": read}), TOKENS, {"final": read})
+        logits_and_activations(CONFIG, with_hooks(params, {"final": read}), TOKENS, {"final": read})
     hooked = with_hooks(params, {"logits": read})
     with raises("exact"):
-        llama_jax.logits(CONFIG, hooked, TOKENS, Compute(exact=True))
+        llama_jax.logits(CONFIG, hooked, TOKENS, ComputeOptions(exact=True))
     with raises("logits"):
         llama_jax.next_token_loss(CONFIG, hooked, llama_jax.Batch(TOKENS))
     with raises("attached"):
-        adapted(params, with_hooks(init_adapters(CONFIG, Lora(2), jax.random.key(0)), {"final": read}), Lora(2))
+        apply_adapters(params, with_hooks(init_adapters(CONFIG, Lora(2), jax.random.key(0)), {"final": read}), Lora(2))
     optimizer = llama_jax.make_optimizer(llama_jax.OptimizerSettings(), 10)
     for keeps in (
         partial(llama_jax.init_state, optimizer),
@@ -292,10 +294,10 @@ def test_errors(params):
     cache = llama_jax.init_cache(CONFIG, 2, 32, window=16, sinks=2, max_tokens_per_pass=8)
     for name in ("queries", "pattern"):
         with raises("sinks"):
-            observe(CONFIG, params, TOKENS, {name: read}, cache)
+            logits_and_activations(CONFIG, params, TOKENS, {name: read}, cache)
     with raises("attention"):
-        observe(CONFIG, params, TOKENS, {"scores": read}, compute=Compute(attention="blockwise"))
+        logits_and_activations(CONFIG, params, TOKENS, {"scores": read}, compute=ComputeOptions(attention="blockwise"))
 
     mixture = replace(CONFIG, layers=(), experts=4, experts_per_token=2)
     with raises("experts"):
-        observe(mixture, jit_init(mixture, jax.random.key(0)), TOKENS, {"neurons": read})
+        logits_and_activations(mixture, jit_init(mixture, jax.random.key(0)), TOKENS, {"neurons": read})

@@ -12,9 +12,9 @@ from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.lora import (
     TARGETS,
     Lora,
-    adapted,
     adapter_count,
     adapter_shapes,
+    apply_adapters,
     init_adapters,
     merge,
     precompute_dora_scale,
@@ -31,14 +31,14 @@ def gqa(models):
     """(configuration, base, adapters, the base with them)."""
     config, params = models["gqa"]
     adapters = random_adapters(config)
-    return config, params, adapters, adapted(params, adapters, LORA)
+    return config, params, adapters, apply_adapters(params, adapters, LORA)
 
 
 def test_what_was_just_made_changes_nothing(models):
     config, params = models["gqa"]
     lora = Lora()
     adapters = init_adapters(config, lora, jax.random.key(0))
-    found = jit_logits(config, adapted(params, adapters, lora), TOKENS)
+    found = jit_logits(config, apply_adapters(params, adapters, lora), TOKENS)
     np.testing.assert_array_equal(found, jit_logits(config, params, TOKENS))
 
 
@@ -75,7 +75,7 @@ def test_a_change_too_small_for_16_bits_counts_all_the_same(models):
     small = jax.tree.map(lambda a: a / 40, random_adapters(config))
     base, wanted = jit_logits(config, wide, TOKENS), jit_logits(config, merge(wide, small, LORA), TOKENS)
     largest = float(jnp.abs(wanted - base).max())
-    beside = jit_logits(config, adapted(wide, small, LORA), TOKENS)
+    beside = jit_logits(config, apply_adapters(wide, small, LORA), TOKENS)
     assert float(jnp.abs(beside - wanted).max()) < 0.01 * largest
     rounded = merge(short, small, LORA)
     assert rounded.blocks.attention.out.dtype == jnp.bfloat16
@@ -89,10 +89,10 @@ def test_the_base_may_be_quantized(kind):
     config = tiny_config(vocab_size=40, dim=128, hidden_dim=256, max_seq_len=32, tie_embeddings=True)
     base = quantize(jit_init(config, jax.random.key(1)), kind)
     adapters = random_adapters(config)
-    joined = adapted(base, adapters, LORA)
+    joined = apply_adapters(base, adapters, LORA)
     assert count(joined) == count(base)
     assert bytes_in_memory(joined) == bytes_in_memory(base) + bytes_in_memory(adapters)
-    later = quantize(adapted(jit_init(config, jax.random.key(1)), adapters, LORA), kind)
+    later = quantize(apply_adapters(jit_init(config, jax.random.key(1)), adapters, LORA), kind)
     jax.tree.map(np.testing.assert_array_equal, later, joined)
     merged = merge(base, adapters, LORA)
     wanted = jit_logits(config, merged, TOKENS)
@@ -165,13 +165,13 @@ def test_adapters_of_another_model_are_named(gqa):
     with pytest.raises(
         ConfigError, match=r"adapter of blocks.feed_forward.gate: A is \[2, 3, 32\] and B is \[2, 64, 3\], but rank=3"
     ):
-        adapted(params, random_adapters(wider), LORA)
+        apply_adapters(params, random_adapters(wider), LORA)
     with pytest.raises(
         ConfigError, match=r"rank=4 and a matrix \[2, 2, 4, 8, 32\] need \[2, 3, 4, 32\] and \[2, 2, 4, 8, 4\]"
     ):
-        adapted(params, adapters, replace(LORA, rank=4))
+        apply_adapters(params, adapters, replace(LORA, rank=4))
     with pytest.raises(ConfigError, match=r"adapter of blocks.attention.qkv: A is \[3, 3, 3, 32\]"):
-        adapted(params, random_adapters(replace(config, n_layers=3)), LORA)
+        apply_adapters(params, random_adapters(replace(config, n_layers=3)), LORA)
 
 
 def test_one_adapter_after_another(gqa):
@@ -179,7 +179,7 @@ def test_one_adapter_after_another(gqa):
     config, params, adapters, joined = gqa
     second = random_adapters(config, seed=1)
     both = merge(merge(params, adapters, LORA), second, LORA)
-    found = jit_logits(config, adapted(joined, second, LORA), TOKENS)
+    found = jit_logits(config, apply_adapters(joined, second, LORA), TOKENS)
     np.testing.assert_allclose(found, jit_logits(config, both, TOKENS), rtol=1e-4, atol=2e-5)
 
 
@@ -190,7 +190,7 @@ DORA = Lora(rank=3, alpha=5.0, targets=("q_proj", "v_proj", "o_proj", "up_proj")
 def dora(models):
     config, params = models["gqa"]
     adapters = random_adapters(config, DORA)
-    return config, params, adapters, adapted(params, adapters, DORA)
+    return config, params, adapters, apply_adapters(params, adapters, DORA)
 
 
 class TestMagnitudes:
@@ -203,7 +203,7 @@ class TestMagnitudes:
         assert once.blocks.attention.out.low_rank.magnitude is None
         assert once.blocks.attention.out.base is params.blocks.attention.out
         np.testing.assert_allclose(jit_logits(config, once, TOKENS), wanted, atol=2e-5)
-        stacked = precompute_dora_scale(adapted(params, adapters, DORA))
+        stacked = precompute_dora_scale(apply_adapters(params, adapters, DORA))
         np.testing.assert_allclose(jit_logits(config, stacked, TOKENS), wanted, atol=2e-5)
 
     def test_what_was_just_made_changes_nothing(self, models):
@@ -214,7 +214,7 @@ class TestMagnitudes:
         assert jax.tree.map(lambda a: (a.shape, a.dtype), adapters) == jax.tree.map(lambda a: (a.shape, a.dtype), shapes)
         keys = adapters.blocks.attention.qkv.magnitude[:, :, config.queries_per_kv_head]
         assert not keys.any()
-        found = jit_logits(config, adapted(base, adapters, DORA), TOKENS)
+        found = jit_logits(config, apply_adapters(base, adapters, DORA), TOKENS)
         np.testing.assert_allclose(found, jit_logits(config, base, TOKENS), atol=1e-5)
         with pytest.raises(ConfigError, match="dora=True starts from the lengths of the base's rows; pass the base to"):
             init_adapters(config, DORA, jax.random.key(0))
@@ -223,7 +223,7 @@ class TestMagnitudes:
         config, params, adapters, joined = dora
         plain = random_adapters(config, seed=1)
         table = adapter_table(config, params, [(plain, LORA), (adapters, DORA)])
-        own = [np.asarray(jit_logits(config, one, TOKENS)) for one in (adapted(params, plain, LORA), joined, params)]
+        own = [np.asarray(jit_logits(config, one, TOKENS)) for one in (apply_adapters(params, plain, LORA), joined, params)]
         for rows in ([1, 0], [-1, 1]):
             found = jit_logits(config, choose_adapters(table, rows), TOKENS)
             np.testing.assert_allclose(found, [own[adapter][i] for i, adapter in enumerate(rows)], atol=2e-5)

@@ -13,7 +13,7 @@ from conftest import jit_logits
 import llama_jax
 from llama_jax import ops
 from llama_jax.errors import ConfigError
-from llama_jax.model.lora import Lora, adapted
+from llama_jax.model.lora import Lora, apply_adapters
 from llama_jax.model.multi_lora import adapter_table, adapters_in, choose_adapters
 from llama_jax.model.trees import bytes_in_memory, count
 from llama_jax.ops.weights.lora import LowRank
@@ -35,7 +35,7 @@ def table(models):
 def alone(table):
     """Logits of all rows by the base and each adapter: the last by number -1."""
     config, params, adapters, _ = table
-    return [jit_logits(config, one, TOKENS) for one in (*(adapted(params, *each) for each in adapters), params)]
+    return [jit_logits(config, one, TOKENS) for one in (*(apply_adapters(params, *each) for each in adapters), params)]
 
 
 def test_each_row_is_what_it_is_alone(table, alone):

@@ -11,7 +11,7 @@ import pytest
 from conftest import jit_init, sharp
 
 import llama_jax
-from llama_jax import Compute, Parts, ops
+from llama_jax import ComputeOptions, Parts, ops
 from llama_jax.config import LayerConfig
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.awq import scale_channels
@@ -101,7 +101,7 @@ def test_what_would_not_call_it_refuses_it(part):
     params = jit_init(PLAIN, jax.random.key(0))
     config = replace(PLAIN, parts=Parts(**{part: OTHER[part]}))
     with pytest.raises(ConfigError, match=f"exact=True is for the library's parts, and the model has Parts\\({part}="):
-        llama_jax.logits(config, params, TOKENS, Compute(exact=True))
+        llama_jax.logits(config, params, TOKENS, ComputeOptions(exact=True))
     with pytest.raises(ConfigError, match=f"this model has Parts\\({part}="):
         scale_channels(config, params, TOKENS, "int4")
     named = replace(PLAIN, parts=Parts(**{part: f"mine:{part}"}))
@@ -113,7 +113,7 @@ def test_an_attention_excludes_the_librarys_and_a_feed_forward_experts():
     params = jit_init(PLAIN, jax.random.key(0))
     attend = replace(PLAIN, parts=Parts(attend=OTHER["attend"]))
     with pytest.raises(ConfigError, match="attention='dense' is for the library's attention, which Parts"):
-        llama_jax.logits(attend, params, TOKENS, Compute(attention="dense"))
+        llama_jax.logits(attend, params, TOKENS, ComputeOptions(attention="dense"))
     with pytest.raises(ConfigError, match="a cache with sinks supports only the built-in paged attention"):
         forward(attend, params, TOKENS, init_cache(attend, 2, 16, window=4, sinks=1, max_tokens_per_pass=12))
     experts = replace(PLAIN, experts=2, experts_per_token=1, parts=Parts(feed_forward=OTHER["feed_forward"]))

@@ -13,7 +13,7 @@ from test_strategies import CONFIG, LENGTH, OPTIMIZER, ROWS
 from training_options import step_options
 
 import llama_jax
-from llama_jax.model.lora import adapted, with_base
+from llama_jax.model.lora import apply_adapters, freeze_base
 from llama_jax.model.multi_lora import adapter_table, choose_adapters
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import pad_params, padded_config, unpad_params
@@ -41,7 +41,7 @@ def run(sizes):
 
     def step(base, state, batch):
         options = step_options(remat="full", chunk=8)
-        return train_step(held, OPTIMIZER, state, batch, options, with_base(sharding, base, LORA))
+        return train_step(held, OPTIMIZER, state, batch, options, freeze_base(sharding, base, LORA))
 
     jitted = jax.jit(step, donate_argnums=1, out_shardings=(placement, shardings(mesh, P())))
     rng, losses = np.random.default_rng(0), []
@@ -79,10 +79,10 @@ def test_an_adapted_model_is_fitted_as_a_plain_one_is():
     """Copied heads, padded vocabulary: joined before or after, the same logits."""
     params, adapters = jit_init(CONFIG, jax.random.key(0)), random_adapters(CONFIG)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 250, (2, 9), np.int32))
-    wanted = jit_logits(CONFIG, adapted(params, adapters, LORA), tokens)
+    wanted = jit_logits(CONFIG, apply_adapters(params, adapters, LORA), tokens)
     sizes = MeshSizes(tensor=8)
-    joined = pad_params(CONFIG, sizes, adapted(params, adapters, LORA))
-    apart = adapted(pad_params(CONFIG, sizes, params), pad_params(CONFIG, sizes, adapters), LORA)
+    joined = pad_params(CONFIG, sizes, apply_adapters(params, adapters, LORA))
+    apart = apply_adapters(pad_params(CONFIG, sizes, params), pad_params(CONFIG, sizes, adapters), LORA)
     jax.tree.map(np.testing.assert_array_equal, joined, apart)
     np.testing.assert_allclose(jit_logits(padded_config(CONFIG, sizes), joined, tokens)[..., :250], wanted, atol=1e-5)
 
@@ -98,7 +98,7 @@ def test_so_are_magnitudes_and_a_table():
     wanted = jit_logits(CONFIG, choose_adapters(table, [1, 0]), tokens)
     found = jit_logits(padded_config(CONFIG, sizes), choose_adapters(held, [1, 0]), tokens)[..., :250]
     np.testing.assert_allclose(found, wanted, atol=1e-5)
-    alone = jit_logits(CONFIG, adapted(params, *adapters[1]), tokens)
+    alone = jit_logits(CONFIG, apply_adapters(params, *adapters[1]), tokens)
     np.testing.assert_allclose(wanted[0], alone[0], atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, unpad_params(CONFIG, held), table)
 
@@ -107,7 +107,7 @@ def test_so_are_magnitudes_and_a_table():
 def test_it_generates_over_tensor():
     config = replace(CONFIG, vocab_size=256)
     params, adapters = jit_init(config, jax.random.key(0)), random_adapters(config)
-    joined = adapted(params, adapters, LORA)
+    joined = apply_adapters(params, adapters, LORA)
     wanted = llama_jax.generate(config, joined, [[1, 5], [2]], max_new_tokens=6)
     sizes = MeshSizes(tensor=4)
     mesh = make_mesh(sizes)

@@ -18,8 +18,8 @@ from training_options import loss_options
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
-from llama_jax.parallel.pmap import pmap_step, replicate
-from llama_jax.parallel.sharding import batch_spec, shardings, step_over, train_state_specs
+from llama_jax.parallel.pmap import pmap_replicate, pmap_step
+from llama_jax.parallel.sharding import batch_spec, sharded_train_step, shardings, train_state_specs
 from llama_jax.training.batch import Batch, target_mask
 from llama_jax.training.loss import total_loss
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
@@ -56,13 +56,13 @@ def place_on(mesh, config=CONFIG, options=EXACT, **more):
     """A step on a mesh, or by pmap over 8 devices, and functions that put a state and a batch there."""
     if mesh == "pmap":
         step = pmap_step(partial(train_step, config, OPTIMIZER, options=options, **more), jax.devices())
-        return step, partial(replicate, devices=jax.devices()), lambda batch: batch
+        return step, partial(pmap_replicate, devices=jax.devices()), lambda batch: batch
     sizes = parse_mesh(mesh)
     devices = make_mesh(sizes)
     placement = shardings(devices, train_state_specs(config, sizes, OPTIMIZER, ema=True))
     rows = NamedSharding(devices, batch_spec(sizes, ROWS))
     step = jax.jit(
-        partial(step_over(config, devices), OPTIMIZER, options=options, **more),
+        partial(sharded_train_step(config, devices), OPTIMIZER, options=options, **more),
         out_shardings=(placement, NamedSharding(devices, P())),
     )
     return step, partial(jax.device_put, device=placement), partial(jax.device_put, device=rows)

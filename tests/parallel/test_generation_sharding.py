@@ -31,12 +31,12 @@ from llama_jax.inference.rollouts import RolloutOptions, RolloutPrompts, roll_ou
 from llama_jax.inference.sharding import sharding_of
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.forward import forward
-from llama_jax.model.forward_options import Compute, unconstrained
+from llama_jax.model.forward_options import ComputeOptions, unconstrained
 from llama_jax.parallel import generation_sharding
 from llama_jax.parallel.generation_sharding import param_shardings
 from llama_jax.parallel.mesh import MeshSizes, make_mesh, parse_mesh
 from llama_jax.parallel.padding import pad_params, padded_config
-from llama_jax.parallel.pmap import pmap_generate, replicate
+from llama_jax.parallel.pmap import pmap_generate, pmap_replicate
 from llama_jax.runs.tasks.grpo import make_sampler
 
 # Of four key/value heads tensor=8 makes eight, and 250 tokens become 256 rows.
@@ -125,7 +125,7 @@ def own_attention(queries, view, seen, **options):
 @pytest.mark.rotating
 @pytest.mark.parametrize(
     ("compute", "parts"),
-    [(Compute(attention="dense"), Parts()), (Compute(), Parts(attend=own_attention))],
+    [(ComputeOptions(attention="dense"), Parts()), (ComputeOptions(), Parts(attend=own_attention))],
     ids=["dense", "own"],
 )
 def test_an_attention_that_knows_no_pages_reads_those_of_its_own_rows(load, alone, compute, parts):
@@ -202,7 +202,7 @@ def test_groups_of_answers_are_those_of_one_device(text, params):
     options = RolloutOptions(group_size=2, max_new_tokens=21, stop=tuple(range(0, 250, 25)))
     expected = jax.jit(partial(roll_out, CONFIG, options=options))(params, prompts)
     spread = jax.device_put(params, param_shardings(CONFIG, sizes, padded=False))
-    found = jax.jit(make_sampler(CONFIG, make_mesh(sizes), options, Compute()))(spread, prompts)
+    found = jax.jit(make_sampler(CONFIG, make_mesh(sizes), options, ComputeOptions()))(spread, prompts)
     for name in ("tokens", "valid", "stopped"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
@@ -230,8 +230,8 @@ def collectives(config, params, batch):
         config, prompts, NEW, Sampling(temperature=1.0, top_p=0.9, top_k=50), [7]
     )
     reading = module._init_prefill(config, params, batch, 256, CacheOptions(), sharding)
-    state, _ = module._begin_decode(config, params, *reading, tokens, lengths, request, Compute(), sharding)
-    lowered = module._decode_for("cpu").lower(config, params, state, np.int32(1), 4, Compute(), sharding)
+    state, _ = module._begin_decode(config, params, *reading, tokens, lengths, request, ComputeOptions(), sharding)
+    lowered = module._decode_for("cpu").lower(config, params, state, np.int32(1), 4, ComputeOptions(), sharding)
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|ragged-all-to-all"
     found = re.findall(rf" = ([^=]*?) ({kinds})(?:-start)?\(", lowered.compile().as_text())
     assert found
@@ -409,7 +409,7 @@ def test_any_layout_of_the_parameters_says_where_the_rest_lies(params):
 
 @pytest.fixture(scope="module")
 def on_all(params):
-    return pmap_generate(CONFIG, jax.devices()), replicate(params, jax.devices())
+    return pmap_generate(CONFIG, jax.devices()), pmap_replicate(params, jax.devices())
 
 
 @pytest.mark.slow

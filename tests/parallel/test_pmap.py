@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from training_options import step_options
 
 from llama_jax.errors import MeshError
-from llama_jax.parallel.pmap import pmap_step, replicate
+from llama_jax.parallel.pmap import pmap_replicate, pmap_step
 from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import init_state, train_step
@@ -55,7 +55,7 @@ def on_all():
 def test_one_step_has_the_loss_and_the_gradients_of_jit(alone, on_all):
     batch = packed(0)
     expected, metrics = alone(start(), batch)
-    after, found = on_all(replicate(start(), jax.devices()), batch)
+    after, found = on_all(pmap_replicate(start(), jax.devices()), batch)
     assert set(found) == set(metrics)
     for name in metrics:
         np.testing.assert_allclose(found[name], metrics[name], rtol=1e-6, err_msg=name)
@@ -66,7 +66,7 @@ def test_one_step_has_the_loss_and_the_gradients_of_jit(alone, on_all):
 
 
 def test_the_state_is_replicated_and_donated(on_all):
-    before = replicate(start(), jax.devices())
+    before = pmap_replicate(start(), jax.devices())
     after, metrics = on_all(before, packed(0))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
     for leaf in jax.tree.leaves((after, metrics)):
@@ -80,7 +80,7 @@ def test_the_state_is_replicated_and_donated(on_all):
 def test_replicate_leaves_the_original(on_all):
     """Also one that is bound to a device, as what a checkpoint was read into."""
     original = jax.device_put(start(), jax.devices()[0])
-    on_all(replicate(original, jax.devices()), packed(0))
+    on_all(pmap_replicate(original, jax.devices()), packed(0))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(original))
     jax.tree.map(np.testing.assert_array_equal, original.params, start().params)
 
@@ -88,20 +88,20 @@ def test_replicate_leaves_the_original(on_all):
 def test_a_step_that_is_not_finite_is_skipped_on_all_devices(on_all):
     state = start()
     broken = state.params.replace(final_norm=state.params.final_norm.at[0].set(jnp.nan))
-    after, _ = on_all(replicate(state.replace(params=broken), jax.devices()), packed(0))
+    after, _ = on_all(pmap_replicate(state.replace(params=broken), jax.devices()), packed(0))
     assert (int(after.skipped), int(after.skipped_in_a_row)) == (1, 1)
     jax.tree.map(np.testing.assert_array_equal, after.params, broken)
 
 
 def test_rows_that_cannot_be_divided_are_an_error_before_anything_is_donated(on_all):
-    state = replicate(start(), jax.devices())
+    state = pmap_replicate(start(), jax.devices())
     with pytest.raises(MeshError, match="batch=13 cannot be split over devices=8; 1, 13 would do"):
         on_all(state, jax.tree.map(lambda part: part[:13], packed(0)))
     assert not state.step.is_deleted()
 
 
 def test_a_state_on_other_devices_is_an_error(on_all):
-    for state in (start(), replicate(start(), jax.devices()[:4])):
+    for state in (start(), pmap_replicate(start(), jax.devices()[:4])):
         with pytest.raises(MeshError, match="is not on all 8 devices; replicate it first"):
             on_all(state, packed(0))
 

@@ -35,7 +35,7 @@ from llama_jax.parallel.ring_attention import (
     zigzag_positions,
 )
 from llama_jax.parallel.ring_prefill import prefill_over
-from llama_jax.parallel.sharding import cache_specs, param_specs, shardings, step_over
+from llama_jax.parallel.sharding import cache_specs, param_specs, sharded_train_step, shardings
 from llama_jax.training.batch import Batch, to_next_token_batch
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import init_state
@@ -187,7 +187,9 @@ def test_a_step_whose_frequencies_depend_on_the_length_is_that_of_one_device():
     found = []
     for sizes in (MeshSizes(), MeshSizes(data=2, context=4)):
         state = init_state(optimizer, jit_init(config, jax.random.key(0)))
-        step = jax.jit(partial(step_over(config, make_mesh(sizes)), optimizer, options=step_options(remat="full", chunk=8)))
+        step = jax.jit(
+            partial(sharded_train_step(config, make_mesh(sizes)), optimizer, options=step_options(remat="full", chunk=8))
+        )
         state, metrics = step(state, batch)
         found.append((metrics["loss"], metrics["grad_norm"], state.opt_state))
     for a, b in zip(*map(jax.tree.leaves, jax.device_get(found)), strict=True):

@@ -17,7 +17,7 @@ from llama_jax.analysis.collectives import find_collectives
 from llama_jax.analysis.memory import bytes_per_device, train_programs
 from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.sharding import batch_spec, shardings, step_over, train_state_specs
+from llama_jax.parallel.sharding import batch_spec, sharded_train_step, shardings, train_state_specs
 from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import OptimizerSettings, adamw, make_optimizer, with_clipping
 from llama_jax.training.step import init_state
@@ -53,7 +53,7 @@ def run(sizes, config=CONFIG, **options):
     rows = shardings(mesh, batch_spec(sizes, ROWS))
     state = jax.jit(lambda: init_state(OPTIMIZER, llama_jax.init(config, jax.random.key(0))), out_shardings=placement)()
     step = partial(
-        step_over(config, mesh),
+        sharded_train_step(config, mesh),
         OPTIMIZER,
         options=step_options(**{"remat": "full", "chunk": 8, **options}),
     )
@@ -124,7 +124,7 @@ def test_a_step_of_muon_is_that_of_one_device():
         mesh = make_mesh(sizes)
         placement = shardings(mesh, train_state_specs(config, sizes, optimizer))
         state = jax.device_put(init_state(optimizer, jit_init(config, jax.random.key(0))), placement)
-        step = partial(step_over(config, mesh), optimizer, options=step_options(chunk=8))
+        step = partial(sharded_train_step(config, mesh), optimizer, options=step_options(chunk=8))
         after.append(jax.jit(step, out_shardings=(placement, None))(state, batch)[0].params)
     assert len(after[1].blocks.attention.qkv.sharding.device_set) == 8
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *after)

@@ -11,8 +11,8 @@ from conftest import jit_init
 from training_options import loss_options
 
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
-from llama_jax.parallel.pmap import pmap_step, replicate
-from llama_jax.parallel.sharding import batch_spec, shardings, step_over, train_state_specs
+from llama_jax.parallel.pmap import pmap_replicate, pmap_step
+from llama_jax.parallel.sharding import batch_spec, sharded_train_step, shardings, train_state_specs
 from llama_jax.training.step import StepOptions, init_state, train_step
 
 CONFIG, ROWS = test_pmap.CONFIG, test_pmap.ROWS
@@ -26,13 +26,14 @@ def take_step(mesh, **options):
     state = init_state(OPTIMIZER, jit_init(CONFIG, jax.random.key(0)))
     if mesh == "pmap":
         step = pmap_step(partial(train_step, CONFIG, OPTIMIZER, options=options), jax.devices())
-        after, metrics = step(replicate(state, jax.devices()), batch)
+        after, metrics = step(pmap_replicate(state, jax.devices()), batch)
     else:
         sizes = parse_mesh(mesh)
         placement = shardings(make_mesh(sizes), train_state_specs(CONFIG, sizes, OPTIMIZER))
         rows = shardings(make_mesh(sizes), batch_spec(sizes, ROWS // options.accumulate, batch.tokens.shape[1] - 1))
         step = jax.jit(
-            partial(step_over(CONFIG, make_mesh(sizes)), OPTIMIZER, options=options), out_shardings=(placement, None)
+            partial(sharded_train_step(CONFIG, make_mesh(sizes)), OPTIMIZER, options=options),
+            out_shardings=(placement, None),
         )
         after, metrics = step(jax.device_put(state, placement), jax.device_put(batch, rows))
     gradients = jax.tree.map(lambda old, new: np.asarray(old) - np.asarray(new), state.params, after.params)

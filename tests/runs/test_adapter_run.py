@@ -16,7 +16,7 @@ import llama_jax
 from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.formats import load_adapter, open_checkpoint
 from llama_jax.formats.step_dirs import CHECKPOINTS
-from llama_jax.model.lora import Lora, adapted, adapter_count, merge
+from llama_jax.model.lora import Lora, adapter_count, apply_adapters, merge
 from llama_jax.model.trees import kinds_in_memory, layers_of, quantize, stack
 from llama_jax.ops.weights.format_spec import INT4, unpack_int4
 from llama_jax.ops.weights.quantized_matmul import quantize_matrix
@@ -75,7 +75,7 @@ def test_checkpoints_hold_the_adapters_alone(whole, base, caplog):
     assert "rope_theta=10000.0, this one has 500000.0" in caplog.text
     assert (found.lora, found.base) == (RECIPE.lora, str(base))
     same(found.params, result.state.ema)
-    same(llama_jax.load(base, adapter=folder).params, adapted(params, found.params, found.lora))
+    same(llama_jax.load(base, adapter=folder).params, apply_adapters(params, found.params, found.lora))
     with pytest.raises(CheckpointError, match="holds an adapter, not a model; pass its base as the model"):
         llama_jax.load(folder)
     with pytest.raises(CheckpointError, match="holds a whole model, not an adapter"):

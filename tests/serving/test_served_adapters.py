@@ -19,7 +19,7 @@ import llama_jax
 from llama_jax.cli.serve import Serve
 from llama_jax.errors import CheckpointError, GenerationError
 from llama_jax.formats import save_adapter
-from llama_jax.model.lora import Lora, adapted
+from llama_jax.model.lora import Lora, apply_adapters
 from llama_jax.model.multi_lora import adapter_table, choose_adapters
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
@@ -105,7 +105,7 @@ def test_over_a_mesh_and_quantized(model, alone, tmp_path):
     exhaust(engine)
     for client in clients:
         number = client.request.adapter
-        one = base if number < 0 else adapted(base, *adapters[number])
+        one = base if number < 0 else apply_adapters(base, *adapters[number])
         assert client.ids == llama_jax.generate(config, one, [client.request.prompt], max_new_tokens=8)[0].tokens
 
 

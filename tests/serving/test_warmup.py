@@ -8,7 +8,7 @@ from conftest import jit_init
 
 import llama_jax
 from llama_jax.model.cache import CacheOptions
-from llama_jax.model.forward_options import Compute
+from llama_jax.model.forward_options import ComputeOptions
 from llama_jax.ops.cpu import native
 from llama_jax.serving.engine import CompileCount, Engine
 from llama_jax.serving.options import EngineOptions
@@ -50,7 +50,7 @@ def test_every_program_is_compiled_once(model):
 )
 def test_a_step_attends_by_the_native_kernel(model, change, cache, compute, by_kernel):
     config, params = replace(model[0], **change), model[1]
-    engine = Engine(config, params, replace(SMALL, cache=CacheOptions(dtype=cache), compute=Compute(**compute)))
+    engine = Engine(config, params, replace(SMALL, cache=CacheOptions(dtype=cache), compute=ComputeOptions(**compute)))
     model = engine.model
     batch, settings = batch_of([], (1, 1), 1, 1), settings_of_rows([], 1, config.vocab_size)
     assert model.static.compute.native_code

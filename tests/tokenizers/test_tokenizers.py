@@ -203,7 +203,7 @@ class Letters:
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "shown"),
+    ("text", "stop", "short_repr"),
     [
         ("hello world", ("wor",), "hello "),
         ("aab", ("ab",), "a"),

@@ -19,7 +19,7 @@ import llama_jax
 from llama_jax.formats import load_adapter, save_adapter
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import Positions, Sharding
-from llama_jax.model.lora import adapted, merge, with_base
+from llama_jax.model.lora import apply_adapters, freeze_base, merge
 from llama_jax.training.batch import Batch
 from llama_jax.training.loss import next_token_loss
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
@@ -61,13 +61,13 @@ def results(case, folder, *, wide):
 
     @jax.jit
     def logits(base, adapters, ids):
-        joined = adapted(base, adapters, lora)
+        joined = apply_adapters(base, adapters, lora)
         return unembed(config, joined, forward(config, joined, ids, positions=Positions(position_ids=at(ids)))[0])
 
     @jax.jit
     def gradient(base, adapters, ids):
         loss = lambda adapters: next_token_loss(
-            config, adapted(base, adapters, lora), Batch(ids, position_ids=at(ids)), loss_options(chunk=5)
+            config, apply_adapters(base, adapters, lora), Batch(ids, position_ids=at(ids)), loss_options(chunk=5)
         )
         return jax.grad(loss)(adapters)
 
@@ -76,7 +76,7 @@ def results(case, folder, *, wide):
     @jax.jit
     def step(base, state, ids):
         batch, options = Batch(ids, position_ids=at(ids)), step_options(chunk=5)
-        return train_step(config, optimizer, state, batch, options, with_base(Sharding(), base, lora))
+        return train_step(config, optimizer, state, batch, options, freeze_base(Sharding(), base, lora))
 
     found = {"logits": np.asarray(logits(base, adapters, make_goldens.tokens(config)[:, :24]))}
     found |= written("gradient", gradient(base, adapters, theirs.batch_of(config, 0)))
@@ -129,7 +129,7 @@ def test_folders_go_both_ways(case, tmp_path):
     model.save_pretrained(tmp_path / "theirs")
     adapter = load_adapter(tmp_path / "theirs", config)
     run = jax.jit(llama_jax.logits, static_argnums=0)
-    np.testing.assert_allclose(run(config, adapted(base, adapter.params, adapter.lora), ids), wanted, atol=1e-4)
+    np.testing.assert_allclose(run(config, apply_adapters(base, adapter.params, adapter.lora), ids), wanted, atol=1e-4)
     np.testing.assert_allclose(run(config, merge(base, adapter.params, adapter.lora), ids), wanted, atol=1e-4)
 
     save_adapter(tmp_path / "ours", config, adapter.params, adapter.lora, base="somewhere")

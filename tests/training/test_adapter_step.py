@@ -13,7 +13,15 @@ from conftest import as_float64, jit_dequantize, jit_init, jit_logits, tiny_conf
 from training_options import loss_options, step_options
 
 from llama_jax.model.forward_options import Sharding
-from llama_jax.model.lora import Lora, adapted, adapter_shapes, init_adapters, merge, precompute_dora_scale, with_base
+from llama_jax.model.lora import (
+    Lora,
+    adapter_shapes,
+    apply_adapters,
+    freeze_base,
+    init_adapters,
+    merge,
+    precompute_dora_scale,
+)
 from llama_jax.model.trees import layers_of, stack
 from llama_jax.ops.weights.layers import MixedStack
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, quantize_matrix
@@ -38,7 +46,7 @@ def adapter_step(options, lora=LORA, config=CONFIG):
     """The base is an argument of its own, so that nothing of it is in the state."""
 
     def step(base, state, batch):
-        return train_step(config, OPTIMIZER, state, batch, options, with_base(Sharding(), base, lora))
+        return train_step(config, OPTIMIZER, state, batch, options, freeze_base(Sharding(), base, lora))
 
     return jax.jit(step)
 
@@ -50,7 +58,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(models, kin
         base, adapters = as_float64(params), as_float64(random_adapters(config))
         batch = Batch(np.random.default_rng(1).integers(0, config.vocab_size, (2, 12), np.int32))
         loss_of = partial(next_token_loss, config, batch=batch, options=loss_options(chunk=5, z_loss=1e-2))
-        found = jax.jit(jax.value_and_grad(lambda adapters: loss_of(adapted(base, adapters, LORA))))(adapters)
+        found = jax.jit(jax.value_and_grad(lambda adapters: loss_of(apply_adapters(base, adapters, LORA))))(adapters)
         wanted = jax.jit(jax.value_and_grad(lambda adapters: loss_of(merge(base, adapters, LORA))))(adapters)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, wanted)
         assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(found[1])) > 1e-4
@@ -150,7 +158,7 @@ def test_a_base_whose_layers_differ_in_their_kinds(dora):
     loss_of = jax.jit(
         jax.value_and_grad(
             lambda adapters, base: next_token_loss(
-                config, adapted(base, adapters, lora), batch=batch, options=loss_options(chunk=5)
+                config, apply_adapters(base, adapters, lora), batch=batch, options=loss_options(chunk=5)
             )
         )
     )
@@ -159,7 +167,7 @@ def test_a_base_whose_layers_differ_in_their_kinds(dora):
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-2)
     for ours, theirs in zip(*(jax.tree.leaves(one[1]) for one in (found, wanted)), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=0.05 * float(jnp.abs(theirs).max()))
-    once = precompute_dora_scale(adapted(base, adapters, lora))
+    once = precompute_dora_scale(apply_adapters(base, adapters, lora))
     logits = jit_logits(config, once, TOKENS[:, :12] % 64)
     np.testing.assert_allclose(
         logits, jit_logits(config, merged, TOKENS[:, :12] % 64), atol=0.05 * float(jnp.abs(logits).max())

@@ -10,7 +10,7 @@ import llama_jax
 from llama_jax import LlamaConfig
 from llama_jax.config import LayerConfig
 from llama_jax.model.forward_options import Sharding
-from llama_jax.model.lora import Lora, init_adapters, with_base
+from llama_jax.model.lora import Lora, freeze_base, init_adapters
 from llama_jax.training.batch import Batch
 from llama_jax.training.flops import (
     attention_scores,
@@ -110,7 +110,7 @@ def test_the_compiled_step_does_what_is_counted(tie_embeddings, lora):
         return init_state(optimizer, llama_jax.init(config, key) if lora is None else init_adapters(config, lora, key))
 
     def step(base, state, batch):
-        sharding = Sharding() if lora is None else with_base(Sharding(), base, lora)
+        sharding = Sharding() if lora is None else freeze_base(Sharding(), base, lora)
         return train_step(config, optimizer, state, batch, step_options(chunk=length), sharding)
 
     tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)

@@ -22,8 +22,8 @@ from llama_jax.inference.sharding import check_row_shards, sharding_of
 from llama_jax.model.cache import CacheOptions, KVCache
 from llama_jax.model.checks import check_params
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.forward_options import Compute, Positions, Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
+from llama_jax.model.params import LlamaParams
 
 CATCH_UP_TOKENS = 64  # tokens per program call when the draft model catches up with tokens generated without it
 
@@ -41,13 +41,18 @@ class DraftModel(Drafter, struct.PyTreeNode):
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
-    params: Llama
+    params: LlamaParams
     tokens: int = struct.field(pytree_node=False, default=3)
     sharding: Sharding = struct.field(pytree_node=False, default=Sharding())
-    compute: Compute = struct.field(pytree_node=False, default=Compute())
+    compute: ComputeOptions = struct.field(pytree_node=False, default=ComputeOptions())
 
     def check(
-        self, config: LlamaConfig, params: Llama, lengths: PromptLengths, settings: DecodeSettings, options: CacheOptions
+        self,
+        config: LlamaConfig,
+        params: LlamaParams,
+        lengths: PromptLengths,
+        settings: DecodeSettings,
+        options: CacheOptions,
     ) -> None:
         """See `Drafter.check`; raises ConfigError if the parameters do not match the draft model's configuration."""
         self.check_model(config, params, len(lengths))
@@ -58,7 +63,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
                 " sliding window for both models (--window, CacheOptions(window=...))"
             )
 
-    def check_model(self, config: LlamaConfig, params: Llama, rows: int) -> None:
+    def check_model(self, config: LlamaConfig, params: LlamaParams, rows: int) -> None:
         """`check`, except for the length of the rows."""
         if self.config.vocab_size != config.vocab_size:
             raise GenerationError(
@@ -75,7 +80,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
     ) -> tuple[DraftModel, KVCache]:
         """See `Drafter.begin`; the state is the draft model's cache."""
         sharding = sharding_of(self.params)
-        compute = decoding_compute(self.params, Compute(), sharding.mesh)
+        compute = decoding_compute(self.params, ComputeOptions(), sharding.mesh)
         placed = self.replace(sharding=sharding, compute=compute)
         return placed, placed._programs().prefill_prompts(tokens, lengths, 0, capacity, options).cache
 
@@ -171,7 +176,7 @@ def read_more(
 _read_more = jax.jit(read_more, donate_argnums=1)
 
 
-def _devices(params: Llama) -> Any:
+def _devices(params: LlamaParams) -> Any:
     """The mesh of the parameters, or None on a single device."""
     sharding = getattr(params.embedding, "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax.errors import GenerationError, shown
+from llama_jax.errors import GenerationError, short_repr
 from llama_jax.inference.compiled_decode import (
     MAX_CHUNKS_PER_CALL,
     CompiledDecode,
@@ -48,7 +48,7 @@ def stream_drafted(
       MeshError: a draft model on other devices.
     """
     if not isinstance(drafter, Drafter):
-        raise GenerationError(f"draft={shown(drafter, 40)} must be a PromptLookup, a DraftModel or another Drafter")
+        raise GenerationError(f"draft={short_repr(drafter, 40)} must be a PromptLookup, a DraftModel or another Drafter")
     if jax.process_count() > 1:
         raise GenerationError(
             f"draft: this is one of {jax.process_count()} processes, which might choose different numbers of drafts;"

@@ -22,16 +22,16 @@ from llama_jax.config import LlamaConfig
 from llama_jax.inference.decode import DecodeState, TokenChunk, decode_rope_lengths, sample_next, shard_cache
 from llama_jax.inference.drafter import Drafter
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.forward_options import Compute, Positions, Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
+from llama_jax.model.params import LlamaParams
 
 
 class VerifierInputs(struct.PyTreeNode):
     """The model that verifies drafts, with its compute and sharding options."""
 
-    params: Llama
+    params: LlamaParams
     config: LlamaConfig = struct.field(pytree_node=False)
-    compute: Compute = struct.field(pytree_node=False, default=Compute())
+    compute: ComputeOptions = struct.field(pytree_node=False, default=ComputeOptions())
     sharding: Sharding = struct.field(pytree_node=False, default=Sharding())
 
 

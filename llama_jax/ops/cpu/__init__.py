@@ -430,8 +430,8 @@ batching.defvectorized(_as_bits_p)
 def _no_derivative(*_: Any, **__: Any) -> Any:
     """Without this rule, JAX would treat the derivative of the bits as zero."""
     raise TypeError(
-        "second derivatives in 16 bits on CPUs need Compute(forward_mode=True); derivatives of a pass with a cache are not"
-        " supported in 16 bits, compute them in float32"
+        "second derivatives in 16 bits on CPUs need ComputeOptions(forward_mode=True); derivatives of a pass with a cache"
+        " are not supported in 16 bits, compute them in float32"
     )
 
 

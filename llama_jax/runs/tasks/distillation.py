@@ -10,7 +10,7 @@ from llama_jax.data import Corpus
 from llama_jax.errors import TrainingError
 from llama_jax.evaluation.perplexity import compare_tokens, kl_to_reference
 from llama_jax.formats import open_checkpoint
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.sharding import check_model, training_sharding
 from llama_jax.runs.pretrained import load_frozen
@@ -115,7 +115,11 @@ class DistillationBatchSource(language_modeling.TextBatchSource):
     """Batches of text, evaluated by the divergence from the teacher too; see `interface.BatchSource`."""
 
     def __init__(
-        self, recipe: Recipe, corpora: language_modeling.Corpora, teacher: tuple[LlamaConfig, Llama], context: TaskContext
+        self,
+        recipe: Recipe,
+        corpora: language_modeling.Corpora,
+        teacher: tuple[LlamaConfig, LlamaParams],
+        context: TaskContext,
     ) -> None:
         super().__init__(recipe, corpora, context)
         config, _ = self._teacher = teacher
@@ -125,10 +129,10 @@ class DistillationBatchSource(language_modeling.TextBatchSource):
         tokens = max(metrics["tokens"], 1.0)
         return {name: metrics[name] / tokens for name in ("kl", "cross_entropy")}
 
-    def evaluate(self, model: Llama) -> EvalResult:
+    def evaluate(self, model: LlamaParams) -> EvalResult:
         return language_modeling.evaluate_sources(self._validation, lambda corpus: self._evaluate(model, corpus))
 
-    def _evaluate(self, model: Llama, corpus: Corpus) -> EvalResult:
+    def _evaluate(self, model: LlamaParams, corpus: Corpus) -> EvalResult:
         (config, teacher), length = self._teacher, self._recipe.length
         compared = kl_to_reference(
             *(self._recipe.model, model, teacher, corpus),

@@ -28,10 +28,10 @@ from llama_jax.data.rl_prompts import (
     validation_prompt_batch,
     without_prompts,
 )
-from llama_jax.errors import TrainingError, shown
+from llama_jax.errors import TrainingError, short_repr
 from llama_jax.inference.rollouts import Completions, RolloutOptions, RolloutPrompts, roll_out
-from llama_jax.model.forward_options import Compute, Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.forward_options import ComputeOptions, Sharding
+from llama_jax.model.params import LlamaParams
 from llama_jax.ops.rope_scaling import LENGTH_DEPENDENT
 from llama_jax.parallel.generation_sharding import generation_sharding
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
@@ -186,7 +186,7 @@ def reward_objective(recipe: Recipe, length: int) -> Objective:
             return loss.with_reference(frozen.base, recipe.accumulate)
 
         def add_reference(
-            config: LlamaConfig, params: Llama, scored: ScoredAnswers, options: LossOptions, sharding: Sharding
+            config: LlamaConfig, params: LlamaParams, scored: ScoredAnswers, options: LossOptions, sharding: Sharding
         ) -> ScoredAnswers:
             prepare_batch = loss.with_reference(sharding.prepare_params(frozen.other), recipe.accumulate)
             return prepare_batch(config, params, scored, options, sharding)
@@ -248,7 +248,7 @@ class RewardBatchSource:
     def _shapes(self) -> ScoredAnswers:
         return reward_objective(self._recipe, length_of(self._recipe, self._train, self._validation)).batch_shapes
 
-    def _compiled_sampler(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
+    def _compiled_sampler(self, model: LlamaParams, mesh: jax.sharding.Mesh) -> Any:
         """One program for all batches, compiled before the first step."""
         r = self._settings
         options = RolloutOptions(r.group, r.answer, r.temperature, self._train.stops)
@@ -257,12 +257,12 @@ class RewardBatchSource:
         jitted: Any = self._program.jit(sample)
         return jitted.lower(model, chosen).compile()
 
-    def _compiled_score(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
+    def _compiled_score(self, model: LlamaParams, mesh: jax.sharding.Mesh) -> Any:
         """The trainer's log-probabilities of the rows, computed in microbatches as in the step."""
         config, sharding = training_sharding(self._recipe.model, mesh)
         options, parts = loss_options(self._recipe), self._recipe.accumulate
 
-        def score(model: Llama, batch: Batch) -> jax.Array:
+        def score(model: LlamaParams, batch: Batch) -> jax.Array:
             with sharding.context():
                 loss = loss_of(self._recipe).with_reference(sharding.prepare_params(model), parts)
                 return loss(config, None, ScoredAnswers(batch, None, None), options, sharding).reference
@@ -276,7 +276,7 @@ class RewardBatchSource:
         state = {"next_batch": self._number, "update": self._update, "rows": rows}
         return {**state, "found": self._statistics, "reported": self._reported}
 
-    def next(self, model: Callable[[], Llama]) -> ScoredAnswers:
+    def next(self, model: Callable[[], LlamaParams]) -> ScoredAnswers:
         if self._rows is None:
             self._rows = self._sample_and_score(model())
         rows = self._rows
@@ -296,7 +296,7 @@ class RewardBatchSource:
         divergence = {"kl": metrics["divergence"] / tokens} if self._settings.beta else {}
         return {**means, **divergence, "clipped": metrics["clipped"] / tokens, "gap": metrics["gap"] / tokens}
 
-    def evaluate(self, model: Llama) -> EvalResult:
+    def evaluate(self, model: LlamaParams) -> EvalResult:
         """Evaluate answers to held-out prompts, sampled as in training.
 
         The numbers are the mean reward of all answers and its standard error from the variance between prompts, nan for a
@@ -332,9 +332,9 @@ class RewardBatchSource:
         """Log a held-out prompt (its end, because prompts often begin alike), its first answer and the reward."""
         prompt = self._tokenizer.decode(list(self._validation.ids[number]))
         end = prompt if len(prompt) <= 80 else f"...{prompt[-77:]}"
-        self._log.line(f"    [{reward:.4g}] {shown(end, 80)} -> {shown(text, 400)}")
+        self._log.line(f"    [{reward:.4g}] {short_repr(end, 80)} -> {short_repr(text, 400)}")
 
-    def _sample_and_score(self, model: Llama) -> ScoredAnswers:
+    def _sample_and_score(self, model: LlamaParams) -> ScoredAnswers:
         """Rows to train on."""
         r = self._settings
         chosen = prompt_batch(len(self._train), self._prompts, r.group, seed=self._recipe.seed, number=self._number)
@@ -363,7 +363,7 @@ class RewardBatchSource:
         return scored
 
     def _answer(
-        self, model: Llama, prompts: PromptSet, chosen: PromptBatch
+        self, model: LlamaParams, prompts: PromptSet, chosen: PromptBatch
     ) -> tuple[Completions, list[str], np.ndarray, float]:
         """Answers, their texts, the rewards from each function, and the seconds spent on sampling."""
         began = time.perf_counter()
@@ -410,12 +410,12 @@ class RewardBatchSource:
 
 
 def make_sampler(
-    config: LlamaConfig, mesh: Mesh, options: RolloutOptions, compute: Compute
-) -> Callable[[Llama, RolloutPrompts], Completions]:
+    config: LlamaConfig, mesh: Mesh, options: RolloutOptions, compute: ComputeOptions
+) -> Callable[[LlamaParams, RolloutPrompts], Completions]:
     """`roll_out` for a model sharded as in training, possibly with adapters or quantized weights."""
     sampling_config, sharding = generation_sharding(config, mesh)
 
-    def sample(model: Llama, prompts: RolloutPrompts) -> Completions:
+    def sample(model: LlamaParams, prompts: RolloutPrompts) -> Completions:
         with sharding.context():
             fitted = sharding.prepare_params(model)
         return roll_out(sampling_config, fitted, prompts, options, compute, sharding)

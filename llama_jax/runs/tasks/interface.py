@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from llama_jax.config import LlamaConfig
 from llama_jax.data.data_files import SourceFiles
 from llama_jax.errors import DataError, GenerationError, TokenizerError, TrainingError
-from llama_jax.model.forward_options import Compute, Sharding
-from llama_jax.model.params import Llama
+from llama_jax.model.forward_options import ComputeOptions, Sharding
+from llama_jax.model.params import LlamaParams
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.multihost import Processes
 from llama_jax.runs.log import Log
@@ -38,7 +38,7 @@ class FrozenModels(NamedTuple):
       other: models of the task, from `Objective.frozen`, such as a teacher.
     """
 
-    base: Llama | None
+    base: LlamaParams | None
     other: Any
 
 
@@ -94,7 +94,7 @@ class BatchSource(Protocol):
     def state(self) -> dict[str, Any]:
         """The position in the data as JSON, `TaskContext.data_state` of a resumed run; no name equals that of a digest."""
 
-    def next(self, model: Callable[[], Llama]) -> Any:
+    def next(self, model: Callable[[], LlamaParams]) -> Any:
         """This process's rows of the next batch, a tree like `Objective.batch_shapes`.
 
         Args:
@@ -106,7 +106,7 @@ class BatchSource(Protocol):
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
         """Numbers for a line of metrics besides loss and speed: from a step's metrics, and about the batches."""
 
-    def evaluate(self, model: Llama) -> EvalResult:
+    def evaluate(self, model: LlamaParams) -> EvalResult:
         """Evaluate a model; all processes take part, and each receives the whole result."""
 
     def close(self) -> None:
@@ -139,12 +139,12 @@ class TrainingProgram:
     step: Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]
     shard_batch: Callable[[Any], Any]
     data_shard: tuple[int, int]
-    init_state: Callable[[Llama | None], TrainState]
+    init_state: Callable[[LlamaParams | None], TrainState]
     state_shapes: TrainState
     place_restored: Callable[[TrainState], TrainState]
-    model_params: Callable[[Llama], Llama]
+    model_params: Callable[[LlamaParams], LlamaParams]
     jit: Callable[[Callable[..., Any]], Callable[..., Any]]
-    prepare_params: Callable[[Llama], Llama]
+    prepare_params: Callable[[LlamaParams], LlamaParams]
     config: LlamaConfig
     eval_sharding: Sharding
     devices: int
@@ -166,7 +166,7 @@ class TaskContext(NamedTuple):
 
     program: TrainingProgram
     state: TrainState
-    base: Llama | None
+    base: LlamaParams | None
     data_state: dict[str, Any] | None
     folder: Path
     processes: Processes
@@ -279,7 +279,7 @@ def name_format_setting(setting: str) -> Iterator[None]:
         raise TrainingError(f"{error}; in training set {setting}=plain") from None
 
 
-def compute_of(recipe: Recipe) -> Compute:
-    """The `Compute` options of a recipe."""
+def compute_of(recipe: Recipe) -> ComputeOptions:
+    """The `ComputeOptions` options of a recipe."""
     exact = recipe.exact and recipe.rewards is not None  # elsewhere exact runs have `exact_shards`
-    return Compute(recipe.dtype, recipe.remat, recipe.attention, exact=exact)
+    return ComputeOptions(recipe.dtype, recipe.remat, recipe.attention, exact=exact)

@@ -23,7 +23,7 @@ from llama_jax.data.mixture import Mixture
 from llama_jax.errors import TrainingError
 from llama_jax.evaluation.measure import default_batch, token_nats
 from llama_jax.evaluation.perplexity import evaluate
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.progress import progress_bar
 from llama_jax.runs.recipe import MAX_EPOCHS, Recipe, data_warnings, fit_to_data
@@ -154,7 +154,7 @@ class TextBatchSource:
     def state(self) -> dict[str, Any]:
         return self._batches.state | ({"mixture": self._changes} if self._changes else {})
 
-    def next(self, model: Callable[[], Llama]) -> Batch:
+    def next(self, model: Callable[[], LlamaParams]) -> Batch:
         batch_index = self._batches.state["next_batch"]
         batch = next(self._batches)
         if not self._recipe.neftune:
@@ -164,11 +164,11 @@ class TextBatchSource:
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
         return dict(zip(self._epochs, self._numbered.epochs(self._batches.state["next_batch"]), strict=True))
 
-    def evaluate(self, model: Llama) -> EvalResult:
+    def evaluate(self, model: LlamaParams) -> EvalResult:
         fitted = self._program.prepare_params(model)
         return evaluate_sources(self._validation, lambda corpus: self._evaluate(fitted, corpus))
 
-    def _evaluate(self, fitted: Llama, corpus: Corpus) -> EvalResult:
+    def _evaluate(self, fitted: LlamaParams, corpus: Corpus) -> EvalResult:
         program, length = self._program, self._recipe.length
         evaluation = evaluate(
             program.config,

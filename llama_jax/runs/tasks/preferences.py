@@ -22,7 +22,7 @@ from llama_jax.data.preference_batches import PairRows, Pairs, concatenate, mism
 from llama_jax.errors import TrainingError
 from llama_jax.evaluation.measure import default_batch, token_nats
 from llama_jax.evaluation.perplexity import AnswerLogprobs, pair_logprobs
-from llama_jax.model.params import Llama
+from llama_jax.model.params import LlamaParams
 from llama_jax.runs.progress import progress_bar
 from llama_jax.runs.recipe import Recipe, data_warnings, fit_to_data
 from llama_jax.runs.tasks.interface import (
@@ -186,7 +186,7 @@ class PreferenceBatchSource:
         rows = PairRows(train, recipe.batch, recipe.length, seed=recipe.seed, host=shard, hosts=shards, reference=cached)
         self._batches = Batches(rows, position["next_batch"])
 
-    def _measure(self, model: Llama, pairs: Pairs, progress: MegabyteProgress | None = None) -> AnswerLogprobs:
+    def _measure(self, model: LlamaParams, pairs: Pairs, progress: MegabyteProgress | None = None) -> AnswerLogprobs:
         """Log-probabilities of N pairs of answers, float32[N, 2], and the answers' token counts."""
         config, fitted = self._program.config, self._program.prepare_params(model)
         batch = self._program.eval_sharding.batch_shards * default_batch()
@@ -222,13 +222,13 @@ class PreferenceBatchSource:
     def state(self) -> dict[str, Any]:
         return {**self._batches.state, **self._reference}
 
-    def next(self, model: Callable[[], Llama]) -> PairBatch:
+    def next(self, model: Callable[[], LlamaParams]) -> PairBatch:
         return next(self._batches)
 
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
         return means(metrics)
 
-    def evaluate(self, model: Llama) -> EvalResult:
+    def evaluate(self, model: LlamaParams) -> EvalResult:
         """The numbers of `means`, and the mean loss over pairs, or over answers for KTO."""
         numbers, count = (
             preference_metrics(

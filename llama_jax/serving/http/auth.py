@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llama_jax.errors import shown
+from llama_jax.errors import short_repr
 from llama_jax.serving.http.errors import ApiError
 
 OPEN_PATHS = ("/", "/health", "/ready")  # without a key: the page, which asks the user for the key, and probes
@@ -133,12 +133,14 @@ class Guard:
         host = headers.get("host", "")
         if "*" not in self._access.hosts and not self._is_known(host):
             raise ApiError(
-                403, f"the host {shown(host, 80)} is not allowed; the server's --allow-host adds one", code="unknown_host"
+                403,
+                f"the host {short_repr(host, 80)} is not allowed; the server's --allow-host adds one",
+                code="unknown_host",
             )
         if origin is not None and not self._is_shared(origin) and origin.partition("://")[2] != host:
             raise ApiError(
                 403,
-                f"the origin {shown(origin, 80)} is not allowed; the server's --allow-origin adds one",
+                f"the origin {short_repr(origin, 80)} is not allowed; the server's --allow-origin adds one",
                 code="unknown_origin",
             )
 

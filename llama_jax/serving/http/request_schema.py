@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from llama_jax.errors import shown
+from llama_jax.errors import short_repr
 from llama_jax.inference.sampling import Sampling
 from llama_jax.serving.http import schema as f
 from llama_jax.serving.http.errors import refused
@@ -362,7 +362,7 @@ def _must_call(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[str, ...]:
     if choice == "required":
         return names
     if (name := choice["function"]["name"]) not in names:
-        raise refused(f"tool_choice={shown(name, 70)} is not one of the tools; name one of them", "tool_choice")
+        raise refused(f"tool_choice={short_repr(name, 70)} is not one of the tools; name one of them", "tool_choice")
     return (name,)
 
 

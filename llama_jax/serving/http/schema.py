@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from llama_jax.errors import shown
+from llama_jax.errors import short_repr
 from llama_jax.serving.http.errors import refused
 
 Schema = dict[str, Any]
@@ -123,7 +123,7 @@ def read(schema: Schema, value: Any, name: str = "") -> Any:
 def _require(is_valid: bool, name: str, value: Any, requirement: str, code: str | None = None) -> None:
     """Raise ApiError (400) for a value that is not as required."""
     if not is_valid:
-        raise refused(f"{name or 'the body'}={shown(value, 40)} must be {requirement}", name or None, code)
+        raise refused(f"{name or 'the body'}={short_repr(value, 40)} must be {requirement}", name or None, code)
 
 
 def _read_enum(values: Sequence[Any], value: Any, name: str) -> Any:
@@ -162,7 +162,7 @@ def _read_object(schema: Schema, value: dict[str, Any], name: str) -> dict[str, 
     before, fields = f"{name}." if name else "", schema["properties"]
     unknown = [field for field in value if field not in fields]
     if unknown:
-        names = ", ".join(shown(before + field, 60) for field in unknown[:5])
+        names = ", ".join(short_repr(before + field, 60) for field in unknown[:5])
         raise refused(
             f"{names}: unknown; omit it (/openapi.json lists all fields)", before + unknown[0][:60], "unknown_field"
         )
@@ -189,7 +189,7 @@ def _alternative(alternatives: Sequence[Schema], value: Any, name: str) -> Schem
     for schema in alternatives:
         if matches(schema, value):
             return schema
-    raise refused(f"{name}={shown(value, 40)} must be {' or '.join(map(_type_name, alternatives))}", name)
+    raise refused(f"{name}={short_repr(value, 40)} must be {' or '.join(map(_type_name, alternatives))}", name)
 
 
 def _tagged_alternative(schema: Schema, value: Any, name: str) -> Schema:
