@@ -71,7 +71,7 @@ MOST_ARGUMENTS = 7
 MORE_ARGUMENTS = {
     "inference/generate.py generate": 9,  # model, prompts, limit, and the bundles of sampling, cache, computation and draft
     "inference/generate.py stream": 10,  # those of generate, and max_chunks
-    "model/logits.py observe": 8,  # those of forward, and hooks
+    "model/logits.py logits_and_activations": 8,  # those of forward, and hooks
     "model/cache.py attend_gathered": 8,  # as `attend_paged`
     "inference/decode.py begin_decode": 8,  # prefilled prompts, their tokens and settings, computation and sharding
     # Those of `attend`, with chunks and sinks in the place of a mask as arrays, and the options that choose kernels.

@@ -19,7 +19,7 @@ from llama_jax.cli.options import AdapterOptions, CacheOption, DraftOptions, Sam
 from llama_jax.cli.terminal import print_status
 from llama_jax.config import suggest_context
 from llama_jax.errors import GenerationError, UserError, reading, short_repr
-from llama_jax.runs.progress import progress_bar
+from llama_jax.runs.log import progress_bar
 from llama_jax.settings import at_least
 from llama_jax.storage.atomic_write import cannot_write, lock_file
 from llama_jax.tokenizers import Tokenizer

@@ -21,7 +21,7 @@ from llama_jax.cli.options import (
     unless_auto,
 )
 from llama_jax.cli.terminal import clean_exit, size
-from llama_jax.runs.progress import progress_bar
+from llama_jax.runs.log import progress_bar
 from llama_jax.storage import Location, resolved
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import tyro
 from llama_jax.cli.options import DocumentOptions, ModelPath, TemplateArgOption, stored_tokenizer
 from llama_jax.cli.terminal import columns, print_status, printable
 from llama_jax.errors import UserError
-from llama_jax.runs.progress import progress_counter
+from llama_jax.runs.log import progress_counter
 from llama_jax.settings import at_least
 from llama_jax.tokenizers import EncodedExample, Format, ReplyEncoder, Tokenizer, load_tokenizer
 

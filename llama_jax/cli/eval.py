@@ -27,7 +27,7 @@ from llama_jax.cli.options import (
 from llama_jax.cli.terminal import as_json, clean_exit, columns, printable
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import UserError, short_repr
-from llama_jax.runs.progress import progress_bar
+from llama_jax.runs.log import progress_bar
 from llama_jax.settings import at_least
 from llama_jax.storage import Location
 from llama_jax.tokenizers import Format, Tokenizer, load_tokenizer

@@ -77,7 +77,7 @@ def start_backend(*, training: bool = False) -> None:
 
 def loading_bar(layers: Sequence[int]) -> Iterable[int]:
     """A bar of layers being read, if that takes over a second and stderr is a terminal."""
-    from llama_jax.runs.progress import progress_bar
+    from llama_jax.runs.log import progress_bar
 
     return progress_bar("loading", "layers", delay=1.0)(layers)
 

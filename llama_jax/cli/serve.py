@@ -25,7 +25,7 @@ from llama_jax.cli.options import (
 )
 from llama_jax.cli.terminal import print_status
 from llama_jax.errors import GenerationError, MeshError, UserError
-from llama_jax.runs.progress import progress_counter
+from llama_jax.runs.log import progress_counter
 from llama_jax.settings import Bounds, at_least, check_fields
 from llama_jax.storage import StoredPath
 from llama_jax.tokenizers import Tokenizer, reply_ends, resolve_format

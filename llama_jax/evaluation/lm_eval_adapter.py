@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from llama_jax.errors import GenerationError, short_repr
 from llama_jax.evaluation.loglikelihood import Continuation
 from llama_jax.evaluation.text_model import TextModel, generation_settings
-from llama_jax.runs.progress import progress_bar
+from llama_jax.runs.log import progress_bar
 from llama_jax.tokenizers import Message
 
 

@@ -55,7 +55,7 @@ from llama_jax.formats.weight_format import TensorPart, parts_of, parts_with_col
 from llama_jax.model.lora import TARGETS, Lora, adapter_shapes, apply_adapters, build_adapters, precompute_dora_scale
 from llama_jax.model.multi_lora import attach_adapter_table, stack_adapters
 from llama_jax.model.params import PARAM_SPECS, LlamaParams, ParamSpec, shape_of
-from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
+from llama_jax.ops.rotary import half_from_interleaved, interleaved_from_half
 from llama_jax.ops.weights.lora import LowRank
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.padding import pad_params, unpad_params

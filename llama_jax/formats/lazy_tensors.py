@@ -15,7 +15,7 @@ import numpy as np
 
 from llama_jax.errors import CheckpointError, reading, short_repr
 from llama_jax.ops.platform import lowering_platform
-from llama_jax.ops.rope_layout import half_from_interleaved, interleaved_from_half
+from llama_jax.ops.rotary import half_from_interleaved, interleaved_from_half
 from llama_jax.ops.weights.format_spec import QuantFormat, blocks_from_planes
 from llama_jax.ops.weights.quantized_matmul import QuantizedWeight
 from llama_jax.storage import Location, StoredPath

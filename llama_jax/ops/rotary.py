@@ -1,9 +1,10 @@
-"""Rotary position embedding (RoFormer: Su et al. 2021, section 3.2)."""
+"""Rotary position embedding (RoFormer: Su et al. 2021, section 3.2), and the two orders of rows in stored projections."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float, Float32, Float64, Int
 
 from llama_jax.ops.platform import AnyArray, has_cpu_variant
 
+ArrayLike = TypeVar("ArrayLike", np.ndarray, jax.Array)
 Frequencies: TypeAlias = Float[AnyArray, "... half"]  # radians per position
 Length: TypeAlias = int | Int[AnyArray, " ..."] | None  # the length of a sequence, or of each of several
 
@@ -45,7 +47,7 @@ def apply_rotary(
 
     Args:
       x: features i and i + H/2 are a pair, as in Hugging Face's weights. In Meta's and llama2.c's weights 2i and 2i + 1 are
-        a pair; `rope_layout.half_from_interleaved` reorders the rows of projections, which leaves the scores unchanged.
+        a pair; `half_from_interleaved` reorders the rows of projections, which leaves the scores unchanged.
       cos, sin: from `rotary_table`, broadcast against `x`.
 
     Returns:
@@ -53,3 +55,22 @@ def apply_rotary(
     """
     first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def half_from_interleaved(weight: ArrayLike) -> ArrayLike:
+    """Reorder the rows of a query or key projection from the interleaved to the half layout.
+
+    Args:
+      weight: [..., H, D], rows of one head on the axis before the last.
+
+    Returns:
+      The same shape: rows (0, 2, 4, ..., 1, 3, 5, ...).
+    """
+    *heads, head_dim, features = weight.shape
+    return weight.reshape(*heads, head_dim // 2, 2, features).swapaxes(-3, -2).reshape(weight.shape)
+
+
+def interleaved_from_half(weight: ArrayLike) -> ArrayLike:
+    """Undo `half_from_interleaved`."""
+    *heads, head_dim, features = weight.shape
+    return weight.reshape(*heads, 2, head_dim // 2, features).swapaxes(-3, -2).reshape(weight.shape)

@@ -1,9 +1,12 @@
-"""The lines that a run prints."""
+"""The lines that a run prints, and the progress bars of long operations."""
 
 from __future__ import annotations
 
 import sys
-from typing import TextIO
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TextIO
 
 from llama_jax.storage.atomic_write import discard_output
 
@@ -60,3 +63,31 @@ def duration(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes} min"
     return f"{hours // 24} d {hours % 24} h"
+
+
+def progress_bar(what: str, unit: str, *, quiet: bool = False, delay: float = 0.0) -> Any:
+    """A function that wraps an iterable in a progress bar: `tqdm.tqdm` with common options.
+
+    The bar is on stderr, cleared at the end, and hidden if stderr is not a terminal.
+
+    Args:
+      what: the name of the operation.
+      unit: the name of the items.
+      quiet: show nothing.
+      delay: seconds until the bar is shown.
+    """
+    from tqdm import tqdm
+
+    return partial(tqdm, desc=what, unit=f" {unit}", leave=False, delay=delay, disable=True if quiet else None)
+
+
+@contextmanager
+def progress_counter(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """The same bar for operations that count their items: a function of the number of finished items and of all items."""
+    with progress_bar(what, unit, delay=1.0)() as bar:
+
+        def update(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield update

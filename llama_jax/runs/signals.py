@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NoReturn
 
-from llama_jax.parallel.stop_signal import StopVote
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
 from llama_jax.runs.interrupts import end_command, end_if_command, ending_signals, say, watch_signals
 from llama_jax.runs.log import duration
 
@@ -139,3 +144,34 @@ class Stopping:
             self._vote.cast(number, round((now - self._last_vote_time) / self._steps * 1e6))
             self._steps, self._last_vote_time = 0, now
         return False
+
+
+class StopVote:
+    """A vote on stop signals, by which all processes stop after the same step.
+
+    Every process contributes two numbers, and all receive the maximum of each.
+
+    An all-reduce over one device per process, dispatched between two steps and read one step later, so that no process waits
+    for it.
+    """
+
+    def __init__(self) -> None:
+        first_device = {device.process_index: device for device in reversed(jax.devices())}  # of each process
+        mesh = Mesh(np.array([first_device[i] for i in sorted(first_device)]), ("process",), axis_types=(AxisType.Auto,))
+        self._device = first_device[jax.process_index()]
+        self._shape = len(first_device), 2
+        self._sharding = NamedSharding(mesh, P("process"))
+        self._max = jax.jit(lambda votes: jnp.max(votes, axis=0), out_shardings=NamedSharding(mesh, P()))
+        self._result: jax.Array | None = None
+
+    def cast(self, signal: int, microseconds: int) -> None:
+        """Contribute this process's numbers; all processes must call this between the same steps."""
+        vote = jax.device_put(np.array([[signal, min(microseconds, 2**31 - 1)]], np.int32), self._device)
+        self._result = self._max(jax.make_array_from_single_device_arrays(self._shape, self._sharding, [vote]))
+
+    def read(self) -> tuple[int, int] | None:
+        """The maxima of the last vote, at the first call after it; else None."""
+        if self._result is None:
+            return None
+        (signal, microseconds), self._result = np.asarray(self._result).tolist(), None
+        return signal, microseconds

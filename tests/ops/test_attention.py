@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import llama_jax.ops.cpu  # noqa: F401  # registers the variants of functions before tests replace these
 from llama_jax import ops
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention import AttentionMask, AttentionShape, HeadSharding, KVView, choose_backend, record_backends

@@ -98,8 +98,8 @@ def test_the_stories_model_speaks(read):
 @pytest.mark.parametrize(
     "change",
     [
-        other_layout(ops.rope_layout.half_from_interleaved),
-        other_layout(ops.rope_layout.interleaved_from_half),
+        other_layout(ops.rotary.half_from_interleaved),
+        other_layout(ops.rotary.interleaved_from_half),
         lambda t: {name: t[name].T.copy() for name in (HF_NAMES["out"].format(i) for i in range(5))},
         lambda t: {HF_NAMES["gate"].format(i): t[HF_NAMES["up"].format(i)] for i in range(5)},
         lambda t: {HF_NAMES["embedding"]: t[HF_NAMES["embedding"]][::-1].copy()},

@@ -68,7 +68,7 @@ def other_layout(tensors):
         for part, heads in (("q", CONFIG.n_heads), ("k", CONFIG.n_kv_heads)):
             name = HF_NAMES[part].format(i)
             by_head = tensors[name].reshape(heads, CONFIG.head_dim, CONFIG.dim)
-            found[name] = ops.rope_layout.interleaved_from_half(by_head).reshape(tensors[name].shape)
+            found[name] = ops.rotary.interleaved_from_half(by_head).reshape(tensors[name].shape)
     return found
 
 

@@ -25,7 +25,7 @@ from llama_jax.evaluation.measure import default_batch, token_nats
 from llama_jax.evaluation.perplexity import evaluate
 from llama_jax.model.params import LlamaParams
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.progress import progress_bar
+from llama_jax.runs.log import progress_bar
 from llama_jax.runs.recipe import MAX_EPOCHS, Recipe, data_warnings, fit_to_data
 from llama_jax.runs.tasks.interface import (
     EvalResult,
