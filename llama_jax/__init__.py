@@ -71,7 +71,7 @@ _NAMES = {
     "model.rope": "rotary_frequencies",
     "model.forward_options": "ComputeOptions Sharding Positions",
     "model.params": "LlamaParams",
-    "model.trees": "init parameter_count layers_of stack",
+    "model.trees": "init parameter_count layers_of stack_layers",
     "parallel.mesh": "MeshSizes make_mesh",
     "parallel.pmap": "pmap_generate pmap_step pmap_replicate",
     "parallel.sharding": "sharded_train_step train_state_specs",
@@ -180,7 +180,7 @@ __all__ = [
     "save",
     "save_adapter",
     "sharded_train_step",
-    "stack",
+    "stack_layers",
     "stream",
     "train",
     "train_state_specs",
@@ -210,7 +210,7 @@ if TYPE_CHECKING:
     from llama_jax.model.multi_lora import adapter_table, choose_adapters
     from llama_jax.model.params import LlamaParams
     from llama_jax.model.rope import rotary_frequencies
-    from llama_jax.model.trees import init, layers_of, parameter_count, stack
+    from llama_jax.model.trees import init, layers_of, parameter_count, stack_layers
     from llama_jax.nnx_module import LlamaModule
     from llama_jax.parallel.mesh import MeshSizes, make_mesh
     from llama_jax.parallel.pmap import pmap_generate, pmap_replicate, pmap_step

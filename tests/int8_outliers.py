@@ -51,7 +51,7 @@ def with_outliers(
         qkv[:, :groups] /= factors[:, None, :, None]
         attention = block.attention.replace(qkv=jnp.asarray(qkv), qkv_bias=jnp.asarray(bias) if part == "bias" else None)
         blocks.append(block.replace(attention=attention))
-    return replace(config, qkv_bias=part == "bias"), params.replace(blocks=llama_jax.stack(blocks))
+    return replace(config, qkv_bias=part == "bias"), params.replace(blocks=llama_jax.stack_layers(blocks))
 
 
 def cache_divergences(config: LlamaConfig, params: LlamaParams, ids: np.ndarray) -> np.ndarray:

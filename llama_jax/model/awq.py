@@ -21,7 +21,7 @@ from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward
 from llama_jax.model.mixtures import MIXTURES, formats_of_parameter
 from llama_jax.model.params import Attention, Block, LlamaParams
-from llama_jax.model.trees import layers_of, stack
+from llama_jax.model.trees import layers_of, stack_layers
 from llama_jax.ops.layers import Weight, is_quantized, project
 from llama_jax.ops.platform import KernelOptions
 from llama_jax.ops.weights.formats import with_fallback
@@ -92,7 +92,7 @@ def scale_channels(
             matrix, formats_of_parameter(path, quant_format, i, config.n_layers)
         )
         blocks.append(_scale_layer(config, layers_before[i], i, recorded, quantized))
-    return params.replace(blocks=stack(blocks))
+    return params.replace(blocks=stack_layers(blocks))
 
 
 def _leaves(params: LlamaParams) -> list[Any]:

@@ -271,7 +271,7 @@ def restack_layers(params: LlamaParams) -> LlamaParams:
     return params.replace(blocks=jax.tree.map(join, params.blocks, is_leaf=is_mixed))
 
 
-def stack(blocks: Sequence[Block]) -> Block:
+def stack_layers(blocks: Sequence[Block]) -> Block:
     """Stack the blocks of all layers: arrays with a leading axis L, in NumPy if the blocks are."""
     is_one = lambda leaf: isinstance(leaf, QuantizedWeight)
     layers = [jax.tree.flatten(block, is_leaf=is_one) for block in blocks]

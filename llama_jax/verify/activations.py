@@ -29,7 +29,7 @@ from llama_jax.model.hooks import At
 from llama_jax.model.logits import logits_and_activations
 from llama_jax.model.operations import select_ops
 from llama_jax.model.params import Block, LlamaParams
-from llama_jax.model.trees import stack
+from llama_jax.model.trees import stack_layers
 from llama_jax.storage.atomic_write import write_atomically
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.verify.rounding_error import ROUNDING, TENSOR_TYPE_OF_DTYPE, Origin, origin_of
@@ -103,7 +103,7 @@ def run_layer(config: LlamaConfig, block: Block, stream: jax.Array) -> jax.Array
     """
     alone = replace(config, n_layers=1, vocab_size=len(stream), tie_embeddings=True, embedding_multiplier=1.0)
     params = LlamaParams(
-        embedding=stream, blocks=stack((block,)), final_norm=jnp.ones(stream.shape[-1], stream.dtype), lm_head=None
+        embedding=stream, blocks=stack_layers((block,)), final_norm=jnp.ones(stream.shape[-1], stream.dtype), lm_head=None
     )
     return logits_and_activations(alone, params, jnp.arange(len(stream))[None], {"residual_after": _keep_row})[2][
         "residual_after"

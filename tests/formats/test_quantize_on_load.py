@@ -15,7 +15,7 @@ from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.formats.gguf import read_file
 from llama_jax.formats.lazy_tensors import read_bytes
 from llama_jax.formats.loading import bundled, open_checkpoint
-from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, layers_of, quantize, stack
+from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, layers_of, quantize, stack_layers
 from llama_jax.ops.weights import device_layout
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
 from llama_jax.parallel.mesh import MeshSizes
@@ -196,7 +196,7 @@ def test_whatever_makes_int4_leaves_it_groups_first_for_a_tpu(as_on_a_tpu, tmp_p
     stored = llama_jax.load(tmp_path / "a").params
     assert groups_first(stored)
     same(stored, found)
-    joined = found.replace(blocks=stack(layers_of(found)))
+    joined = found.replace(blocks=stack_layers(layers_of(found)))
     assert groups_first(joined)
     same(joined, found)
 

@@ -48,7 +48,7 @@ def test_layers_of_and_stack_undo_each_other():
     layers = llama_jax.layers_of(params)
     assert len(layers) == 5
     assert count(params) == 260_032
-    jax.tree.map(np.testing.assert_array_equal, params.replace(blocks=llama_jax.stack(layers)), params)
+    jax.tree.map(np.testing.assert_array_equal, params.replace(blocks=llama_jax.stack_layers(layers)), params)
 
 
 @pytest.mark.slow

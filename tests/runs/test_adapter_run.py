@@ -17,7 +17,7 @@ from llama_jax.errors import CheckpointError, TrainingError
 from llama_jax.formats import load_adapter, open_checkpoint
 from llama_jax.formats.step_dirs import CHECKPOINTS
 from llama_jax.model.lora import Lora, adapter_count, apply_adapters, merge
-from llama_jax.model.trees import kinds_in_memory, layers_of, quantize, stack
+from llama_jax.model.trees import kinds_in_memory, layers_of, quantize, stack_layers
 from llama_jax.ops.weights.format_spec import INT4, unpack_int4
 from llama_jax.ops.weights.quantized_matmul import quantize_matrix
 from llama_jax.parallel.mesh import MeshSizes
@@ -139,7 +139,7 @@ def test_a_quantized_base_is_kept_where_layers_differ_too(tmp_path):
     params = quantize(jit_init(config, jax.random.key(0)), "q8_0")
     first, *rest = layers_of(params)
     wide = first.feed_forward.replace(up=quantize_matrix(first.feed_forward.up.to_dense(), "q4_0"))
-    params = params.replace(blocks=stack([first.replace(feed_forward=wide), *rest]))
+    params = params.replace(blocks=stack_layers([first.replace(feed_forward=wide), *rest]))
     llama_jax.save(tmp_path / "a.gguf", config, params)
     found, _ = load_frozen(tmp_path / "a.gguf", config, MeshSizes(), "float32", "none")
     assert found.embedding.quant_format == found.blocks.feed_forward.down.quant_format == "q8_0"

@@ -22,7 +22,7 @@ from llama_jax.model.lora import (
     merge,
     precompute_dora_scale,
 )
-from llama_jax.model.trees import layers_of, stack
+from llama_jax.model.trees import layers_of, stack_layers
 from llama_jax.ops.weights.layers import MixedStack
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, quantize_matrix
 from llama_jax.training.batch import Batch
@@ -143,7 +143,7 @@ def test_a_base_whose_layers_differ_in_their_kinds(dora):
             attention=attention, feed_forward=block.feed_forward.replace(up=quantize_matrix(block.feed_forward.up, kind))
         )
 
-    base = params.replace(blocks=stack([convert_layers(block, i) for i, block in enumerate(layers_of(params))]))
+    base = params.replace(blocks=stack_layers([convert_layers(block, i) for i, block in enumerate(layers_of(params))]))
     assert isinstance(base.blocks.feed_forward.up, MixedStack)
     assert isinstance(base.blocks.attention.qkv.parts[2], MixedStack)
     dense = jit_dequantize(base)
