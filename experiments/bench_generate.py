@@ -137,14 +137,12 @@ def build_transformers(shape: str, quant: str, arguments: Arguments) -> dict[str
 
 
 def build_llama_cpp(shape: str, quant: str, arguments: Arguments) -> dict[str, Measure]:
-    from llama_cpp import LlamaParams
+    from llama_cpp import Llama
 
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.model or write_random_model(Path(folder) / "model.gguf", shape, quant)
         sizes = {"n_ctx": 512, "n_batch": 512, "n_threads": THREADS, "n_threads_batch": THREADS}
-        model = LlamaParams(
-            str(path), **sizes, type_k=0, type_v=0, verbose=False, use_mmap=False
-        )  # keys and values in float32
+        model = Llama(str(path), **sizes, type_k=0, type_v=0, verbose=False, use_mmap=False)  # keys and values in float32
     random = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:
