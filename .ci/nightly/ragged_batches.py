@@ -35,7 +35,7 @@ import llama_jax
 from llama_jax import CacheOptions, Sampling
 from llama_jax.inference import compiled_decode as module
 from llama_jax.inference.prepare_inputs import prepare_inputs
-from llama_jax.model.forward_options import Compute, Sharding
+from llama_jax.model.forward_options import ComputeOptions, Sharding
 
 ROWS = (3, 8)
 LENGTHS = ((1, 16), (33, 64), (257, 330))  # of prompts: each of one program
@@ -51,7 +51,7 @@ CHOICES: dict[str, tuple[float, ...]] = {
     "seed": (0, 1, 12345, 2**32 - 1),
 }
 
-Model = tuple[llama_jax.LlamaConfig, llama_jax.Llama]
+Model = tuple[llama_jax.LlamaConfig, llama_jax.LlamaParams]
 
 
 def make_model() -> Model:
@@ -78,7 +78,7 @@ def generated(
     tokens, lengths, request = prepare_inputs(model[0], prompts, limits, sampling, [0] * max(map(len, stops)), cache)
     for row, stop in zip(request.stop, stops, strict=True):
         row[:] = [*stop, *[-1] * (len(row) - len(stop))]
-    run = module.CompiledDecode(*model, Compute(), Sharding())
+    run = module.CompiledDecode(*model, ComputeOptions(), Sharding())
     pieces = list(run.stream(tokens, lengths, request, cache, module.MAX_CHUNKS_PER_CALL))
     ids, valid = (np.concatenate([getattr(piece, name) for piece in pieces], axis=1) for name in ("tokens", "valid"))
     rows = [row[own].tolist() for row, own in zip(ids, valid, strict=True)]

@@ -74,5 +74,5 @@ def test_forward_mode_is_the_custom_gradient_along_a_direction(name):
     tolerance = 0.03 if "cast" in name or "16 bits" in name else 2e-3
     np.testing.assert_allclose(slope, jnp.vdot(gradient, along), rtol=tolerance, atol=tolerance * np.linalg.norm(gradient))
     for forward in (lambda x: jax.jvp(partial(function, False), (x,), (x,)), jax.linearize(partial(function, False), X)[1]):
-        with pytest.raises(TypeError, match=r"needs Compute\(forward_mode=True\)"):
+        with pytest.raises(TypeError, match=r"needs ComputeOptions\(forward_mode=True\)"):
             jax.jit(forward)(X)

@@ -561,7 +561,7 @@ class TestRunning:
         ({"max_new_tokens": 5, "min_new_tokens": 6}, {}, "min_new_tokens=6 must be an integer from 0 to 5"),
         ({"alternatives": 21}, {}, "alternatives=21 must be an integer from 0 to 20"),
         ({"stop_tokens": range(17)}, {}, "17 stop tokens are too many"),
-        ({"sampling": Sampling(top_p=0.0)}, {}, "top_p"),
+        ({"sampling": Sampling(top_p=-0.1)}, {}, "top_p"),
         ({}, {"rows": 0}, "rows=0 must be at least 1"),
         ({}, {"prefill_chunk": 24}, "prefill_chunk=24 must be a multiple of 16"),
         ({}, {"cache_tokens": 0}, "cache_tokens=0"),

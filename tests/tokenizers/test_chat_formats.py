@@ -263,8 +263,8 @@ def test_chats_with_tools_are_transformers_own(name, tmp_path):
     chat += [{"role": "assistant", "content": "Noon."}, {"role": "user", "content": "Thanks."}]
     for tools, messages in (((), [*system, *chat[-1:]]), ([{"type": "function", "function": tool}], chat)):
         form = message_form(ours, shared_renderer(os.getpid()), bool(tools))
-        given, short_repr = put_in_form(messages, tools, form, dialect_of(template))
-        expected = theirs.apply_chat_template(given, tools=short_repr or None, add_generation_prompt=True, tokenize=False)
+        given, tools_shown = put_in_form(messages, tools, form, dialect_of(template))
+        expected = theirs.apply_chat_template(given, tools=tools_shown or None, add_generation_prompt=True, tokenize=False)
         assert shown_text(ours, encode_chat(ours, messages, tools=tools)) == expected
 
 

@@ -203,7 +203,7 @@ class Letters:
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "short_repr"),
+    ("text", "stop", "shown"),
     [
         ("hello world", ("wor",), "hello "),
         ("aab", ("ab",), "a"),
