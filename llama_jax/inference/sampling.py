@@ -76,6 +76,11 @@ def penalize(
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
+def has_filter(sampling: Sampling) -> jax.Array:
+    """bool[B]: the rows for which `score_threshold` may drop a token."""
+    return (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+
+
 def score_threshold(scores: Float32[AnyArray, "B V"], sampling: Sampling) -> Float32[Array, " B"]:
     """The score below which top-k, top-p or min-p drops a token.
 
@@ -109,10 +114,8 @@ def _sample_gumbel(scores: jax.Array, sampling: Sampling, count: AnyArray) -> ja
     """A token from the softmax over the kept scores, by the Gumbel-max trick (Maddison et al. 2014)."""
     vocab = scores.shape[-1]
     scores = scores / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
-    filtered = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
-    threshold = lax.cond(
-        filtered, score_threshold, lambda scores, _: jnp.full(scores.shape[0], -jnp.inf, scores.dtype), scores, sampling
-    )
+    keep_all = lambda scores, _: jnp.full(scores.shape[0], -jnp.inf, scores.dtype)
+    threshold = lax.cond(jnp.any(has_filter(sampling)), score_threshold, keep_all, scores, sampling)
 
     def noise(seed: jax.Array, count: AnyArray) -> jax.Array:
         return jax.random.gumbel(random_key(seed, count), (vocab,), scores.dtype)

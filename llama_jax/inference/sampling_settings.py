@@ -1,10 +1,11 @@
 """The settings of sampling. A field here is an option everywhere: in Python, on the command line, in HTTP requests and in
-`/openapi.json`. Without JAX and NumPy, so that the command line need not import them.
+`/openapi.json`; what it does is in `inference.sampling`. Without JAX and NumPy, so that the command line need not import
+them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from llama_jax.errors import GenerationError, short_repr
@@ -13,13 +14,17 @@ from llama_jax.settings import Bounds, at_least, number_fields
 if TYPE_CHECKING:
     import numpy as np
 
-PerRow = Any  # a number, or an array or sequence of one number per row
-MIN_TEMPERATURE, MIN_P, MIN_TOP_P = 1e-6, 1e-30, 1e-9  # smaller values count as 0, or as the smallest possible set
+PerRow = Any  # a number, or an array or sequence of one number per row; a field is `Annotated[PerRow, int or float, Bounds]`
+SMALLEST_TEMPERATURE, SMALLEST_MIN_P, SMALLEST_TOP_P = (
+    1e-6,
+    1e-30,
+    1e-9,
+)  # smaller values count as 0, or as the smallest possible set
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled. Each field is one value for all rows or one per row.
+    """How tokens are sampled. Each field is one value for all rows or one per row; `per_row` checks them.
 
     Attributes:
       temperature: divides the logits. 0 always takes the most probable token, after the repetition penalty, and ignores the
@@ -53,14 +58,17 @@ class Sampling:
         """
         import numpy as np
 
+        numbers = number_fields(Sampling)
         arrays = {
-            name: _to_array(name, getattr(self, name), batch, number.type, number.bounds)
-            for name, number in number_fields(Sampling).items()
+            field.name: _to_array(
+                field.name, getattr(self, field.name), batch, numbers[field.name].type, numbers[field.name].bounds
+            )
+            for field in fields(self)
         }
-        arrays["temperature"] *= arrays["temperature"] >= MIN_TEMPERATURE
+        arrays["temperature"] *= arrays["temperature"] >= SMALLEST_TEMPERATURE
         arrays["top_k"] = np.maximum(arrays["top_k"], 0)
-        arrays["top_p"] = np.maximum(arrays["top_p"], MIN_TOP_P)
-        arrays["min_p"] *= arrays["min_p"] >= MIN_P
+        arrays["top_p"] = np.maximum(arrays["top_p"], SMALLEST_TOP_P)
+        arrays["min_p"] *= arrays["min_p"] >= SMALLEST_MIN_P
         return Sampling(**arrays)
 
     def is_greedy(self) -> bool:

@@ -118,7 +118,7 @@ class Pages:
         return ctx.ops.attend_paged(queries, view, sinks=self.sinks, sink_queries=sink_queries, **options)
 
 
-def attend_new_tokens(config: LlamaConfig, length: int, positions: Positions) -> NewTokens:
+def attention_to_new_tokens(config: LlamaConfig, length: int, positions: Positions) -> NewTokens:
     """Attention among the T tokens of each row."""
     # An upper bound of the positions is known where they are consecutive.
     sizes = chunk_sizes(config, length if positions.position_ids is None else None)
@@ -129,7 +129,7 @@ def attend_new_tokens(config: LlamaConfig, length: int, positions: Positions) ->
     return NewTokens(tuple(zip(windows, map(distinct.index, sizes), strict=True)), masks)
 
 
-def attend_pages(
+def attention_to_pages(
     config: LlamaConfig, cache: KVCache, view: PagedView, sink_rotation: tuple[jax.Array, jax.Array] | None
 ) -> Pages:
     """Attention to the tokens of a cache.

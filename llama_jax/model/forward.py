@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Integer
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
-from llama_jax.model.attention_inputs import attend_new_tokens, attend_pages
+from llama_jax.model.attention_inputs import attention_to_new_tokens, attention_to_pages
 from llama_jax.model.cache import KVCache, init_cache
 from llama_jax.model.checks import check_arguments, check_exact, check_head, check_hooks, check_parts, check_parts_found
 from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
@@ -50,7 +50,8 @@ def forward(
       tokens: ids in [0, V). Invalid ids (which `model.logits.logits` and `generate` reject) and positions beyond
         `config.max_seq_len` are not detected here. A ragged batch is int32[T, 1], all rows concatenated, with
         `positions.starts`.
-      cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. Passes with a cache are not
+      cache: the keys and values of earlier tokens, which is not changed: donate it to a jitted function to write in place.
+        Padding is written too, but not counted. None starts at position 0 and keeps nothing. Passes with a cache are not
         differentiable.
       positions: the positions of the tokens; by default consecutive, after those in the cache.
       compute: dtype, rematerialization, attention.
@@ -59,7 +60,8 @@ def forward(
         first matmuls of attention and feed-forward; and "sublayer_output", the output of their last ones.
 
     Returns:
-      The hidden states in the dtype of the computation, the input of `unembed`; and the cache with the new tokens, or None.
+      The hidden states in the dtype of the computation, divided by `config.logits_scaling`, the input of `unembed`; and the
+      cache with the new tokens, or None.
 
     Raises:
       ConfigError: the parameters do not match the configuration.
@@ -128,30 +130,30 @@ def run_layers(
     check_parts_found(config)
     check_parts(config, compute)
     check_hooks(config, params, cache, compute, sharding)
-    table = select_ops(config, params, compute, sharding, positions.starts)
+    pass_ops = select_ops(config, params, compute, sharding, positions.starts)
     view = None if cache is None else cache.view(tokens.shape[1], positions.starts)
     positions, indices = _positions_of(tokens, view, positions)
     position_ids = indices if positions.position_ids is None else positions.position_ids
     kv: KeyValues
     if cache is None or view is None:
-        kv = attend_new_tokens(config, tokens.shape[1], positions)
+        kv = attention_to_new_tokens(config, tokens.shape[1], positions)
     else:
         sink_rotation = None
         if cache.sinks and cache.window is not None:
             offsets = jnp.minimum(indices, cache.sinks + cache.window - 1) - indices
-            sink_rotation = _rope_tables(config, table, offsets, indices, positions, attention_factor=1.0)[:2]
-        kv = attend_pages(config, cache, view, sink_rotation)
-    tables = _rope_tables(config, table, position_ids, indices, positions)
+            sink_rotation = _rope_tables(config, pass_ops, offsets, indices, positions, attention_factor=1.0)[:2]
+        kv = attention_to_pages(config, cache, view, sink_rotation)
+    tables = _rope_tables(config, pass_ops, position_ids, indices, positions)
     outer_hooks = HookCaller(params.hooks, position_ids)
-    ctx = LayerContext(config, table, sharding.constrain, tables, kv, outer_hooks)
+    ctx = LayerContext(config, pass_ops, sharding.constrain, tables, kv, outer_hooks)
 
-    x = table.embed(params.embedding, sharding.constrain(tokens, "tokens"))
+    x = pass_ops.embed(params.embedding, sharding.constrain(tokens, "tokens"))
     x = scale(x.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
     if compute.exact:
         x = jnp.where((jnp.arange(len(tokens)) < jnp.asarray(positions.starts)[-1])[:, None, None], x, 0)
     x = sharding.constrain(outer_hooks("embedded", sharding.constrain(x, "embedded")), "residual")
     x, pages, kept = _run_blocks(ctx, params, compute, x, None if cache is None else cache.pages)
-    x = outer_hooks("final", final_norm(config, table, params, x))
+    x = outer_hooks("final", final_norm(config, pass_ops, params, x))
     kept |= outer_hooks.kept
     if cache is None or view is None:
         return x, None, kept
@@ -219,7 +221,7 @@ def _is_read_in_place(has_cache: bool, is_unrolled: bool, path: tuple[Any, ...],
 
 def _rope_tables(
     config: LlamaConfig,
-    table: Ops,
+    pass_ops: Ops,
     position_ids: jax.Array,
     indices: jax.Array,
     positions: Positions,
@@ -233,17 +235,17 @@ def _rope_tables(
     """
     compute = partial(token_tables, config, attention_factor=attention_factor)
     # Without `starts`, which has no axis of tokens to map over.
-    per_token = TokenTables(*table.map_tokens(compute, position_ids, indices, positions._replace(starts=None)))
+    per_token = TokenTables(*pass_ops.map_tokens(compute, position_ids, indices, positions._replace(starts=None)))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None, :, None], per_token)
 
 
 def final_norm(
-    config: LlamaConfig, table: Ops, params: LlamaParams, x: Float[Array, "*batch D"]
+    config: LlamaConfig, pass_ops: Ops, params: LlamaParams, x: Float[Array, "*batch D"]
 ) -> Float[Array, "*batch D"]:
     """The hidden states that `forward` returns, from the residual stream after the last layer."""
     # An overflow persists in the residual stream, so checking here covers the norms before sublayers; those after sublayers
     # check for themselves.
-    x = table.norm(x, params.final_norm, config.norm_eps, config.norm_offset, nan_on_overflow=True)
+    x = pass_ops.norm(x, params.final_norm, config.norm_eps, config.norm_offset, nan_on_overflow=True)
     # Scaled here instead of at the logits, so that `unembed` and the losses need not scale.
     return scale(x, 1 / config.logits_scaling)
 

@@ -1,7 +1,8 @@
 """One layer: norm, grouped-query attention, norm, gated feed-forward (Touvron et al. 2023, section 2.2).
 
 The functions here are the formulas. What they are made of is in `LayerContext`: the operations (`operations.Ops`), how keys
-and values are kept (`KeyValues`), and the hooks.
+and values are kept (`KeyValues`), and the hooks. For the letters of shapes see `llama_jax.ops`; G counts the query heads of
+a key/value head. docs/how_it_works.md lists the files on the way of a token, docs/extending.md where to add what.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class LayerContext:
       config: the model.
       ops: the operations of this pass.
       constrain: constrains the sharding of an activation at a named point, see `forward`.
-      tables: see there.
+      tables: see `TokenTables`.
       kv: how keys and values are kept, and what the queries attend to.
       hooks: calls the hooks at a named point, if there are any, and collects what they keep.
       layer: index of the layer, int32[].
@@ -75,7 +76,12 @@ class LayerContext:
 
 
 def layer(ctx: LayerContext, block: Block, x: Float[Array, "B T D"], pages: Any) -> tuple[Float[Array, "B T D"], Any]:
-    """h = x + attention(norm(x)), then h + feed_forward(norm(h)); and the pages of the cache with the new tokens."""
+    """h = x + attention(norm(x)), then h + feed_forward(norm(h)); and the pages of the cache with the new tokens.
+
+    Args:
+      block: the parameters of this layer.
+      pages: of all layers, [L, P, page, 2K, H], written at `ctx.layer`; None without a cache.
+    """
     x = ctx.hooks("residual_before", x)
     attended, pages = attention(ctx, block.attention, sublayer_input(ctx, x, block.attention_norm), pages)
     h = x + ctx.hooks("attention", sublayer_output(ctx, attended, block.attention_post_norm))
@@ -105,12 +111,12 @@ def split_heads(
     groups = ctx.config.queries_per_kv_head
     qkv = add_bias(qkv, weights.qkv_bias).swapaxes(1, 2)  # [B, K, T, G + 2, H]
     # `split`, not indexing: its gradient is one concatenation; gradients of slices would be zero-padded and added.
-    rotated, values = jnp.split(qkv, [groups + 1], axis=-2)
+    queries_and_keys, values = jnp.split(qkv, [groups + 1], axis=-2)
     if weights.query_norm is not None:
-        queries, keys = jnp.split(rotated, [groups], axis=-2)
+        queries, keys = jnp.split(queries_and_keys, [groups], axis=-2)
         normed = norm_heads(ctx, queries, weights.query_norm), norm_heads(ctx, keys, weights.key_norm)
-        rotated = jnp.concatenate(normed, axis=-2)
-    queries, keys = jnp.split(rotate(ctx, rotated), [groups], axis=-2)
+        queries_and_keys = jnp.concatenate(normed, axis=-2)
+    queries, keys = jnp.split(rotate(ctx, queries_and_keys), [groups], axis=-2)
     if ctx.tables.query_scale is not None:
         queries = (queries * ctx.tables.query_scale[ctx.layer_type]).astype(queries.dtype)
     return queries, keys.squeeze(-2), values.squeeze(-2)
@@ -131,6 +137,7 @@ def rotate(ctx: LayerContext, x: Float[Array, "B K T G H"]) -> Float[Array, "B K
     rotated = ctx.ops.rotary(x, ctx.tables.cos[ctx.layer_type], ctx.tables.sin[ctx.layer_type])
     if config.qk_norm == "l2":
         rotated = ctx.ops.norm(rotated, jnp.ones(config.head_dim), config.norm_eps, 0.0, nan_on_overflow=False)
+    # Layers without RoPE have angles of zero, with which the built-in rotation changes nothing.
     has_rope = [layer_type.rope != "none" for layer_type in config.layer_kinds]
     if all(has_rope) or (config.qk_norm != "l2" and config.parts.rotary is None):
         return rotated
@@ -142,7 +149,7 @@ def feed_forward(ctx: LayerContext, weights: FeedForward, x: Float[Array, "B T D
     config, biases = ctx.config, (weights.gate_bias, weights.up_bias)
     if weights.router is not None:
         out = experts(ctx, weights, x)
-    elif ctx.hooks.has("neurons"):
+    elif ctx.hooks.has("neurons"):  # the formula of `ops.feed_forward`, whose neurons no hook could reach
         gate, up = ctx.ops.project(x, weights.gate), ctx.ops.project(x, weights.up)
         neurons = gated_activation(add_bias(gate, biases[0]), add_bias(up, biases[1]), config.activation)
         out = ctx.ops.project(ctx.hooks("neurons", neurons), weights.down)

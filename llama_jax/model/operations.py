@@ -26,7 +26,7 @@ class Ops(NamedTuple):
     Attributes:
       experts: `ops.moe.mixture_of_experts(x, router, gate, up, down)`.
       embed: `ops.embed(table, tokens)`.
-      project: `ops.project(x, weight)`, a matmul with a parameter.
+      project: `ops.project(x, weight)`, a matmul with a parameter: an array, or an `ops.layers.Weight` (quantized, LoRA).
       norm: `ops.rms_norm(x, weight, eps, offset, nan_on_overflow=...)`.
       rotary: `ops.apply_rotary(x, cos, sin)`, of the first `rotary_dim` features.
       feed_forward: `ops.feed_forward(x, gate, up, down, activation, biases)`: gate, up, activation and down together, since
@@ -70,7 +70,7 @@ def select_ops(
         raise MeshError("forward_mode=True has no ring attention; use a mesh without context")
     options = compute.kernels()._replace(save_cast_weights=compute.remat != "none")
     kernels = kernel_options(params, options)
-    table = Ops(
+    pass_ops = Ops(
         experts=partial(_call_experts, config, sharding.experts, kernels),
         project=partial(ops.project, kernels=kernels),
         norm=partial(ops.rms_norm, kernels=kernels),
@@ -83,36 +83,36 @@ def select_ops(
     if compute.exact:
         count = jnp.asarray(starts)[-1]
         map_tokens = partial(exact.map_all, count)
-        table = table._replace(
-            norm=partial(exact.map_first, count, table.norm),
+        pass_ops = pass_ops._replace(
+            norm=partial(exact.map_first, count, pass_ops.norm),
             rotary=partial(map_tokens, ops.apply_rotary),
             feed_forward=partial(ops.feed_forward, map_tokens=map_tokens, kernels=kernels),
-            smooth_keys=partial(map_tokens, table.smooth_keys),
+            smooth_keys=partial(map_tokens, pass_ops.smooth_keys),
             map_tokens=map_tokens,
         )
-    table = _with_parts(table, config, compute, sharding)
+    pass_ops = _with_parts(pass_ops, config, compute, sharding)
     if config.rotary_dim is not None:
-        table = table._replace(rotary=partial(_rotate_first, config.rotary_dim, table.rotary))
-    return table
+        pass_ops = pass_ops._replace(rotary=partial(_rotate_first, config.rotary_dim, pass_ops.rotary))
+    return pass_ops
 
 
-def _with_parts(table: Ops, config: LlamaConfig, compute: ComputeOptions, sharding: Sharding) -> Ops:
+def _with_parts(pass_ops: Ops, config: LlamaConfig, compute: ComputeOptions, sharding: Sharding) -> Ops:
     """The operations with the requested attention backend, and the model's own functions."""
     parts = config.parts
     if parts.attend is not None or compute.attention != "auto":
         if sharding.attend is not None:
             raise MeshError("a mesh with `context` uses ring attention only; do not set attend or attention")
-        attend = partial(table.attend, backend=compute.attention)
+        attend = partial(pass_ops.attend, backend=compute.attention)
         if parts.attend is not None:
             attend = partial(call_part, "attend", parts.attend)
-        table = table._replace(attend=attend, attend_paged=partial(attend_gathered, attend))
+        pass_ops = pass_ops._replace(attend=attend, attend_paged=partial(attend_gathered, attend))
     if parts.norm is not None:
-        table = table._replace(norm=partial(_call_norm, parts.norm))
+        pass_ops = pass_ops._replace(norm=partial(_call_norm, parts.norm))
     if parts.rotary is not None:
-        table = table._replace(rotary=partial(call_part, "rotary", parts.rotary))
+        pass_ops = pass_ops._replace(rotary=partial(call_part, "rotary", parts.rotary))
     if parts.feed_forward is not None:
-        table = table._replace(feed_forward=partial(_call_feed_forward, parts.feed_forward))
-    return table
+        pass_ops = pass_ops._replace(feed_forward=partial(_call_feed_forward, parts.feed_forward))
+    return pass_ops
 
 
 def _rotate_first(rotary_dim: int, rotary: Callable[..., jax.Array], x: jax.Array, *tables: jax.Array) -> jax.Array:

@@ -20,11 +20,18 @@ from llama_jax.ops.platform import AnyArray, KernelOptions, has_cpu_variant, is_
 
 F = TypeVar("F", bound=Callable[..., Any])
 Activation = Literal["silu", "gelu"]
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=True),
+}
 MATMUL_OUTPUT = "product"  # checkpoint name of the results of matmuls with weights
 
 
 class Weight(struct.PyTreeNode):
     """Base class of weights that are not arrays: quantized, with adapters, in a stack of layers.
+
+    A field of a subclass that holds the matrix itself is named `base`, or `parts` if there are several, see
+    `model.params.is_matrix_in_block`.
 
     Attributes:
       is_quantized: whether the arrays of the weight are the planes of a quantization format.
@@ -209,7 +216,7 @@ def gated_activation(
     gates: Float[Array, "*batch F"], values: Float[Array, "*batch F"], activation: Activation
 ) -> Float[Array, "*batch F"]:
     """activation(gates) * values."""
-    return (jax.nn.silu(gates) if activation == "silu" else jax.nn.gelu(gates, approximate=True)) * values
+    return ACTIVATIONS[activation](gates) * values
 
 
 @has_cpu_variant

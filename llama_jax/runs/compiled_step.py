@@ -103,7 +103,8 @@ def _bind_recipe(
 
 def loss_options(recipe: Recipe, *, unroll: bool = False) -> LossOptions:
     """The loss options of a recipe; `unroll` as in `ComputeOptions`."""
-    return LossOptions(replace(compute_of(recipe), unroll=unroll), recipe.chunk, recipe.z_loss, recipe.neftune)
+    compute = replace(compute_of(recipe), unroll=unroll)
+    return LossOptions(compute=compute, chunk=recipe.chunk, z_loss=recipe.z_loss, neftune=recipe.neftune)
 
 
 def repays_unrolling(recipe: Recipe, device: jax.Device, devices: int) -> bool:
