@@ -16,7 +16,8 @@ from llama_jax.formats.huggingface import config_from_dict, config_to_dict
 from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.orbax_format import array_name
 from llama_jax.model.forward import forward, unembed
-from llama_jax.model.forward_options import Positions
+from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
+from llama_jax.model.operations import select_ops
 
 pytestmark = [
     pytest.mark.parity,
@@ -284,3 +285,22 @@ def test_generation_within_and_beyond_the_original_context_of_a_longrope(tmp_pat
         expected = peer.generate(torch.tensor([prompt]), max_new_tokens=limit, do_sample=False)[0, length:].tolist()
         (generated,) = llama_jax.generate(config, params, [prompt], max_new_tokens=limit)
         assert generated.tokens == expected
+
+
+@pytest.mark.parametrize("model_type", FAMILY_FEATURES)
+def test_a_norm_rounds_where_the_family_does(model_type):
+    """In bfloat16 to the bit: before the weight, or only after it."""
+    torch = pytest.importorskip("torch", reason="needs the parity extra")
+    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+    config = SIBLINGS.get(model_type, PLAIN)
+    settings = transformers.AutoConfig.for_model(**config_to_dict(config) | {"pad_token_id": None})
+    theirs = transformers.AutoModelForCausalLM.from_config(settings)
+    rng = np.random.default_rng(0)
+    x, weight = rng.standard_normal((64, config.dim)), 1 + 0.3 * rng.standard_normal(config.dim)
+    norm = theirs.model.norm.to(torch.bfloat16)
+    norm.weight.data = torch.tensor(weight, dtype=torch.bfloat16)
+    expected = norm(torch.tensor(x, dtype=torch.bfloat16)).detach().float().numpy()
+    options = jnp.asarray(weight, jnp.bfloat16), config.norm_eps, config.norm_offset
+    table = select_ops(config, random_params(config), ComputeOptions(), Sharding())
+    normed = table.norm(jnp.asarray(x, jnp.bfloat16), *options, nan_on_overflow=False)
+    np.testing.assert_array_equal(np.asarray(normed, np.float32), expected)

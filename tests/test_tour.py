@@ -97,7 +97,7 @@ def test_one_batch_through_train_step(params):
     files = visited(partial(step, state, batch))
     assert files == named("One batch through `train_step`")
     assert len(files) <= 20
-    assert lines(files) < 3700  # "some 3,600"
+    assert lines(files) < 3750  # "some 3,700"
 
 
 @pytest.mark.parametrize(

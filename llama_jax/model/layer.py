@@ -60,8 +60,8 @@ class LayerContext:
       constrain: constrains the sharding of an activation at a named point, see `forward`.
       tables: see `TokenTables`.
       kv: how keys and values are kept, and what the queries attend to.
-      hooks: calls the hooks at a named point, if there are any, and collects what they keep.
-      layer: index of the layer, int32[].
+      hooks: calls the hooks at a named point, if any, and collects what they keep in its `kept` while the layer is traced.
+      layer: index of the layer: an int, or int32[] in a scan.
       layer_type: index into `config.layer_kinds`: an int, or traced in a scan over layers of several types.
     """
 
@@ -84,17 +84,21 @@ def layer(ctx: LayerContext, block: Block, x: Float[Array, "B T D"], pages: Any)
     """
     x = ctx.hooks("residual_before", x)
     attended, pages = attention(ctx, block.attention, sublayer_input(ctx, x, block.attention_norm), pages)
-    h = x + ctx.hooks("attention", sublayer_output(ctx, attended, block.attention_post_norm))
+    h = x + ctx.hooks("attention", residual_update(ctx, attended, block.attention_post_norm))
     h = ctx.hooks("residual_between", h)
     fed = feed_forward(ctx, block.feed_forward, sublayer_input(ctx, h, block.ffn_norm))
-    h = h + ctx.hooks("feed_forward", sublayer_output(ctx, fed, block.ffn_post_norm))
+    h = h + ctx.hooks("feed_forward", residual_update(ctx, fed, block.ffn_post_norm))
     return ctx.constrain(ctx.hooks("residual_after", h), "residual"), pages
 
 
 def attention(
     ctx: LayerContext, weights: Attention, x: Float[Array, "B T D"], pages: Any
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """Grouped-query attention (Ainslie et al. 2023, section 2.2), and the pages with the new keys and values."""
+    """Grouped-query attention (Ainslie et al. 2023, section 2.2), and the pages with the new keys and values.
+
+    softmax(scale * queries @ keys.T, where visible) @ values is in `ops.attend`, or `ops.attend_paged` with a cache, which
+    `ctx.kv` calls through `ctx.ops` with the window, or attention chunk, of the layer's type.
+    """
     queries, keys, values = split_heads(ctx, weights, ctx.ops.project(x, weights.qkv))
     queries, keys = ctx.hooks.at_queries("queries", queries), ctx.hooks.at_keys("keys", keys)
     values = ctx.hooks.at_keys("values", values)
@@ -122,7 +126,7 @@ def split_heads(
     return queries, keys.squeeze(-2), values.squeeze(-2)
 
 
-def norm_heads(ctx: LayerContext, x: Float[Array, "B K T G H"], weight: Any) -> Float[Array, "B K T G H"]:
+def norm_heads(ctx: LayerContext, x: Float[Array, "B K T heads H"], weight: Any) -> Float[Array, "B K T heads H"]:
     """RMSNorm of each head for a weight [H], of all heads of a token together for a weight [K, G, H]."""
     if weight.ndim == 1:
         return norm(ctx, x, weight, nan_on_overflow=True)
@@ -131,7 +135,7 @@ def norm_heads(ctx: LayerContext, x: Float[Array, "B K T G H"], weight: Any) -> 
     return normed.reshape(tokens.shape).swapaxes(1, 2)
 
 
-def rotate(ctx: LayerContext, x: Float[Array, "B K T G H"]) -> Float[Array, "B K T G H"]:
+def rotate(ctx: LayerContext, x: Float[Array, "B K T heads H"]) -> Float[Array, "B K T heads H"]:
     """RoPE of the layer's type (Su et al. 2021, section 3.4.2), and the norm after it in models that have one (Llama 4)."""
     config = ctx.config
     rotated = ctx.ops.rotary(x, ctx.tables.cos[ctx.layer_type], ctx.tables.sin[ctx.layer_type])
@@ -172,13 +176,16 @@ def sublayer_input(ctx: LayerContext, x: Float[Array, "B T D"], weight: Any) -> 
     return ctx.constrain(x if weight is None else norm(ctx, x, weight), "sublayer_input")
 
 
-def sublayer_output(ctx: LayerContext, x: Float[Array, "B T D"], weight: Any) -> Float[Array, "B T D"]:
+def residual_update(ctx: LayerContext, x: Float[Array, "B T D"], weight: Any) -> Float[Array, "B T D"]:
     """What is added to the residual stream: the norm after attention or feed-forward, in a model that has it, scaled."""
     return scale(x if weight is None else norm(ctx, x, weight, nan_on_overflow=True), ctx.config.residual_multiplier)
 
 
 def norm(ctx: LayerContext, x: jax.Array, weight: Any, *, nan_on_overflow: bool = False) -> jax.Array:
-    """RMSNorm (Zhang & Sennrich 2019, equation 4) over the last axis."""
+    """RMSNorm (Zhang & Sennrich 2019, equation 4) over the last axis.
+
+    An overflow before a sublayer persists in the residual stream, where `forward.final_norm` sees it; the other norms check.
+    """
     return ctx.ops.norm(x, weight, ctx.config.norm_eps, ctx.config.norm_offset, nan_on_overflow=nan_on_overflow)
 
 

@@ -73,7 +73,7 @@ def select_ops(
     pass_ops = Ops(
         experts=partial(_call_experts, config, sharding.experts, kernels),
         project=partial(ops.project, kernels=kernels),
-        norm=partial(ops.rms_norm, kernels=kernels),
+        norm=partial(ops.rms_norm, round_before_weight=config.norm == "pre", kernels=kernels),
         feed_forward=partial(ops.feed_forward, kernels=kernels),
         attend=sharding.attend or partial(ops.attend, head_sharding=head_sharding, forward_mode=kernels.forward_mode),
         attend_paged=partial(ops.attend_paged, head_sharding=head_sharding, kernels=kernels),

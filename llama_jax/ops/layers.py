@@ -63,7 +63,7 @@ class Weight(struct.PyTreeNode):
         raise NotImplementedError
 
     def to_dense(self) -> Any:
-        """The matrix as an array, for tests and files, not for matmuls."""
+        """The matrix as an array, for tests and files, and for gradients; fast matmuls do not use it."""
         raise NotImplementedError
 
 
@@ -142,6 +142,7 @@ def rms_norm(
     offset: float = 0.0,
     *,
     nan_on_overflow: bool = False,
+    round_before_weight: bool = True,
     kernels: KernelOptions = KernelOptions(),
 ) -> Float[Array, "*batch D"]:
     """Divide by the root mean square and multiply by the weight (Zhang & Sennrich 2019, equation 4).
@@ -152,6 +153,8 @@ def rms_norm(
       eps: added to the mean square.
       offset: added to the weight.
       nan_on_overflow: return NaN instead of zeros if the mean square overflows (costs one more kernel on a GPU).
+      round_before_weight: also round to the dtype of `x` before multiplying by the weight, as transformers does, except in
+        models with norms after sublayers (Gemma 3, OLMo 2).
       kernels: see `project`.
 
     Returns:
@@ -164,10 +167,11 @@ def rms_norm(
         scale = lax.rsqrt(mean_square + eps)
         if nan_on_overflow:
             scale = jnp.where(mean_square < jnp.inf, scale, jnp.nan)
-        # Rounded before scaling, as in transformers; scaled in float32, so that the weight's gradient is summed in float32.
-        rounded = (wide * scale).astype(x.dtype).astype(wide.dtype)
+        normed = wide * scale
+        if round_before_weight:
+            normed = normed.astype(x.dtype).astype(wide.dtype)  # the weight's gradient is still summed in float32
         factor = weight.astype(wide.dtype)
-        return (rounded * lax.broadcast_to_rank(factor + offset if offset else factor, x.ndim)).astype(x.dtype)
+        return (normed * lax.broadcast_to_rank(factor + offset if offset else factor, x.ndim)).astype(x.dtype)
 
     return remat(normalize, kernels)(x, weight)
 

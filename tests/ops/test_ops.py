@@ -120,6 +120,14 @@ class TestNorm:
         want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * w
         np.testing.assert_allclose(ops.rms_norm(jnp.asarray(x), jnp.asarray(w), eps), want, rtol=1e-5, atol=1e-6)
 
+    @pytest.mark.parametrize("before", [True, False])
+    def test_rounds_before_the_weight_or_only_after_it(self, before):
+        x, w = (jnp.asarray(normal(seed, 64), jnp.bfloat16) for seed in (0, 1))
+        normed = x.astype(jnp.float32) * jax.lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2) + 1e-5)
+        normed = normed.astype(jnp.bfloat16).astype(jnp.float32) if before else normed
+        expected = (normed * w.astype(jnp.float32)).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(ops.rms_norm(x, w, 1e-5, round_before_weight=before), expected)
+
     def test_takes_the_mean_in_float32(self):
         x = jnp.full((1, 8192), 0.1, jnp.bfloat16)
         got = ops.rms_norm(x, jnp.ones(8192, jnp.bfloat16), 0.0)

@@ -49,7 +49,7 @@ def attend(
       view: keys and values [B, K, S, H].
       mask: the positions of queries and keys. A query attends only to keys at its own and earlier positions. This comparison
         is the causal mask; it also excludes the empty or padded end of a cache.
-      scale: multiplies the scores; 1 / sqrt(H) in every Llama.
+      scale: multiplies the scores; `LlamaConfig.score_scale`, usually 1 / sqrt(H).
       window: a query attends only to keys less than this many positions before it (Beltagy et al. 2020, section 3.1).
       backend: "reference" is the textbook formula, for tests; "dense" has all scores in memory, is the fastest for short
         rows and supports every mode of differentiation; "blockwise" uses memory that grows with T + S instead of T * S;

@@ -264,9 +264,9 @@ def attend_on_device(
         chunk,
         math.prod(current_mesh_sizes().values()),
     )
-    name, why = choose_paged_backend(lowering_platform(), shapes)
+    name, why = choose_paged_backend("" if kernels.forward_mode else lowering_platform(), shapes)
     log_backend(name, why)
-    if name == "paged blocks" or kernels.forward_mode:
+    if name == "paged blocks":
         return attend_by_blocks(queries, view, sink_queries=sink_queries, **options)
     from llama_jax.ops.attention.paged_kernels import ragged, triton
 
@@ -291,7 +291,7 @@ def _attend_exactly(queries: jax.Array, view: PagedView, sink_queries: jax.Array
 def choose_paged_backend(platform: str, shapes: PagedAttentionShape) -> tuple[str, str]:
     """The backend of paged attention, "ragged", "triton" or "paged blocks", and the reason for it."""
     if platform not in ("gpu", "tpu"):
-        return "paged blocks", f"no kernel for {platform}"
+        return "paged blocks", f"no kernel for {platform or 'forward mode'}"
     from llama_jax.ops.attention.paged_kernels import why_not_ragged, why_not_triton
 
     kernel, why_not = ("triton", why_not_triton) if platform == "gpu" else ("ragged", why_not_ragged)
