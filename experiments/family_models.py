@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from llama_jax.config import LayerConfig, LlamaConfig, ModelType, QueryScaling, RopeScaling
+from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling
 from llama_jax.formats.orbax_format import array_name
 from llama_jax.model.params import LlamaParams
 from llama_jax.model.trees import param_shapes
@@ -24,7 +24,7 @@ PLAIN = LlamaConfig(
     rope_theta=10_000.0,
     tie_embeddings=False,
 )
-SIBLINGS: dict[ModelType, LlamaConfig] = {
+SIBLINGS: dict[str, LlamaConfig] = {
     "mistral": replace(PLAIN, window=6),
     "qwen2": replace(PLAIN, qkv_bias=True),
     "qwen3": replace(PLAIN, qk_norm="head", head_dim=16, tie_embeddings=True),
@@ -87,7 +87,7 @@ SIBLINGS: dict[ModelType, LlamaConfig] = {
         shared_expert=True,
     ),
 }
-FAMILY_MODELS: dict[ModelType, LlamaConfig] = {"llama": PLAIN} | SIBLINGS
+FAMILY_MODELS: dict[str, LlamaConfig] = {"llama": PLAIN} | SIBLINGS
 
 
 def random_params(config: LlamaConfig, seed: int = 0) -> LlamaParams:

@@ -18,14 +18,12 @@ from typing import NamedTuple
 
 import pytest
 
-from llama_jax.config import ModelType
-
 ROOT = Path(__file__).resolve().parents[1]
 CELLS = ROOT / "tests" / "support.json"
 PAGE = ROOT / "docs" / "support.md"
 RESULTS = ROOT / "experiments" / "results"
 SKIPPED = ("nightly", "llama_cpp")  # are run by hand, and claim nothing
-FAMILIES: dict[ModelType, str] = {
+FAMILIES: dict[str, str] = {
     "llama": "Llama 1 to 3.3, TinyLlama, SmolLM2",
     "mistral": "Mistral",
     "mixtral": "Mixtral",
@@ -181,7 +179,7 @@ def render(cells: set[Cell], results: Path = RESULTS) -> str:
     return HEAD + "\n".join(sections) + DEVICES + (device_tables(results) or "No such report is recorded yet.\n")
 
 
-def family_table(heading: Iterable[str], cells: dict[ModelType, list[str]]) -> str:
+def family_table(heading: Iterable[str], cells: dict[str, list[str]]) -> str:
     """A table with a row for each family."""
     lines = [["family", *heading], ["---", *[":---:" for _ in heading]]]
     lines += [[name, *cells[family]] for family, name in FAMILIES.items()]

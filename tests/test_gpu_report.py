@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from gpu_parts.plan import SMALL
 
-from llama_jax.config import FAMILY_FEATURES
+from llama_jax.config.families import FAMILIES
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "gpu_report.py"
 
@@ -47,7 +47,7 @@ def test_every_section_measures(report, tmp_path, capfd):
     assert list(sections) == list(report.SECTIONS)
     for name in ("correctness", "families", "training"):
         assert all(row["ok"] for row in sections[name]), sections[name]
-    assert len(sections["families"]) == 3 * len(FAMILY_FEATURES)
+    assert len(sections["families"]) == 3 * len(FAMILIES)
     for name in ("decode", "formats", "prefill", "training"):
         assert all(row["tokens_per_s"] > 0 and row["compile_s"] > 0 for row in sections[name])
     assert [row["program"] for row in sections["programs"]] == ["small-train", "small-prefill", "small-decode"]

@@ -10,10 +10,10 @@ import pytest
 from family_models import FAMILY_MODELS, PLAIN, SIBLINGS, random_params
 
 import llama_jax
-from llama_jax.config import FAMILY_FEATURES, LayerConfig, RopeScaling
+from llama_jax.config import LayerConfig, RopeScaling
+from llama_jax.config.families import FAMILIES
 from llama_jax.config.presets import preset
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
-from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.orbax_format import array_name
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
@@ -53,11 +53,11 @@ MODELS = FAMILY_MODELS | {
 MODELS |= {
     f"{kind}, biases": replace(
         config,
-        **dict.fromkeys(("qkv_bias", "out_bias"), "attention_bias" in FAMILY_FEATURES[kind] or config.qkv_bias),
-        mlp_bias="mlp_bias" in FAMILY_FEATURES[kind],
+        **dict.fromkeys(("qkv_bias", "out_bias"), "attention_bias" in FAMILIES[kind].features or config.qkv_bias),
+        mlp_bias="mlp_bias" in FAMILIES[kind].features,
     )
     for kind, config in FAMILY_MODELS.items()
-    if FAMILY_FEATURES[kind] & {"attention_bias", "mlp_bias"}
+    if FAMILIES[kind].features & {"attention_bias", "mlp_bias"}
 }
 LLAMA4_PICTURES = (
     "llama4_text",
@@ -287,7 +287,7 @@ def test_generation_within_and_beyond_the_original_context_of_a_longrope(tmp_pat
         assert generated.tokens == expected
 
 
-@pytest.mark.parametrize("model_type", FAMILY_FEATURES)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_norm_rounds_where_the_family_does(model_type):
     """In bfloat16 to the bit: before the weight, or only after it."""
     torch = pytest.importorskip("torch", reason="needs the parity extra")

@@ -14,7 +14,8 @@ from family_models import FAMILY_MODELS, PLAIN, SIBLINGS, random_params
 from training_options import step_options
 
 import llama_jax
-from llama_jax.config import FAMILY_FEATURES, LayerConfig, QueryScaling, RopeScaling
+from llama_jax.config import LayerConfig, QueryScaling, RopeScaling
+from llama_jax.config.families import FAMILIES
 from llama_jax.config.presets import preset
 from llama_jax.errors import CheckpointError, ConfigError, MeshError
 from llama_jax.formats import load_adapter, save_adapter
@@ -72,7 +73,7 @@ def same(a, b, norms=0.0):
 @each
 def test_the_kind_follows_from_what_a_model_has(kind):
     assert FAMILY_MODELS[kind].model_type == kind
-    assert set(FAMILY_FEATURES) == set(FAMILY_MODELS)
+    assert set(FAMILIES) == set(FAMILY_MODELS)
     with pytest.raises(ConfigError, match="no family of models has qk_norm=head and qkv_bias together"):
         _ = replace(PLAIN, qk_norm="head", qkv_bias=True).model_type
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,9 +13,6 @@ from family_models import FAMILY_MODELS, random_params
 import llama_jax
 from gpu_parts.correctness import compared, greedy_agreement
 from gpu_parts.run import Row, Run, number
-
-if TYPE_CHECKING:
-    from llama_jax.config import ModelType
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20), dtype=np.int32)
 # At most eight layers in float32: some hundred times the rounding error of one operation, 6e-8.
@@ -31,7 +28,7 @@ def families(run: Run) -> Iterator[Row]:
             yield run.attempt({"family": kind, "feature": feature}, partial(measure, kind, run.device))
 
 
-def logits(kind: ModelType, device: jax.Device) -> Row:
+def logits(kind: str, device: jax.Device) -> Row:
     config, params = FAMILY_MODELS[kind], random_params(FAMILY_MODELS[kind])
     program = partial(jax.jit(llama_jax.logits, static_argnums=0), config)
     expected = in_float64(lambda: program(as_float64(params), TOKENS))
@@ -40,7 +37,7 @@ def logits(kind: ModelType, device: jax.Device) -> Row:
         return compared(np.asarray(program(*jax.device_put((params, TOKENS), device))), expected, LOGITS_TOLERANCE)
 
 
-def generate(kind: ModelType, device: jax.Device) -> Row:
+def generate(kind: str, device: jax.Device) -> Row:
     """Compare greedy tokens of a ragged batch with the cache with the argmax of logits of whole rows."""
     config, params = FAMILY_MODELS[kind], random_params(FAMILY_MODELS[kind])
     with jax.default_matmul_precision("highest"), jax.default_device(device):
@@ -48,7 +45,7 @@ def generate(kind: ModelType, device: jax.Device) -> Row:
         return greedy_agreement(config, jax.device_put(params, device), prompts, new_tokens=8)
 
 
-def training_step(kind: ModelType, device: jax.Device) -> Row:
+def training_step(kind: str, device: jax.Device) -> Row:
     """Compare the loss and the change of the parameters of an AdamW step."""
     config, params = FAMILY_MODELS[kind], random_params(FAMILY_MODELS[kind])
     optimizer = llama_jax.make_optimizer(llama_jax.OptimizerSettings(learning_rate=1e-2, schedule="constant"), 10)

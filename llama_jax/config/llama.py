@@ -1,4 +1,4 @@
-"""The configuration of a Llama: its sizes, validated once, and how the attention of its layers differs."""
+"""The configuration of a Llama: its sizes, validated once."""
 
 from __future__ import annotations
 
@@ -6,76 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from llama_jax.config.families import ModelType, model_type_of
-from llama_jax.config.parts import Parts
+from llama_jax.config.parts import LayerConfig, Parts, QueryScaling, RopeTheta, period
 from llama_jax.config.rope import RopeScaling, check_fits, unscaled_length
 from llama_jax.errors import ConfigError
-from llama_jax.settings import Bounds, NonNegative, Positive, PositiveNumber, above, check_fields
+from llama_jax.settings import Bounds, NonNegative, Positive, PositiveNumber, check_fields
 
-RopeTheta = Annotated[float, above(1)]
 MAX_SUGGESTED_FACTOR = 64  # of a RoPE scaling in messages; models were trained with up to 40
-
-
-@dataclass(frozen=True)
-class LayerConfig:
-    """The attention of one layer in a model whose layers differ.
-
-    Attributes:
-      window: a token attends to itself and the window - 1 tokens before it; None: no window.
-      rope: "model": RoPE with the theta and scaling of the model; "unscaled": RoPE without scaling, with `rope_theta`
-        (layers with a window in Gemma 3 and OLMo 3); "none": no position embedding (SmolLM3; NoPE: Yang et al. 2025,
-        section 3).
-      rope_theta: base of the frequencies if `rope` is "unscaled"; None for the model's.
-      chunk: size of the attention chunks (Llama 4): a token attends only within its chunk; None: no chunks.
-
-    Raises:
-      ConfigError: an invalid value; the message names it.
-    """
-
-    window: Positive | None = None
-    rope: Literal["model", "unscaled", "none"] = "model"
-    rope_theta: RopeTheta | None = None
-    chunk: Positive | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-        if self.rope_theta is not None and self.rope != "unscaled":
-            raise ConfigError(f"rope_theta={self.rope_theta} of a layer needs rope='unscaled'")
-
-
-@dataclass(frozen=True)
-class QueryScaling:
-    """Temperature tuning of attention by position: queries times 1 + beta ln(1 + floor((position + offset) / context)).
-
-    Source: Llama 4, in its layers without RoPE, with an offset of 1; Ministral 3, in all layers.
-
-    Attributes:
-      beta: the weight of the logarithm.
-      context: the original context length; the floor is 0, and so the factor 1, at positions below it.
-      offset: added to the position.
-      rotated: scale the queries of all layers; if False, only those of layers without RoPE.
-
-    Raises:
-      ConfigError: an invalid value; the message names it.
-    """
-
-    beta: PositiveNumber
-    context: Positive
-    offset: NonNegative = 0
-    rotated: bool = True
-
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-
-
-def period(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
-    """The shortest prefix that gives `layers` if repeated and cut to the same length. It must not have a shorter period
-    itself: (a, b, a, a) is not reduced to (a, b, a), whose period is (a, b)."""
-    n = len(layers)
-    for p in range(1, n):
-        if all(layers[i] == layers[i % p] for i in range(n)) and len(period(layers[:p])) == p:
-            return layers[:p]
-    return layers
 
 
 class _DefaultHeadDim(int):
@@ -217,12 +153,14 @@ class LlamaConfig:
             raise ConfigError(f"rotary_dim={self.rotary_dim} must be even and below head_dim={self.head_dim}")
 
     @property
-    def model_type(self) -> ModelType:
+    def model_type(self) -> str:
         """The `model_type` in transformers of the first family whose features include those of this configuration.
 
         Raises:
           ConfigError: no family has these features; such a model can be trained, but not saved for other libraries.
         """
+        from llama_jax.config.families import model_type_of  # what only computes needs no file formats
+
         return model_type_of(self)
 
     @property

@@ -1,14 +1,78 @@
-"""Custom functions that replace parts of every layer."""
+"""How the attention of layers differs, and custom functions that replace parts of every layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from llama_jax.errors import ConfigError, short_repr
+from llama_jax.settings import NonNegative, Positive, PositiveNumber, above, check_fields
 
 PartFunction: TypeAlias = Callable[..., Any] | str | None
+RopeTheta = Annotated[float, above(1)]
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The attention of one layer in a model whose layers differ.
+
+    Attributes:
+      window: a token attends to itself and the window - 1 tokens before it; None: no window.
+      rope: "model": RoPE with the theta and scaling of the model; "unscaled": RoPE without scaling, with `rope_theta`
+        (layers with a window in Gemma 3 and OLMo 3); "none": no position embedding (SmolLM3; NoPE: Yang et al. 2025,
+        section 3).
+      rope_theta: base of the frequencies if `rope` is "unscaled"; None for the model's.
+      chunk: size of the attention chunks (Llama 4): a token attends only within its chunk; None: no chunks.
+
+    Raises:
+      ConfigError: an invalid value; the message names it.
+    """
+
+    window: Positive | None = None
+    rope: Literal["model", "unscaled", "none"] = "model"
+    rope_theta: RopeTheta | None = None
+    chunk: Positive | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        if self.rope_theta is not None and self.rope != "unscaled":
+            raise ConfigError(f"rope_theta={self.rope_theta} of a layer needs rope='unscaled'")
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Temperature tuning of attention by position: queries times 1 + beta ln(1 + floor((position + offset) / context)).
+
+    Source: Llama 4, in its layers without RoPE, with an offset of 1; Ministral 3, in all layers.
+
+    Attributes:
+      beta: the weight of the logarithm.
+      context: the original context length; the floor is 0, and so the factor 1, at positions below it.
+      offset: added to the position.
+      rotated: scale the queries of all layers; if False, only those of layers without RoPE.
+
+    Raises:
+      ConfigError: an invalid value; the message names it.
+    """
+
+    beta: PositiveNumber
+    context: Positive
+    offset: NonNegative = 0
+    rotated: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+
+
+def period(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+    """The shortest prefix that gives `layers` if repeated and cut to the same length. It must not have a shorter period
+    itself: (a, b, a, a) is not reduced to (a, b, a), whose period is (a, b)."""
+    n = len(layers)
+    for p in range(1, n):
+        if all(layers[i] == layers[i % p] for i in range(n)) and len(period(layers[:p])) == p:
+            return layers[:p]
+    return layers
 
 
 @dataclass(frozen=True, repr=False)

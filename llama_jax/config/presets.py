@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llama_jax.config.llama import LayerConfig, LlamaConfig, QueryScaling
+from llama_jax.config.llama import LlamaConfig
+from llama_jax.config.parts import LayerConfig, QueryScaling
 from llama_jax.config.rope import RopeScaling
 from llama_jax.errors import ConfigError
 

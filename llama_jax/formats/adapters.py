@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.config import LlamaConfig
+from llama_jax.config.families import architecture_of
 from llama_jax.errors import CheckpointError, ConfigError, reading, short_repr
 from llama_jax.formats import gguf
 from llama_jax.formats.device_fill import check_finite
-from llama_jax.formats.gguf_families import ARCHITECTURES, architecture_of
 from llama_jax.formats.huggingface import HF_NAMES, is_interleaved, read_config_json, read_safetensors, safetensors_header
 from llama_jax.formats.lazy_tensors import Tensor, find_tensor, storage_type_of, target_dtype
 from llama_jax.formats.model_folder import config_errors, new_output
@@ -145,7 +145,7 @@ def _module(target: str, layer: int) -> str:
 
 
 PEFT = AdapterLayout(_peft_names, is_interleaved)
-LLAMA_CPP = AdapterLayout(_gguf_names, lambda config: ARCHITECTURES[architecture_of(config.model_type)].interleaved)
+LLAMA_CPP = AdapterLayout(_gguf_names, lambda config: architecture_of(config).interleaved)
 
 
 @retry_with_newest_step
@@ -493,7 +493,7 @@ def _open_gguf(path: Location) -> OpenedAdapter | None:
     base = _base_name(fields.get(BASE_NAME_KEY))
 
     def read(config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:
-        for key, value in ((ADAPTER_TYPE, "lora"), ("general.architecture", architecture_of(config.model_type))):
+        for key, value in ((ADAPTER_TYPE, "lora"), ("general.architecture", architecture_of(config).name)):
             if fields.get(key) != value:
                 stored = short_repr(fields.get(key), 40)
                 raise CheckpointError(f"{path}: {key}={stored}, but an adapter of this base has {value!r}")
@@ -519,7 +519,7 @@ def _write_gguf(path: Path, config: LlamaConfig, adapters: LlamaParams, lora: Lo
     settings: dict[str, Any] = {GENERAL_TYPE: "adapter", ADAPTER_TYPE: "lora", ALPHA_KEY: float(lora.scale * lora.rank)}
     settings |= {} if base is None else {"general.base_model.count": 1, BASE_NAME_KEY: base}
     listed = [(name, array.shape, storage_type_of(array.dtype)) for name, array in tensors.items()]
-    with gguf.new_file(path, architecture_of(config.model_type), settings, listed) as write:
+    with gguf.new_file(path, architecture_of(config).name, settings, listed) as write:
         for name, array in tensors.items():
             write(_array_bytes(name, array))
 

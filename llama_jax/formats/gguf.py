@@ -19,10 +19,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from llama_jax.config import LlamaConfig
+from llama_jax.config.families import ARCHITECTURES, FAMILIES, architecture_of
+from llama_jax.config.families.shared import WINDOW_KEY, refuse_to_store
 from llama_jax.errors import CheckpointError, ConfigError, short_repr
 from llama_jax.formats.build_params import WrittenTensor, fuse, split_fused, tensors_to_write
-from llama_jax.formats.gguf_families import ARCHITECTURES, REFUSED, architecture_of, refuse_to_store
-from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.lazy_tensors import (
     FLOAT_DTYPES,
     Dense,
@@ -170,6 +170,19 @@ BIAS_TENSORS = {
     "out_bias": "out_bias",
     "mlp_bias": "gate_bias",
 }  # a tensor of each, which no setting tells
+# Settings that change what is computed; values other than 0 are rejected unless the architecture reads them.
+REFUSED = (
+    "expert_count",
+    WINDOW_KEY,
+    "attention.temperature_scale",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "embedding_scale",
+    "residual_scale",
+    "attention.scale",
+    "logit_scale",
+    "attention.clamp_kqv",
+)
 PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 SPLIT_FILE_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -255,7 +268,8 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     for name, value in (("embedding_length", dim), ("attention.head_count", n_heads)):
         check_value(f"{prefix}.{name}", value, Positive, ConfigError)
     head_dim = maybe("attention.key_length", 0)
-    family_fields = dict(FAMILIES[architecture.model_types[0]].constants) | architecture.fields(maybe, n_layers)
+    constants = next(family.constants for family in FAMILIES.values() if family.gguf is architecture)
+    family_fields = dict(constants) | architecture.fields(maybe, n_layers)
     if architecture.biases:
         family_fields |= {field: GGUF_NAMES[part].format(0) in tensors for field, part in BIAS_TENSORS.items()}
     sizes = LlamaConfig(
@@ -390,11 +404,10 @@ def write_gguf(
     from llama_jax.tokenizers.gguf import to_metadata
 
     c = opened.config
-    architecture_name = architecture_of(c.model_type)
-    architecture = ARCHITECTURES[architecture_name]
+    architecture = architecture_of(c)
     names, todo = GGUF_NAMES, tensors_to_write(opened, interleaved=architecture.interleaved)
     if (c.out_bias or c.mlp_bias) and not architecture.biases:
-        refuse_to_store(f"out_bias={c.out_bias} and mlp_bias={c.mlp_bias}", f"ignore them in {architecture_name}")
+        refuse_to_store(f"out_bias={c.out_bias} and mlp_bias={c.mlp_bias}", f"ignore them in {architecture.name}")
     if architecture.fused:
         todo, fused_names = fuse(todo, architecture.fused)
         names = names | fused_names
@@ -433,7 +446,7 @@ def write_gguf(
             raise CheckpointError(f"{piece.label} is in {stored.lower()}, which is only read; set another dtype: {made}")
     matrices = Counter(stored for piece, stored in zip(todo, storage_types, strict=True) if len(piece.tensor.shape) > 1)
     most = matrices.most_common(1)[0][0]
-    rope, rope_tensors = settings_and_tensors(c, architecture_name, whole_yarn=architecture.whole_yarn)
+    rope, rope_tensors = settings_and_tensors(c, architecture.name, whole_yarn=architecture.whole_yarn)
 
     sizes = {
         "vocab_size": c.vocab_size,
@@ -450,13 +463,13 @@ def write_gguf(
     settings: dict[str, Any] = {"general.file_type": KEPT_TYPES[most if keep else base_format(storage_type)]}
     settings |= {"general.quantization_version": QUANTIZATION_VERSION}
     architecture_settings = {key: int(size) for key, size in sizes.items()} | eps | architecture.settings(c)
-    settings |= {f"{architecture_name}.{key}": value for key, value in architecture_settings.items()} | rope
+    settings |= {f"{architecture.name}.{key}": value for key, value in architecture_settings.items()} | rope
     settings |= metadata_to_fields(opened.metadata(), bool(getattr(tokenizer, "strips_right", ())))
     settings |= to_metadata(tokenizer, c.vocab_size) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
     listed = [(name, factors.shape, "F32") for name, factors in rope_tensors.items()]
     listed += [(name_of(p), p.tensor.shape, stored) for p, stored in zip(todo, storage_types, strict=True)]
     noise = np.random.default_rng(0)
-    with new_file(path, architecture_name, settings, listed) as write:
+    with new_file(path, architecture.name, settings, listed) as write:
         for factors in rope_tensors.values():
             write(factors)
         stored_in = dict(zip(map(id, todo), storage_types, strict=True))

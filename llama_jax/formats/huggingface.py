@@ -21,11 +21,13 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llama_jax.config import FAMILY_FEATURES, LlamaConfig, ModelType, Parts, RopeScaling, RopeScalingKind
+from llama_jax.config import LlamaConfig, Parts, RopeScaling, RopeScalingKind
+from llama_jax.config.families import FAMILIES
+from llama_jax.config.families.llama import RENAMED
+from llama_jax.config.families.shared import object_in
 from llama_jax.errors import CheckpointError, ConfigError, short_repr
 from llama_jax.formats.build_params import WrittenTensor, fuse, plan, split_fused, tensors_to_write
 from llama_jax.formats.hf_quantized import Scheme, join_quantized_weights, scheme_from_dict
-from llama_jax.formats.huggingface_families import FAMILIES, RENAMED, object_in
 from llama_jax.formats.lazy_tensors import (
     FLOAT_DTYPES,
     ArrayTensor,
@@ -175,7 +177,7 @@ def config_from_dict(settings: Mapping[str, Any], *, scaled_context: bool = Fals
         return config_from_dict(RENAMED[model_type](settings), scaled_context=scaled_context)
     family = FAMILIES[model_type]
     for name, supported in SUPPORTED.items():
-        if settings.get(name, supported) not in (supported, None) and name not in family.reads:
+        if settings.get(name, supported) not in (supported, None) and name not in family.absent:
             raise ConfigError(
                 f"{name}={short_repr(settings[name])} is not supported; a {model_type} has {name}={supported!r}"
             )
@@ -194,7 +196,7 @@ def config_from_dict(settings: Mapping[str, Any], *, scaled_context: bool = Fals
     theta, scaling = _read_rope(settings)
     family_fields = dict(family.constants) | family.fields(settings | {"theta": theta, "scaled": scaling is not None})
     for setting, names in BIAS_SETTINGS.items():
-        if setting in FAMILY_FEATURES[cast(ModelType, model_type)]:
+        if setting in family.features:
             family_fields |= dict.fromkeys(names, settings.get(setting) or False)
     note = settings.get(NOTE)
     n_heads = settings["num_attention_heads"]

@@ -15,10 +15,10 @@ from typing import Annotated, Any
 import numpy as np
 
 from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.config.families import FAMILIES
+from llama_jax.config.families.shared import refuse_to_store
 from llama_jax.config.rope import scaled_length, unscaled_length
 from llama_jax.errors import ConfigError, short_repr
-from llama_jax.formats.gguf_families import refuse_to_store
-from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.lazy_tensors import Tensor
 from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
 from llama_jax.ops.rotary import inverse_frequencies

@@ -16,10 +16,10 @@ from make_format_goldens import FORMATS, SMALL
 from test_corruption import TENSORS, bounded, gguf_header, outcome, tensor_pickle, text, write_pickle
 
 import llama_jax
+from llama_jax.config.families import FAMILIES
 from llama_jax.errors import CheckpointError, ConfigError, TokenizerError
 from llama_jax.formats.gguf import read_file
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
-from llama_jax.formats.huggingface_families import FAMILIES
 from llama_jax.formats.llama2c import is_llama2c
 from llama_jax.formats.torch_pickle import MAX_TABLE_BYTES, read_pickled, read_tensors
 from llama_jax.tokenizers import load_tokenizer

@@ -17,7 +17,8 @@ from conftest import jit_dequantize, jit_logits, params_of, same, write_hf_folde
 from family_models import FAMILY_MODELS, PLAIN, random_params
 
 import llama_jax
-from llama_jax.config import FAMILY_FEATURES, Parts
+from llama_jax.config import Parts
+from llama_jax.config.families import FAMILIES
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.formats import load_adapter, open_checkpoint, save_adapter
 from llama_jax.formats.huggingface import config_from_dict, config_to_dict
@@ -131,11 +132,11 @@ def test_settings_mean_what_they_mean_to_transformers(kind, tmp_path):
     config = FAMILY_MODELS[kind]
     for setting, names in SETTINGS.items():
         found = config_from_dict(config_to_dict(config) | {setting: True})
-        assert found == (replace(config, **dict.fromkeys(names, True)) if setting in FAMILY_FEATURES[kind] else config)
+        assert found == (replace(config, **dict.fromkeys(names, True)) if setting in FAMILIES[kind].features else config)
         assert config_from_dict(config_to_dict(found)) == found
         assert found.model_type == kind
     biased = replace(config, qkv_bias=True, out_bias=True)
-    if "attention_bias" not in FAMILY_FEATURES[kind] or kind in ("llama", "granite"):
+    if "attention_bias" not in FAMILIES[kind].features or kind in ("llama", "granite"):
         return
     with pytest.raises(CheckpointError, match=r"out_bias=True .* cannot be stored in GGUF, whose readers ignore them"):
         llama_jax.save(tmp_path / "model.gguf", biased, random_params(biased))
