@@ -61,10 +61,10 @@ def above(minimum: float) -> Bounds:
     return Bounds(minimum, open_minimum=True)
 
 
-Positive = Annotated[int, at_least(1)]
-NonNegative = Annotated[int, at_least(0)]
-PositiveNumber = Annotated[float, above(0)]
-NonNegativeNumber = Annotated[float, Bounds(0)]
+PositiveInt = Annotated[int, at_least(1)]
+NonNegativeInt = Annotated[int, at_least(0)]
+PositiveFloat = Annotated[float, above(0)]
+NonNegativeFloat = Annotated[float, Bounds(0)]
 BelowOne = Annotated[float, Bounds(0, 1, open_maximum=True)]
 Share = Annotated[float, Bounds(0, 1)]
 

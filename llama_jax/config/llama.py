@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from llama_jax.config.parts import LayerConfig, Parts, QueryScaling, RopeTheta, period
 from llama_jax.config.rope import RopeScaling, check_fits, unscaled_length
 from llama_jax.errors import ConfigError
-from llama_jax.settings import Bounds, NonNegative, Positive, PositiveNumber, check_fields
+from llama_jax.settings import Bounds, NonNegativeInt, PositiveFloat, PositiveInt, check_fields
 
 MAX_SUGGESTED_FACTOR = 64  # of a RoPE scaling in messages; models were trained with up to 40
 
@@ -70,25 +70,25 @@ class LlamaConfig:
       ConfigError: an invalid size; the message names it.
     """
 
-    vocab_size: Positive
-    dim: Positive
-    n_layers: Positive
-    n_heads: Positive
-    n_kv_heads: Positive
-    hidden_dim: Positive
-    max_seq_len: Positive
-    norm_eps: PositiveNumber
+    vocab_size: PositiveInt
+    dim: PositiveInt
+    n_layers: PositiveInt
+    n_heads: PositiveInt
+    n_kv_heads: PositiveInt
+    hidden_dim: PositiveInt
+    max_seq_len: PositiveInt
+    norm_eps: PositiveFloat
     rope_theta: RopeTheta
     tie_embeddings: bool
-    head_dim: NonNegative = 0  # replaced by dim // n_heads in __post_init__
+    head_dim: NonNegativeInt = 0  # replaced by dim // n_heads in __post_init__
     rope_scaling: RopeScaling | None = None
-    window: Positive | None = None
+    window: PositiveInt | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["head", "all", "l2"] | None = None
-    experts: NonNegative = 0
-    experts_per_token: NonNegative = 0
+    experts: NonNegativeInt = 0
+    experts_per_token: NonNegativeInt = 0
     normalize_expert_weights: bool = True
     expert_scores: Literal["softmax", "sigmoid"] = "softmax"
     shared_expert: bool = False
@@ -96,14 +96,14 @@ class LlamaConfig:
     norm: Literal["pre", "post", "both"] = "pre"
     norm_offset: Annotated[float, Bounds()] = 0.0
     activation: Literal["silu", "gelu"] = "silu"
-    rotary_dim: Positive | None = None
+    rotary_dim: PositiveInt | None = None
     query_scaling: QueryScaling | None = None
-    embedding_multiplier: PositiveNumber = 1.0
-    residual_multiplier: PositiveNumber = 1.0
-    attention_multiplier: PositiveNumber | None = None
-    logits_scaling: PositiveNumber = 1.0
+    embedding_multiplier: PositiveFloat = 1.0
+    residual_multiplier: PositiveFloat = 1.0
+    attention_multiplier: PositiveFloat | None = None
+    logits_scaling: PositiveFloat = 1.0
     parts: Parts = Parts()
-    unscaled_max_seq_len: Positive | None = None
+    unscaled_max_seq_len: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

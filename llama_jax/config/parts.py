@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeAlias
 
 from llama_jax.errors import ConfigError, short_repr
-from llama_jax.settings import NonNegative, Positive, PositiveNumber, above, check_fields
+from llama_jax.settings import NonNegativeInt, PositiveFloat, PositiveInt, above, check_fields
 
 PartFunction: TypeAlias = Callable[..., Any] | str | None
 RopeTheta = Annotated[float, above(1)]
@@ -29,10 +29,10 @@ class LayerConfig:
       ConfigError: an invalid value; the message names it.
     """
 
-    window: Positive | None = None
+    window: PositiveInt | None = None
     rope: Literal["model", "unscaled", "none"] = "model"
     rope_theta: RopeTheta | None = None
-    chunk: Positive | None = None
+    chunk: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
@@ -56,9 +56,9 @@ class QueryScaling:
       ConfigError: an invalid value; the message names it.
     """
 
-    beta: PositiveNumber
-    context: Positive
-    offset: NonNegative = 0
+    beta: PositiveFloat
+    context: PositiveInt
+    offset: NonNegativeInt = 0
     rotated: bool = True
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from llama_jax.errors import ConfigError, short_repr
-from llama_jax.settings import Bounds, Positive, PositiveNumber, check_fields, check_value
+from llama_jax.settings import Bounds, PositiveFloat, PositiveInt, check_fields, check_value
 
 RopeScalingKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
 
@@ -73,17 +73,17 @@ class RopeScaling:
 
     kind: RopeScalingKind
     factor: Annotated[float, Bounds(1)]
-    low_freq_factor: PositiveNumber | None = None
-    high_freq_factor: PositiveNumber | None = None
-    original_max_seq_len: Positive | None = None
-    beta_fast: PositiveNumber | None = None
-    beta_slow: PositiveNumber | None = None
+    low_freq_factor: PositiveFloat | None = None
+    high_freq_factor: PositiveFloat | None = None
+    original_max_seq_len: PositiveInt | None = None
+    beta_fast: PositiveFloat | None = None
+    beta_slow: PositiveFloat | None = None
     truncate: bool | None = None
-    attention_factor: PositiveNumber | None = None
-    mscale: PositiveNumber | None = None
-    mscale_all_dim: PositiveNumber | None = None
-    short_factor: tuple[PositiveNumber, ...] | None = None
-    long_factor: tuple[PositiveNumber, ...] | None = None
+    attention_factor: PositiveFloat | None = None
+    mscale: PositiveFloat | None = None
+    mscale_all_dim: PositiveFloat | None = None
+    short_factor: tuple[PositiveFloat, ...] | None = None
+    long_factor: tuple[PositiveFloat, ...] | None = None
 
     def __post_init__(self) -> None:
         check_value("rope scaling kind", self.kind, RopeScalingKind, ConfigError)

@@ -40,7 +40,7 @@ from llama_jax.formats.weight_format import TENSOR_NAMES, OpenedCheckpoint, Weig
 from llama_jax.model.mixtures import base_format, format_of_part
 from llama_jax.ops.weights.format_spec import blocks_from_planes
 from llama_jax.ops.weights.formats import QUANT_FORMATS, with_fallback
-from llama_jax.settings import Positive, check_value
+from llama_jax.settings import PositiveInt, check_value
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.gguf_header import MAX_ENTRIES, Header, is_gguf, open_header, short_decimal
@@ -253,7 +253,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     if GGUF_NAMES["embedding"] not in tensors:
         raise ConfigError(f"tensor {GGUF_NAMES['embedding']!r} is missing")
     block_count, mtp_layers = need("block_count"), maybe("nextn_predict_layers", 0)
-    check_value(f"{prefix}.block_count", block_count, Positive, ConfigError)
+    check_value(f"{prefix}.block_count", block_count, PositiveInt, ConfigError)
     if block_count > MAX_ENTRIES:  # bounds lists that have an entry per layer
         raise ConfigError(f"{prefix}.block_count={block_count} must be at most {MAX_ENTRIES}")
     if type(mtp_layers) is not int or not 0 <= mtp_layers < block_count:
@@ -266,7 +266,7 @@ def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     }
     dim, n_heads = need("embedding_length"), need("attention.head_count")
     for name, value in (("embedding_length", dim), ("attention.head_count", n_heads)):
-        check_value(f"{prefix}.{name}", value, Positive, ConfigError)
+        check_value(f"{prefix}.{name}", value, PositiveInt, ConfigError)
     head_dim = maybe("attention.key_length", 0)
     constants = next(family.constants for family in FAMILIES.values() if family.gguf is architecture)
     family_fields = dict(constants) | architecture.fields(maybe, n_layers)

@@ -66,7 +66,7 @@ from llama_jax.formats.weight_format import (
 from llama_jax.model.params import BLOCKS_PREFIX, LlamaParams, ParamSpec, shape_of, specs_for
 from llama_jax.model.trees import layers_of
 from llama_jax.ops.weights.quantized_matmul import JoinedWeight, QuantizedWeight
-from llama_jax.settings import Positive, PositiveNumber, check_value
+from llama_jax.settings import PositiveFloat, PositiveInt, check_value
 from llama_jax.storage import Location, StoredPath
 from llama_jax.storage.paths import MAX_JSON_BYTES, read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
@@ -187,7 +187,7 @@ def config_from_dict(settings: Mapping[str, Any], *, scaled_context: bool = Fals
     settings = dict(family.absent) | dict(settings)
     check_present(settings, _REQUIRED)
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):  # families compute others from these
-        check_value(name, settings[name], Positive, ConfigError)
+        check_value(name, settings[name], PositiveInt, ConfigError)
     if settings["num_hidden_layers"] > MAX_LAYERS:  # bounds lists that have an entry per layer
         raise ConfigError(f"num_hidden_layers={settings['num_hidden_layers']} must be at most {MAX_LAYERS}")
     if "rope_scaling" in family.absent and settings.get("rope_parameters"):
@@ -260,7 +260,7 @@ def _read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         scaling["original_max_position_embeddings"] = original
         if "factor" not in scaling:
             for name, value in (("max_position_embeddings", context), ("original_max_position_embeddings", original)):
-                check_value(name, value, PositiveNumber, ConfigError)
+                check_value(name, value, PositiveFloat, ConfigError)
             scaling["factor"] = context / original
     if rope_type == "llama3" and settings.get("original_max_position_embeddings"):
         scaling["original_max_position_embeddings"] = settings["original_max_position_embeddings"]

@@ -22,7 +22,7 @@ from llama_jax.errors import ConfigError, short_repr
 from llama_jax.formats.lazy_tensors import Tensor
 from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
 from llama_jax.ops.rotary import inverse_frequencies
-from llama_jax.settings import Bounds, NonNegativeNumber, Positive, check_value
+from llama_jax.settings import Bounds, NonNegativeFloat, PositiveInt, check_value
 from llama_jax.tokenizers.gguf_header import short_decimal
 
 NOTE = "llama_jax"  # the key of our note in a config.json, and the prefix of our keys in a GGUF
@@ -162,9 +162,9 @@ def _read_scaling(
     if factor not in (None, 0, 1) and set(ROPE_TENSORS) & tensors.keys():
         raise ConfigError(f"{prefix}factor={short_repr(factor, 40)} is not supported with tensors of factors")
     original = fields.get(f"{prefix}original_context_length", config.max_seq_len)
-    check_value(f"{prefix}original_context_length", original, Positive, ConfigError)
+    check_value(f"{prefix}original_context_length", original, PositiveInt, ConfigError)
     if factor is not None or scaling_type == "yarn":
-        check_value(f"{prefix}factor", factor, NonNegativeNumber, ConfigError)
+        check_value(f"{prefix}factor", factor, NonNegativeFloat, ConfigError)
     if scaling_type == "yarn":
         settings: dict[str, Any] = {"original_max_seq_len": original}
         if whole_yarn:

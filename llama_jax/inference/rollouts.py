@@ -28,7 +28,7 @@ from llama_jax.model.cache import init_cache, repeat_rows
 from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
 from llama_jax.model.params import LlamaParams
 from llama_jax.ops import exact
-from llama_jax.settings import Positive, PositiveNumber, check_fields
+from llama_jax.settings import PositiveFloat, PositiveInt, check_fields
 
 
 class RolloutPrompts(NamedTuple):
@@ -74,9 +74,9 @@ class RolloutOptions:
       stop: tokens that end an answer.
     """
 
-    group_size: Positive
-    max_new_tokens: Positive
-    temperature: PositiveNumber = 1.0
+    group_size: PositiveInt
+    max_new_tokens: PositiveInt
+    temperature: PositiveFloat = 1.0
     stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.ops.attention import AttentionMask, HeadSharding, KVView, PagedView
 from llama_jax.ops.int8 import Quantized, dequantize_rows, map_planes
 from llama_jax.ops.platform import AnyArray, current_mesh_sizes
-from llama_jax.settings import Bounds, NonNegative, Positive, at_least, check_fields
+from llama_jax.settings import Bounds, NonNegativeInt, PositiveInt, at_least, check_fields
 
 PAGE_SIZE = 16  # tokens per page
 MAX_CACHE_CAPACITY = 2**24  # tokens per row; the page table of a row then takes 4 MB
@@ -44,8 +44,8 @@ class CacheOptions:
     """
 
     dtype: Literal["int8"] | None = None
-    window: Positive | None = None
-    sinks: NonNegative = 0
+    window: PositiveInt | None = None
+    sinks: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         check_fields(self, GenerationError)

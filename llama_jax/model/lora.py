@@ -26,7 +26,7 @@ from llama_jax.model.params import LlamaParams, ParamSpec
 from llama_jax.model.trees import build_tree, is_weight
 from llama_jax.ops.weights.lora import LoraWeight, LowRank, LowRankWeight, row_lengths
 from llama_jax.ops.weights.multi_lora import MultiLoraWeight
-from llama_jax.settings import Positive, PositiveNumber, check_fields
+from llama_jax.settings import PositiveFloat, PositiveInt, check_fields
 
 
 class Target(NamedTuple):
@@ -64,8 +64,8 @@ class Lora:
       ConfigError: an invalid value, or a target that is not a matrix of a Llama.
     """
 
-    rank: Positive = 16
-    alpha: PositiveNumber = 32.0
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
     targets: tuple[str, ...] = tuple(TARGETS)
     rslora: bool = False
     dora: bool = False

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from llama_jax.errors import MeshError, short_repr
-from llama_jax.settings import Positive, check_fields
+from llama_jax.settings import PositiveInt, check_fields
 
 AXES = ("data", "fsdp", "context", "tensor")
 
@@ -32,10 +32,10 @@ class MeshSizes:
       MeshError: a size that is not a positive integer.
     """
 
-    data: Positive = 1
-    fsdp: Positive = 1
-    tensor: Positive = 1
-    context: Positive = 1
+    data: PositiveInt = 1
+    fsdp: PositiveInt = 1
+    tensor: PositiveInt = 1
+    context: PositiveInt = 1
 
     def __post_init__(self) -> None:
         check_fields(self, MeshError, "mesh axis ")

@@ -23,10 +23,10 @@ from llama_jax.runs.overrides import dataclass_of
 from llama_jax.settings import (
     BelowOne,
     Bounds,
-    NonNegative,
-    NonNegativeNumber,
-    Positive,
-    PositiveNumber,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
     at_least,
     check_fields,
 )
@@ -88,9 +88,9 @@ class RewardSettings:
     functions: tuple[str, ...] = ()
     weights: tuple[Annotated[float, Bounds()], ...] = ()
     group: Annotated[int, at_least(2)] = 8
-    answer: Positive = 64
-    temperature: PositiveNumber = 1.0
-    updates: Positive = 1
+    answer: PositiveInt = 64
+    temperature: PositiveFloat = 1.0
+    updates: PositiveInt = 1
     loss: PolicyKind = "dapo"
     clip: float = 0.2
     clip_high: float | None = None
@@ -101,8 +101,8 @@ class RewardSettings:
     special: bool = False
     template_time: str | None = None
     template_args: tuple[str, ...] = ()
-    held: NonNegative = 32
-    samples: NonNegative = 2
+    held: NonNegativeInt = 32
+    samples: NonNegativeInt = 2
 
     def __post_init__(self) -> None:
         check_fields(self, TrainingError, "rewards.")
@@ -173,11 +173,11 @@ class Recipe:
     """
 
     model: LlamaConfig
-    steps: NonNegative = 0
-    epochs: NonNegativeNumber = 0.0
-    batch: Positive
-    length: Positive
-    accumulate: Positive = 1
+    steps: NonNegativeInt = 0
+    epochs: NonNegativeFloat = 0.0
+    batch: PositiveInt
+    length: PositiveInt
+    accumulate: PositiveInt = 1
     exact: bool = False
     virtual_shards: int = VIRTUAL_SHARDS
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -190,25 +190,25 @@ class Recipe:
     attention: AttentionBackend = "auto"
     parts: Parts = Parts()
     loss: LossFn | None = None
-    chunk: Positive | None = None
-    z_loss: NonNegativeNumber = 0.0
-    neftune: NonNegativeNumber = 0.0
+    chunk: PositiveInt | None = None
+    z_loss: NonNegativeFloat = 0.0
+    neftune: NonNegativeFloat = 0.0
     ema_decay: BelowOne = 0.0
-    skip_limit: Positive = 10
+    skip_limit: PositiveInt = 10
     reading: DocumentFormat = field(default_factory=DocumentFormat)
     chats: ChatReading | None = None
     preference: PreferenceOptions | None = None
     distill: DistillOptions | None = None
     rewards: RewardSettings | None = None
     validation: float = 0.05
-    evaluate_every: NonNegative = 250
+    evaluate_every: NonNegativeInt = 250
     evaluate_tokens: Annotated[int, Bounds(0)] = 0
-    save_every: NonNegative = 250
-    keep_last: Positive = 2
-    keep_best: NonNegative = 1
-    log_every: Positive = 10
+    save_every: NonNegativeInt = 250
+    keep_last: PositiveInt = 2
+    keep_best: NonNegativeInt = 1
+    log_every: PositiveInt = 10
     prompts: tuple[str, ...] = ()
-    sample_tokens: Positive = 64
+    sample_tokens: PositiveInt = 64
 
     def __post_init__(self) -> None:
         check_fields(self, TrainingError)

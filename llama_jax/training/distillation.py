@@ -18,7 +18,7 @@ from llama_jax.model.params import LlamaParams
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.kl_divergence import DivergenceOptions, Logits, token_divergence
 from llama_jax.ops.weights.formats import FrozenFormatName
-from llama_jax.settings import Bounds, NonNegative, PositiveNumber, check_fields
+from llama_jax.settings import Bounds, NonNegativeInt, PositiveFloat, check_fields
 from llama_jax.training.batch import Batch, apply_weights, to_next_token_batch
 from llama_jax.training.loss import LossOptions
 
@@ -43,8 +43,8 @@ class DistillOptions:
 
     teacher: str = ""
     weight: Annotated[float, Bounds(0, 1, open_minimum=True)] = 1.0
-    temperature: PositiveNumber = 1.0
-    top_k: NonNegative = 0
+    temperature: PositiveFloat = 1.0
+    top_k: NonNegativeInt = 0
     quantize: FrozenFormatName = "none"
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from llama_jax.errors import ConfigError, MeshError, TrainingError
 from llama_jax.model.forward_options import Sharding
 from llama_jax.model.params import LlamaParams
-from llama_jax.settings import Positive, check_value
+from llama_jax.settings import PositiveInt, check_value
 
 VIRTUAL_SHARDS = 8  # default of exact recipes
 GradFn = Callable[[LlamaParams, Any, jax.Array], tuple[Any, LlamaParams]]  # (params, rows, divisor) -> (metrics, gradients)
@@ -33,7 +33,7 @@ GradFn = Callable[[LlamaParams, Any, jax.Array], tuple[Any, LlamaParams]]  # (pa
 
 def check_virtual_shards(shards: int) -> None:
     """Raise ConfigError for a number of virtual shards that is not a power of two."""
-    check_value("virtual_shards", shards, Positive, ConfigError)
+    check_value("virtual_shards", shards, PositiveInt, ConfigError)
     if shards & (shards - 1):
         raise ConfigError(f"virtual_shards={shards} must be a power of two, such as 8")
 

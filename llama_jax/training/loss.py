@@ -14,7 +14,7 @@ from llama_jax.model.forward_options import ComputeOptions, Positions, Sharding
 from llama_jax.model.params import LlamaParams
 from llama_jax.ops.cross_entropy import LogitOptions, LossSums, cross_entropy
 from llama_jax.ops.platform import KernelOptions
-from llama_jax.settings import NonNegativeNumber, Positive, check_fields
+from llama_jax.settings import NonNegativeFloat, PositiveInt, check_fields
 from llama_jax.training.batch import Batch, replace_zero, target_mask, to_next_token_batch
 from llama_jax.training.neftune import with_noise
 
@@ -35,9 +35,9 @@ class LossOptions:
     """
 
     compute: ComputeOptions = ComputeOptions()
-    chunk: Positive | None = None
-    z_loss: NonNegativeNumber = 0.0
-    neftune: NonNegativeNumber = 0.0
+    chunk: PositiveInt | None = None
+    z_loss: NonNegativeFloat = 0.0
+    neftune: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

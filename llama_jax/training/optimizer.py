@@ -12,7 +12,7 @@ import optax
 
 from llama_jax.errors import ConfigError
 from llama_jax.model.params import LlamaParams, spec_at
-from llama_jax.settings import BelowOne, NonNegative, NonNegativeNumber, PositiveNumber, Share, check_fields
+from llama_jax.settings import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveFloat, Share, check_fields
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
@@ -48,19 +48,19 @@ class OptimizerSettings:
     """
 
     name: OptimizerName = "adamw"
-    learning_rate: PositiveNumber = 3e-4
+    learning_rate: PositiveFloat = 3e-4
     schedule: ScheduleName = "cosine"
-    warmup_steps: NonNegative | None = None
-    max_warmup_steps: NonNegative = 0
+    warmup_steps: NonNegativeInt | None = None
+    max_warmup_steps: NonNegativeInt = 0
     decay_share: Share = 0.2
     final_share: Share = 0.1
     b1: BelowOne = 0.9
     b2: BelowOne = 0.95
-    eps: PositiveNumber = 1e-8
-    lora_plus: PositiveNumber = 1.0
+    eps: PositiveFloat = 1e-8
+    lora_plus: PositiveFloat = 1.0
     momentum: BelowOne = 0.95
-    weight_decay: NonNegativeNumber = 0.1
-    clip_norm: NonNegativeNumber = 1.0
+    weight_decay: NonNegativeFloat = 0.1
+    clip_norm: NonNegativeFloat = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 
 from llama_jax.errors import ConfigError
 from llama_jax.ops.platform import AnyArray
-from llama_jax.settings import BelowOne, NonNegativeNumber, Positive, check_fields
+from llama_jax.settings import BelowOne, NonNegativeFloat, PositiveInt, check_fields
 from llama_jax.training.batch import replace_zero
 
 PolicyKind = Literal["grpo", "dr_grpo", "dapo"]
@@ -86,9 +86,9 @@ class PolicyOptions:
 
     kind: PolicyKind = "dapo"
     clip: BelowOne = 0.2
-    clip_high: NonNegativeNumber | None = None
-    beta: NonNegativeNumber = 0.0
-    length: Positive | None = None
+    clip_high: NonNegativeFloat | None = None
+    beta: NonNegativeFloat = 0.0
+    length: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

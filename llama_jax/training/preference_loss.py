@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from llama_jax.errors import ConfigError
 from llama_jax.ops.platform import AnyArray
-from llama_jax.settings import Bounds, NonNegativeNumber, PositiveNumber, check_fields
+from llama_jax.settings import Bounds, NonNegativeFloat, PositiveFloat, check_fields
 from llama_jax.training.batch import replace_zero
 
 PreferenceKind = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "kto"]
@@ -58,11 +58,11 @@ class PreferenceOptions:
     """
 
     kind: PreferenceKind = "sigmoid"
-    beta: PositiveNumber = 0.1
+    beta: PositiveFloat = 0.1
     label_smoothing: Annotated[float, Bounds(0, 0.5, open_maximum=True)] = 0.0
-    margin: NonNegativeNumber | None = None
-    desirable: NonNegativeNumber = 1.0
-    undesirable: NonNegativeNumber = 1.0
+    margin: NonNegativeFloat | None = None
+    desirable: NonNegativeFloat = 1.0
+    undesirable: NonNegativeFloat = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

@@ -22,7 +22,7 @@ from llama_jax.model.params import LlamaParams
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.platform import update_if
 from llama_jax.ops.weights.layers import MixedStack
-from llama_jax.settings import BelowOne, Positive, check_fields
+from llama_jax.settings import BelowOne, PositiveInt, check_fields
 from llama_jax.training.batch import Batch, replace_zero, target_count
 from llama_jax.training.loss import LossOptions, total_loss
 
@@ -118,7 +118,7 @@ class StepOptions:
     """
 
     loss: LossOptions = LossOptions()
-    accumulate: Positive = 1
+    accumulate: PositiveInt = 1
     ema_decay: BelowOne = 0.0
     count: Callable[[Any], jax.Array] = target_count
     virtual_shards: int = 0

@@ -6,7 +6,7 @@ from llama_jax.config.families import shared
 from llama_jax.config.families.shared import Architecture, Config, ConfigJson, Family, Fields, Maybe
 from llama_jax.config.parts import LayerConfig
 from llama_jax.errors import ConfigError, short_repr
-from llama_jax.settings import Positive, check_value
+from llama_jax.settings import PositiveInt, check_value
 
 LAYERS_OF_27B = 62  # of the model whose scores llama.cpp divides by sqrt(dim / n_heads)
 
@@ -18,7 +18,7 @@ def _read_gemma3_rope(settings: Fields) -> Fields:
 def _read_gemma3(settings: ConfigJson) -> Fields:
     scalar, period = shared.number_in(settings, "query_pre_attn_scalar"), settings.get("sliding_window_pattern")
     if period is not None:
-        check_value("sliding_window_pattern", period, Positive, ConfigError)
+        check_value("sliding_window_pattern", period, PositiveInt, ConfigError)
     activation = settings.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
         raise ConfigError(

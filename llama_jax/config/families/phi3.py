@@ -5,7 +5,7 @@ from __future__ import annotations
 from llama_jax.config.families import shared
 from llama_jax.config.families.shared import Architecture, Config, ConfigJson, Family, Fields, Maybe
 from llama_jax.errors import ConfigError
-from llama_jax.settings import Positive, check_value
+from llama_jax.settings import PositiveInt, check_value
 
 
 def _read_phi3_rope(settings: Fields) -> Fields:
@@ -22,7 +22,7 @@ def _read_phi3_rope(settings: Fields) -> Fields:
 
 def _read_phi3(settings: ConfigJson) -> Fields:
     head_dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
-    check_value("head_dim", head_dim, Positive, ConfigError)
+    check_value("head_dim", head_dim, PositiveInt, ConfigError)
     rotated = int(head_dim * shared.number_in(settings, "partial_rotary_factor"))
     return shared.read_window(settings) | {"rotary_dim": None if rotated == head_dim else rotated}
 

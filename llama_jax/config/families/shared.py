@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from llama_jax.config.parts import LayerConfig
 from llama_jax.errors import CheckpointError, ConfigError, short_repr
-from llama_jax.settings import Positive, PositiveNumber, check_value
+from llama_jax.settings import PositiveFloat, PositiveInt, check_value
 
 Config: TypeAlias = Any  # a `LlamaConfig`, whose file imports the families
 Fields: TypeAlias = dict[str, Any]
@@ -91,7 +91,7 @@ class Family:
 
 def number_in(settings: ConfigJson, name: str) -> float:
     """A setting that is used in arithmetic before the configuration checks it."""
-    check_value(name, settings[name], PositiveNumber, ConfigError)
+    check_value(name, settings[name], PositiveFloat, ConfigError)
     return float(settings[name])
 
 
@@ -202,7 +202,7 @@ def read_rope_flags(settings: ConfigJson) -> list[int]:
     """Whether each layer has a position embedding."""
     n, ropes, step = settings["num_hidden_layers"], settings.get("no_rope_layers"), settings.get("no_rope_layer_interval", 4)
     if ropes is None:
-        check_value("no_rope_layer_interval", step, Positive, ConfigError)
+        check_value("no_rope_layer_interval", step, PositiveInt, ConfigError)
         ropes = [int((i + 1) % step != 0) for i in range(n)]
     if not isinstance(ropes, list) or len(ropes) < n or any(rope not in (0, 1) for rope in ropes):
         raise ConfigError(f"no_rope_layers={short_repr(ropes)} must be a list with 0 or 1 for each of {n} layers")
