@@ -556,3 +556,12 @@ def test_missing_experts_are_named(models, tmp_path):
         CheckpointError, match=r"layers.1.block_sparse_moe.experts.w3.weight' has only the experts \[0, 1, 3\]"
     ):
         llama_jax.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe"])
+def test_a_qwen_with_a_window_of_no_stated_size_has_the_default(name):
+    """As in transformers: `use_sliding_window` without `sliding_window`."""
+    settings = config_to_dict(SIBLINGS[name]) | {"use_sliding_window": True, "max_window_layers": 0}
+    settings = {name: value for name, value in settings.items() if name not in ("layer_types", "sliding_window")}
+    assert config_from_dict(settings).window == 4096
+    assert config_from_dict(settings | {"sliding_window": None}).window is None

@@ -58,7 +58,7 @@ _QWEN_DEFAULTS = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32_768,
     "max_window_layers": 28,
-    "sliding_window": None,
+    "sliding_window": 4096,
 }
 FAMILIES = (
     Family(
@@ -92,7 +92,7 @@ FAMILIES = (
             "num_local_experts": 128,
             "num_experts_per_tok": 8,
             "norm_topk_prob": False,
-            "sliding_window": None,
+            "sliding_window": 4096,
         },
         _read_moe,
         _write_moe,
