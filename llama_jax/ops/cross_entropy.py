@@ -111,10 +111,8 @@ def chunked_logprobs(
 
     @jax.checkpoint
     def chunk_logprobs(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = (
-            options.constrain(project(hidden, weight, out_dtype=logits_dtype, kernels=options.kernels), "logits")
-            / temperature
-        )
+        logits = project(hidden, weight, out_dtype=logits_dtype, kernels=options.kernels)
+        logits = options.constrain(logits, "logits") / temperature
         if options.vocab_size is not None and options.vocab_size < weight.shape[0]:
             logits = jnp.where(vocab_ids < options.vocab_size, logits, -jnp.inf)
         target_logits = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
