@@ -46,11 +46,13 @@ def force(monkeypatch):
     return partial(force_draft_lengths, monkeypatch)
 
 
-def same(found, expected):
+def same(found, expected, cache=None):
+    # A key near the middle of two int8 steps rounds up or down with the sum's order, which differs between processors.
+    tolerance = 2e-3 if cache == "int8" else 2e-5
     for row, other in zip(found, expected, strict=True):
         assert row.tokens == other.tokens
         assert row.finish_reason == other.finish_reason
-        np.testing.assert_allclose(row.logprobs, other.logprobs, atol=2e-5)
+        np.testing.assert_allclose(row.logprobs, other.logprobs, atol=tolerance)
 
 
 class TestTheTokensAreThoseOfPlainGeneration:
@@ -72,7 +74,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
             arguments = {"max_new_tokens": limits, "stop_tokens": in_the_midst if stops else absent}
             with pytest.MonkeyPatch.context() as patch:
                 force_draft_lengths(patch, DRAFTED, DRAFTED, 0)
-                same(run(draft=told(free, 512, wrong, seed, DRAFTED), **arguments), run(**arguments))
+                same(run(draft=told(free, 512, wrong, seed, DRAFTED), **arguments), run(**arguments), cache)
 
         check()
 
@@ -85,9 +87,9 @@ class TestTheTokensAreThoseOfPlainGeneration:
             llama_jax.generate, config, params, PROMPTS, max_new_tokens=NEW, sampling=SAMPLING, cache=CACHES[cache]
         )
         plain = run()
-        same(run(draft=PromptLookup(DRAFTED, shortest=1)), plain)
+        same(run(draft=PromptLookup(DRAFTED, shortest=1)), plain, cache)
         other = jax.tree.map(lambda a: a * 1.05, params)
-        same(run(draft=DraftModel(config, other, DRAFTED)), plain)
+        same(run(draft=DraftModel(config, other, DRAFTED)), plain, cache)
 
     @pytest.mark.slow
     def test_of_a_single_row(self, model, force):

@@ -190,6 +190,7 @@ def test_one_process_renders_chat_after_chat(monkeypatch):
         assert again("{{ messages[0].content }}") == CHAT[0]["content"]
         assert renderer._child.process.pid == first
         renderer._child.process.kill()
+        renderer._child.process.wait()  # a process that is about to die would fail one more chat
         assert again("still {{ messages | length }}") == "still 2"
         assert again("still {{ messages | length }}") == "still 2"
         assert renderer._child.process.pid != first
