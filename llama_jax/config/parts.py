@@ -85,8 +85,8 @@ class Parts:
 
     Attributes:
       attend: replaces `ops.attend`: ``attend(queries, view, mask, *, scale, window=None)`` with queries [B, K, T, G, H].
-      norm: replaces every RMSNorm with a weight, also of queries and keys: ``norm(x, weight, eps)`` with x [..., D],
-        weight [D], to which `norm_offset` is already added, and eps `norm_eps`.
+      norm: replaces every RMSNorm, also of queries and keys: ``norm(x, weight, eps)`` with x [..., D], weight [D] (ones
+        for Llama 4's norm of queries and keys), to which `norm_offset` is already added, and eps `norm_eps`.
       feed_forward: replaces `ops.feed_forward`, in models without experts: ``feed_forward(x, gate, up, down)`` with x
         [B, T, D] and matrices [F, D], [F, D] and [D, F] for `ops.project`: they may be quantized or have adapters.
       rotary: replaces `ops.apply_rotary`: ``rotary(x, cos, sin)`` with x [B, K, T, G + 1, R], the queries of each group
