@@ -161,10 +161,10 @@ SLIDING = {"rope_type": "default", "rope_theta": 10_000.0}
 ONE_ROPE = [
     ("Qwen2", 16, YARN),
     ("Qwen3", 20, YARN),
-    ("LlamaParams", 16, {"rope_type": "yarn", "factor": 4.0}),
-    ("LlamaParams", 64, YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}),
-    ("LlamaParams", 16, LINEAR),
-    ("LlamaParams", 16, {"rope_type": "dynamic", "factor": 4.0}),
+    ("Llama", 16, {"rope_type": "yarn", "factor": 4.0}),
+    ("Llama", 64, YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}),
+    ("Llama", 16, LINEAR),
+    ("Llama", 16, {"rope_type": "dynamic", "factor": 4.0}),
 ]
 ROPES_BY_LAYER = [  # only in transformers 5
     ("Olmo3", 16, {"full_attention": YARN, "sliding_attention": SLIDING}),
