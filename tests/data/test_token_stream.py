@@ -1,4 +1,4 @@
-"""Files of ids: where documents begin, how many bytes of text they stand for, and records that cannot be."""
+"""Files of ids: where documents begin, how many bytes of text they stand for, and damaged records."""
 
 import re
 
